@@ -1,0 +1,224 @@
+"""The public functions: `attention` and `explain`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jflash import _autodiff, _canonical, _dispatch, _platform
+from jflash._score_mod import ScoreModFunction
+from jflash._spec import Spec
+
+Implementation = str | Sequence[str] | None
+Scale = float | Float[Array, ""]
+Lengths = Int[Array, "*B"]
+Window = int | tuple[int, int]
+Offset = int | Int[Array, "*#B"]
+Segments = Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]]
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that `attention` and `explain` share."""
+
+    scale: Scale | None
+    is_causal: bool
+    query_seq_lengths: Lengths | None
+    key_value_seq_lengths: Lengths | None
+    local_window_size: Window | None
+    implementation: Implementation
+    logits_soft_cap: float | None
+    alibi_slopes: Float[Array, "N"] | None
+    score_mod: ScoreModFunction | None
+    query_offset: Offset
+    segment_ids: Segments | None
+    sinks: Float[Array, "N"] | None
+    dropout_rate: float
+    dropout_key: Array | None
+    precision: Any
+    deterministic: bool
+
+
+@overload
+def attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K D"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Float[Array, "*B T N D"]: ...
+@overload
+def attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K D"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]: ...
+def attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K D"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    local_window_size: Window | None = None,
+    implementation: Implementation = None,
+    return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    score_mod: ScoreModFunction | None = None,
+    query_offset: Offset = 0,
+    segment_ids: Segments | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    deterministic: bool = False,
+) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
+    r"""Exact softmax attention in O(T + S) memory per head, forward and backward.
+
+    For every batch entry and head, :math:`\mathrm{softmax}(\mathrm{logits}) V`, where the logits are made from
+    :math:`Q K^T` in this order: scale, soft cap, bias, ALiBi, `score_mod`, mask. The arguments of
+    `jax.nn.dot_product_attention` have its names, layout and order. Axes: any number of batch axes B, T queries,
+    S keys, N query heads, K key heads, head dimensions H and D.
+
+    A query that sees no key gets output 0, log-sum-exp -inf and zero gradients. A key whose logit is -inf counts as
+    not seen.
+
+    Args:
+      query: `[*B, T, N, H]`; float32, bfloat16, float16 or float64.
+      key: `[*B, S, K, H]`, same dtype. N must be a multiple of K: head n attends with key head n // (N // K)
+        (grouped queries, arXiv:2305.13245).
+      value: `[*B, S, K, D]`, same dtype.
+      bias: floating, added to the logits; each of the axes `[*B, N, T, S]` may be 1 or, from the left, missing. Its
+        gradient has its shape.
+      mask: bool, True where the query may attend; axes as `bias`.
+      scale: multiplies the dot products; a number, or a scalar array, which has a gradient. Default H**-0.5.
+      is_causal: query i sees key j only if j <= i + query_offset.
+      query_seq_lengths: integer `[*B]`, 0 to T. Queries at or past it are padding: their rows come out 0, and
+        nothing they hold, NaN included, reaches any output or gradient. Traced values are clamped to the range.
+      key_value_seq_lengths: integer `[*B]`, 0 to S; the same for keys and values.
+      local_window_size: (left, right), or one number for both: query i sees key j only if
+        i + query_offset - left <= j <= i + query_offset + right. Not negative.
+      implementation: the name of a backend, or several in order of preference; None for all. `explain` says which
+        one serves.
+      return_residual: also return the log-sum-exp of the logits.
+      logits_soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c) (arXiv:2408.00118, section 2).
+      alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).
+      score_mod: `f(logit, batch, head, query_index, key_index) -> logit` on scalars, any traceable function. Arrays
+        that it closes over have gradients. Indices count from 0, without `query_offset`; batch axes count as one.
+        Reuse one function object: outside `jax.jit` a new one compiles anew.
+      query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. 0 aligns
+        the top left as jax.nn does, S - T the bottom right; with a cache, its length.
+      segment_ids: integer `[*B, T]`, or a pair `([*B, T], [*B, S])`: a query sees only keys of its own segment.
+        Sorted ids let whole tiles be skipped.
+      sinks: floating `[N]`, an extra logit per head that takes part in the softmax, and so in the log-sum-exp, but
+        has no value (arXiv:2309.17453).
+      dropout_rate: 0 <= rate < 1; drops probabilities and scales the rest by 1 / (1 - rate).
+      dropout_key: a JAX random key. The same key drops the same (batch, head, query, key) on every backend, forward
+        and backward.
+      precision: of the matrix products, as `jax.lax.dot_general` takes it.
+      deterministic: promise the same bits on every run, on machines where that costs speed.
+
+    Returns:
+      `[*B, T, N, D]` in the query's dtype; with `return_residual` a pair of that and the log-sum-exp, natural
+      logarithm, `[*B, T, N]`, float32 (float64 for float64), differentiable. Logits, softmax and sums are computed in
+      that dtype too.
+
+    Raises:
+      ValueError: an argument has a wrong shape or value.
+      TypeError: an argument is of a wrong kind or dtype, or traced where it must be known.
+      NotImplementedError: no implementation asked can serve the call; says why for each.
+
+    Sources: FlashAttention-2 (arXiv:2307.08691); online softmax (arXiv:1805.02867).
+    """
+    names = _dispatch.candidates(implementation)
+    return_residual = _canonical.static_bool("return_residual", return_residual)
+    spec, operands, batch_axes = _canonical.canonicalize(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        query_offset=query_offset,
+        segment_ids=segment_ids,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+        deterministic=deterministic,
+    )
+    name = _dispatch.select(spec, names, _platform.current())
+    if 0 in (math.prod(batch_axes), spec.query_length, spec.key_length):
+        out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
+        lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
+    else:
+        with _autodiff.forward_mode_named(name):
+            out, lse = _autodiff.attend(name, spec, operands)
+    out = out.reshape(*batch_axes, *out.shape[1:])
+    if not return_residual:
+        return out
+    lse = jnp.swapaxes(lse, 1, 2)
+    return out, lse.reshape(*batch_axes, *lse.shape[1:])
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    return_residual: bool = False,
+    **options: Unpack[Options],
+) -> str:
+    """Which implementation `attention` would use for these arguments on this machine, and why not the others.
+
+    Args: those of `attention`; arrays may be given as `jax.ShapeDtypeStruct`. Nothing is computed.
+
+    Returns:
+      The choice, or that there is none, and a line for each implementation that refused.
+
+    Raises: what `attention` raises for arguments that are wrong.
+    """
+    names = _dispatch.candidates(options.pop("implementation", None))
+    _canonical.static_bool("return_residual", return_residual)
+    arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: leaf is None)
+    traced = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
+    found: list[Spec] = []
+
+    def look(arrays: list[Array]) -> None:
+        remaining = iter(arrays)
+        merged = [next(remaining) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
+        found.append(_canonical.canonicalize(**jax.tree.unflatten(tree, merged))[0])
+
+    jax.eval_shape(look, [leaf for t, leaf in zip(traced, leaves, strict=True) if t])
+    platform = _platform.current()
+    chosen, refusals = _dispatch.ask(found[0], names, platform)
+    verdict = f"{chosen} serves" if chosen is not None else "No implementation can serve"
+    return "\n".join([f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])])

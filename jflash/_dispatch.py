@@ -1,0 +1,75 @@
+"""The table of backends, and the choice among them.
+
+A backend is a module with these functions:
+
+    unsupported(spec, platform) -> str | None   why it cannot serve the call, in words for the user; None: it can
+    forward(spec, operands) -> out, lse         out [B, T, N, D]; lse [B, N, T] in natural logarithms, -inf: saw no key
+    backward(spec, operands, residuals) -> gradients   an `Operands`, `None` for what has no gradient
+
+A backend without `backward` is one that JAX differentiates itself. Where a backward is itself plain JAX the module
+says `DIFFERENTIABLE_BACKWARD = True`, and gets reverse over reverse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jflash import _reference, _xla
+from jflash._platform import Platform
+from jflash._spec import Spec
+
+BACKENDS: Mapping[str, Any] = {"xla": _xla, "reference": _reference}
+"""In the order in which `implementation=None` asks them."""
+
+_log = logging.getLogger("jflash")
+
+
+def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names to ask, in order.
+
+    Raises:
+      TypeError: if `implementation` is not a name, a sequence of names or None.
+      ValueError: if it names a backend that does not exist, or none.
+    """
+    if implementation is None:
+        return tuple(BACKENDS)
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"`implementation` must be a name, a sequence of names or None. Got {implementation!r}."
+        )
+    unknown = [name for name in names if name not in BACKENDS]
+    if unknown or not names:
+        raise ValueError(f"`implementation` must name some of {list(BACKENDS)}. Got {implementation!r}.")
+    return tuple(names)
+
+
+def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | None, dict[str, str]]:
+    """The first backend that can serve `spec`, and why each one before it cannot."""
+    refusals: dict[str, str] = {}
+    for name in names:
+        reason = BACKENDS[name].unsupported(spec, platform)
+        if reason is None:
+            return name, refusals
+        refusals[name] = reason
+    return None, refusals
+
+
+def select(spec: Spec, names: Sequence[str], platform: Platform) -> str:
+    """The first backend that can serve `spec`; asks, and never catches an exception to find out.
+
+    Raises:
+      NotImplementedError: if none can, with every one's reason.
+    """
+    chosen, refusals = ask(spec, names, platform)
+    if chosen is None:
+        raise NotImplementedError(f"No implementation can serve this call.\n{listing(refusals)}")
+    _log.debug("%s serves on %s; refused by: %s", chosen, platform, refusals or "none")
+    return chosen
+
+
+def listing(refusals: Mapping[str, str]) -> str:
+    """One indented line for each refusal."""
+    return "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())

@@ -1,0 +1,36 @@
+"""The machine a call will run on, as far as choosing a backend needs to know."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """Where JAX will put the computation."""
+
+    name: str
+    """JAX's name: "cpu", "gpu", "tpu", ..."""
+    device_kind: str
+    """The device as its maker names it, such as "NVIDIA H200"."""
+    compute_capability: str | None
+    """Of an NVIDIA GPU, such as "9.0"."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.device_kind})"
+
+
+def current() -> Platform:
+    """The platform of `jax.default_device` where one is set, else of JAX's first device."""
+    device = jax.config.jax_default_device
+    if device is None:
+        device = jax.devices()[0]
+    elif isinstance(device, str):
+        device = jax.devices(device)[0]
+    return Platform(
+        name=device.platform,
+        device_kind=device.device_kind,
+        compute_capability=getattr(device, "compute_capability", None),
+    )

@@ -1,0 +1,85 @@
+"""`score_mod`: a user's function of one logit, traced once, with the arrays it closes over taken out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jaxtyping import Array, Int
+
+ScoreModFunction = Callable[[Array, Array, Array, Array, Array], Array]
+"""`f(logit, batch, head, query_index, key_index) -> logit`, all scalars."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreMod:
+    """A traced `score_mod` without its closed-over arrays.
+
+    Two are equal when the same function object traced to the same program, which is what lets `jax.jit` find
+    its compiled code again. The program is compared as text, so a function whose captured Python values have
+    changed is not taken for its former self.
+    """
+
+    function: ScoreModFunction
+    program: str
+    jaxpr: Any = dataclasses.field(compare=False)
+
+    def __call__(
+        self,
+        logits: Array,
+        batch: Int[Array, "..."],
+        head: Int[Array, "..."],
+        query: Int[Array, "..."],
+        key: Int[Array, "..."],
+        arrays: tuple[Array, ...],
+    ) -> Array:
+        """Apply to a tile of logits whose first axis is the batch.
+
+        The indices have the logits' rank and broadcast to their shape; `arrays` have a leading axis of size 1
+        or of the tile's batch.
+        """
+
+        def scalar(logit: Array, batch: Array, head: Array, query: Array, key: Array, arrays: tuple[Array, ...]):
+            (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, arrays))(logit, batch, head, query, key)
+            return result.astype(logit.dtype)
+
+        function = scalar
+        operands: list[Array] = [batch, head, query, key]
+        for axis in reversed(range(logits.ndim)):
+            mapped = [operand.shape[axis] > 1 for operand in operands]
+            operands = [x if m else x.squeeze(axis) for x, m in zip(operands, mapped, strict=True)]
+            array_axes = tuple(0 if axis == 0 and array.shape[0] > 1 else None for array in arrays)
+            function = jax.vmap(function, in_axes=(0, *(0 if m else None for m in mapped), array_axes))
+        arrays = tuple(array if array.shape[0] > 1 else array.squeeze(0) for array in arrays)
+        return function(logits, *operands, arrays)
+
+
+def trace(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, tuple[Array, ...]]:
+    """Trace `function` at a logit of `dtype`; returns it and the arrays it closes over, in the jaxpr's order.
+
+    Raises:
+      TypeError: if it is not callable, or its result is not one floating-point array.
+      ValueError: if its result is not a scalar.
+    """
+    if not callable(function):
+        raise TypeError(f"`score_mod` must be a function. Got {type(function).__name__}.")
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
+    if not isinstance(shape, jax.ShapeDtypeStruct) or not jnp.issubdtype(shape.dtype, jnp.floating):
+        raise TypeError(
+            "`score_mod` must return one floating-point logit. "
+            f"Got {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', shape)}."
+        )
+    if shape.shape != ():
+        raise ValueError(
+            "`score_mod` is called on one logit and must return one: the shape must stay (). "
+            f"Got a result of shape {shape.shape}."
+        )
+    jaxpr: Any = closed.jaxpr
+    arrays = tuple(jnp.asarray(constant) for constant in closed.consts)
+    return ScoreMod(function, str(jaxpr), jaxpr), arrays

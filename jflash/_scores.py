@@ -1,0 +1,36 @@
+"""From logits to logits: scale, soft cap, bias, ALiBi and `score_mod`, in that order.
+
+All of it is elementwise and written in plain JAX, so a backend takes the derivative, of the logits and of every
+parameter, with `jax.vjp` on its own tile.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jflash._spec import Spec
+from jflash._tile import Tile
+
+
+def modify(spec: Spec, products: Float[Array, "b k g i j"], tile: Tile) -> Float[Array, "b k g i j"]:
+    """The logits of a tile from its dot products of queries and keys.
+
+    Sources: soft cap, Gemma 2 (arXiv:2408.00118, section 2); ALiBi, arXiv:2108.12409, section 3.
+    """
+    parameters = tile.parameters
+    scale = spec.scale if parameters.scale is None else parameters.scale
+    logits = products * scale
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    if parameters.bias is not None:
+        logits = logits + parameters.bias.astype(logits.dtype)
+    if parameters.alibi_slopes is not None:
+        distance = jnp.abs(tile.position - tile.key).astype(logits.dtype)
+        logits = logits - parameters.alibi_slopes * distance
+    if spec.score_mod is not None:
+        assert tile.batch is not None and tile.head is not None
+        logits = spec.score_mod(
+            logits, tile.batch, tile.head, tile.query, tile.key, parameters.score_mod_arrays
+        )
+    return logits

@@ -1,0 +1,108 @@
+"""Which keys a query may see, and which stretch of keys a block of queries need be shown.
+
+`visible` is the rule, elementwise. `key_spans` is the same rule for a block of query rows: outside [start, stop) no row
+sees a key, so those tiles are never visited; inside [full_start, full_stop) every row sees every key, so those tiles
+carry no mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jflash._spec import Operands, Spec
+from jflash._tile import Tile, cut
+
+
+def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
+    """True where the query of a tile may see the key; `None` when all may."""
+    left, right = spec.bounds
+    conditions: list[Array] = []
+    if left is not None:
+        conditions.append(tile.key >= tile.position - left)
+    if right is not None:
+        conditions.append(tile.key <= tile.position + right)
+    if tile.query_lengths is not None:
+        conditions.append(tile.query < tile.query_lengths)
+    if tile.key_lengths is not None:
+        conditions.append(tile.key < tile.key_lengths)
+    if tile.query_segments is not None and tile.key_segments is not None:
+        conditions.append(tile.query_segments == tile.key_segments)
+    if tile.mask is not None:
+        conditions.append(tile.mask)
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def limited(spec: Spec) -> bool:
+    """Whether anything keeps some query from some key."""
+    names = {"mask", "query_lengths", "key_lengths", "query_segments"}
+    return spec.bounds != (None, None) or not names.isdisjoint(spec.operands)
+
+
+class KeySpans(NamedTuple):
+    """0 <= start <= full_start <= full_stop <= stop <= S."""
+
+    start: Int[Array, ""]
+    full_start: Int[Array, ""]
+    full_stop: Int[Array, ""]
+    stop: Int[Array, ""]
+
+
+def key_spans(
+    spec: Spec,
+    operands: Operands,
+    batch: Int[Array, ""] | int,
+    batches: int,
+    first: Int[Array, ""] | int,
+    rows: int,
+) -> KeySpans:
+    """The keys that query rows [first, first + rows) of batch entries [batch, batch + batches) see.
+
+    Exact for causal, windows and lengths; for segment ids exact when they are sorted, and never too small.
+    """
+    int32 = jnp.int32
+    last = first + rows - 1
+    take = lambda array: cut(array, (batch,), (batches,))
+    start, stop = jnp.zeros((), int32), jnp.full((), spec.key_length, int32)
+    full_start, full_stop = start, stop
+    offset = spec.query_offset if operands.query_offset is None else take(operands.query_offset)
+    least_offset, most_offset = jnp.min(jnp.asarray(offset, int32)), jnp.max(jnp.asarray(offset, int32))
+    left, right = spec.bounds
+    if left is not None:
+        start = jnp.maximum(start, first + least_offset - left)
+        full_start = jnp.maximum(full_start, last + most_offset - left)
+    if right is not None:
+        stop = jnp.minimum(stop, last + most_offset + right + 1)
+        full_stop = jnp.minimum(full_stop, first + least_offset + right + 1)
+    if operands.key_lengths is not None:
+        lengths = take(operands.key_lengths)
+        stop = jnp.minimum(stop, jnp.max(lengths))
+        full_stop = jnp.minimum(full_stop, jnp.min(lengths))
+    if operands.query_lengths is not None:
+        lengths = take(operands.query_lengths)
+        stop = jnp.where(first < jnp.max(lengths), stop, start)
+        full_stop = jnp.where(last < jnp.min(lengths), full_stop, start)
+    if operands.query_segments is not None and operands.key_segments is not None:
+        queries = cut(operands.query_segments, (batch, first), (batches, rows))
+        keys = cut(operands.key_segments, (batch, 0), (batches, spec.key_length))
+        lowest, highest = queries.min(axis=1, keepdims=True), queries.max(axis=1, keepdims=True)
+        position = jnp.arange(spec.key_length, dtype=int32)
+        some = jnp.any((keys >= lowest) & (keys <= highest), axis=0)
+        every = jnp.all((keys == lowest) & (keys == highest), axis=0)
+        start = jnp.maximum(start, jnp.min(jnp.where(some, position, spec.key_length)))
+        stop = jnp.minimum(stop, jnp.max(jnp.where(some, position + 1, 0)))
+        every_start = jnp.min(jnp.where(every, position, spec.key_length))
+        every_stop = jnp.max(jnp.where(every, position + 1, 0))
+        unbroken = jnp.sum(every) == every_stop - every_start
+        full_start = jnp.maximum(full_start, every_start)
+        full_stop = jnp.where(unbroken, jnp.minimum(full_stop, every_stop), start)
+    if operands.mask is not None:
+        full_stop = start
+    stop = jnp.clip(stop, 0, spec.key_length)
+    start = jnp.clip(start, 0, stop)
+    full_start = jnp.clip(full_start, start, stop)
+    full_stop = jnp.clip(full_stop, full_start, stop)
+    return KeySpans(start, full_start, full_stop, stop)

@@ -1,0 +1,195 @@
+"""The walk over tiles that both passes share: blocks of query rows, and for each the tiles of keys it can see."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jflash import _tile, _visibility
+from jflash._spec import Operands, Spec
+from jflash._tile import Corner, Tile, TileShape
+
+Carry = TypeVar("Carry")
+
+_ROWS = 512
+_KEYS = 512
+_LOGITS = 2**20
+"""Logits in one tile: large enough that loops cost little and every core has work, small enough (4 MiB in float32) to
+stay in a laptop's cache between the two matrix products."""
+
+
+def _even(length: int, most: int) -> int:
+    """The block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
+    parts = -(-length // most)
+    return min(length, -(-length // (16 * parts)) * 16)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, or 1."""
+    return max(d for d in range(1, number + 1) if number % d == 0 and (d <= most or d == 1))
+
+
+def plan(spec: Spec) -> TileShape:
+    """The tile for this call: about 512 by 512 of as many heads, then batch entries, as keep it in cache.
+
+    In a narrow window, rows and keys are matched to its width, so that little of a tile is outside it.
+    """
+    rows, keys = _ROWS, _KEYS
+    left, right = spec.bounds
+    if left is not None and right is not None:
+        width = left + right + 1
+        rows = max(128, min(_ROWS, -(-width // 128) * 128))
+        span = rows + width - 1
+        keys = _even(span, 2 * _KEYS) if span < 4 * _KEYS else _KEYS
+    queries = _even(spec.query_length, max(rows // spec.group, 16))
+    keys = _even(spec.key_length, keys)
+    logits = spec.group * queries * keys
+    key_heads = _divisor(spec.key_heads, _LOGITS // logits)
+    batch = _divisor(spec.batch, _LOGITS // (logits * key_heads)) if key_heads == spec.key_heads else 1
+    return TileShape(batch, key_heads, queries, keys)
+
+
+class Block(NamedTuple):
+    """Some query rows of some batch entries and heads."""
+
+    batch: Int[Array, ""]
+    key_head: Int[Array, ""]
+    first: Int[Array, ""]
+    """The first row. The last block of a sequence begins early rather than end late."""
+    fresh: Bool[Array, "i"] | None
+    """Which rows no earlier block had; `None`: all."""
+
+
+def for_each_block(spec: Spec, shape: TileShape, body: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
+    """Fold `body` over all blocks of query rows."""
+    blocks = -(-spec.query_length // shape.queries)
+    groups = spec.key_heads // shape.key_heads
+
+    def step(index: Int[Array, ""], carry: Carry) -> Carry:
+        row_block, rest = index % blocks, index // blocks
+        nominal = row_block * shape.queries
+        first = jnp.minimum(nominal, spec.query_length - shape.queries)
+        ragged = spec.query_length % shape.queries != 0
+        fresh = first + jnp.arange(shape.queries) >= nominal if ragged else None
+        block = Block(rest // groups * shape.batch, rest % groups * shape.key_heads, first, fresh)
+        return body(block, carry)
+
+    return lax.fori_loop(0, blocks * groups * (spec.batch // shape.batch), step, carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The part [start, stop) of a tile's keys that is this tile's own; the rest belongs to its neighbours."""
+
+    start: Int[Array, ""]
+    stop: Int[Array, ""]
+
+
+def for_each_tile(
+    spec: Spec,
+    operands: Operands,
+    shape: TileShape,
+    block: Block,
+    body: Callable[[Corner, Span | None, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Fold `body` over the tiles of keys that the block can see.
+
+    Tiles that every row sees whole come with no span, and need no mask. The others come with theirs. Tiles begin where
+    the visible keys do rather than at multiples of their size, so a window is covered by as few as can be.
+    """
+    size, length = shape.keys, spec.key_length
+    corner = lambda key: Corner(block.batch, block.key_head, block.first, key)
+    unmasked = lambda index, carry: body(corner(full_start + index * size), None, carry)
+    limited = _visibility.limited(spec)
+    if not limited and length % size == 0:
+        full_start = jnp.int32(0)
+        return lax.fori_loop(0, length // size, unmasked, carry)
+
+    spans = _visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
+    if size == length:
+        span = Span(spans.start, spans.stop)
+        return lax.cond(
+            span.start < span.stop, lambda carry: body(corner(jnp.int32(0)), span, carry), lambda carry: carry, carry
+        )
+
+    tiles = lambda keys: (keys + size - 1) // size
+    whole = (spans.full_stop - spans.full_start) // size
+    full_start = jnp.where(whole > 0, spans.full_start, spans.start)
+    full_stop = full_start + whole * size
+    left, right = tiles(full_start - spans.start), tiles(spans.stop - full_stop)
+
+    def masked(index: Int[Array, ""], carry: Carry) -> Carry:
+        on_left = index < left
+        start = jnp.where(on_left, spans.start + index * size, full_stop + (index - left) * size)
+        stop = jnp.minimum(start + size, jnp.where(on_left, full_start, spans.stop))
+        return body(corner(jnp.minimum(start, length - size)), Span(start, stop), carry)
+
+    if spec.mask_shape is None:
+        carry = lax.fori_loop(0, whole, unmasked, carry)
+    return lax.fori_loop(0, left + right, masked, carry)
+
+
+def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g #i #j"] | None:
+    """Which logits of a tile count; `None`: all."""
+    if span is None:
+        return None
+    own = (tile.key >= span.start) & (tile.key < span.stop)
+    seen = _visibility.visible(spec, tile)
+    return own if seen is None else own & seen
+
+
+def load_rows(spec: Spec, array: Array, block: Block, shape: TileShape) -> Array:
+    """The block's part of `[B, T, K, G, ...]` as `[b, k, g, i, ...]`."""
+    rest = array.shape[4:]
+    part = _tile.cut(
+        array,
+        (block.batch, block.first, block.key_head, 0, *[0] * len(rest)),
+        (shape.batch, shape.queries, shape.key_heads, spec.group, *rest),
+    )
+    return jnp.moveaxis(part, 1, 3)
+
+
+def add_rows(array: Array, part: Array, block: Block) -> Array:
+    """`array` with `part` added where `load_rows` takes it."""
+    starts = (block.batch, block.first, block.key_head, 0, *[0] * (array.ndim - 4))
+    return _tile.paste_add(array, jnp.moveaxis(part, 3, 1), starts)
+
+
+def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
+    """The tile's part of `[B, S, K, ...]` as `[b, k, j, ...]`."""
+    rest = array.shape[3:]
+    part = _tile.cut(
+        array,
+        (corner.batch, corner.key, corner.key_head, *[0] * len(rest)),
+        (shape.batch, shape.keys, shape.key_heads, *rest),
+    )
+    return jnp.moveaxis(part, 1, 2)
+
+
+def add_keys(array: Array, part: Array, corner: Corner) -> Array:
+    """`array` with `part` added where `load_keys` takes it."""
+    starts = (corner.batch, corner.key, corner.key_head, *[0] * (array.ndim - 3))
+    return _tile.paste_add(array, jnp.moveaxis(part, 2, 1), starts)
+
+
+def zero_padding(
+    array: Float[Array, "b k *axes H"], index: Int[Array, "..."], lengths: Int[Array, "..."] | None
+) -> Float[Array, "b k *axes H"]:
+    """Rows at or past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
+    return array if lengths is None else jnp.where(index < lengths, array, 0)
+
+
+def dot(
+    spec: Spec, left: Float[Array, "b k m h"], right: Float[Array, "b k n h"], contract: tuple[int, int]
+) -> Float[Array, "b k m n"]:
+    """Matrix products of every batch entry and head, accumulated in the accumulator's dtype."""
+    dimensions: Any = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
+    return lax.dot_general(
+        left, right, dimensions, precision=spec.precision, preferred_element_type=spec.accumulator
+    )
