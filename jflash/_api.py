@@ -8,10 +8,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _autodiff, _canonical, _dispatch, _platform
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform
 from jflash._score_mod import ScoreModFunction
 from jflash._spec import Spec
 
@@ -149,7 +148,7 @@ def attention(
     Sources: FlashAttention-2 (arXiv:2307.08691); online softmax (arXiv:1805.02867).
     """
     names = _dispatch.candidates(implementation)
-    return_residual = _canonical.static_bool("return_residual", return_residual)
+    return_residual = _arguments.static_bool("return_residual", return_residual)
     spec, operands, batch_axes = _canonical.canonicalize(
         query,
         key,
@@ -205,11 +204,14 @@ def explain(
 
     Raises: what `attention` raises for arguments that are wrong.
     """
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     names = _dispatch.candidates(options.pop("implementation", None))
-    _canonical.static_bool("return_residual", return_residual)
+    _arguments.static_bool("return_residual", return_residual)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: leaf is None)
-    traced = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
+    traced = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
     found: list[Spec] = []
 
     def look(arrays: list[Array]) -> None:

@@ -1,14 +1,14 @@
 """What JAX's transforms make of one call to a backend: derivatives, `vmap`, and more than one device.
 
-From the outside in: `custom_vjp` (reverse mode), `custom_vmap` (a mapped axis becomes part of the batch, so that a kernel
-never sees it), the sharding rule (`_sharding`), the backend.
+From the outside in: `custom_vjp` (reverse mode), `custom_vmap` (a mapped axis becomes part of the batch, so that a
+kernel never sees it), the sharding rule (`_sharding`), the backend.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
     """(out, lse) of the backend called `name`, with every transform that it has."""
     backend = _dispatch.BACKENDS[name]
     if not hasattr(backend, "backward"):
-        return backend.forward(spec, operands)
+        return _sharding.in_auto_mode(functools.partial(backend.forward, spec), operands)
 
     def forward(operands: Operands) -> tuple[Array, Array]:
         return backend.forward(spec.resized(operands), operands)
@@ -50,11 +50,11 @@ def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
         return (differentiated(operands, Residuals(out, lse, *cotangents)),)
 
     call.defvjp(save, pull_back)
-    return call(operands)
+    return _sharding.in_auto_mode(call, operands)
 
 
 @contextlib.contextmanager
-def forward_mode_named(name: str) -> Iterator[None]:
+def forward_mode_named(name: str) -> Generator[None]:
     """Adds to JAX's refusal of forward mode what to do about it."""
     try:
         yield

@@ -26,8 +26,8 @@ BACKENDS: Mapping[str, Any] = {"xla": _xla, "reference": _reference}
 _log = logging.getLogger("jflash")
 
 
-def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names to ask, in order.
+def candidates(implementation: Any) -> tuple[str, ...]:
+    """The names to ask, in order, for the argument `implementation`: a name, several, or None for all.
 
     Raises:
       TypeError: if `implementation` is not a name, a sequence of names or None.
@@ -37,9 +37,7 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
         return tuple(BACKENDS)
     names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"`implementation` must be a name, a sequence of names or None. Got {implementation!r}."
-        )
+        raise TypeError(f"`implementation` must be a name, a sequence of names or None. Got {implementation!r}.")
     unknown = [name for name in names if name not in BACKENDS]
     if unknown or not names:
         raise ValueError(f"`implementation` must name some of {list(BACKENDS)}. Got {implementation!r}.")

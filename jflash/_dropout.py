@@ -26,6 +26,7 @@ def mix(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return bits ^ (bits >> 16)
 
 
+@jax.jit
 def seeds(key: Array, batch: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
     """Two words for every batch entry, from a JAX random key of any implementation."""
     words = jax.random.bits(key, (2,), jnp.uint32)
@@ -36,7 +37,8 @@ def seeds(key: Array, batch: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
 
 def keep(spec: Spec, tile: Tile) -> Bool[Array, "b k g i j"]:
     """Which probabilities of a tile stay."""
-    assert tile.dropout_seed is not None and tile.head is not None
+    assert tile.dropout_seed is not None
+    assert tile.head is not None
     first, second = (tile.dropout_seed[:, word][:, None, None, None, None] for word in (0, 1))
     golden = jnp.uint32(_GOLDEN)
     head = mix(first + tile.head.astype(jnp.uint32) * golden)

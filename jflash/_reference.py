@@ -68,6 +68,6 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
 
 def _zero_padding(array: Float[Array, "B T ..."], lengths: Array) -> Float[Array, "B T ..."]:
-    index = jnp.arange(array.shape[1])
+    index = jnp.arange(array.shape[1])[None]
     inside = index < lengths[:, None]
     return jnp.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ ScoreModFunction = Callable[[Array, Array, Array, Array, Array], Array]
 """`f(logit, batch, head, query_index, key_index) -> logit`, all scalars."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ScoreMod:
     """A traced `score_mod` without its closed-over arrays.
 
@@ -25,9 +27,19 @@ class ScoreMod:
     changed is not taken for its former self.
     """
 
-    function: ScoreModFunction
+    function: weakref.ref[Any]
+    """Not the function itself: compiled code outlives the call, and what a function closes over should not."""
     program: str
-    jaxpr: Any = dataclasses.field(compare=False)
+    jaxpr: Any
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, ScoreMod):
+            return self is other
+        function = self.function()
+        return function is not None and function is other.function() and self.program == other.program
+
+    def __hash__(self) -> int:
+        return hash(self.program)
 
     def __call__(
         self,
@@ -46,9 +58,9 @@ class ScoreMod:
 
         def scalar(logit: Array, batch: Array, head: Array, query: Array, key: Array, arrays: tuple[Array, ...]):
             (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, arrays))(logit, batch, head, query, key)
-            return result.astype(logit.dtype)
+            return jnp.asarray(result, logit.dtype)
 
-        function = scalar
+        function: Any = scalar
         operands: list[Array] = [batch, head, query, key]
         for axis in reversed(range(logits.ndim)):
             mapped = [operand.shape[axis] > 1 for operand in operands]
@@ -68,8 +80,20 @@ def trace(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, t
     """
     if not callable(function):
         raise TypeError(f"`score_mod` must be a function. Got {type(function).__name__}.")
+    try:
+        inspect.signature(function).bind(*[None] * 5)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`score_mod` is called as f(logit, batch, head, query_index, key_index). Got {function!r}: {error}."
+        ) from None
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
+    try:
+        # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
+        once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
+        closed, shape = once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
+    except Exception as error:
+        error.add_note(f"This happened while `score_mod` was traced: {function!r}.")
+        raise
     if not isinstance(shape, jax.ShapeDtypeStruct) or not jnp.issubdtype(shape.dtype, jnp.floating):
         raise TypeError(
             "`score_mod` must return one floating-point logit. "
@@ -82,4 +106,9 @@ def trace(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, t
         )
     jaxpr: Any = closed.jaxpr
     arrays = tuple(jnp.asarray(constant) for constant in closed.consts)
-    return ScoreMod(function, str(jaxpr), jaxpr), arrays
+    return ScoreMod(_reference(function), str(jaxpr), jaxpr), arrays
+
+
+def _reference(function: Any) -> weakref.ref[Any]:
+    """A bound method is a new object each time it is looked up: the object that it is bound to stands for it."""
+    return weakref.ref(getattr(function, "__self__", function))

@@ -19,7 +19,8 @@ def modify(spec: Spec, products: Float[Array, "b k g i j"], tile: Tile) -> Float
     Sources: soft cap, Gemma 2 (arXiv:2408.00118, section 2); ALiBi, arXiv:2108.12409, section 3.
     """
     parameters = tile.parameters
-    scale = spec.scale if parameters.scale is None else parameters.scale
+    scale = parameters.scale if parameters.scale is not None else spec.scale
+    assert scale is not None
     logits = products * scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
@@ -29,8 +30,7 @@ def modify(spec: Spec, products: Float[Array, "b k g i j"], tile: Tile) -> Float
         distance = jnp.abs(tile.position - tile.key).astype(logits.dtype)
         logits = logits - parameters.alibi_slopes * distance
     if spec.score_mod is not None:
-        assert tile.batch is not None and tile.head is not None
-        logits = spec.score_mod(
-            logits, tile.batch, tile.head, tile.query, tile.key, parameters.score_mod_arrays
-        )
+        assert tile.batch is not None
+        assert tile.head is not None
+        logits = spec.score_mod(logits, tile.batch, tile.head, tile.query, tile.key, parameters.score_mod_arrays)
     return logits

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jflash._spec import Operands, Residuals
 
@@ -28,12 +29,14 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
     """`function` of `Operands` and `Residuals` (all `[#B, ...]`), split over devices by batch and heads."""
 
     def call(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
+        arrays, tree = jax.tree.flatten(args)
+        # The partitioner keeps what these functions close over: shapes, not the arrays.
+        leaves = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
         names = _names(args)
         results = jax.eval_shape(function, *args)
         result_names = _result_names(results)
         result_leaves, result_tree = jax.tree.flatten(results)
-        batch = args[0].query.shape[0]
+        batch = leaves[names.index("query")].shape[0]
         heads = key_heads * group
 
         def flat(*leaves: Any) -> tuple[Any, ...]:
@@ -44,7 +47,9 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
             if batch % _devices(mesh, batch_axes) != 0:
                 batch_axes = None
             # Queries of one key head may only be apart when all of them share it.
-            if key_heads % _devices(mesh, head_axes) != 0 and not (key_heads == 1 and heads % _devices(mesh, head_axes) == 0):
+            if key_heads % _devices(mesh, head_axes) != 0 and not (
+                key_heads == 1 and heads % _devices(mesh, head_axes) == 0
+            ):
                 head_axes = None
             key_head_axes = head_axes if key_heads % _devices(mesh, head_axes) == 0 else None
 
@@ -65,14 +70,16 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
 
             def local(*leaves: Any) -> tuple[Any, ...]:
                 summed: list[Any] = []
-                for name, shape, part in zip(result_names, result_leaves, flat(*leaves), strict=True):
+                # Else the caller's mesh is written into code that runs on one device.
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                    parts = flat(*leaves)
+                for name, shape, part in zip(result_names, result_leaves, parts, strict=True):
                     along_batch, along_heads = split(name, shape.shape)
                     missing = [
                         axes for axes, own in ((batch_axes, along_batch), (head_axes, along_heads)) if axes and not own
                     ]
                     for axes in missing:
-                        # Not psum: inside jax.set_mesh its reduction does not compile here (jax 0.11). Gathered and
-                        # summed in one order, every device also gets the same bits.
+                        # Not psum: with explicit meshes its reduction does not compile here (jax 0.11 and 0.12).
                         part = lax.all_gather(part, axes).sum(axis=0).astype(part.dtype)
                     summed.append(part)
                 return tuple(summed)
@@ -90,12 +97,25 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
             [(n, x.shape) for n, x in zip(result_names, result_leaves, strict=True)],
             batch, key_heads, group,
         )  # fmt: skip
-        partitioned.def_partition(
-            partition, sharding_rule=rule, need_replication_factors=replicated, **sizes
-        )
-        return jax.tree.unflatten(result_tree, partitioned(*leaves))
+        partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=replicated, **sizes)
+        return jax.tree.unflatten(result_tree, partitioned(*arrays))
 
     return call
+
+
+def in_auto_mode(function: Callable[[Operands], tuple[Array, Array]], operands: Operands) -> tuple[Array, Array]:
+    """`function` of operands whose types may carry shardings (a mesh with explicit axes); its results follow the query.
+
+    What is inside is left to the partitioner, which has its rule.
+    """
+    meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(operands)]
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    if not explicit:
+        return function(operands)
+    batch, length, heads, _ = _padded(jax.typeof(operands.query).sharding, 4)
+    out = NamedSharding(explicit[0], PartitionSpec(batch, length, heads, None))
+    lse = NamedSharding(explicit[0], PartitionSpec(batch, heads, length))
+    return jax.sharding.auto_axes(function, out_sharding=(out, lse))(operands)
 
 
 def _names(args: tuple[Any, ...]) -> list[str]:
@@ -116,7 +136,7 @@ def _rule(
     batch: int,
     key_heads: int,
     group: int,
-) -> tuple[str, dict[str, int], tuple[str, ...]]:
+) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     """The partitioner's rule in its einsum-like notation: only batch `b` and heads `k`, `g` may be split."""
     fresh = (f"x{index}" for index in itertools.count())
     replicated: list[str] = []

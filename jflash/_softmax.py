@@ -41,10 +41,12 @@ def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return lax.platform_dependent(x, cpu=_exp_polynomial, default=jnp.exp)
 
 
-@exp.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _exp_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     result = exp(*primals)
     return result, result * tangents[0]
+
+
+exp.defjvp(_exp_jvp)
 
 
 def _exp_polynomial(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -85,9 +87,7 @@ def step(
     )
 
 
-def finish(
-    rows: Rows, sinks: Float[Array, "*#rows"] | None
-) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+def finish(rows: Rows, sinks: Float[Array, "*#rows"] | None) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
     """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
     largest, total, weighted = rows
     empty = total == 0

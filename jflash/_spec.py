@@ -118,7 +118,5 @@ def shape_facts(operands: Operands) -> dict[str, Any]:
         dtype=np.dtype(operands.query.dtype),
         bias_shape=None if operands.bias is None else operands.bias.shape,
         mask_shape=None if operands.mask is None else operands.mask.shape,
-        operands=frozenset(
-            name for name, value in operands._asdict().items() if len(jax.tree.leaves(value)) > 0
-        ),
+        operands=frozenset(name for name, value in operands._asdict().items() if len(jax.tree.leaves(value)) > 0),
     )

@@ -140,14 +140,14 @@ def _take(array: Array, part: _Part) -> Array:
 def _parameter_parts(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
     """A `_Part` in the place of each array."""
     part: Any = lambda of, array: None if array is None else of(array)
+    captured: Any = [
+        _Part(a.shape, (corner.batch, *[0] * (a.ndim - 1)), (shape.batch, *a.shape[1:])) for a in whole.score_mod_arrays
+    ]
     return Parameters(
         part(lambda a: _by_batch(a, corner, shape), whole.scale),
         part(lambda a: _by_pair(spec, a, corner, shape), whole.bias),
         part(lambda a: _by_head(spec, a, corner, shape), whole.alibi_slopes),
-        tuple(
-            _Part(a.shape, (corner.batch, *[0] * (a.ndim - 1)), (shape.batch, *a.shape[1:]))
-            for a in whole.score_mod_arrays
-        ),
+        tuple(captured),
     )
 
 
@@ -174,7 +174,8 @@ def load(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) -> Ti
     b, _, i, j = corner
     query = (i + jnp.arange(shape.queries, dtype=jnp.int32))[None, None, None, :, None]
     key = (j + jnp.arange(shape.keys, dtype=jnp.int32))[None, None, None, None, :]
-    offset = spec.query_offset if operands.query_offset is None else by_batch(operands.query_offset)
+    offset = by_batch(operands.query_offset) if operands.query_offset is not None else spec.query_offset
+    assert offset is not None
     query_segments, key_segments = operands.query_segments, operands.key_segments
     if query_segments is not None and key_segments is not None:
         query_segments = cut(query_segments, (b, i), (shape.batch, shape.queries))[:, None, None, :, None]

@@ -1,11 +1,11 @@
 """Forward: online softmax along the walk.
 
-    for each block of query rows:
-      m, l, O = -inf, 0, 0
-      for each tile of keys that it can see:
-        S = modify(Q K^T), -inf where masked
-        m, l, O = online softmax of S and V
-      out = O / l;  lse = m + log l
+for each block of query rows:
+  m, l, O = -inf, 0, 0
+  for each tile of keys that it can see:
+    S = modify(Q K^T), -inf where masked
+    m, l, O = online softmax of S and V
+  out = O / l;  lse = m + log l
 """
 
 from __future__ import annotations

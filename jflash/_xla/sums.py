@@ -1,7 +1,7 @@
 """Sums over tiles: what a function of one tile gives, added up over the walk, for rows, keys and parameters.
 
-The derivative of such a sum is such a sum again, of the function's vjp. So the gradient of attention, and the gradient of
-that gradient, are this one loop.
+The derivative of such a sum is such a sum again, of the function's vjp. So the gradient of attention, and the
+gradient of that gradient, are this one loop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool
 
 from jflash import _tile
 from jflash._spec import Operands, Spec
-from jflash._tile import Corner, Parameters, Tile, TileShape
+from jflash._tile import Corner, Parameters, Tile
 from jflash._xla import tiling
 from jflash._xla.tiling import Block, Span
 
@@ -30,6 +29,18 @@ class Terms(NamedTuple):
     """`[B, S, K, ...]`, in a tile `[b, k, j, ...]`."""
     parameters: tuple[Parameters, ...]
     """As `_tile.load_parameters` has them."""
+
+    def joined(self, other: Terms) -> Terms:
+        """Both, one behind the other."""
+        return Terms(self.rows + other.rows, self.keys + other.keys, self.parameters + other.parameters)
+
+    def split(self, like: Terms) -> tuple[Terms, Terms]:
+        """What `joined` put together, where the first has as many of each as `like`."""
+        rows, keys, parameters = len(like.rows), len(like.keys), len(like.parameters)
+        return (
+            Terms(self.rows[:rows], self.keys[:keys], self.parameters[:parameters]),
+            Terms(self.rows[rows:], self.keys[keys:], self.parameters[parameters:]),
+        )
 
 
 class Place(NamedTuple):
@@ -53,15 +64,12 @@ def tile_sum(spec: Spec, function: TileFunction, operands: Operands, arguments: 
 
     def pull_back(saved: tuple[Operands, Terms], cotangents: Terms) -> tuple[None, Terms]:
         operands, arguments = saved
-        both = Terms(*(a + c for a, c in zip(arguments, cotangents, strict=True)))
-        counts = [len(part) for part in arguments]
 
         def vjp(both: Terms, place: Place) -> Terms:
-            own = Terms(*(part[:count] for part, count in zip(both, counts, strict=True)))
-            theirs = Terms(*(part[count:] for part, count in zip(both, counts, strict=True)))
+            own, theirs = both.split(arguments)
             return jax.vjp(lambda own: function(own, place), own)[1](theirs)[0]
 
-        return None, tile_sum(spec, vjp, operands, both)
+        return None, tile_sum(spec, vjp, operands, arguments.joined(cotangents))
 
     call.defvjp(lambda operands, arguments: (call(operands, arguments), (operands, arguments)), pull_back)
     return call(operands, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash import _tile, _visibility
 from jflash._spec import Operands, Spec
 from jflash._tile import Corner, Tile, TileShape
-
-Carry = TypeVar("Carry")
 
 _ROWS = 512
 _KEYS = 512
@@ -65,7 +63,7 @@ class Block(NamedTuple):
     """Which rows no earlier block had; `None`: all."""
 
 
-def for_each_block(spec: Spec, shape: TileShape, body: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
+def for_each_block[Carry](spec: Spec, shape: TileShape, body: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
     """Fold `body` over all blocks of query rows."""
     blocks = -(-spec.query_length // shape.queries)
     groups = spec.key_heads // shape.key_heads
@@ -90,7 +88,7 @@ class Span:
     stop: Int[Array, ""]
 
 
-def for_each_tile(
+def for_each_tile[Carry](
     spec: Spec,
     operands: Operands,
     shape: TileShape,
@@ -190,6 +188,4 @@ def dot(
 ) -> Float[Array, "b k m n"]:
     """Matrix products of every batch entry and head, accumulated in the accumulator's dtype."""
     dimensions: Any = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
-    return lax.dot_general(
-        left, right, dimensions, precision=spec.precision, preferred_element_type=spec.accumulator
-    )
+    return lax.dot_general(left, right, dimensions, precision=spec.precision, preferred_element_type=spec.accumulator)
