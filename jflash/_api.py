@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform, _sharding
 from jflash._score_mod import ScoreModFunction
 from jflash._spec import Spec
 
@@ -149,10 +148,10 @@ def attention(
     """
     names = _dispatch.candidates(implementation)
     return_residual = _arguments.static_bool("return_residual", return_residual)
-    spec, operands, batch_axes = _canonical.canonicalize(
-        query,
-        key,
-        value,
+    arguments: dict[str, Any] = dict(
+        query=query,
+        key=key,
+        value=value,
         bias=bias,
         mask=mask,
         scale=scale,
@@ -171,18 +170,42 @@ def attention(
         precision=precision,
         deterministic=deterministic,
     )
+    arrays, call = _split(arguments, jax.Array, lambda arguments: _compute(names, arguments))
+    mesh = _sharding.explicit_mesh(arrays)
+    if mesh is not None:
+        _arguments.query_key_value(query, key, value)
+        automatic: Any = jax.sharding.auto_axes(call, out_sharding=_sharding.following(query, mesh))
+        call = automatic
+    out, lse = call(arrays)
+    return (out, lse) if return_residual else out
+
+
+def _split[Result](
+    arguments: dict[str, Any], kind: type, function: Callable[[dict[str, Any]], Result]
+) -> tuple[list[Any], Callable[[list[Any]], Result]]:
+    """The leaves of `arguments` that are of one kind, and `function` of them alone."""
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: leaf is None)
+    taken = [isinstance(leaf, kind) for leaf in leaves]
+
+    def of_taken(some: list[Any]) -> Result:
+        remaining = iter(some)
+        merged = [next(remaining) if t else leaf for t, leaf in zip(taken, leaves, strict=True)]
+        return function(jax.tree.unflatten(tree, merged))
+
+    return [leaf for t, leaf in zip(taken, leaves, strict=True) if t], of_taken
+
+
+def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Array]:
+    spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     name = _dispatch.select(spec, names, _platform.current())
-    if 0 in (math.prod(batch_axes), spec.query_length, spec.key_length):
+    if 0 in (spec.batch, spec.query_length, spec.key_length):
         out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
         lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
     else:
         with _autodiff.forward_mode_named(name):
             out, lse = _autodiff.attend(name, spec, operands)
-    out = out.reshape(*batch_axes, *out.shape[1:])
-    if not return_residual:
-        return out
     lse = jnp.swapaxes(lse, 1, 2)
-    return out, lse.reshape(*batch_axes, *lse.shape[1:])
+    return out.reshape(*batch_axes, *out.shape[1:]), lse.reshape(*batch_axes, *lse.shape[1:])
 
 
 def explain(
@@ -210,16 +233,10 @@ def explain(
     names = _dispatch.candidates(options.pop("implementation", None))
     _arguments.static_bool("return_residual", return_residual)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: leaf is None)
-    traced = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
     found: list[Spec] = []
-
-    def look(arrays: list[Array]) -> None:
-        remaining = iter(arrays)
-        merged = [next(remaining) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
-        found.append(_canonical.canonicalize(**jax.tree.unflatten(tree, merged))[0])
-
-    jax.eval_shape(look, [leaf for t, leaf in zip(traced, leaves, strict=True) if t])
+    look = lambda arguments: found.append(_canonical.canonicalize(**arguments)[0])
+    shapes, call = _split(arguments, jax.ShapeDtypeStruct, look)
+    jax.eval_shape(call, shapes)
     platform = _platform.current()
     chosen, refusals = _dispatch.ask(found[0], names, platform)
     verdict = f"{chosen} serves" if chosen is not None else "No implementation can serve"

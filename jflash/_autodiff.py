@@ -25,7 +25,7 @@ def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
     """(out, lse) of the backend called `name`, with every transform that it has."""
     backend = _dispatch.BACKENDS[name]
     if not hasattr(backend, "backward"):
-        return _sharding.in_auto_mode(functools.partial(backend.forward, spec), operands)
+        return backend.forward(spec, operands)
 
     def forward(operands: Operands) -> tuple[Array, Array]:
         return backend.forward(spec.resized(operands), operands)
@@ -50,7 +50,7 @@ def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
         return (differentiated(operands, Residuals(out, lse, *cotangents)),)
 
     call.defvjp(save, pull_back)
-    return _sharding.in_auto_mode(call, operands)
+    return call(operands)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,20 @@
 """Attention over several devices: batch and heads may be split, and each device then computes its own part alone.
 
-The rule is given to the partitioner (Shardy) with `custom_partitioning`, so a sharded `jit` needs no gathering of
-anything: the only communication is the sum, in the backward, of gradients that split devices share.
+The rule is given to the partitioner (Shardy) with `custom_partitioning`, so a sharded `jit` gathers nothing that
+attention does not need whole: the only communication of its own is the sum, in the backward, of gradients that split
+devices share.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -25,152 +29,167 @@ _HEADS_AXIS: dict[str, int] = {
 """Where the arrays of `Operands` and `Residuals` have their heads; the others have none."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """An array of `Operands` or `Residuals`, by name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def of_keys(self) -> bool:
+        return self.name in ("key", "value")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Which mesh axes the batch, the query heads and the key heads of one call are split over."""
+
+    mesh: Mesh
+    batch: int
+    heads: int
+    key_heads: int
+    batch_axes: Any
+    head_axes: Any
+
+    @property
+    def one_key_head(self) -> bool:
+        """Key heads are fewer than devices: each device has all of them, and its queries share one."""
+        return self.head_axes is not None and self.key_heads % _devices(self.mesh, self.head_axes) != 0
+
+    def axes(self, array: _Named) -> tuple[Any, Any]:
+        """The mesh axes over which an array's batch and heads are split; `None` where it has them whole."""
+        along_batch = self.batch_axes if array.shape[0] > 1 or self.batch == 1 else None
+        axis = _HEADS_AXIS.get(array.name)
+        if axis is None or (array.shape[axis] == 1 < self.heads) or (array.of_keys and self.one_key_head):
+            return along_batch, None
+        return along_batch, self.head_axes
+
+    def sharding(self, array: _Named) -> NamedSharding:
+        along_batch, along_heads = self.axes(array)
+        dimensions: list[Any] = [along_batch, *[None] * (len(array.shape) - 1)]
+        if array.name in _HEADS_AXIS:
+            dimensions[_HEADS_AXIS[array.name]] = along_heads
+        return NamedSharding(self.mesh, PartitionSpec(*dimensions))
+
+    def key_head(self) -> Array:
+        """The key head of this device's queries, where that is one."""
+        own = self.heads // _devices(self.mesh, self.head_axes)
+        return lax.axis_index(self.head_axes) * own // (self.heads // self.key_heads)
+
+
 def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callable[..., Any]:
     """`function` of `Operands` and `Residuals` (all `[#B, ...]`), split over devices by batch and heads."""
+    heads = key_heads * group
 
     def call(*args: Any) -> Any:
-        arrays, tree = jax.tree.flatten(args)
-        # The partitioner keeps what these functions close over: shapes, not the arrays.
-        leaves = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        names = _names(args)
-        results = jax.eval_shape(function, *args)
-        result_names = _result_names(results)
-        result_leaves, result_tree = jax.tree.flatten(results)
-        batch = leaves[names.index("query")].shape[0]
-        heads = key_heads * group
+        leaves, tree = jax.tree.flatten(args)
+        results, result_tree = jax.tree.flatten(jax.eval_shape(function, *args))
+        is_gradient = isinstance(result_tree.unflatten(results), Operands)
+        # The partitioner keeps what these functions close over: names and shapes, not the arrays.
+        inputs = [_Named(name, leaf.shape) for name, leaf in zip(_names(args), leaves, strict=True)]
+        names = _names((result_tree.unflatten(results),)) if is_gradient else ["out", "lse"]
+        outputs = [_Named(name, leaf.shape) for name, leaf in zip(names, results, strict=True)]
+        query = [array.name for array in inputs].index("query")
+        batch = inputs[query].shape[0]
 
         def flat(*leaves: Any) -> tuple[Any, ...]:
             return tuple(jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves))))
 
         def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
-            batch_axes, _, head_axes, _ = _padded(arg_shapes[names.index("query")].sharding, 4)
-            if batch % _devices(mesh, batch_axes) != 0:
-                batch_axes = None
-            # Queries of one key head may only be apart when all of them share it.
-            if key_heads % _devices(mesh, head_axes) != 0 and not (
-                key_heads == 1 and heads % _devices(mesh, head_axes) == 0
-            ):
-                head_axes = None
-            key_head_axes = head_axes if key_heads % _devices(mesh, head_axes) == 0 else None
-
-            def split(name: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
-                """The mesh axes over which this array's batch and heads are split."""
-                along_heads = key_head_axes if name in ("key", "value") else head_axes
-                axis = _HEADS_AXIS.get(name)
-                has_heads = axis is not None and (shape[axis] > 1 or heads == 1)
-                return batch_axes if shape[0] > 1 or batch == 1 else None, along_heads if has_heads else None
-
-            def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
-                along_batch, along_heads = split(name, shape)
-                axes: list[Any] = [None] * len(shape)
-                axes[0] = along_batch
-                if name in _HEADS_AXIS:
-                    axes[_HEADS_AXIS[name]] = along_heads
-                return NamedSharding(mesh, PartitionSpec(*axes))
+            batch_axes, _, head_axes, _ = _padded(arg_shapes[query].sharding, 4)
+            batch_devices, head_devices = _devices(mesh, batch_axes), _devices(mesh, head_axes)
+            whole_key_heads = key_heads % head_devices == 0
+            one_key_head = heads % head_devices == 0 and group % max(1, heads // head_devices) == 0
+            split = _Split(
+                mesh,
+                batch,
+                heads,
+                key_heads,
+                batch_axes if batch % batch_devices == 0 else None,
+                head_axes if whole_key_heads or one_key_head else None,
+            )
 
             def local(*leaves: Any) -> tuple[Any, ...]:
-                summed: list[Any] = []
+                if split.one_key_head:
+                    leaves = tuple(
+                        lax.dynamic_slice_in_dim(leaf, split.key_head(), 1, 2) if array.of_keys else leaf
+                        for array, leaf in zip(inputs, leaves, strict=True)
+                    )
                 # Else the caller's mesh is written into code that runs on one device.
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     parts = flat(*leaves)
-                for name, shape, part in zip(result_names, result_leaves, parts, strict=True):
-                    along_batch, along_heads = split(name, shape.shape)
-                    missing = [
-                        axes for axes, own in ((batch_axes, along_batch), (head_axes, along_heads)) if axes and not own
-                    ]
-                    for axes in missing:
+                return tuple(sum_shared(array, part) for array, part in zip(outputs, parts, strict=True))
+
+            def sum_shared(array: _Named, part: Array) -> Array:
+                if array.of_keys and split.one_key_head:
+                    every = jnp.zeros((*part.shape[:2], key_heads, part.shape[3]), part.dtype)
+                    part = lax.dynamic_update_slice_in_dim(every, part, split.key_head(), 2)
+                along_batch, along_heads = split.axes(array)
+                for axes, own in ((split.batch_axes, along_batch), (split.head_axes, along_heads)):
+                    if axes is not None and own is None:
                         # Not psum: with explicit meshes its reduction does not compile here (jax 0.11 and 0.12).
                         part = lax.all_gather(part, axes).sum(axis=0).astype(part.dtype)
-                    summed.append(part)
-                return tuple(summed)
+                return part
 
-            return (
-                mesh,
-                local,
-                tuple(sharding(name, leaf.shape) for name, leaf in zip(result_names, result_leaves, strict=True)),
-                tuple(sharding(name, leaf.shape) for name, leaf in zip(names, leaves, strict=True)),
-            )
+            return mesh, local, tuple(map(split.sharding, outputs)), tuple(map(split.sharding, inputs))
 
         partitioned = custom_partitioning(flat)
-        rule, sizes, replicated = _rule(
-            [(n, x.shape) for n, x in zip(names, leaves, strict=True)],
-            [(n, x.shape) for n, x in zip(result_names, result_leaves, strict=True)],
-            batch, key_heads, group,
-        )  # fmt: skip
-        partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=replicated, **sizes)
-        return jax.tree.unflatten(result_tree, partitioned(*arrays))
+        rule, replicated = _rule(inputs, outputs, batch, heads, key_heads)
+        partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=replicated)
+        return jax.tree.unflatten(result_tree, partitioned(*leaves))
 
     return call
 
 
-def in_auto_mode(function: Callable[[Operands], tuple[Array, Array]], operands: Operands) -> tuple[Array, Array]:
-    """`function` of operands whose types may carry shardings (a mesh with explicit axes); its results follow the query.
-
-    What is inside is left to the partitioner, which has its rule.
-    """
-    meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(operands)]
-    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
-    if not explicit:
-        return function(operands)
-    batch, length, heads, _ = _padded(jax.typeof(operands.query).sharding, 4)
-    out = NamedSharding(explicit[0], PartitionSpec(batch, length, heads, None))
-    lse = NamedSharding(explicit[0], PartitionSpec(batch, heads, length))
-    return jax.sharding.auto_axes(function, out_sharding=(out, lse))(operands)
+def explicit_mesh(arrays: list[Any]) -> AbstractMesh | None:
+    """The mesh with explicit axes that some array's type speaks of."""
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
-def _names(args: tuple[Any, ...]) -> list[str]:
-    names: list[str] = []
-    for arg in args:
-        for name, value in arg._asdict().items():
-            names += [name] * len(jax.tree.leaves(value))
-    return names
+def following(query: Array, mesh: AbstractMesh) -> tuple[NamedSharding, NamedSharding]:
+    """Shardings of the output `[*B, T, N, D]` and the log-sum-exp `[*B, T, N]` that follow the query's."""
+    *rows, _ = _padded(jax.typeof(query).sharding, query.ndim)
+    return NamedSharding(mesh, PartitionSpec(*rows, None)), NamedSharding(mesh, PartitionSpec(*rows))
 
 
-def _result_names(results: Any) -> list[str]:
-    return _names((results,)) if isinstance(results, Operands | Residuals) else ["out", "lse"]
+def _names(args: tuple[Operands | Residuals, ...]) -> list[str]:
+    return [name for arg in args for name, value in arg._asdict().items() for _ in jax.tree.leaves(value)]
 
 
 def _rule(
-    arguments: list[tuple[str, tuple[int, ...]]],
-    results: list[tuple[str, tuple[int, ...]]],
-    batch: int,
-    key_heads: int,
-    group: int,
-) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """The partitioner's rule in its einsum-like notation: only batch `b` and heads `k`, `g` may be split."""
+    inputs: list[_Named], outputs: list[_Named], batch: int, heads: int, key_heads: int
+) -> tuple[str, tuple[str, ...]]:
+    """The partitioner's rule in its einsum-like notation: only the batch `b` and the heads `n`, `k` may be split."""
     fresh = (f"x{index}" for index in itertools.count())
     replicated: list[str] = []
-    compound = key_heads > 1 and group > 1
 
-    def factor() -> str:
+    def whole() -> str:
         replicated.append(next(fresh))
         return replicated[-1]
 
-    def dimensions(name: str, shape: tuple[int, ...]) -> str:
-        words: list[str] = []
-        for axis, size in enumerate(shape):
-            if axis == 0 and size == batch:
-                words.append("b")
-            elif axis != _HEADS_AXIS.get(name) or size == 1 < key_heads * group:
-                words.append(factor())
-            elif name in ("key", "value"):
-                words.append("k" if key_heads > 1 or group == 1 else factor())
-            else:
-                words.append("(k g)" if compound else "k" if group == 1 else "g")
-        return " ".join(words)
+    def dimension(array: _Named, axis: int, size: int) -> str:
+        if axis == 0 and size == batch:
+            return "b"
+        if axis != _HEADS_AXIS.get(array.name) or size not in (heads, key_heads):
+            return whole()
+        if array.of_keys:
+            return "n" if key_heads == heads else "k" if key_heads > 1 else whole()
+        return "n" if size == heads else whole()
 
-    sides = [", ".join(dimensions(name, shape) for name, shape in side) for side in (arguments, results)]
-    return " -> ".join(sides), {"g": group} if compound else {}, tuple(replicated)
+    sides = [
+        ", ".join(" ".join(dimension(array, axis, size) for axis, size in enumerate(array.shape)) for array in side)
+        for side in (inputs, outputs)
+    ]
+    return " -> ".join(sides), tuple(replicated)
 
 
-def _padded(sharding: NamedSharding, rank: int) -> tuple[Any, ...]:
+def _padded(sharding: Any, rank: int) -> tuple[Any, ...]:
     return (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
 
 
 def _devices(mesh: Mesh, axes: Any) -> int:
     """How many parts a dimension split over these mesh axes has."""
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    count = 1
-    for name in names:
-        count *= mesh.shape[name]
-    return count
+    return math.prod(mesh.shape[name] for name in names)
