@@ -104,11 +104,19 @@ def trace(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, t
             "`score_mod` is called on one logit and must return one: the shape must stay (). "
             f"Got a result of shape {shape.shape}."
         )
-    jaxpr: Any = closed.jaxpr
     arrays = tuple(jnp.asarray(constant) for constant in closed.consts)
-    return ScoreMod(_reference(function), str(jaxpr), jaxpr), arrays
+    # A jaxpr holds on to the constants it was made with: their shapes take their place.
+    shapes: Any = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    jaxpr = ClosedJaxpr(closed.jaxpr, shapes)
+    return ScoreMod(_reference(function), str(closed.jaxpr), jaxpr), arrays
 
 
 def _reference(function: Any) -> weakref.ref[Any]:
     """A bound method is a new object each time it is looked up: the object that it is bound to stands for it."""
-    return weakref.ref(getattr(function, "__self__", function))
+    lasting = getattr(function, "__self__", function)
+    if type(lasting).__weakrefoffset__ == 0:
+        raise TypeError(
+            "`score_mod` must be a function, or an object that weak references can follow. "
+            f"Got {type(lasting).__name__}, which has __slots__ without __weakref__."
+        )
+    return weakref.ref(lasting)
