@@ -65,17 +65,20 @@ def finite_or_zero(largest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
-def start(shape: tuple[int, ...], value_dim: int, dtype: jnp.dtype) -> Rows:
-    """Rows that have seen no key yet."""
-    return Rows(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, value_dim), dtype))
+BOUND_LIMIT = 24.0
+"""exp(-2 * 24) = 1e-21: sums of nothing smaller lose nothing to underflow in float32 or bfloat16."""
+
+Weigh = Callable[[Float[Array, "*rows j"]], Float[Array, "*rows D"]]
+"""Takes the probabilities of a stretch of keys to their weighted values."""
 
 
-def step(
-    rows: Rows,
-    logits: Float[Array, "*rows j"],
-    weigh: Callable[[Float[Array, "*rows j"]], Float[Array, "*rows D"]],
-) -> Rows:
-    """Show the rows the logits of more keys; `weigh` takes their probabilities to the weighted values."""
+def start(largest: Float[Array, "*rows"], value_dim: int) -> Rows:
+    """Rows that have seen no key yet; `largest` is -inf, or for `step_bounded` the bound."""
+    return Rows(largest, jnp.zeros_like(largest), jnp.zeros((*largest.shape, value_dim), largest.dtype))
+
+
+def step(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> Rows:
+    """Show the rows the logits of more keys."""
     largest = jnp.maximum(rows.largest, logits.max(axis=-1))
     reference = finite_or_zero(largest)
     correction = exp(rows.largest - reference)
@@ -85,6 +88,15 @@ def step(
         rows.total * correction + probabilities.sum(axis=-1),
         rows.weighted * correction[..., None] + weigh(probabilities),
     )
+
+
+def step_bounded(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> Rows:
+    """`step` for rows whose logits are all within [-largest, largest], `largest` at most `BOUND_LIMIT`.
+
+    Softmax may subtract any number that keeps exp in range, so nothing needs to be found or scaled again.
+    """
+    probabilities = exp(logits - rows.largest[..., None])
+    return rows._replace(total=rows.total + probabilities.sum(axis=-1), weighted=rows.weighted + weigh(probabilities))
 
 
 def finish(rows: Rows, sinks: Float[Array, "*#rows"] | None) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:

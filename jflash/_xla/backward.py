@@ -99,9 +99,9 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
     (parameters,) = terms.parameters
     batch, heads, group, rows, _ = query.shape
     tile = place.tile
-    query, d_out = (_zero_rows(array, tile) for array in (query, d_out))
+    query, d_out = (tiling.zero_padding(array, tile.query, tile.query_lengths) for array in (query, d_out))
     if place.visible is not None:
-        key, value = (_zero_keys(array, tile) for array in (key, value))
+        key, value = (tiling.zero_padded_keys(array, tile) for array in (key, value))
     if place.fresh is not None:
         lse = jnp.where(place.fresh[None, None, None], lse, jnp.inf)
 
@@ -135,13 +135,3 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
     d_key = tiling.dot(spec, flat(d_products), query, (3, 2))
     d_query = jnp.swapaxes(tiling.dot(spec, key, flat(d_products), (2, 2)), 2, 3)
     return Terms((d_query.reshape(batch, heads, group, rows, -1),), (d_key, d_value), (d_parameters,))
-
-
-def _zero_rows(array: Float[Array, "b k g i H"], tile: _tile.Tile) -> Float[Array, "b k g i H"]:
-    return tiling.zero_padding(array, tile.query, tile.query_lengths)
-
-
-def _zero_keys(array: Float[Array, "b k j H"], tile: _tile.Tile) -> Float[Array, "b k j H"]:
-    if tile.key_lengths is None:
-        return array
-    return tiling.zero_padding(array, tile.key[:, 0, 0, 0, :, None], tile.key_lengths[:, 0])

@@ -1,14 +1,19 @@
 """Forward: online softmax along the walk.
 
-for each block of query rows:
-  m, l, O = -inf, 0, 0
-  for each tile of keys that it can see:
-    S = modify(Q K^T), -inf where masked
-    m, l, O = online softmax of S and V
-  out = O / l;  lse = m + log l
+    for each block of query rows:
+      m, l, O = -inf, 0, 0
+      for each tile of keys that it can see:
+        S = modify(Q K^T), -inf where masked
+        m, l, O = online softmax of S and V
+      out = O / l;  lse = m + log l
+
+Where the norms of queries and keys alone say that no logit of a block can be large (Cauchy-Schwarz), m is that bound
+from the start and need not be found tile by tile.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +26,7 @@ from jflash._xla import tiling
 from jflash._xla.tiling import Block, Span
 
 Results = tuple[Float[Array, "B T K G D"], Float[Array, "B K G T"]]
+Step = Callable[[_softmax.Rows, Float[Array, "b k g i j"], _softmax.Weigh], _softmax.Rows]
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
@@ -29,46 +35,56 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     batch, heads, rows = shape.batch, shape.key_heads, shape.queries
     query = _tile.split_heads(operands.query, 2, spec)
     sinks = None if operands.sinks is None else _tile.split_heads(operands.sinks, 1, spec)
+    key_norms = _largest_key_norms(spec, operands) if _may_be_bounded(spec, shape) else None
 
     def attend_block(block: Block, results: Results) -> Results:
         queries = tiling.load_rows(spec, query, block, shape)
+        if operands.query_lengths is not None:
+            lengths = _tile.cut(operands.query_lengths, (block.batch,), (batch,))
+            index = (block.first + jnp.arange(rows))[:, None]
+            queries = tiling.zero_padding(queries, index, lengths[:, None, None, None, None])
 
-        def attend_tile(corner: Corner, span: Span | None, state: _softmax.Rows) -> _softmax.Rows:
-            tile = _tile.load(spec, operands, corner, shape)
-            keys = tiling.load_keys(operands.key, corner, shape)
-            values = tiling.load_keys(operands.value, corner, shape)
-            if span is not None and tile.key_lengths is not None:
-                index, lengths = tile.key[:, 0, 0, 0, :, None], tile.key_lengths[:, 0]
-                keys = tiling.zero_padding(keys, index, lengths)
-                values = tiling.zero_padding(values, index, lengths)
-            products = tiling.dot(spec, queries.reshape(batch, heads, -1, spec.head_dim), keys, (3, 3))
-            logits = _scores.modify(spec, products.reshape(batch, heads, spec.group, rows, shape.keys), tile)
-            visible = tiling.visible(spec, tile, span)
-            if visible is not None:
-                logits = jnp.where(visible, logits, -jnp.inf)
+        def attend_tiles(step: Step, largest: Float[Array, "b k g i"]) -> _softmax.Rows:
+            def attend_tile(corner: Corner, span: Span | None, state: _softmax.Rows) -> _softmax.Rows:
+                tile = _tile.load(spec, operands, corner, shape)
+                keys = tiling.load_keys(operands.key, corner, shape)
+                values = tiling.load_keys(operands.value, corner, shape)
+                if span is not None:
+                    keys, values = (tiling.zero_padded_keys(array, tile) for array in (keys, values))
+                products = tiling.dot(spec, queries.reshape(batch, heads, -1, spec.head_dim), keys, (3, 3))
+                logits = _scores.modify(spec, products.reshape(batch, heads, spec.group, rows, shape.keys), tile)
+                visible = tiling.visible(spec, tile, span)
+                if visible is not None:
+                    logits = jnp.where(visible, logits, -jnp.inf)
 
-            def weigh(probabilities: Float[Array, "b k g i j"]) -> Float[Array, "b k g i D"]:
-                if spec.dropout_rate > 0:
-                    probabilities = jnp.where(_dropout.keep(spec, tile), probabilities, 0)
-                flat = probabilities.reshape(batch, heads, -1, shape.keys).astype(spec.dtype)
-                return tiling.dot(spec, flat, values, (3, 2)).reshape(*logits.shape[:-1], spec.value_dim)
+                def weigh(probabilities: Float[Array, "b k g i j"]) -> Float[Array, "b k g i D"]:
+                    if spec.dropout_rate > 0:
+                        probabilities = jnp.where(_dropout.keep(spec, tile), probabilities, 0)
+                    flat = probabilities.reshape(batch, heads, -1, shape.keys).astype(spec.dtype)
+                    return tiling.dot(spec, flat, values, (3, 2)).reshape(*logits.shape[:-1], spec.value_dim)
 
-            return _softmax.step(state, logits, weigh)
+                return step(state, logits, weigh)
 
-        state = _softmax.start((batch, heads, spec.group, rows), spec.value_dim, spec.accumulator)
-        state = tiling.for_each_tile(spec, operands, shape, block, attend_tile, state)
+            state = _softmax.start(largest, spec.value_dim)
+            return tiling.for_each_tile(spec, operands, shape, block, attend_tile, state)
+
+        unknown = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
+        if key_norms is None:
+            state = attend_tiles(_softmax.step, unknown)
+        else:
+            bound = _norms(queries) * _tile.cut(key_norms, (block.batch, block.key_head, 0, 0), (batch, heads, 1, 1))
+            state = lax.cond(
+                jnp.all(bound <= _softmax.BOUND_LIMIT),
+                lambda: attend_tiles(_softmax.step_bounded, bound),
+                lambda: attend_tiles(_softmax.step, unknown),
+            )
         block_sinks = None
         if sinks is not None:
             block_sinks = _tile.cut(sinks, (block.batch, block.key_head, 0), (batch, heads, spec.group))[..., None]
         out, lse = _softmax.finish(state, block_sinks)
-        if spec.dropout_rate > 0:
-            out = out / (1 - spec.dropout_rate)
+        out = jnp.moveaxis((out / (1 - spec.dropout_rate)).astype(spec.dtype), 3, 1)
         return (
-            lax.dynamic_update_slice(
-                results[0],
-                jnp.moveaxis(out.astype(spec.dtype), 3, 1),
-                (block.batch, block.first, block.key_head, 0, 0),
-            ),
+            lax.dynamic_update_slice(results[0], out, (block.batch, block.first, block.key_head, 0, 0)),
             lax.dynamic_update_slice(results[1], lse, (block.batch, block.key_head, 0, block.first)),
         )
 
@@ -82,3 +98,24 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         out.reshape(spec.batch, spec.query_length, spec.heads, spec.value_dim),
         lse.reshape(spec.batch, spec.heads, spec.query_length),
     )
+
+
+def _may_be_bounded(spec: Spec, shape: _tile.TileShape) -> bool:
+    """Whether logits are no more than scaled products, in a dtype with float32's range, and tiles many enough."""
+    plain = spec.score_mod is None and {"scale", "bias", "alibi_slopes"}.isdisjoint(spec.operands)
+    return plain and shape.keys < spec.key_length and jnp.finfo(spec.dtype).maxexp >= 128
+
+
+def _norms(vectors: Float[Array, "... H"]) -> Float[Array, "..."]:
+    wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
+    return jnp.sqrt(jnp.sum(wide * wide, axis=-1))
+
+
+def _largest_key_norms(spec: Spec, operands: Operands) -> Float[Array, "B K 1 1"]:
+    """For each batch entry and key head, the largest norm of a key, times the scale."""
+    assert spec.scale is not None
+    norms = _norms(operands.key)
+    if operands.key_lengths is not None:
+        inside = jnp.arange(spec.key_length)[None] < operands.key_lengths[:, None]
+        norms = jnp.where(inside[:, :, None], norms, 0)
+    return (abs(spec.scale) * jnp.max(norms, axis=1))[:, :, None, None]

@@ -183,6 +183,13 @@ def zero_padding(
     return array if lengths is None else jnp.where(index < lengths, array, 0)
 
 
+def zero_padded_keys(array: Float[Array, "b k j H"], tile: Tile) -> Float[Array, "b k j H"]:
+    """A tile's keys or values, those that are padding as zeros."""
+    if tile.key_lengths is None:
+        return array
+    return zero_padding(array, tile.key[:, 0, 0, 0, :, None], tile.key_lengths[:, 0])
+
+
 def dot(
     spec: Spec, left: Float[Array, "b k m h"], right: Float[Array, "b k n h"], contract: tuple[int, int]
 ) -> Float[Array, "b k m n"]:
