@@ -7,6 +7,7 @@ kernel never sees it), the sharding rule (`_sharding`), the backend.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from jflash import _dispatch, _sharding
@@ -30,27 +32,47 @@ def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
     def forward(operands: Operands) -> tuple[Array, Array]:
         return backend.forward(spec.resized(operands), operands)
 
-    def backward(operands: Operands, residuals: Residuals) -> Operands:
-        return backend.backward(spec.resized(operands), operands, residuals)
-
     shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
-    if getattr(backend, "DIFFERENTIABLE_BACKWARD", False):
-        differentiated = _reverse_differentiable(backward, shard(backward))
-    else:
-        differentiated = _refuse_derivative(name, _batched(shard(backward), gradients=True))
+
+    def differentiated(constants: frozenset[str]) -> Callable[[Operands, Residuals], Operands]:
+        def backward(operands: Operands, residuals: Residuals) -> Operands:
+            own = dataclasses.replace(spec.resized(operands), constants=constants)
+            return backend.backward(own, operands, residuals)
+
+        if getattr(backend, "DIFFERENTIABLE_BACKWARD", False):
+            return _reverse_differentiable(backward, shard(backward))
+        return _refuse_derivative(name, _batched(shard(backward), gradients=True))
 
     call = jax.custom_vjp(_batched(shard(forward), gradients=False))
 
-    def save(operands: Operands):
+    def save(primals: Any) -> Any:
+        operands = jax.tree.map(lambda primal: primal.value, primals)
+        perturbed = {
+            name: any(primal.perturbed for primal in jax.tree.leaves(value))
+            for name, value in primals._asdict().items()
+        }
         out, lse = call(operands)
-        return (out, lse), (operands, out, lse)
+        return (out, lse), (operands, out, lse, _Constants(frozenset(n for n, p in perturbed.items() if not p)))
 
-    def pull_back(saved: tuple[Operands, Array, Array], cotangents: tuple[Array, Array]) -> tuple[Operands]:
-        operands, out, lse = saved
-        return (differentiated(operands, Residuals(out, lse, *cotangents)),)
+    def pull_back(saved: Any, cotangents: Any) -> tuple[Operands]:
+        operands, out, lse, constants = saved
+        cotangents = jax.tree.map(_materialized, cotangents)
+        return (differentiated(constants.names)(operands, Residuals(out, lse, *cotangents)),)
 
-    call.defvjp(save, pull_back)
+    call.defvjp(save, pull_back, symbolic_zeros=True)
     return call(operands)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Constants:
+    """What the forward tells the backward at trace time: which operands nobody differentiates."""
+
+    names: frozenset[str]
+
+
+def _materialized(cotangent: Any) -> Array:
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 @contextlib.contextmanager

@@ -68,9 +68,11 @@ class Spec:
     mask_shape: tuple[int, int, int, int] | None
     operands: frozenset[str]
     """Names of the operands that the call has."""
-    scale: float | None
+    constants: frozenset[str] = frozenset()
+    """Names of the operands whose gradient nobody asks for; the backward may leave it out."""
+    scale: float | None = None
     """`None`: the scale is an operand."""
-    query_offset: int | None
+    query_offset: int | None = None
     """`None`: the offset is an operand."""
     is_causal: bool = False
     window: tuple[int, int] | None = None

@@ -40,14 +40,10 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     by_row = lambda array: _tile.split_heads(jnp.swapaxes(array, 1, 2), 2, spec)
     whole = _tile.parameters(operands)
     smooth = [jnp.issubdtype(array.dtype, jnp.inexact) for array in whole.score_mod_arrays]
-    differentiable = whole._replace(
-        score_mod_arrays=tuple(array for array, s in zip(whole.score_mod_arrays, smooth, strict=True) if s)
-    )
+    captured = list(zip(whole.score_mod_arrays, smooth, strict=True))
+    differentiable = whole._replace(score_mod_arrays=tuple(array for array, s in captured if s))
     discrete = operands._replace(
-        scale=None,
-        bias=None,
-        alibi_slopes=None,
-        score_mod_arrays=tuple(array for array, s in zip(whole.score_mod_arrays, smooth, strict=True) if not s),
+        scale=None, bias=None, alibi_slopes=None, score_mod_arrays=tuple(array for array, s in captured if not s)
     )
     arguments = Terms(
         rows=(
@@ -67,7 +63,8 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     (d_query,), (d_key, d_value), (d_parameters,) = sums
     d_arrays = iter(d_parameters.score_mod_arrays)
     d_captured: Any = [
-        next(d_arrays).astype(a.dtype) if s else None for a, s in zip(whole.score_mod_arrays, smooth, strict=True)
+        next(d_arrays).astype(array.dtype) if s and "score_mod_arrays" not in spec.constants else None
+        for array, s in captured
     ]
     typed = lambda gradient, like: None if gradient is None else gradient.astype(like.dtype)
     return Operands(
@@ -130,6 +127,8 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
         d_probabilities = jnp.where(keep, d_probabilities / (1 - spec.dropout_rate), 0)
     d_logits = probabilities * (d_probabilities - delta)
     d_products, d_parameters = pull_back(d_logits)
+    for name in spec.constants.intersection(Parameters._fields):
+        d_parameters = d_parameters._replace(**{name: () if name == "score_mod_arrays" else None})
 
     d_value = tiling.dot(spec, flat(kept), d_out, (3, 2))
     d_key = tiling.dot(spec, flat(d_products), query, (3, 2))

@@ -7,7 +7,7 @@ gradient of that gradient, are this one loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,11 @@ def _walk(spec: Spec, function: TileFunction, operands: Operands, arguments: Ter
             rows=tuple(tiling.add_rows(a, b, block) for a, b in zip(sums.rows, found.rows, strict=True))
         )
 
+    def kept(whole: Parameters, like: Parameters) -> Parameters:
+        """`whole` without what the function gives no sum for."""
+        fields: Any = [w if jax.tree.leaves(part) else part for w, part in zip(whole, like, strict=True)]
+        return Parameters(*fields)
+
     def zeros_like(whole: Array) -> Array:
         # A bias of which each element is met once needs no wider sum than itself.
         alone = whole.shape == (spec.batch, spec.heads, spec.query_length, spec.key_length)
@@ -128,6 +133,9 @@ def _walk(spec: Spec, function: TileFunction, operands: Operands, arguments: Ter
             jnp.zeros((spec.batch, spec.key_length, spec.key_heads, *x.shape[3:]), spec.accumulator)
             for x in example.keys
         ),
-        tuple(jax.tree.map(zeros_like, p) for p in arguments.parameters[: len(example.parameters)]),
+        tuple(
+            jax.tree.map(zeros_like, kept(whole, like))
+            for whole, like in zip(arguments.parameters, example.parameters, strict=False)
+        ),
     )
     return tiling.for_each_block(spec, shape, attend_block, sums)

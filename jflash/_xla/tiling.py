@@ -41,7 +41,7 @@ def plan(spec: Spec) -> TileShape:
     left, right = spec.bounds
     if left is not None and right is not None:
         width = left + right + 1
-        rows = max(128, min(_ROWS, -(-width // 128) * 128))
+        rows = max(128, min(_ROWS, width // 256 * 128))
         span = rows + width - 1
         keys = _even(span, 2 * _KEYS) if span < 4 * _KEYS else _KEYS
     queries = _even(spec.query_length, max(rows // spec.group, 16))
