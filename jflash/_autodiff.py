@@ -72,7 +72,10 @@ class _Constants:
 
 
 def _materialized(cotangent: Any) -> Array:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    zeros: Any = cotangent
+    return jnp.zeros(zeros.shape, zeros.dtype)
 
 
 @contextlib.contextmanager

@@ -37,15 +37,14 @@ def plan(spec: Spec) -> TileShape:
 
     In a narrow window, rows and keys are matched to its width, so that little of a tile is outside it.
     """
-    rows, keys = _ROWS, _KEYS
+    rows, keys = _ROWS, _even(spec.key_length, _KEYS)
     left, right = spec.bounds
     if left is not None and right is not None:
         width = left + right + 1
         rows = max(128, min(_ROWS, width // 256 * 128))
-        span = rows + width - 1
-        keys = _even(span, 2 * _KEYS) if span < 4 * _KEYS else _KEYS
+        if rows + width < 4 * _KEYS:
+            keys = min(spec.key_length, _even(rows + width - 1, 2 * _KEYS))
     queries = _even(spec.query_length, max(rows // spec.group, 16))
-    keys = _even(spec.key_length, keys)
     logits = spec.group * queries * keys
     key_heads = _divisor(spec.key_heads, _LOGITS // logits)
     batch = _divisor(spec.batch, _LOGITS // (logits * key_heads)) if key_heads == spec.key_heads else 1
