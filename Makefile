@@ -1,0 +1,29 @@
+# `make quickstart` and `make test` do all set-up themselves, in .venv; they need Python 3.12 or newer and nothing else.
+# Another Python: make test PYTHON=/path/to/python3.12
+
+PYTHON := python3
+VENV_PYTHON := .venv/bin/python
+
+# An activated environment of another project takes no part.
+ifdef VIRTUAL_ENV
+export PATH := $(subst $(VIRTUAL_ENV)/bin:,,$(PATH))
+endif
+unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
+
+.PHONY: quickstart test
+
+quickstart: .venv/installed-examples
+	$(VENV_PYTHON) examples/quickstart.py
+
+test: .venv/installed-test
+	$(VENV_PYTHON) -m ruff check
+	$(VENV_PYTHON) -m ruff format --check
+	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
+	$(VENV_PYTHON) -m pytest -n auto
+
+# The project with one of its extras; made again when pyproject.toml changes.
+.venv/installed-%: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("Python 3.12 or newer is needed; this is " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(VENV_PYTHON) -m pip install --quiet --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,170 @@
+"""`jflash.attention` inside Flax's attention layers.
+
+    nnx.MultiHeadAttention(8, 512, attention_fn=jflash.flax.attention_fn, decode=False, rngs=nnx.Rngs(0))
+    linen.MultiHeadDotProductAttention(8, attention_fn=jflash.flax.attention_fn)
+
+What `jflash.attention` has beyond Flax is bound by name:
+
+    attention_fn=functools.partial(jflash.flax.attention_fn, local_window_size=(255, 0), logits_soft_cap=50.0)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from jflash._api import Implementation, Lengths, Offset, Scale, Segments, Window, attention
+from jflash._score_mod import ScoreModFunction
+
+try:
+    from flax.linen.dtypes import promote_dtype
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("jflash.flax needs Flax: pip install 'jflash[flax]'", name=error.name) from error
+
+__all__ = ["attention_fn"]
+
+
+# flax.linen passes only the arguments that it finds by name in the signature, so each one that a layer knows is here:
+# behind **kwargs a mask would be lost without a word.
+def attention_fn(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K D"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Shaped[Array, "*#B #N #T #S"] | None = None,
+    *,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    scale: Scale | None = None,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    local_window_size: Window | None = None,
+    implementation: Implementation = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    score_mod: ScoreModFunction | None = None,
+    query_offset: Offset | None = None,
+    segment_ids: Segments | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    reproducible: bool = False,
+) -> Float[Array, "*B T N D"]:
+    """The `attention_fn` of `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
+
+    Where it differs from Flax's own: a query that sees no key gets 0, not the mean of the values; the softmax is
+    computed in float32 at least; dropout is drawn anew for every batch entry and head.
+
+    Args:
+      query: `[*B, T, N, H]`.
+      key: `[*B, S, K, H]`, N a multiple of K.
+      value: `[*B, S, K, D]`.
+      bias: as in `jflash.attention`. An additive float mask belongs here.
+      mask: as in `jflash.attention`, and also of a numeric dtype, which Flax's `make_causal_mask` and `combine_masks`
+        give: 0 hides the key, any other value shows it.
+      broadcast_dropout: has no effect. Each probability is still dropped at `dropout_rate`.
+      dropout_rng: a JAX random key, needed when `dropout_rate` is above 0 and `deterministic` is False.
+      dropout_rate: 0 <= rate < 1.
+      deterministic: True turns dropout off, as everywhere in Flax. The `deterministic` of `jflash.attention` is
+        `reproducible` here.
+      dtype: to which query, key and value are cast; None for the one they promote to.
+      precision: as in `jflash.attention`; the layers pass their own.
+      module: the layer, if it was called with `sow_weights=True`; refused, for the weights never exist.
+      is_causal: as in `jflash.attention`. The nnx layer always passes it, from `layer(x, is_causal=True)`, which
+        overrides a bound value; for the linen layer it must be bound.
+      force_fp32_for_softmax: has no effect; that is always so.
+      qk_attn_weights_einsum: refused, for there is no einsum to replace.
+      attn_weights_value_einsum: likewise.
+      scale: this and the rest as in `jflash.attention`, except as follows.
+      query_seq_lengths: `[*B]`.
+      key_value_seq_lengths: `[*B]`.
+      local_window_size: (left, right) or one number.
+      implementation: which backends may serve.
+      logits_soft_cap: c in c * tanh(x / c).
+      alibi_slopes: `[N]`.
+      score_mod: a function of one logit and its indices.
+      query_offset: where query 0 stands among the keys; None for 0. Flax does not say where a decoding step
+        stands: with `decode=True` it must be bound to the layer's cache index, step by step, if `is_causal`,
+        `local_window_size`, `alibi_slopes` or `score_mod` is bound.
+      segment_ids: `[*B, T]` or a pair.
+      sinks: `[N]`.
+      reproducible: the `deterministic` of `jflash.attention`: the same bits on every run.
+
+    Returns:
+      `[*B, T, N, D]` in the dtype that the arguments were cast to.
+
+    Raises:
+      NotImplementedError: for `module`, `qk_attn_weights_einsum` and `attn_weights_value_einsum`.
+      ValueError: an option depends on the position of a decoding step and `query_offset` is not given, or dropout
+        has no key.
+      What `jflash.attention` raises, besides.
+    """
+    del broadcast_dropout, force_fp32_for_softmax
+    if module is not None:
+        raise NotImplementedError(
+            "`sow_weights=True` asks for the attention weights, which jflash never has as an array. "
+            "Use Flax's own dot_product_attention to look at them."
+        )
+    if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
+        raise NotImplementedError(
+            "`qk_attn_weights_einsum` and `attn_weights_value_einsum` replace the matrix products of Flax's own "
+            "attention; jflash computes them inside its kernels and cannot take others."
+        )
+    if deterministic:
+        dropout_rate = 0.0
+    elif dropout_rate > 0 and dropout_rng is None:
+        raise ValueError(
+            f"`dropout_rng` is needed when `dropout_rate` is above 0. Got dropout_rate={dropout_rate} and no key."
+        )
+    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    if query_offset is None:
+        query_offset = 0
+        positional = {
+            "is_causal": is_causal,
+            "local_window_size": local_window_size is not None,
+            "alibi_slopes": alibi_slopes is not None,
+            "score_mod": score_mod is not None,
+        }
+        _refuse_unknown_position(query, key, [f"`{name}`" for name, used in positional.items() if used])
+    return attention(
+        query,
+        key,
+        value,
+        bias,
+        None if mask is None else jnp.asarray(mask).astype(bool),
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        query_offset=query_offset,
+        segment_ids=segment_ids,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_rng,
+        precision=precision,
+        deterministic=reproducible,
+    )
+
+
+def _refuse_unknown_position(query: Array, key: Array, positional: list[str]) -> None:
+    """One query and several keys is how a decoding step looks, and nothing in it tells which key the query is at."""
+    query_length, key_length = query.shape[-3], key.shape[-3]
+    if positional and query_length == 1 and key_length > 1:
+        raise ValueError(
+            "`query_offset` must say where the one query of a decoding step stands among the keys: "
+            f"{', '.join(positional)} depends on it, and Flax does not tell. Got T=1, S={key_length} and no offset."
+        )

@@ -1,0 +1,253 @@
+"""The product of features, dtypes and shapes, as a list of cases in which every pair of values meets.
+
+All pairs, because a defect nearly always needs two things at once; with the deep profile all triples.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import hypothesis
+import jax.numpy as jnp
+import numpy as np
+from oracle import Call
+
+import jflash
+
+
+class Case(NamedTuple):
+    """What one call is made of; `build` says what the words mean."""
+
+    dtype: str = "float32"
+    query_length: int = 131
+    key_length: int = 131
+    heads: tuple[int, int] = (2, 1)
+    dims: tuple[int, int] = (8, 8)
+    batch: tuple[int, ...] = (2,)
+    scale: str | None = None
+    soft_cap: float | None = None
+    bias: str | None = None
+    alibi: bool = False
+    score_mod: str | None = None
+    mask: str | None = None
+    causal: bool = False
+    offset: str | None = None
+    window: int | tuple[int, int] | None = None
+    lengths: str | None = None
+    segments: str | None = None
+    sinks: bool = False
+    dropout: bool = False
+
+    def __str__(self) -> str:
+        """The shape, and what differs from a call without options."""
+        shape = f"{self.dtype}-B{self.batch}-T{self.query_length}-S{self.key_length}-NK{self.heads}-HD{self.dims}"
+        options = (
+            name if value is True else f"{name}={value}"
+            for name, value in self._asdict().items()
+            if name not in ("dtype", "query_length", "key_length", "heads", "dims", "batch") and value
+        )
+        return "-".join((shape, *options)).replace(" ", "")
+
+    @property
+    def query_offset(self) -> int | np.ndarray:
+        """Static, a traced scalar, or one for each batch entry."""
+        T, S = self.query_length, self.key_length
+        each = np.arange(math.prod(self.batch), dtype=np.int32).reshape(self.batch) % 7 * (S // 20)
+        return {None: 0, "end": S - T, "negative": -3, "each": each, "traced": np.asarray(5, np.int32)}[self.offset]
+
+    @property
+    def worthwhile(self) -> bool:
+        """Causality and window leave most queries several keys to see."""
+        left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
+        position = np.arange(self.query_length) + int(np.max(self.query_offset))
+        first = np.zeros_like(position) if left is None else np.maximum(0, position - left)
+        last = np.full_like(position, self.key_length - 1)
+        for bound in ((right,) if right is not None else ()) + ((0,) if self.causal else ()):
+            last = np.minimum(last, position + bound)
+        return bool(np.mean(last - first + 1 >= min(3, self.key_length)) > 0.6)
+
+
+SHAPES: Mapping[str, Sequence[Any]] = dict(
+    dtype=("float32", "bfloat16", "float16"),
+    query_length=(1, 13, 128, 199, 257),
+    key_length=(1, 17, 128, 131, 293),
+    heads=((1, 1), (3, 3), (2, 1), (4, 2), (8, 1)),
+    dims=((1, 1), (8, 8), (40, 40), (64, 64), (80, 80), (128, 128), (192, 128)),
+    batch=((), (1,), (2,), (2, 3)),
+)
+FEATURES: Mapping[str, Sequence[Any]] = dict(
+    scale=(None, "static", "traced"),
+    soft_cap=(None, 1.5),
+    bias=(None, "full", "keys", "queries", "heads"),
+    alibi=(False, True),
+    score_mod=(None, "indices", "arrays"),
+    mask=(None, "full", "keys", "queries"),
+    causal=(False, True),
+    offset=(None, "end", "negative", "each", "traced"),
+    window=(None, 40, (150, 0), (10, 90)),
+    lengths=(None, "queries", "keys", "both"),
+    segments=(None, "sorted", "unsorted"),
+    sinks=(False, True),
+    dropout=(False, True),
+)
+SHORT = {**SHAPES, **FEATURES}
+LONG = {
+    **FEATURES,
+    "query_length": (523, 641),
+    "key_length": (640, 1100),
+    "heads": ((1, 1), (2, 1), (2, 2)),
+    "batch": ((), (2,)),
+    "bias": (None, "full", "keys", "queries"),
+    "offset": (None, "end", "negative", "each"),
+}
+"""Several tiles each way on every backend."""
+VACUOUS = {("query_length", 1), ("key_length", 1)}
+"""A single query or key hides much of what the rest does: what meets in such a case has to meet elsewhere too."""
+
+
+def product(values: Mapping[str, Sequence[Any]], strength: int) -> Iterator[dict[str, Any]]:
+    """Rows of one value each in which any `strength` values of different names are together somewhere.
+
+    Greedy: a row starts from values that have not met, and takes name by name, in an order that is random but the
+    same on every run, the worthwhile value that meets most others for the first time.
+    """
+    shuffle = random.Random(0).shuffle
+    missing = {
+        frozenset(zip(names, row, strict=True)): None
+        for names in itertools.combinations(values, strength)
+        for row in itertools.product(*(values[name] for name in names))
+    }
+
+    def newly_met(row: dict[str, Any], vacuous: bool) -> list[frozenset[tuple[str, Any]]]:
+        combinations = map(frozenset, itertools.combinations(row.items(), strength))
+        return [met for met in combinations if met in missing and (not vacuous or met & VACUOUS)]
+
+    while missing:
+        row = dict(next(iter(missing)))
+        vacuous = not VACUOUS.isdisjoint(row.items())
+        names = [name for name in values if name not in row]
+        shuffle(names)
+        for name in sorted(names, key=lambda name: name not in ("query_length", "key_length")):
+            choices = [value for value in values[name] if (name, value) not in VACUOUS]
+            shuffle(choices)
+            choices = [value for value in choices if Case(**{**row, name: value}).worthwhile] or choices
+            row[name] = max(choices, key=lambda value, name=name: len(newly_met({**row, name: value}, vacuous)))
+        for met in newly_met(row, vacuous):
+            del missing[met]
+        yield row
+
+
+def all_cases() -> list[Case]:
+    """Every pair of values, in short calls and in long ones; with the deep profile every triple."""
+    strength = 3 if hypothesis.settings.get_current_profile_name() == "deep" else 2
+    return [Case(**row) for values in (SHORT, LONG) for row in product(values, strength)]
+
+
+def build(case: Case) -> Call:
+    """Arguments and cotangents for a case, random but the same on every run."""
+    numbers = np.random.default_rng(zlib.crc32(str(case).encode()))
+    batch, T, S, (N, K), (H, D) = case.batch, case.query_length, case.key_length, case.heads, case.dims
+    dtype = np.dtype(jnp.dtype(case.dtype))
+    accumulator = np.promote_types(dtype, np.float32)
+    pairs = (*batch, N, T, S)
+    ones = (1,) * len(batch)
+    normal = lambda *shape, dtype=accumulator: np.asarray(numbers.standard_normal(shape)).astype(dtype)
+    integers = lambda low, high, shape: numbers.integers(low, high, shape, endpoint=True, dtype=np.int32)
+
+    def lengths(most: int) -> np.ndarray:
+        """Full for the second entry of the batch, none for the third, from a half up for the others."""
+        drawn = integers(most // 2, most, math.prod(batch))
+        drawn[1:2], drawn[2:3] = most, 0
+        return drawn.reshape(batch)
+
+    boundaries = np.sort(integers(0, min(T, S), (*batch, 1, 2)))
+
+    def segments(length: int) -> np.ndarray:
+        """Three in turn, or two all mixed."""
+        if case.segments == "sorted":
+            return np.sum(np.arange(length)[:, None] >= boundaries, axis=-1, dtype=np.int32)
+        return integers(0, 1, (*batch, length))
+
+    score_mods = {None: (None, ()), "indices": (_by_indices, ()), "arrays": (_by_arrays, (normal(N), normal(64)))}
+    score_mod, score_mod_arrays = score_mods[case.score_mod]
+    scales = {None: None, "static": 0.3, "traced": np.asarray(0.3, accumulator)}
+    biases = {"full": pairs, "keys": (1, S), "queries": (N, T, 1), "heads": (*ones, N, 1, 1)}
+    masks = {"full": pairs, "keys": (*batch, 1, 1, S), "queries": (T, 1)}
+    return Call(
+        query=normal(*batch, T, N, H, dtype=dtype),
+        key=normal(*batch, S, K, H, dtype=dtype),
+        value=normal(*batch, S, K, D, dtype=dtype),
+        bias=normal(*biases[case.bias], dtype=dtype if case.bias == "full" else accumulator) if case.bias else None,
+        mask=numbers.random(masks[case.mask]) < 0.9 if case.mask else None,
+        scale=scales[case.scale],
+        is_causal=case.causal,
+        query_seq_lengths=lengths(T) if case.lengths in ("queries", "both") else None,
+        key_value_seq_lengths=lengths(S) if case.lengths in ("keys", "both") else None,
+        local_window_size=case.window,
+        logits_soft_cap=case.soft_cap,
+        alibi_slopes=numbers.random(N).astype(accumulator) / 8 if case.alibi else None,
+        score_mod=score_mod,
+        score_mod_arrays=score_mod_arrays,
+        query_offset=case.query_offset,
+        segment_ids=(segments(T), segments(S)) if case.segments else None,
+        sinks=normal(N) if case.sinks else None,
+        dropout_rate=DROPOUT_RATE if case.dropout else 0.0,
+        dropout_key=DROPOUT_KEY if case.dropout else None,
+        keep=_part_of_mask(pairs) if case.dropout else None,
+        d_out=normal(*batch, T, N, D, dtype=dtype),
+        d_lse=normal(*batch, T, N),
+    )
+
+
+DROPOUT_RATE = 0.25
+DROPOUT_KEY = np.asarray([3, 7], np.uint32)
+
+
+def dropout_mask(shape: tuple[int, ...], rate: float, key: Any, implementation: str = "reference") -> np.ndarray:
+    """Which probabilities `[*B, N, T, S]` are kept: with equal ones and the identity for values, the output tells."""
+    *batch, N, T, S = shape
+    out = jflash.attention(
+        jnp.zeros((*batch, T, N, 1)),
+        jnp.zeros((*batch, S, 1, 1)),
+        jnp.broadcast_to(jnp.eye(S)[:, None], (*batch, S, 1, S)),
+        dropout_rate=rate,
+        dropout_key=key,
+        implementation=implementation,
+    )
+    return np.moveaxis(np.asarray(out) > 0, -2, -3)
+
+
+@functools.cache
+def _whole_mask(shape: tuple[int, ...]) -> np.ndarray:
+    return dropout_mask(shape, DROPOUT_RATE, DROPOUT_KEY)
+
+
+def _part_of_mask(shape: tuple[int, ...]) -> np.ndarray:
+    """The mask does not depend on the shape, so that of the largest call holds those of all."""
+    *batch, N, T, S = shape
+    whole = _whole_mask((6, 8, 257, 293) if T <= 257 and S <= 293 else (2, 2, 641, 1100))
+    return whole[: math.prod(batch), :N, :T, :S].reshape(shape)
+
+
+def _by_indices() -> Any:
+    """A function of the logit and all four indices, without arrays of its own and without roundings of its own."""
+
+    def score_mod(logit: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return logit * (1 + 0.25 * (batch & 1)) + 0.5 * ((query + 2 * key + head) & 3)
+
+    return score_mod
+
+
+def _by_arrays(by_head: Any, by_distance: Any) -> Any:
+    """A learned bias for each head, and for each distance modulo 64."""
+
+    def score_mod(logit: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return logit + by_head[head] + by_distance[(query - key) & 63]
+
+    return score_mod

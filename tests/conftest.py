@@ -1,0 +1,46 @@
+"""What every test file shares: eight simulated devices, the hypothesis profiles, and one run of a test per backend."""
+
+import os
+
+# JAX reads it when it starts its backend, so it is set before anything imports jax.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+
+import jflash
+from jflash import _dispatch
+
+# The fixtures below only name a backend, so one of them may serve all examples of a test.
+_ALWAYS = dict(deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+hypothesis.settings.register_profile("default", max_examples=10, derandomize=True, database=None, **_ALWAYS)
+hypothesis.settings.register_profile("deep", max_examples=300, print_blob=True, **_ALWAYS)
+hypothesis.settings.load_profile(os.environ.get("JFLASH_TEST_PROFILE", "default"))
+
+
+@pytest.fixture(params=_dispatch.BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of each backend in turn."""
+    return request.param
+
+
+@pytest.fixture
+def attention(backend: str) -> Callable[..., Any]:
+    """`jflash.attention` on this backend; skips, in the backend's own words, a call that it refuses."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        skip_refused(backend, *args, **kwargs)
+        return jflash.attention(*args, implementation=backend, **kwargs)
+
+    return functools.wraps(jflash.attention)(call)
+
+
+def skip_refused(backend: str, *args: Any, **kwargs: Any) -> None:
+    """Skip the running test if `backend` refuses this call, with its `unsupported()`'s sentence."""
+    verdict, *refusals = jflash.explain(*args, implementation=backend, **kwargs).splitlines()
+    if refusals:
+        pytest.skip(f"{verdict} {refusals[0].strip()}")

@@ -1,0 +1,118 @@
+"""What is right and how nearly: the truth of a call, and the error that a backend may have.
+
+The truth is plain attention in float64, the yardstick the same formulas in the call's own dtype, so that its error is
+what rounding alone costs. A backend passes when its error is at most twice that, plus a few roundings (`tolerances`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from plain_attention import Call, PlainAttention, Precision, Results
+
+
+@functools.lru_cache(maxsize=2)
+def _widest(call: Call) -> PlainAttention:
+    """In float64; for a float64 call in the widest float there is."""
+    return PlainAttention(call, Precision(np.dtype(np.longdouble if call.query.dtype == np.float64 else np.float64)))
+
+
+@functools.lru_cache(maxsize=2)
+def exact(call: Call) -> Results:
+    """The truth."""
+    return _widest(call).results()
+
+
+def plain(call: Call) -> Results:
+    """The yardstick: rounded where `jax.nn.dot_product_attention` rounds. Logits, softmax and sums are in float32 at
+    least; the probabilities, their cotangent and the results in the call's dtype."""
+    dtype = call.query.dtype
+    return PlainAttention(call, Precision(np.promote_types(dtype, np.float32), dtype)).results()
+
+
+@functools.lru_cache(maxsize=2)
+def tolerances(call: Call) -> Results:
+    """The largest error allowed in each result: twice plain attention's, plus what plain attention cannot show.
+
+    That is first, and twice too, what knowing only its output and log-sum-exp costs the gradients, with all else in
+    float64: no backward with O(T + S) memory knows more. Second, where plain attention is exact by luck, as with a
+    single key, 2 eps of the dtype times the magnitude of the terms of which a result is the sum: four roundings, of
+    both operands of the last product, of its sum and of the result.
+    """
+    wide, truth, yardstick = _widest(call), exact(call), plain(call)
+    recomputed = wide.results(residuals=yardstick)
+    storage = float(jnp.finfo(call.query.dtype).eps)
+    accumulator = min(storage, float(np.finfo(np.float32).eps))
+
+    def allowed(truth: np.ndarray, *others: np.ndarray, eps: float = storage) -> float:
+        *both, magnitude = others
+        return sum(2 * error(other, truth) for other in both) + 2 * eps * float(np.max(magnitude, initial=0))
+
+    out, lse, gradients = zip(truth, yardstick, recomputed, wide.magnitudes(), strict=True)
+    return Results(allowed(*out), allowed(*lse, eps=accumulator), jax.tree.map(allowed, *gradients))
+
+
+def error(got: Any, truth: np.ndarray) -> float:
+    """The largest absolute difference. Infinities must be the same; a NaN, or another shape, is an infinite error."""
+    got = np.asarray(got).astype(truth.dtype)
+    if got.shape != truth.shape:
+        return math.inf
+    with np.errstate(invalid="ignore"):
+        difference = np.where(got == truth, 0, np.abs(got - truth))
+    return float(np.max(np.where(np.isnan(difference), np.inf, difference), initial=0))
+
+
+def assert_right(got: Results, call: Call) -> None:
+    """Every result is within its tolerance; names those that are not."""
+    errors = jax.tree.leaves_with_path(jax.tree.map(error, got, exact(call)))
+    wrong = [
+        f"{jax.tree_util.keystr(path)}: error {error:.3g}, allowed {allowed:.3g}"
+        for (path, error), allowed in zip(errors, jax.tree.leaves(tolerances(call)), strict=True)
+        if not error <= allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def run(attention: Callable[..., Any], call: Call) -> Results:
+    """What `attention` makes of a call. Every array is an argument of one jitted function."""
+    options = arguments(call, score_mod_arrays=call.score_mod_arrays)
+    arrays = {name: option for name, option in options.items() if _holds(option, np.generic)}
+    smooth = {name: option for name, option in arrays.items() if _holds(option, jnp.inexact)}
+    discrete = {name: option for name, option in arrays.items() if name not in smooth}
+    static = {name: option for name, option in options.items() if name not in arrays}
+
+    def forward(smooth: dict[str, Any], discrete: dict[str, Any]) -> Any:
+        merged = {**static, **smooth, **discrete}
+        score_mod_arrays = merged.pop("score_mod_arrays")
+        if call.score_mod is not None:
+            merged["score_mod"] = call.score_mod(*score_mod_arrays)
+        return attention(**merged, return_residual=True)
+
+    @jax.jit
+    def forward_and_backward(smooth: dict[str, Any], discrete: dict[str, Any], cotangents: Any) -> Results:
+        (out, lse), pull_back = jax.vjp(lambda smooth: forward(smooth, discrete), smooth)
+        return Results(out, lse, *pull_back(cotangents))
+
+    return forward_and_backward(smooth, discrete, (call.d_out, call.d_lse))
+
+
+def arguments(call: Call, **more: Any) -> dict[str, Any]:
+    """The keyword arguments of `jflash.attention` for a call."""
+    options = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    if call.score_mod is not None:
+        options["score_mod"] = call.score_mod(*map(jnp.asarray, call.score_mod_arrays))
+    not_arguments = ("score_mod_arrays", "keep", "d_out", "d_lse")
+    return {name: option for name, option in options.items() if name not in not_arguments} | more
+
+
+def _holds(option: Any, kind: Any) -> bool:
+    """Whether an argument is an array, or a tuple of arrays, of this kind of dtype."""
+    leaves = jax.tree.leaves(option)
+    return bool(leaves) and all(isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, kind) for x in leaves)

@@ -1,0 +1,127 @@
+"""The package as it is installed: light to import, documented, and built without a compiler."""
+
+import ast
+import email
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import jax
+import pytest
+
+import jflash
+from jflash import _api
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "jflash").rglob("*.py"))
+RUNTIME = {re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]}
+EXTRAS = {
+    re.match(r"[\w-]+", requirement)[0].replace("-", "_")
+    for requirements in PROJECT["optional-dependencies"].values()
+    for requirement in requirements
+} - {"jflash"}
+
+
+def run(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_does_no_work() -> None:
+    """No extra is imported; JAX starts no backend, which on a platform that does not exist it could not."""
+    code = """
+import sys, jax, jaxtyping, numpy
+before = set(sys.modules)
+import jflash
+print(*set(sys.modules) - before)
+try:
+    jax.devices()
+except RuntimeError:
+    print("no backend was there")
+"""
+    modules, backend = run(code, JAX_PLATFORMS="no_such_platform").splitlines()
+    assert "jflash" in modules.split()
+    assert EXTRAS.isdisjoint(modules.split())
+    assert backend == "no backend was there"
+
+
+def test_version_is_the_projects() -> None:
+    assert jflash.__version__ == PROJECT["version"]
+
+
+def test_public_names() -> None:
+    assert jflash.__all__ == ["attention", "explain"]
+    assert {name for name in dir(jflash) if not name.startswith("_")} >= set(jflash.__all__)
+
+
+def test_arguments_are_those_of_jax_nn() -> None:
+    """The same names; those that can be given by position in the same order, with the same defaults."""
+    own = inspect.signature(jflash.attention).parameters
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    assert set(theirs) <= set(own)
+    by_position = lambda parameters: [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    simple = lambda parameters: [(p.name, p.default) for p in by_position(parameters)]
+    assert simple(own) == simple(theirs)
+    assert all(own[name].default == parameter.default for name, parameter in theirs.items())
+
+
+def test_every_argument_is_documented_and_typed() -> None:
+    parameters = inspect.signature(jflash.attention).parameters
+    documented = re.findall(r"^ {6}(\w+): ", jflash.attention.__doc__, re.MULTILINE)
+    assert [name for name in parameters if name != "return_residual"] == [
+        name for name in documented if name in parameters and name != "return_residual"
+    ]
+    keywords = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert keywords == {*_api.Options.__annotations__, "return_residual"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_docstrings(path: Path) -> None:
+    """Of the module and of everything in it that has a public name."""
+    tree = ast.parse((ROOT / path).read_text())
+    definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    overloads = [node for node in definitions if any("overload" in ast.unparse(d) for d in node.decorator_list)]
+    public = [node for node in definitions if not node.name.startswith("_") and node not in overloads]
+    assert ast.get_docstring(tree)
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built where there is no compiler, and no other program either."""
+    directory = tmp_path_factory.mktemp("wheel")
+    code = f"from scikit_build_core.build import build_wheel; build_wheel({str(directory)!r})"
+    run(code, CC="false", CXX="false", PATH=str(directory))
+    (path,) = directory.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_contents(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert {str(path) for path in MODULES} <= set(names)
+    assert "jflash/py.typed" in names, "the project calls itself typed"
+    assert any(name.endswith("LICENSE") for name in names)
+    assert all(name.startswith("jflash") for name in names)
+    assert not any("test" in name for name in names)
+    assert all(
+        info.filename.endswith((".py", ".typed")) for info in wheel.infolist() if "dist-info" not in info.filename
+    )
+
+
+def test_wheel_requirements(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    metadata = email.message_from_bytes(wheel.read(name))
+    assert metadata["Version"] == jflash.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    always = [requirement for requirement in metadata.get_all("Requires-Dist") if "extra ==" not in requirement]
+    assert {re.match(r"[\w-]+", requirement)[0] for requirement in always} == RUNTIME == {"jax", "jaxtyping", "numpy"}
