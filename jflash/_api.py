@@ -7,9 +7,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform, _sharding
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform, _score_mod, _sharding
 from jflash._score_mod import ScoreModFunction
 from jflash._spec import Spec
 
@@ -170,14 +171,23 @@ def attention(
         precision=precision,
         deterministic=deterministic,
     )
+    arguments = _with_score_mod_traced(arguments)
     arrays, call = _split(arguments, jax.Array, lambda arguments: _compute(names, arguments))
     mesh = _sharding.explicit_mesh(arrays)
     if mesh is not None:
-        _arguments.query_key_value(query, key, value)
         automatic: Any = jax.sharding.auto_axes(call, out_sharding=_sharding.following(query, mesh))
         call = automatic
     out, lse = call(arrays)
     return (out, lse) if return_residual else out
+
+
+def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, with the arrays that `score_mod` closes over among them."""
+    _arguments.query_key_value(arguments["query"], arguments["key"], arguments["value"])
+    if arguments.get("score_mod") is None:
+        return arguments
+    dtype = np.dtype(jnp.promote_types(arguments["query"].dtype, jnp.float32))
+    return {**arguments, "score_mod": _score_mod.trace(arguments["score_mod"], dtype)}
 
 
 def _split[Result](
@@ -234,7 +244,7 @@ def explain(
     _arguments.static_bool("return_residual", return_residual)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     found: list[Spec] = []
-    look = lambda arguments: found.append(_canonical.canonicalize(**arguments)[0])
+    look = lambda arguments: found.append(_canonical.canonicalize(**_with_score_mod_traced(arguments))[0])
     shapes, call = _split(arguments, jax.ShapeDtypeStruct, look)
     jax.eval_shape(call, shapes)
     platform = _platform.current()

@@ -60,7 +60,7 @@ def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
         return (differentiated(constants.names)(operands, Residuals(out, lse, *cotangents)),)
 
     call.defvjp(save, pull_back, symbolic_zeros=True)
-    return call(operands)
+    return call(_sharding.varying_alike(operands, like=operands))
 
 
 @jax.tree_util.register_static
@@ -146,6 +146,9 @@ def _batched(function: Callable[..., Any], *, gradients: bool) -> Callable[..., 
         mapped = jax.tree.leaves(in_batched)
         single = [jax.ShapeDtypeStruct(x.shape[m:], x.dtype) for (_, x), m in zip(paths, mapped, strict=True)]
         results = jax.eval_shape(function, *jax.tree.unflatten(tree, single))
+        every = jax.tree.map(lambda _: True, results)
+        if axis_size == 0:
+            return jax.tree.map(lambda result: jnp.zeros((0, *result.shape), result.dtype), results), every
         batch = max(x.shape[0] for x in single)
 
         def fold(path: Any, array: Array, mapped: bool) -> Array:
@@ -166,6 +169,6 @@ def _batched(function: Callable[..., Any], *, gradients: bool) -> Callable[..., 
                 array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).sum(axis=1, keepdims=True)
             return array.astype(result.dtype)
 
-        return jax.tree.map(unfold, out, results), jax.tree.map(lambda _: True, results)
+        return jax.tree.map(unfold, out, results), every
 
     return call

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jflash import _arguments, _dropout, _score_mod
+from jflash import _arguments, _dropout
 from jflash._spec import Operands, Spec, shape_facts
 
 
@@ -37,6 +37,8 @@ def canonicalize(
     deterministic: Any = False,
 ) -> tuple[Spec, Operands, tuple[int, ...]]:
     """The call's static facts, its arrays, and the batch axes that the results get back.
+
+    `score_mod` comes as `_score_mod.trace` gives it.
 
     Raises:
       ValueError, TypeError: as `attention`, all of them before the first array is touched.
@@ -71,9 +73,7 @@ def canonicalize(
     if segment_ids is not None:
         segment_ids = _arguments.segment_ids(segment_ids, batch_axes, query_length, key_length)
     _arguments.query_offset(query_offset, batch_axes)
-    traced_score_mod, captured = None, ()
-    if score_mod is not None:
-        traced_score_mod, captured = _score_mod.trace(score_mod, accumulator)
+    traced_score_mod, captured = (None, ()) if score_mod is None else score_mod
 
     batch_index = head_index = seed = None
     if score_mod is not None or dropout_rate > 0:

@@ -56,6 +56,12 @@ class ScoreMod:
         or of the tile's batch.
         """
 
+        if jax.typeof(logits).manual_axis_type.varying:
+            raise NotImplementedError(
+                "`score_mod` inside jax.shard_map needs jax.shard_map(..., check_vma=False): it was traced on values "
+                "that are the same on all devices."
+            )
+
         def scalar(logit: Array, batch: Array, head: Array, query: Array, key: Array, arrays: tuple[Array, ...]):
             (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, arrays))(logit, batch, head, query, key)
             return jnp.asarray(result, logit.dtype)
@@ -90,7 +96,9 @@ def trace(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, t
     try:
         # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
         once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
-        closed, shape = once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
+        # A jaxpr remembers the mesh that it was traced under, and this one is run under others.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            closed, shape = once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
     except Exception as error:
         error.add_note(f"This happened while `score_mod` was traced: {function!r}.")
         raise

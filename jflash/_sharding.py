@@ -84,6 +84,9 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
 
     def call(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
+        if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
+            # Inside shard_map this is one device's part already; axes left to the compiler, it splits by itself.
+            return function(*args)
         results, result_tree = jax.tree.flatten(jax.eval_shape(function, *args))
         is_gradient = isinstance(result_tree.unflatten(results), Operands)
         # The partitioner keeps what these functions close over: names and shapes, not the arrays.
@@ -118,13 +121,16 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
                     )
                 # Else the caller's mesh is written into code that runs on one device.
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                    parts = flat(*leaves)
+                    parts = [placed(array, part) for array, part in zip(outputs, flat(*leaves), strict=True)]
                 return tuple(sum_shared(array, part) for array, part in zip(outputs, parts, strict=True))
 
+            def placed(array: _Named, part: Array) -> Array:
+                if not (array.of_keys and split.one_key_head):
+                    return part
+                every = jnp.zeros((*part.shape[:2], key_heads, part.shape[3]), part.dtype)
+                return lax.dynamic_update_slice_in_dim(every, part, split.key_head(), 2)
+
             def sum_shared(array: _Named, part: Array) -> Array:
-                if array.of_keys and split.one_key_head:
-                    every = jnp.zeros((*part.shape[:2], key_heads, part.shape[3]), part.dtype)
-                    part = lax.dynamic_update_slice_in_dim(every, part, split.key_head(), 2)
                 along_batch, along_heads = split.axes(array)
                 for axes, own in ((split.batch_axes, along_batch), (split.head_axes, along_heads)):
                     if axes is not None and own is None:
@@ -152,6 +158,13 @@ def following(query: Array, mesh: AbstractMesh) -> tuple[NamedSharding, NamedSha
     """Shardings of the output `[*B, T, N, D]` and the log-sum-exp `[*B, T, N]` that follow the query's."""
     *rows, _ = _padded(jax.typeof(query).sharding, query.ndim)
     return NamedSharding(mesh, PartitionSpec(*rows, None)), NamedSharding(mesh, PartitionSpec(*rows))
+
+
+def varying_alike[Tree](tree: Tree, *, like: Any) -> Tree:
+    """`tree` typed as different on all the devices of a `shard_map` on which some array of `like` is."""
+    varying = lambda array: jax.typeof(array).manual_axis_type.varying
+    axes = frozenset[str]().union(*(varying(array) for array in jax.tree.leaves(like)))
+    return jax.tree.map(lambda array: lax.pcast(array, tuple(axes - varying(array)), to="varying"), tree)
 
 
 def _names(args: tuple[Operands | Residuals, ...]) -> list[str]:

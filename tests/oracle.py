@@ -42,21 +42,43 @@ def tolerances(call: Call) -> Results:
     """The largest error allowed in each result: twice plain attention's, plus what plain attention cannot show.
 
     That is first, and twice too, what knowing only its output and log-sum-exp costs the gradients, with all else in
-    float64: no backward with O(T + S) memory knows more. Second, where plain attention is exact by luck, as with a
-    single key, 2 eps of the dtype times the magnitude of the terms of which a result is the sum: four roundings, of
-    both operands of the last product, of its sum and of the result.
+    float64: no backward with O(T + S) memory knows more. Second, a few roundings, which matter where plain attention is
+    exact by luck, as with a single key or in a result of few entries (`_roundings`).
     """
     wide, truth, yardstick = _widest(call), exact(call), plain(call)
-    recomputed = wide.results(residuals=yardstick)
-    storage = float(jnp.finfo(call.query.dtype).eps)
-    accumulator = min(storage, float(np.finfo(np.float32).eps))
+    recomputed, sizes = wide.results(residuals=yardstick), wide.sizes()
+    dtype = call.query.dtype
+    accumulator = np.promote_types(dtype, np.float32)
+    logits = truth.lse.size * call.key.shape[-3]
 
-    def allowed(truth: np.ndarray, *others: np.ndarray, eps: float = storage) -> float:
-        *both, magnitude = others
-        return sum(2 * error(other, truth) for other in both) + 2 * eps * float(np.max(magnitude, initial=0))
+    def allowed(truth: np.ndarray, *others: np.ndarray, features: int = 1, dtype: np.dtype = dtype) -> float:
+        *both, size = others
+        terms = logits * features / max(truth.size, 1)
+        roundings = _roundings(terms, dtype, accumulator)
+        largest = np.max(np.hypot(size, np.where(np.isfinite(truth), truth, 0)), initial=0)
+        return sum(2 * error(other, truth) for other in both) + roundings * float(largest)
 
-    out, lse, gradients = zip(truth, yardstick, recomputed, wide.magnitudes(), strict=True)
-    return Results(allowed(*out), allowed(*lse, eps=accumulator), jax.tree.map(allowed, *gradients))
+    def gradient(name: str) -> Any:
+        features = getattr(call, name).shape[-1] if name in ("query", "key", "value") else 1
+        arrays = (results.gradients[name] for results in (truth, yardstick, recomputed, sizes))
+        return jax.tree.map(functools.partial(allowed, features=features), *arrays)
+
+    out, lse, _ = zip(truth, yardstick, recomputed, sizes, strict=True)
+    return Results(
+        allowed(*out, features=call.value.shape[-1]),
+        allowed(*lse, dtype=accumulator),
+        {name: gradient(name) for name in truth.gradients},
+    )
+
+
+def _roundings(terms: float, dtype: np.dtype, accumulator: np.dtype) -> float:
+    """What the roundings of one result may add up to, relative to it and to the size of the terms it is the sum of.
+
+    Four halves of an eps of the call's dtype: of both operands of the last product (the probabilities and the output,
+    which the backward starts from), of the product and of the result. And half an eps of the accumulator for each level
+    of the sum, which has log2(terms) of them at least.
+    """
+    return 2 * float(jnp.finfo(dtype).eps) + 0.5 * float(np.finfo(accumulator).eps) * math.log2(max(terms, 1))
 
 
 def error(got: Any, truth: np.ndarray) -> float:

@@ -66,7 +66,7 @@ class Precision(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """The factors of every product, `[B, N, T or S, H or D]`, or their magnitudes."""
+    """The factors of every product, `[B, N, T or S, H or D]`, or their squares."""
 
     query: np.ndarray
     key: np.ndarray
@@ -154,7 +154,7 @@ class PlainAttention:
         largest = np.maximum(self.logits.max(axis=-1, keepdims=True, initial=-np.inf), self.sinks)
         largest = np.where(self.empty, 0, largest)
         exponentials, sink = np.exp(self.logits - largest), np.exp(self.sinks - largest)
-        total = np.where(self.empty, 1, _one_by_one(exponentials) + sink)
+        total = np.where(self.empty, 1, exponentials.sum(axis=-1, keepdims=True) + sink)
         self.probabilities, self.sink_probability = exponentials / total, sink / total
         self.lse = np.where(self.empty, -np.inf, largest + np.log(total))
         self.kept = self.precision.store(self._drop(self.probabilities))
@@ -196,7 +196,7 @@ class PlainAttention:
         d_probabilities = self._drop(self.precision.store(d_out @ self.factors.value.swapaxes(2, 3)))
         if residuals is None:
             probabilities, kept, sink_probability = self.probabilities, self.kept, self.sink_probability
-            delta = _one_by_one(probabilities * d_probabilities)
+            delta = (probabilities * d_probabilities).sum(axis=-1, keepdims=True)
         else:
             known_lse = np.where(self.empty, np.inf, self._heads_first(residuals.lse[..., None]))
             probabilities, sink_probability = np.exp(self.logits - known_lse), np.exp(self.sinks - known_lse)
@@ -213,8 +213,8 @@ class PlainAttention:
             }
         return Results(out, lse, gradients)
 
-    def magnitudes(self) -> Results:
-        """`results` with every sum as the root of the sum of squares: the size by which rounding errors add up."""
+    def sizes(self) -> Results:
+        """Of the terms that each of `results` is the sum of: the root of the sum of their squares."""
         squares = _Factors(*map(np.square, self.factors))
         squares = squares._replace(products=squares.query @ squares.key.swapaxes(2, 3))
         probabilities, kept = np.square(self.probabilities), np.square(self.kept)
@@ -281,15 +281,7 @@ def _zero_padding(array: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
     return np.where((np.arange(array.shape[-3]) < lengths[..., None])[..., None, None], array, 0)
 
 
-def _one_by_one(array: np.ndarray) -> np.ndarray:
-    """The sum over the last axis, which it keeps; term after term as XLA's, where NumPy's own would round less."""
-    return np.cumsum(array, axis=-1)[..., -1:].sum(axis=-1, keepdims=True)
-
-
 def _sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The sum over the axes along which `shape` was broadcast."""
     padded = (1,) * (array.ndim - len(shape)) + shape
-    summed = [axis for axis, size in enumerate(padded) if size == 1]
-    terms = np.moveaxis(array, summed, range(-len(summed), 0)) if summed else array[..., None]
-    kept = terms.shape[: terms.ndim - max(len(summed), 1)]
-    return _one_by_one(terms.reshape(*kept, math.prod(terms.shape[len(kept) :]))).reshape(shape)
+    return array.sum(axis=tuple(axis for axis, size in enumerate(padded) if size == 1), keepdims=True).reshape(shape)

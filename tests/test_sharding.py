@@ -210,20 +210,42 @@ def test_vmap_of_a_split_axis(split_backend: str) -> None:
     assert_same(compiled(on_devices), expected)
 
 
-@pytest.mark.parametrize("layout", ["batch_2d", "heads", "batch_heads", "multi_query_batch"])
-def test_shard_map(split_backend: str, layout: str) -> None:
-    """Each device calls attention on its part: without dropout and `score_mod`, whose indices then count the part."""
-    layout = LAYOUTS[layout]
-    operands = layout.draw(ALL.keys() - {"dropout_key", "modulation"})
+def mapped(layout: Layout, operands: Operands, backend: str, **options: Any) -> Callable[[Operands], Any]:
+    """Each device calls attention on its part, as if there was no other."""
     specs = {name: layout.spec(name, array) for name, array in operands.items()}
-    local = jax.shard_map(
-        functools.partial(attend, implementation=split_backend),
+    return jax.shard_map(
+        functools.partial(attend, implementation=backend),
         mesh=mesh(),
-        in_specs=(specs,),
+        in_specs=({**specs, "modulation": P(layout.batch, layout.heads)} if "modulation" in specs else specs,),
         out_specs=P(layout.batch, None, layout.heads),
+        **options,
     )
-    got = jit(functools.partial(pull_back, local))(put(operands, layout, mesh()))
-    assert_same(got, reference(operands))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("layout", ["batch_2d", "heads", "batch_heads", "multi_query_batch"])
+def test_shard_map(split_backend: str, layout: str, check_vma: bool) -> None:
+    """All but dropout, whose indices then count each part from 0."""
+    layout = LAYOUTS[layout]
+    operands = layout.draw(ALL.keys() - {"dropout_key"} - ({"modulation"} if check_vma else set()))
+    local = mapped(layout, operands, split_backend, check_vma=check_vma)
+    assert_same(jit(functools.partial(pull_back, local))(put(operands, layout, mesh())), reference(operands))
+
+
+def test_score_mod_in_shard_map_says_what_it_needs(split_backend: str) -> None:
+    layout = LAYOUTS["batch_heads"]
+    operands = layout.draw((*PLAIN, "modulation"))
+    with pytest.raises(NotImplementedError, match=r"`score_mod`.*check_vma=False"):
+        mapped(layout, operands, split_backend)(operands)
+
+
+def test_shard_map_over_some_axes(split_backend: str) -> None:
+    """The batch split by hand, the heads by the compiler."""
+    operands = LAYOUTS["batch"].draw(ALL.keys() - {"dropout_key", "modulation"})
+    on_devices = put(operands, LAYOUTS["batch_heads"], mesh())
+    local = mapped(LAYOUTS["batch"], operands, split_backend, axis_names={"x"})
+    assert collectives(jit(local).lower(on_devices).compile()) == []
+    assert_same(jit(functools.partial(pull_back, local))(on_devices), reference(operands))
 
 
 @pytest.mark.parametrize("set_mesh", [False, True], ids=["plain", "set_mesh"])

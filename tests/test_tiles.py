@@ -80,6 +80,6 @@ def test_only_tiles_that_are_seen_are_visited(options: dict[str, Any], most: flo
         shape = tiling.plan(spec)
         add = lambda corner, span, total: total + shape.queries * shape.keys
         body = lambda block, total: tiling.for_each_tile(spec, operands, shape, block, add, total)
-        return tiling.for_each_block(spec, shape, body, jnp.float32(0))
+        return tiling.for_each_block(spec, operands, shape, body, jnp.float32(0))
 
     assert jax.jit(count)(jnp.zeros((1, length, 1, 64))) <= most * length * length

@@ -132,5 +132,5 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
 
     d_value = tiling.dot(spec, flat(kept), d_out, (3, 2))
     d_key = tiling.dot(spec, flat(d_products), query, (3, 2))
-    d_query = jnp.swapaxes(tiling.dot(spec, key, flat(d_products), (2, 2)), 2, 3)
-    return Terms((d_query.reshape(batch, heads, group, rows, -1),), (d_key, d_value), (d_parameters,))
+    d_query = pairs(tiling.dot(spec, key, flat(d_products), (2, 2)))
+    return Terms((d_query,), (d_key, d_value), (d_parameters,))

@@ -93,7 +93,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         jnp.zeros((spec.batch, spec.query_length, *heads_shape, spec.value_dim), spec.dtype),
         jnp.zeros((spec.batch, *heads_shape, spec.query_length), spec.accumulator),
     )
-    out, lse = tiling.for_each_block(spec, shape, attend_block, results)
+    out, lse = tiling.for_each_block(spec, operands, shape, attend_block, results)
     return (
         out.reshape(spec.batch, spec.query_length, spec.heads, spec.value_dim),
         lse.reshape(spec.batch, spec.heads, spec.query_length),

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash import _tile, _visibility
+from jflash._sharding import varying_alike
 from jflash._spec import Operands, Spec
 from jflash._tile import Corner, Tile, TileShape
 
@@ -62,8 +63,11 @@ class Block(NamedTuple):
     """Which rows no earlier block had; `None`: all."""
 
 
-def for_each_block[Carry](spec: Spec, shape: TileShape, body: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
+def for_each_block[Carry](
+    spec: Spec, operands: Operands, shape: TileShape, body: Callable[[Block, Carry], Carry], carry: Carry
+) -> Carry:
     """Fold `body` over all blocks of query rows."""
+    carry = varying_alike(carry, like=operands.query)
     blocks = -(-spec.query_length // shape.queries)
     groups = spec.key_heads // shape.key_heads
 
@@ -100,6 +104,7 @@ def for_each_tile[Carry](
     Tiles that every row sees whole come with no span, and need no mask. The others come with theirs. Tiles begin where
     the visible keys do rather than at multiples of their size, so a window is covered by as few as can be.
     """
+    carry = varying_alike(carry, like=operands.query)
     size, length = shape.keys, spec.key_length
     corner = lambda key: Corner(block.batch, block.key_head, block.first, key)
     unmasked = lambda index, carry: body(corner(full_start + index * size), None, carry)
