@@ -186,6 +186,11 @@ def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
     _arguments.query_key_value(arguments["query"], arguments["key"], arguments["value"])
     if arguments.get("score_mod") is None:
         return arguments
+    if jax.typeof(arguments["query"]).manual_axis_type.varying:
+        raise NotImplementedError(
+            "`score_mod` inside jax.shard_map needs jax.shard_map(..., check_vma=False): its program is written for "
+            "values that do not differ between devices."
+        )
     dtype = np.dtype(jnp.promote_types(arguments["query"].dtype, jnp.float32))
     return {**arguments, "score_mod": _score_mod.trace(arguments["score_mod"], dtype)}
 

@@ -56,12 +56,6 @@ class ScoreMod:
         or of the tile's batch.
         """
 
-        if jax.typeof(logits).manual_axis_type.varying:
-            raise NotImplementedError(
-                "`score_mod` inside jax.shard_map needs jax.shard_map(..., check_vma=False): it was traced on values "
-                "that are the same on all devices."
-            )
-
         def scalar(logit: Array, batch: Array, head: Array, query: Array, key: Array, arrays: tuple[Array, ...]):
             (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, arrays))(logit, batch, head, query, key)
             return jnp.asarray(result, logit.dtype)

@@ -18,6 +18,7 @@ import pytest
 from plain_attention import Call, Results
 
 Attention = Callable[..., Any]
+EPS = float(np.finfo(np.float32).eps)
 T, S = 13, 19
 """One shape for all: a new one costs a compilation, and the shapes are the business of test_exactness."""
 
@@ -85,9 +86,8 @@ def test_as_jax_nn(attention: Attention, seed: int, seen: dict, features: dict):
     magnitude = jax.tree.map(lambda x: float(np.max(np.abs(np.nan_to_num(x, posinf=0, neginf=0)), initial=0)), truth)
     for name in ("out", "gradients"):
         errors = [jax.tree.map(oracle.error, getattr(r, name), getattr(truth, name)) for r in (own, peer)]
-        eps = float(np.finfo(np.float32).eps)
         jax.tree.map(
-            lambda own, peer, size: np.testing.assert_array_less(own, 2 * peer + 4 * eps * size + 1e-30),
+            lambda own, peer, size: np.testing.assert_array_less(own, 2 * peer + 4 * EPS * size + 1e-30),
             *errors,
             getattr(magnitude, name),
         )
