@@ -103,18 +103,22 @@ def assert_right(got: Results, call: Call) -> None:
 
 
 def run(attention: Callable[..., Any], call: Call) -> Results:
-    """What `attention` makes of a call. Every array is an argument of one jitted function."""
-    options = arguments(call, score_mod_arrays=call.score_mod_arrays)
+    """What `attention` makes of a call. Arrays are arguments of one jitted function, kept for the next such call."""
+    options = arguments(call) | {"score_mod": call.score_mod, "score_mod_arrays": call.score_mod_arrays}
     arrays = {name: option for name, option in options.items() if _holds(option, np.generic)}
     smooth = {name: option for name, option in arrays.items() if _holds(option, jnp.inexact)}
     discrete = {name: option for name, option in arrays.items() if name not in smooth}
-    static = {name: option for name, option in options.items() if name not in arrays}
+    static = tuple((name, option) for name, option in options.items() if name not in arrays)
+    return _forward_and_backward(attention, static)(smooth, discrete, (call.d_out, call.d_lse))
 
+
+@functools.lru_cache(maxsize=64)
+def _forward_and_backward(attention: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Results]:
     def forward(smooth: dict[str, Any], discrete: dict[str, Any]) -> Any:
-        merged = {**static, **smooth, **discrete}
-        score_mod_arrays = merged.pop("score_mod_arrays")
-        if call.score_mod is not None:
-            merged["score_mod"] = call.score_mod(*score_mod_arrays)
+        merged = {**dict(static), **smooth, **discrete}
+        score_mod, score_mod_arrays = merged.pop("score_mod"), merged.pop("score_mod_arrays")
+        if score_mod is not None:
+            merged["score_mod"] = score_mod(*score_mod_arrays)
         return attention(**merged, return_residual=True)
 
     @jax.jit
@@ -122,7 +126,7 @@ def run(attention: Callable[..., Any], call: Call) -> Results:
         (out, lse), pull_back = jax.vjp(lambda smooth: forward(smooth, discrete), smooth)
         return Results(out, lse, *pull_back(cotangents))
 
-    return forward_and_backward(smooth, discrete, (call.d_out, call.d_lse))
+    return forward_and_backward
 
 
 def arguments(call: Call, **more: Any) -> dict[str, Any]:
