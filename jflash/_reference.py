@@ -60,6 +60,8 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         probabilities = jnp.where(_dropout.keep(spec, tile), probabilities / (1 - spec.dropout_rate), 0)
 
     out = jnp.einsum("bkgij,bjkd->bikgd", probabilities, value, precision=spec.precision)
+    # A cotangent of such a row has nowhere to go, even where it is NaN.
+    out = jnp.where(jnp.moveaxis(empty, 3, 1), 0, out)
     lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
     return (
         out.reshape(spec.batch, spec.query_length, spec.heads, spec.value_dim).astype(spec.dtype),

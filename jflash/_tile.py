@@ -80,21 +80,29 @@ class Corner(NamedTuple):
 
 def cut(array: Array, starts: tuple[Int[Array, ""] | int, ...], sizes: tuple[int, ...]) -> Array:
     """The block of `sizes` at `starts`; an axis of size 1 is shared and taken as it is."""
-    shared = [have == 1 for have in array.shape]
-    starts = tuple(0 if s else start for s, start in zip(shared, starts, strict=True))
-    sizes = tuple(1 if s else size for s, size in zip(shared, sizes, strict=True))
+    sizes = tuple(1 if have == 1 else size for have, size in zip(array.shape, sizes, strict=True))
     if sizes == array.shape:
         return array
-    return lax.dynamic_slice(array, starts, sizes)
+    return lax.dynamic_slice(array, _int32(array, starts), sizes)
+
+
+def paste(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
+    """`array` with `block` in it at `starts`, in place inside a compiled loop."""
+    return lax.dynamic_update_slice(array, block.astype(array.dtype), _int32(array, starts))
 
 
 def paste_add(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
-    """`array` with `block` added at `starts`, the mirror of `cut`; in place inside a compiled loop."""
-    starts = tuple(0 if size == 1 else start for size, start in zip(array.shape, starts, strict=True))
+    """`array` with `block` added at `starts`, the mirror of `cut`."""
     if block.shape == array.shape:
         return array + block.astype(array.dtype)
-    old = lax.dynamic_slice(array, starts, block.shape)
-    return lax.dynamic_update_slice(array, old + block.astype(array.dtype), starts)
+    return paste(array, cut(array, starts, block.shape) + block.astype(array.dtype), starts)
+
+
+def _int32(array: Array, starts: tuple[Int[Array, ""] | int, ...]) -> tuple[Array, ...]:
+    """`starts` all of one dtype, whatever that of Python's integers is; 0 along shared axes."""
+    return tuple(
+        jnp.asarray(0 if size == 1 else start, jnp.int32) for size, start in zip(array.shape, starts, strict=True)
+    )
 
 
 def split_heads(array: Array, axis: int, spec: Spec) -> Array:

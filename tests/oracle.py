@@ -92,11 +92,16 @@ def error(got: Any, truth: np.ndarray) -> float:
 
 
 def assert_right(got: Results, call: Call) -> None:
-    """Every result is within its tolerance; names those that are not."""
-    errors = jax.tree.leaves_with_path(jax.tree.map(error, got, exact(call)))
+    """Every result is within its tolerance."""
+    assert_within(got, exact(call), tolerances(call))
+
+
+def assert_within(got: Any, want: Any, allowed: Any) -> None:
+    """Every array is nearer than `allowed`; names those that are not."""
+    errors = jax.tree.leaves_with_path(jax.tree.map(lambda got, want: error(got, np.asarray(want)), got, want))
     wrong = [
         f"{jax.tree_util.keystr(path)}: error {error:.3g}, allowed {allowed:.3g}"
-        for (path, error), allowed in zip(errors, jax.tree.leaves(tolerances(call)), strict=True)
+        for (path, error), allowed in zip(errors, jax.tree.leaves(allowed), strict=True)
         if not error <= allowed
     ]
     assert not wrong, "\n".join(wrong)
@@ -104,26 +109,38 @@ def assert_right(got: Results, call: Call) -> None:
 
 def run(attention: Callable[..., Any], call: Call) -> Results:
     """What `attention` makes of a call. Arrays are arguments of one jitted function, kept for the next such call."""
+    smooth, discrete, static = split(call)
+    return _forward_and_backward(attention, tuple(static.items()))(smooth, discrete, (call.d_out, call.d_lse))
+
+
+def split(call: Call) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A call's arguments: arrays that have a gradient, arrays that have none, and the rest."""
     options = arguments(call) | {"score_mod": call.score_mod, "score_mod_arrays": call.score_mod_arrays}
-    arrays = {name: option for name, option in options.items() if _holds(option, np.generic)}
-    smooth = {name: option for name, option in arrays.items() if _holds(option, jnp.inexact)}
-    discrete = {name: option for name, option in arrays.items() if name not in smooth}
-    static = tuple((name, option) for name, option in options.items() if name not in arrays)
-    return _forward_and_backward(attention, static)(smooth, discrete, (call.d_out, call.d_lse))
+    smooth = {name: option for name, option in options.items() if _holds(option, jnp.inexact)}
+    discrete = {name: option for name, option in options.items() if _holds(option, np.generic) and name not in smooth}
+    return smooth, discrete, {name: option for name, option in options.items() if name not in (*smooth, *discrete)}
 
 
-@functools.lru_cache(maxsize=64)
-def _forward_and_backward(attention: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Results]:
-    def forward(smooth: dict[str, Any], discrete: dict[str, Any]) -> Any:
-        merged = {**dict(static), **smooth, **discrete}
+def function_of_arrays(attention: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+    """Output and log-sum-exp of the two kinds of arrays that `split` gives."""
+
+    def function(smooth: dict[str, Any], discrete: dict[str, Any]) -> Any:
+        merged = {**static, **smooth, **discrete}
         score_mod, score_mod_arrays = merged.pop("score_mod"), merged.pop("score_mod_arrays")
         if score_mod is not None:
             merged["score_mod"] = score_mod(*score_mod_arrays)
         return attention(**merged, return_residual=True)
 
+    return function
+
+
+@functools.lru_cache(maxsize=64)
+def _forward_and_backward(attention: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Results]:
+    function = function_of_arrays(attention, dict(static))
+
     @jax.jit
     def forward_and_backward(smooth: dict[str, Any], discrete: dict[str, Any], cotangents: Any) -> Results:
-        (out, lse), pull_back = jax.vjp(lambda smooth: forward(smooth, discrete), smooth)
+        (out, lse), pull_back = jax.vjp(lambda smooth: function(smooth, discrete), smooth)
         return Results(out, lse, *pull_back(cotangents))
 
     return forward_and_backward

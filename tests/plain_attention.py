@@ -145,9 +145,7 @@ class PlainAttention:
             self.slopes = call.alibi_slopes.astype(dtype)[:, None, None]
             logits = logits - self.slopes * np.abs(self.distance).astype(dtype)
         if call.score_mod is not None:
-            hidden = ~self.visible | (logits == -np.inf)
-            logits, self.pull_score_mod = self._score_mod(np.where(hidden, 0, logits))
-            logits = np.where(hidden, -np.inf, logits)
+            logits, self.pull_score_mod = self._score_mod(np.where(self.visible, logits, 0))
         seen = self.visible & (logits > -np.inf)
         self.empty = ~seen.any(axis=-1, keepdims=True)
         self.logits = np.where(seen, logits, -np.inf).astype(dtype)

@@ -84,8 +84,8 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         out, lse = _softmax.finish(state, block_sinks)
         out = jnp.moveaxis((out / (1 - spec.dropout_rate)).astype(spec.dtype), 3, 1)
         return (
-            lax.dynamic_update_slice(results[0], out, (block.batch, block.first, block.key_head, 0, 0)),
-            lax.dynamic_update_slice(results[1], lse, (block.batch, block.key_head, 0, block.first)),
+            _tile.paste(results[0], out, (block.batch, block.first, block.key_head, 0, 0)),
+            _tile.paste(results[1], lse, (block.batch, block.key_head, 0, block.first)),
         )
 
     heads_shape = (spec.key_heads, spec.group)

@@ -80,7 +80,12 @@ def for_each_block[Carry](
         block = Block(rest // groups * shape.batch, rest % groups * shape.key_heads, first, fresh)
         return body(block, carry)
 
-    return lax.fori_loop(0, blocks * groups * (spec.batch // shape.batch), step, carry)
+    return _loop(blocks * groups * (spec.batch // shape.batch), step, carry)
+
+
+def _loop[Carry](count: Int[Array, ""] | int, body: Callable[[Int[Array, ""], Carry], Carry], carry: Carry) -> Carry:
+    """`body` for each index below `count`; int32 also where Python's integers become int64."""
+    return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +116,7 @@ def for_each_tile[Carry](
     limited = _visibility.limited(spec)
     if not limited and length % size == 0:
         full_start = jnp.int32(0)
-        return lax.fori_loop(0, length // size, unmasked, carry)
+        return _loop(length // size, unmasked, carry)
 
     spans = _visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
     if size == length:
@@ -133,8 +138,8 @@ def for_each_tile[Carry](
         return body(corner(jnp.minimum(start, length - size)), Span(start, stop), carry)
 
     if spec.mask_shape is None:
-        carry = lax.fori_loop(0, whole, unmasked, carry)
-    return lax.fori_loop(0, left + right, masked, carry)
+        carry = _loop(whole, unmasked, carry)
+    return _loop(left + right, masked, carry)
 
 
 def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g #i #j"] | None:
