@@ -20,6 +20,9 @@ _KEYS = 512
 _LOGITS = 2**20
 """Logits in one tile: large enough that loops cost little and every core has work, small enough (4 MiB in float32) to
 stay in a laptop's cache between the two matrix products."""
+_NARROW_ROWS = 128
+_NARROW = 1280
+"""A window's keys of 128 rows make one tile while they are at most so many."""
 
 
 def _even(length: int, most: int) -> int:
@@ -36,15 +39,15 @@ def _divisor(number: int, most: int) -> int:
 def plan(spec: Spec) -> TileShape:
     """The tile for this call: about 512 by 512 of as many heads, then batch entries, as keep it in cache.
 
-    In a narrow window, rows and keys are matched to its width, so that little of a tile is outside it.
+    Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all that
+    a few rows see: little of it is outside the window, and nothing is rescaled.
     """
     rows, keys = _ROWS, _even(spec.key_length, _KEYS)
     left, right = spec.bounds
-    if left is not None and right is not None:
-        width = left + right + 1
-        rows = max(128, min(_ROWS, width // 256 * 128))
-        if rows + width < 4 * _KEYS:
-            keys = min(spec.key_length, _even(rows + width - 1, 2 * _KEYS))
+    if (left, right) == (None, None) and "query_segments" not in spec.operands:
+        rows = 2 * _ROWS
+    elif left is not None and right is not None and left + right + _NARROW_ROWS <= _NARROW:
+        rows, keys = _NARROW_ROWS, min(spec.key_length, _even(left + right + _NARROW_ROWS, _NARROW))
     queries = _even(spec.query_length, max(rows // spec.group, 16))
     logits = spec.group * queries * keys
     key_heads = _divisor(spec.key_heads, _LOGITS // logits)
