@@ -1,8 +1,18 @@
-"""FlashAttention for JAX: one function, one meaning on every machine."""
+"""FlashAttention for JAX: exact, O(N) memory, forward and backward, one meaning on every machine."""
 
-from importlib.metadata import version as _version
+from __future__ import annotations
 
 from jflash._api import attention, explain
 
-__all__ = ["attention", "explain"]
-__version__ = _version("jflash")
+__all__ = ["__version__", "attention", "explain"]
+
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """The version is looked up when asked for: a checkout on the path that was never installed has none."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("jflash")
+    raise AttributeError(f"module 'jflash' has no attribute {name!r}")

@@ -16,11 +16,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jflash import _reference, _xla
+from jflash import _mosaic_gpu, _reference, _xla
 from jflash._platform import Platform
 from jflash._spec import Spec
 
-BACKENDS: Mapping[str, Any] = {"xla": _xla, "reference": _reference}
+BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _mosaic_gpu, "xla": _xla, "reference": _reference}
 """In the order in which `implementation=None` asks them."""
 
 _log = logging.getLogger("jflash")

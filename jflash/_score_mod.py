@@ -52,7 +52,7 @@ class ScoreMod:
     ) -> Array:
         """Apply to a tile of logits whose first axis is the batch.
 
-        The indices have the logits' rank and broadcast to their shape; `arrays` have a leading axis of size 1
+        The indices are scalars, or have the logits' rank and broadcast to their shape; `arrays` have a leading axis of size 1
         or of the tile's batch.
         """
 
@@ -63,8 +63,8 @@ class ScoreMod:
         function: Any = scalar
         operands: list[Array] = [batch, head, query, key]
         for axis in reversed(range(logits.ndim)):
-            mapped = [operand.shape[axis] > 1 for operand in operands]
-            operands = [x if m else x.squeeze(axis) for x, m in zip(operands, mapped, strict=True)]
+            mapped = [operand.ndim > 0 and operand.shape[axis] > 1 for operand in operands]
+            operands = [x if m or x.ndim == 0 else x.squeeze(axis) for x, m in zip(operands, mapped, strict=True)]
             array_axes = tuple(0 if axis == 0 and array.shape[0] > 1 else None for array in arrays)
             function = jax.vmap(function, in_axes=(0, *(0 if m else None for m in mapped), array_axes))
         arrays = tuple(array if array.shape[0] > 1 else array.squeeze(0) for array in arrays)

@@ -75,7 +75,7 @@ class Spec:
     query_offset: int | None = None
     """`None`: the offset is an operand."""
     is_causal: bool = False
-    window: tuple[int, int] | None = None
+    window: tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
     score_mod: ScoreMod | None = None
     dropout_rate: float = 0.0

@@ -7,6 +7,7 @@ carry no mask.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -42,13 +43,52 @@ def limited(spec: Spec) -> bool:
     return spec.bounds != (None, None) or not names.isdisjoint(spec.operands)
 
 
-class KeySpans(NamedTuple):
-    """0 <= start <= full_start <= full_stop <= stop <= S."""
+class Spans(NamedTuple):
+    """0 <= start <= full_start <= full_stop <= stop <= the number of keys, or of queries."""
 
     start: Int[Array, ""]
     full_start: Int[Array, ""]
     full_stop: Int[Array, ""]
     stop: Int[Array, ""]
+
+
+def query_spans(
+    spec: Spec,
+    operands: Operands,
+    batch: Int[Array, ""] | int,
+    batches: int,
+    first: Int[Array, ""] | int,
+    keys: int,
+) -> Spans:
+    """The queries that see keys [first, first + keys): `key_spans` with the roles exchanged.
+
+    Key j is seen from position p when p - left <= j <= p + right, so from rows i = p - offset with
+    j - offset - right <= i <= j - offset + left.
+    """
+    left, right = spec.bounds
+    exchanged = dataclasses.replace(
+        spec,
+        query_length=spec.key_length,
+        key_length=spec.query_length,
+        is_causal=False,
+        window=(right, left),
+        query_offset=None if spec.query_offset is None else -spec.query_offset,
+    )
+    offset = operands.query_offset
+    return key_spans(
+        exchanged,
+        operands._replace(
+            query_offset=None if offset is None else -offset,
+            query_lengths=operands.key_lengths,
+            key_lengths=operands.query_lengths,
+            query_segments=operands.key_segments,
+            key_segments=operands.query_segments,
+        ),
+        batch,
+        batches,
+        first,
+        keys,
+    )
 
 
 def key_spans(
@@ -58,7 +98,7 @@ def key_spans(
     batches: int,
     first: Int[Array, ""] | int,
     rows: int,
-) -> KeySpans:
+) -> Spans:
     """The keys that query rows [first, first + rows) of batch entries [batch, batch + batches) see.
 
     Exact for causal, windows and lengths; for segment ids exact when they are sorted, and never too small.
@@ -68,8 +108,12 @@ def key_spans(
     take = lambda array: cut(array, (batch,), (batches,))
     start, stop = jnp.zeros((), int32), jnp.full((), spec.key_length, int32)
     full_start, full_stop = start, stop
-    offset = spec.query_offset if operands.query_offset is None else take(operands.query_offset)
-    least_offset, most_offset = jnp.min(jnp.asarray(offset, int32)), jnp.max(jnp.asarray(offset, int32))
+    least_offset = most_offset = spec.query_offset
+    if operands.query_offset is not None:
+        offsets = take(operands.query_offset).astype(int32)
+        least_offset, most_offset = jnp.min(offsets), jnp.max(offsets)
+    assert least_offset is not None
+    assert most_offset is not None
     left, right = spec.bounds
     if left is not None:
         start = jnp.maximum(start, first + least_offset - left)
@@ -105,4 +149,4 @@ def key_spans(
     start = jnp.clip(start, 0, stop)
     full_start = jnp.clip(full_start, start, stop)
     full_stop = jnp.clip(full_stop, full_start, stop)
-    return KeySpans(start, full_start, full_stop, stop)
+    return Spans(start, full_start, full_stop, stop)

@@ -1,0 +1,255 @@
+"""Backward in two kernels, the second: a block owns 64 keys and walks over the queries that can see them.
+
+    two warpgroups, for each query head that shares the keys and each tile of queries:
+      S^T = K Q^T                          dP^T = V dO^T
+      P^T = exp(S^T - lse)          --->   dS^T = P^T (dP^T - delta)
+      dV  = dV + P^T dO                    dK   = dK + dS^T Q
+    the last warpgroup copies tiles of queries ahead of them into shared memory
+
+Each warpgroup holds one of the two sums, so that head dims of 256 fit in registers; P^T goes through shared memory.
+What a block sums it alone owns, so every sum has one order.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
+from jflash._mosaic_gpu.tiles import ROWS
+from jflash._spec import Spec
+
+QUERIES = 64
+"""Queries of a tile."""
+
+
+class Buffers(NamedTuple):
+    """Shared memory, and its barriers: `filled` when a copy has arrived, `free` when all who need it have read it."""
+
+    key: Ref
+    value: Ref
+    query: Ref
+    d_out: Ref
+    pairs: Sequence[Ref]
+    """Tiles of bias and mask; they come and go with the queries."""
+    lse: Ref
+    delta: Ref
+    weights: Ref
+    slopes: Sequence[Ref]
+    """Of a call that is not plain: the derivative of logits by products."""
+    keys_filled: Ref
+    query_filled: Ref
+    query_free: Ref
+    d_out_filled: Ref
+    d_out_free: Ref
+    weights_filled: Ref
+    weights_free: Ref
+    finished: Ref
+
+
+def d_key_value(
+    spec: Spec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    d_out: Float[Array, "B T N D"],
+    lse: Float[Array, "B N L"],
+    delta: Float[Array, "B N L"],
+    sides: dict[str, Array],
+    known_spans: Int[Array, "B blocks 4"] | None,
+    wants_bias: bool,
+    operations: Operations,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K D"], list[Array]]:
+    """The kernel's call: dK, dV, and if wanted the sums over queries of the bias's gradient, `[B, N, keys]`."""
+    batch, _, heads, head_dim = query.shape
+    length, key_heads, value_dim = value.shape[1:]
+    columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
+    group = heads // key_heads
+    blocks = -(-length // ROWS)
+    tiled = inputs.tiled(spec)
+    stages = tiles.key_value_stages(columns, value_columns, sum(sides[name].dtype.itemsize for name in tiled))
+    plain = inputs.is_plain(spec)
+    names = [*sides, *([] if known_spans is None else ["spans"])]
+    dtype = query.dtype
+
+    def kernel(
+        query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, lse_ref: Ref, delta_ref: Ref, *refs: Any
+    ) -> None:
+        side_refs, (d_key_ref, d_value_ref, *rest) = refs[: len(names)], refs[len(names) :]
+        d_bias_refs = [rest.pop(0)] if wants_bias else []
+        shared = Buffers(*rest)
+        call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
+        b, key_head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        first_key = block * ROWS
+        own_keys = pl.ds(first_key, ROWS)
+        walk = spans.walk_queries(call, b, block, ROWS, QUERIES)
+        key_columns = tiles.columns(columns, head_dim, b)
+        out_columns = tiles.columns(value_columns, value_dim, b)
+        shape = (ROWS, QUERIES)
+
+        def for_each_tile(body: Callable[..., Any], carry: Any, finish_head: Callable[..., Any]) -> Any:
+            def attend_head(head: Array, carry: Any) -> Any:
+                visit = lambda index, carry: body(head, index, head * walk.count + index, carry)
+                return finish_head(head, lax.fori_loop(0, walk.count, visit, carry))
+
+            return lax.fori_loop(0, group, attend_head, carry)
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            tiles.registers(2, copies=False)
+            plgpu.copy_gmem_to_smem(key_ref.at[b, own_keys, key_head, key_columns], shared.key, shared.keys_filled)
+            plgpu.copy_gmem_to_smem(value_ref.at[b, own_keys, key_head, out_columns], shared.value, shared.keys_filled)
+            plgpu.barrier_wait(shared.keys_filled)
+
+            def visit(head: Array, index: Array, step: Array, sums: Array) -> Array:
+                slot = lax.rem(step, stages)
+                place = Place(b, key_head * group + head, walk.start(index), first_key)
+                plgpu.barrier_wait(shared.query_filled.at[slot])
+                products = operations.product(shared.key, shared.query.at[slot].T, shape)
+                lse = along_columns(operations.load(shared.lse.at[slot], 1), shape)
+                pairs = {
+                    name: operations.load(ref.at[slot].T) for name, ref in zip(tiled, shared.pairs, strict=True)
+                }
+                logits, pull_back = call.with_gradients(products, place, shape, pairs, ())
+                weights = call.exponent(logits, lse)
+                weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
+                plgpu.barrier_arrive(shared.query_free.at[slot])
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(shared.weights_free))
+                shared.weights[...] = weights.astype(dtype)
+                for ref in shared.slopes:
+                    ref[...] = pull_back(operations.full(shape, 1))[0].astype(dtype)
+                operations.commit()
+                plgpu.barrier_arrive(shared.weights_filled)
+                plgpu.barrier_wait(shared.d_out_filled.at[slot])
+                sums = operations.add_product(sums, weights.astype(dtype), shared.d_out.at[slot])
+                plgpu.barrier_arrive(shared.d_out_free.at[slot])
+                return sums
+
+            sums = for_each_tile(visit, operations.full((ROWS, value_columns), 0), lambda head, sums: sums)
+            plgpu.barrier_wait(shared.weights_free)
+            store(operations, sums, shared.value, d_value_ref.at[b, own_keys, key_head, out_columns], shared.finished)
+
+        @pl.when(warpgroup == 1)
+        def _() -> None:
+            tiles.registers(2, copies=False)
+            plgpu.barrier_wait(shared.keys_filled)
+
+            def visit(head: Array, index: Array, step: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                sums, *totals = carry
+                slot = lax.rem(step, stages)
+                plgpu.barrier_wait(shared.d_out_filled.at[slot])
+                d_weights = operations.product(shared.value, shared.d_out.at[slot].T, shape)
+                delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
+                plgpu.barrier_arrive(shared.d_out_free.at[slot])
+                plgpu.barrier_wait(shared.weights_filled)
+                d_products = operations.load(shared.weights).astype(jnp.float32) * (d_weights - delta)
+                totals = [total + d_products.sum(axis=1) for total in totals]
+                for ref in shared.slopes:
+                    d_products = d_products * operations.load(ref).astype(jnp.float32)
+                plgpu.barrier_arrive(shared.weights_free)
+                plgpu.barrier_wait(shared.query_filled.at[slot])
+                sums = operations.add_product(sums, d_products.astype(dtype), shared.query.at[slot])
+                plgpu.barrier_arrive(shared.query_free.at[slot])
+                return sums, *totals
+
+            def finish_head(head: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                sums, *totals = carry
+                for ref, total in zip(d_bias_refs, totals, strict=True):
+                    ref[b, key_head * group + head, own_keys] = total
+                return sums, *(total * 0 for total in totals)
+
+            zeros = [operations.full((ROWS,), 0) for _ in d_bias_refs]
+            sums, *_ = for_each_tile(visit, (operations.full((ROWS, columns), 0), *zeros), finish_head)
+            sums = sums * inputs.sums_scale(spec)
+            store(operations, sums, shared.key, d_key_ref.at[b, own_keys, key_head, key_columns], shared.finished)
+
+        @pl.when(warpgroup == 2)
+        def _() -> None:
+            tiles.registers(2, copies=True)
+
+            def copy(step: Array, carry: int) -> int:
+                slot = lax.rem(step, stages)
+                head = key_head * group + lax.div(step, walk.count)
+                rows = pl.ds(walk.start(lax.rem(step, walk.count)), QUERIES)
+                again = step >= stages
+                pl.when(again)(lambda: plgpu.barrier_wait(shared.query_free.at[slot]))
+                filled = shared.query_filled.at[slot]
+                plgpu.copy_gmem_to_smem(query_ref.at[b, rows, head, key_columns], shared.query.at[slot], filled)
+                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], shared.lse.at[slot], filled)
+                for name, target in zip(tiled, shared.pairs, strict=True):
+                    source = call.part(name, b, head).at[rows, own_keys]
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
+                pl.when(again)(lambda: plgpu.barrier_wait(shared.d_out_free.at[slot]))
+                filled = shared.d_out_filled.at[slot]
+                plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head, out_columns], shared.d_out.at[slot], filled)
+                plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], shared.delta.at[slot], filled)
+                return carry
+
+            count = walk.count * group
+            lax.fori_loop(0, count, copy, 0)
+            tiles.drain(shared.query_free, count, stages)
+            tiles.drain(shared.d_out_free, count, stages)
+
+    bar = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
+    one = plgpu.Barrier()
+    kernel.__name__ = f"jflash_d_key_value_{head_dim}_{value_dim}"
+    bias_type = jax.ShapeDtypeStruct((batch, heads, blocks * ROWS), jnp.float32)
+    d_key, d_value, *d_bias = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct(key.shape, key.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            *([bias_type] if wants_bias else []),
+        ),
+        grid=(key_heads, blocks, batch),
+        grid_names=("head", "block", "batch"),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiles.shared((ROWS, columns), dtype, head_dim),
+            tiles.shared((ROWS, value_columns), dtype, value_dim),
+            tiles.shared((stages, QUERIES, columns), dtype, head_dim),
+            tiles.shared((stages, QUERIES, value_columns), dtype, value_dim),
+            [tiles.shared((stages, QUERIES, ROWS), sides[name].dtype) for name in tiled],
+            tiles.vectors((stages, QUERIES)),
+            tiles.vectors((stages, QUERIES)),
+            tiles.shared((ROWS, QUERIES), dtype),
+            [] if plain else [tiles.shared((ROWS, QUERIES), dtype)],
+            plgpu.Barrier(num_arrivals=2),
+            bar(2 + len(tiled)),
+            bar(2),
+            bar(2),
+            bar(2),
+            one,
+            one,
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=operations.interpret,
+    )(
+        *(query, key, value, d_out, lse, delta, *sides.values()),
+        *([] if known_spans is None else [known_spans]),
+    )
+    return d_key, d_value, d_bias
+
+
+def store(operations: Operations, sums: Float[Array, "keys columns"], staged: Ref, target: Ref, finished: Ref) -> None:
+    """Sums into device memory, through shared memory that no warpgroup reads when both have `finished`."""
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
+    staged[...] = sums.astype(staged.dtype)
+    operations.commit()
+    plgpu.copy_smem_to_gmem(staged, target)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,228 @@
+"""Backward in two kernels, the first: a block owns some rows of queries and walks over the keys that they can see.
+
+    each warpgroup that computes, on 64 rows of queries, for each tile of keys:
+      S  = Q K^T
+      dP = dO V^T                    the matrix unit runs this, while the warpgroup goes on with
+      P  = exp(S - lse)
+      dS = P (dP - delta)
+      dQ = dQ + dS K
+
+What a block sums it alone owns, so every sum has one order. It also holds all that a bias has a gradient of, whole
+tiles and rows; with the fused backward (`backward_kernel`) those would need the order of the keys instead.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
+from jflash._mosaic_gpu.tiles import ROWS, QueryTiles
+from jflash._spec import Spec
+
+
+class Buffers(NamedTuple):
+    """Shared memory, and its barriers: `filled` when a copy has arrived, `free` when all who need it have read it."""
+
+    query: Ref
+    d_out: Ref
+    key: Ref
+    value: Ref
+    pairs: Sequence[Ref]
+    """Tiles of bias and mask; they come and go with the values."""
+    d_bias: Sequence[Ref]
+    rows_filled: Ref
+    key_filled: Ref
+    key_free: Ref
+    value_filled: Ref
+    value_free: Ref
+
+
+def d_query(
+    spec: Spec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    d_out: Float[Array, "B T N D"],
+    lse: Float[Array, "B N L"],
+    delta: Float[Array, "B N L"],
+    sides: dict[str, Array],
+    known_spans: Int[Array, "B blocks 4"] | None,
+    wanted: tuple[str, ...],
+    d_bias: Any,
+    tile: QueryTiles,
+    operations: Operations,
+) -> tuple[Float[Array, "B T N H"], dict[str, Array]]:
+    """The kernel's call: dQ, and for each parameter `wanted` its gradient's sums over keys, `[B, N, rows]`.
+
+    `d_bias`, a reference to zeros of the bias's shape as `sides` has it, or `None`, gets the gradient of a bias with a
+    query and a key axis: in the bias's dtype where every element is one logit's, else added up in float32.
+    """
+    batch, length, heads, head_dim = query.shape
+    key_heads, value_dim = value.shape[2:]
+    columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
+    group = heads // key_heads
+    blocks = -(-length // tile.rows)
+    tiled = inputs.tiled(spec)
+    names = [*sides, *([] if known_spans is None else ["spans"])]
+    outs = [] if d_bias is None else [d_bias]
+
+    def kernel(
+        query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, lse_ref: Ref, delta_ref: Ref, *refs: Any
+    ) -> None:
+        side_refs, rest = refs[: len(names)], list(refs[len(names) :])
+        d_bias_refs = [rest.pop(0) for _ in outs]
+        d_query_ref = rest.pop(0)
+        wanted_refs = [rest.pop(0) for _ in wanted]
+        shared = Buffers(*rest)
+        call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)))
+        b, h, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        block = lax.axis_size("block") - 1 - lax.axis_index("block")
+        first_row = block * tile.rows
+        walk = spans.walk_keys(call, b, block, tile.rows, tile.keys)
+        key_columns = tiles.columns(columns, head_dim, b)
+        out_columns = tiles.columns(value_columns, value_dim, b)
+
+        @pl.when(warpgroup < tile.warpgroups)
+        def _() -> None:
+            tiles.registers(tile.warpgroups, copies=False)
+            own = pl.ds(first_row + warpgroup * ROWS, ROWS)
+            filled = shared.rows_filled.at[warpgroup]
+            plgpu.copy_gmem_to_smem(query_ref.at[b, own, h, key_columns], shared.query.at[warpgroup], filled)
+            plgpu.copy_gmem_to_smem(d_out_ref.at[b, own, h, out_columns], shared.d_out.at[warpgroup], filled)
+            shape = (ROWS, tile.keys)
+            lse = operations.load(lse_ref.at[b, h, own], 0)
+            delta = operations.load(delta_ref.at[b, h, own], 0)
+            plgpu.barrier_wait(filled)
+
+            def visit(index: Array, carry: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+                sums, totals = carry
+                key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
+                place = Place(b, h, first_row + warpgroup * ROWS, walk.start(index))
+                own_rows = pl.ds(warpgroup * ROWS, ROWS)
+                key, value = shared.key.at[key_slot], shared.value.at[value_slot]
+                plgpu.barrier_wait(shared.key_filled.at[key_slot])
+
+                def weigh(products: Array) -> Any:
+                    pairs = {
+                        name: operations.load(ref.at[value_slot, own_rows])
+                        for name, ref in zip(tiled, shared.pairs, strict=True)
+                    }
+                    logits, pull_back = call.with_gradients(products, place, shape, pairs, wanted)
+                    weights = call.exponent(logits, along_rows(lse, shape))
+                    hide = lambda weights: call.hide(weights, place, shape, pairs, 0.0)
+                    return walk.masked(index, weights, hide), pull_back
+
+                def differentiate(saved: Any, d_weights: Array) -> tuple[Array, Array, tuple[Array, ...]]:
+                    weights, pull_back = saved
+                    d_logits = weights * (d_weights - along_rows(delta, shape))
+                    d_products, d_parameters = pull_back(d_logits)
+                    added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
+                    return d_logits, d_products.astype(query.dtype), added
+
+                d_logits, d_products, added = operations.pair(
+                    (shared.query.at[warpgroup], key.T),
+                    (shared.d_out.at[warpgroup], value.T),
+                    shape,
+                    ready=lambda: plgpu.barrier_wait(shared.value_filled.at[value_slot]),
+                    weigh=weigh,
+                    use=differentiate,
+                )
+                plgpu.barrier_arrive(shared.value_free.at[value_slot])
+                for ref, staged in zip(d_bias_refs, shared.d_bias, strict=True):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    staged[warpgroup] = d_logits.astype(ref.dtype)
+                    operations.commit()
+                    target = ref.at[inputs.index(ref, b, h)].at[own, pl.ds(walk.start(index), tile.keys)]
+                    if shares(spec):
+                        operations.add_to(target, staged.at[warpgroup])
+                    else:
+                        plgpu.copy_smem_to_gmem(staged.at[warpgroup], target)
+                sums = operations.add_product(sums, d_products, key)
+                plgpu.barrier_arrive(shared.key_free.at[key_slot])
+                return sums, tuple(total + more for total, more in zip(totals, added, strict=True))
+
+            zeros = tuple(operations.full((ROWS,), 0) for _ in wanted)
+            sums, totals = lax.fori_loop(0, walk.count, visit, (operations.full((ROWS, columns), 0), zeros))
+            for ref, total in zip(wanted_refs, totals, strict=True):
+                ref[b, h, own] = total
+            shared.query[warpgroup] = (sums * inputs.sums_scale(spec)).astype(query.dtype)
+            operations.commit()
+            plgpu.copy_smem_to_gmem(shared.query.at[warpgroup], d_query_ref.at[b, own, h, key_columns])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == tile.warpgroups)
+        def _() -> None:
+            tiles.registers(tile.warpgroups, copies=True)
+            key_head = lax.div(h, group)
+
+            def copy(index: Array, carry: int) -> int:
+                key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
+                own = pl.ds(walk.start(index), tile.keys)
+                wait = lambda free, slot: plgpu.barrier_wait(free.at[slot])
+                pl.when(index >= tile.key_stages)(lambda: wait(shared.key_free, key_slot))
+                source = key_ref.at[b, own, key_head, key_columns]
+                plgpu.copy_gmem_to_smem(source, shared.key.at[key_slot], shared.key_filled.at[key_slot])
+                pl.when(index >= tile.value_stages)(lambda: wait(shared.value_free, value_slot))
+                filled = shared.value_filled.at[value_slot]
+                for name, target in zip(tiled, shared.pairs, strict=True):
+                    source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), own]
+                    plgpu.copy_gmem_to_smem(source, target.at[value_slot], filled)
+                source = value_ref.at[b, own, key_head, out_columns]
+                plgpu.copy_gmem_to_smem(source, shared.value.at[value_slot], filled)
+                return carry
+
+            lax.fori_loop(0, walk.count, copy, 0)
+            tiles.drain(shared.key_free, walk.count, tile.key_stages)
+            tiles.drain(shared.value_free, walk.count, tile.value_stages)
+
+    dtype = query.dtype
+    bar = lambda stages, arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
+    kernel.__name__ = f"jflash_d_query_{head_dim}_{value_dim}"
+    result, *totals = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct(query.shape, dtype),
+            *(jax.ShapeDtypeStruct((batch, heads, blocks * tile.rows), jnp.float32) for _ in wanted),
+        ),
+        grid=(heads, blocks, batch),
+        grid_names=("head", "block", "batch"),
+        num_threads=tile.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiles.shared((tile.warpgroups, ROWS, columns), dtype, head_dim),
+            tiles.shared((tile.warpgroups, ROWS, value_columns), dtype, value_dim),
+            tiles.shared((tile.key_stages, tile.keys, columns), dtype, head_dim),
+            tiles.shared((tile.value_stages, tile.keys, value_columns), dtype, value_dim),
+            [tiles.shared((tile.value_stages, tile.rows, tile.keys), sides[name].dtype) for name in tiled],
+            [tiles.shared((tile.warpgroups, ROWS, tile.keys), jax.typeof(out).dtype) for out in outs],
+            bar(tile.warpgroups, 2),
+            bar(tile.key_stages, 1),
+            bar(tile.key_stages, tile.warpgroups),
+            bar(tile.value_stages, 1 + len(tiled)),
+            bar(tile.value_stages, tile.warpgroups),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=operations.interpret,
+    )(
+        *(query, key, value, d_out, lse, delta, *sides.values()),
+        *([] if known_spans is None else [known_spans]),
+        *outs,
+    )
+    return result, dict(zip(wanted, totals, strict=True))
+
+
+def shares(spec: Spec) -> bool:
+    """Whether an element of the bias is more than one logit's."""
+    return spec.bias_shape is not None and spec.bias_shape[:2] != (spec.batch, spec.heads)

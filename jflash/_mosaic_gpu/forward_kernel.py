@@ -1,0 +1,270 @@
+"""Forward: a block owns some rows of queries and walks over the tiles of keys that they can see.
+
+    each warpgroup that computes, on 64 rows of queries:
+      S = Q K_0^T;  P, m, l = online softmax of S
+      for j = 1, 2, ...:
+        S = Q K_j^T                 the matrix unit runs this
+        O = O + P V_(j-1)           and this, while the warpgroup goes on with
+        P, m, l = online softmax of S
+        O = O * correction
+      O = O + P V_last;  out = O / l;  lse = log l + m
+    the last warpgroup copies tiles of keys and values ahead of them into shared memory
+
+Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) and 3.2 (the overlap within one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
+from jflash._mosaic_gpu.spans import Walk
+from jflash._mosaic_gpu.tiles import ROWS, ForwardTiles
+from jflash._spec import Spec
+
+class Buffers(NamedTuple):
+    """Shared memory, and its barriers: `filled` when a copy has arrived, `free` when all who need it have read it."""
+
+    query: Ref
+    out: Ref
+    """In the place of `query`, by then `query_free`."""
+    key: Ref
+    value: Ref
+    pairs: Sequence[Ref]
+    """Tiles of bias and mask; they come and go with the keys."""
+    query_filled: Ref
+    key_filled: Ref
+    key_free: Ref
+    value_filled: Ref
+    value_free: Ref
+    query_free: Ref
+
+
+class Softmax(NamedTuple):
+    """The online softmax of a tile's rows: P of the last tile, and what P is relative to."""
+
+    weights: Float[Array, "rows keys"]
+    largest: Float[Array, "rows"]
+    total: Float[Array, "rows"]
+    correction: Float[Array, "rows"]
+    """From the sums before the last tile to those after it."""
+
+
+def forward(
+    spec: Spec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    sides: dict[str, Array],
+    known_spans: Int[Array, "B blocks 4"] | None,
+    tile: ForwardTiles,
+    operations: Operations,
+    *,
+    packed: int = 1,
+    splits: int = 1,
+) -> tuple[Float[Array, "splits B T N D"], Float[Array, "splits B N L"]]:
+    """The kernel's call. T, S, H and D are multiples of 8 here; L is T rounded up to whole blocks.
+
+    With `packed` heads in the rows, T counts rows and N heads of keys. With several `splits` each takes its part of
+    the keys; the outputs are float32 then, and sinks are left to whoever merges them.
+    """
+    batch, rows, heads, head_dim = query.shape
+    value_dim = value.shape[3]
+    columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
+    group = heads // key.shape[2]
+    blocks = -(-rows // tile.rows)
+    tiled = inputs.tiled(spec)
+    names = [*sides, *([] if known_spans is None else ["spans"])]
+    out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
+
+    def kernel(query_ref: Ref, key_ref: Ref, value_ref: Ref, *refs: Any) -> None:
+        side_refs, (out_ref, lse_ref, query_or_out, *scratch) = refs[: len(names)], refs[len(names) :]
+        call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), packed)
+        shared = Buffers(*(query_or_out if is_union else (query_or_out, query_or_out)), *scratch)
+        b, h, split = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("split")
+        warpgroup = lax.axis_index("warpgroup")
+        # The blocks that see most keys come first, so that none of them is left at the end alone.
+        block = lax.axis_size("block") - 1 - lax.axis_index("block")
+        first_row = block * tile.rows
+        walk = spans.walk_keys(call, b, block, tile.rows, tile.keys).part(split, splits)
+
+        @pl.when(warpgroup < tile.warpgroups)
+        def _() -> None:
+            tiles.registers(tile.warpgroups, copies=False)
+            own = pl.ds(first_row + warpgroup * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(
+                query_ref.at[b, own, h, tiles.columns(columns, head_dim, b)],
+                shared.query.at[warpgroup],
+                shared.query_filled.at[warpgroup],
+            )
+            plgpu.barrier_wait(shared.query_filled.at[warpgroup])
+            place = Place(b, h, first_row + warpgroup * ROWS, 0)
+            state, sums = attend(call, tile, shared, walk, place, warpgroup, value_columns, query.dtype)
+            sink = None if splits > 1 else call.value("sinks", b, h)
+            out, lse = finish(call, state, sums, sink)
+            if is_union:
+                plgpu.barrier_arrive(shared.query_free)
+                plgpu.barrier_wait(shared.query_free)
+            shared.out[warpgroup] = out.astype(out_dtype)
+            lse_ref[split, b, h, own] = lse
+            operations.commit()
+            plgpu.copy_smem_to_gmem(
+                shared.out.at[warpgroup], out_ref.at[split, b, own, h, tiles.columns(value_columns, value_dim, b)]
+            )
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == tile.warpgroups)
+        def _() -> None:
+            tiles.registers(tile.warpgroups, copies=True)
+            key_head = lax.div(h, group)
+
+            def copy(index: Array, carry: int) -> int:
+                slot = lax.rem(index, tile.stages)
+                own = pl.ds(walk.start(index), tile.keys)
+                again = index >= tile.stages
+                pl.when(again)(lambda: plgpu.barrier_wait(shared.key_free.at[slot]))
+                source = key_ref.at[b, own, key_head, tiles.columns(columns, head_dim, b)]
+                plgpu.copy_gmem_to_smem(source, shared.key.at[slot], shared.key_filled.at[slot])
+                for name, target in zip(tiled, shared.pairs, strict=True):
+                    source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), own]
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
+                pl.when(again)(lambda: plgpu.barrier_wait(shared.value_free.at[slot]))
+                source = value_ref.at[b, own, key_head, tiles.columns(value_columns, value_dim, b)]
+                plgpu.copy_gmem_to_smem(source, shared.value.at[slot], shared.value_filled.at[slot])
+                return carry
+
+            lax.fori_loop(0, walk.count, copy, 0)
+            tiles.drain(shared.key_free, walk.count, tile.stages)
+            tiles.drain(shared.value_free, walk.count, tile.stages)
+
+    filled = plgpu.Barrier(num_barriers=tile.stages)
+    free = plgpu.Barrier(num_barriers=tile.stages, num_arrivals=tile.warpgroups)
+    out_rows = tiles.shared((tile.warpgroups, ROWS, value_columns), out_dtype)
+    query_rows = tiles.shared((tile.warpgroups, ROWS, columns), query.dtype)
+    is_union = (columns, query.dtype) != (value_columns, out_dtype)
+    kernel.__name__ = f"jflash_forward_{head_dim}_{value_dim}"
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((splits, batch, rows, heads, value_dim), out_dtype),
+            jax.ShapeDtypeStruct((splits, batch, heads, blocks * tile.rows), jnp.float32),
+        ),
+        grid=(heads, blocks, batch, splits),
+        grid_names=("head", "block", "batch", "split"),
+        num_threads=tile.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.RefUnion(query_rows, out_rows) if is_union else query_rows,
+            tiles.shared((tile.stages, tile.keys, columns), key.dtype),
+            tiles.shared((tile.stages, tile.keys, value_columns), value.dtype),
+            [tiles.shared((tile.stages, tile.rows, tile.keys), sides[name].dtype) for name in tiled],
+            plgpu.Barrier(num_barriers=tile.warpgroups),
+            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=1 + len(tiled)),
+            free,
+            filled,
+            free,
+            plgpu.Barrier(num_arrivals=tile.warpgroups),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=operations.interpret,
+    )(query, key, value, *sides.values(), *([] if known_spans is None else [known_spans]))
+
+
+def attend(
+    call: Inputs,
+    tile: ForwardTiles,
+    shared: Buffers,
+    walk: Walk,
+    place: Place,
+    warpgroup: Int[Array, ""],
+    value_columns: int,
+    dtype: Any,
+) -> tuple[Softmax, Float[Array, "rows D"]]:
+    """One warpgroup's rows after all their tiles: the softmax, and the weighted sums of the values."""
+    operations, shape = call.operations, (ROWS, tile.keys)
+    query = shared.query.at[warpgroup]
+
+    def softmax(products: Float[Array, "rows keys"], index: Any, before: Softmax | None) -> Softmax:
+        slot = lax.rem(index, tile.stages)
+        own = pl.ds(warpgroup * ROWS, ROWS)
+        names = inputs.tiled(call.spec)
+        pairs = {n: operations.load(ref.at[slot, own]) for n, ref in zip(names, shared.pairs, strict=True)}
+        plgpu.barrier_arrive(shared.key_free.at[slot])
+        at = place._replace(key=walk.start(index))
+        logits = call.logits(products, at, shape, pairs)
+        logits = walk.masked(index, logits, lambda logits: call.hide(logits, at, shape, pairs, -jnp.inf))
+        return step(call, logits, before, dtype)
+
+    plgpu.barrier_wait(shared.key_filled.at[0])
+    products = operations.product(query, shared.key.at[0].T, shape)
+    state = softmax(products, jnp.int32(0), None)
+    sums = operations.full((ROWS, value_columns), 0)
+
+    def body(index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+        state, sums = carry
+        slot, last = lax.rem(index, tile.stages), lax.rem(index - 1, tile.stages)
+        plgpu.barrier_wait(shared.key_filled.at[slot])
+        state, sums = operations.overlap(
+            (query, shared.key.at[slot].T, shape),
+            (state.weights, shared.value.at[last], sums),
+            ready=lambda: plgpu.barrier_wait(shared.value_filled.at[last]),
+            use=lambda products: softmax(products, index, state),
+            like=state,
+        )
+        plgpu.barrier_arrive(shared.value_free.at[last])
+        return state, sums * along_rows(state.correction, sums.shape)
+
+    state, sums = lax.fori_loop(1, walk.count, body, (state, sums))
+    last = lax.rem(walk.count - 1, tile.stages)
+    plgpu.barrier_wait(shared.value_filled.at[last])
+    sums = operations.add_product(sums, state.weights, shared.value.at[last])
+    plgpu.barrier_arrive(shared.value_free.at[last])
+    return state, sums
+
+
+def step(call: Inputs, logits: Float[Array, "rows keys"], before: Softmax | None, dtype: Any) -> Softmax:
+    """Show the rows the logits of more keys."""
+    largest = logits.max(axis=1)
+    if before is not None:
+        largest = jnp.maximum(before.largest, largest)
+    exponent = call.exponent
+    reference = exponent.of(_finite_or_zero(largest))
+    weights = exponent(logits, along_rows(reference, logits.shape))
+    total = weights.sum(axis=1)
+    if before is None:
+        return Softmax(weights.astype(dtype), largest, total, total)
+    correction = exponent(before.largest, reference)
+    return Softmax(weights.astype(dtype), largest, before.total * correction + total, correction)
+
+
+def _finite_or_zero(largest: Float[Array, "rows"]) -> Float[Array, "rows"]:
+    """A row that has seen no key yet has nothing to be relative to."""
+    return jnp.where(largest == -jnp.inf, 0.0, largest)
+
+
+def finish(
+    call: Inputs, state: Softmax, sums: Float[Array, "rows D"], sink: Float[Array, ""] | None
+) -> tuple[Float[Array, "rows D"], Float[Array, "rows"]]:
+    """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
+    empty = state.total == 0
+    unit = 1.0 if call.exponent.exact else 1 / math.log2(math.e)
+    reference, total = call.exponent.of(_finite_or_zero(state.largest)) * unit, state.total
+    factor = 1 / jnp.where(empty, 1.0, total)
+    if sink is not None:
+        largest = jnp.maximum(reference, sink)
+        shrink = jnp.exp(reference - largest)
+        total = total * shrink + jnp.exp(sink - largest)
+        reference, factor = largest, shrink / total
+    lse = jnp.where(empty, -jnp.inf, reference + jnp.log(jnp.where(empty, 1.0, total)))
+    return sums * along_rows(jnp.where(empty, 0.0, factor), sums.shape), lse

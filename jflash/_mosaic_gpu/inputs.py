@@ -1,0 +1,266 @@
+"""What a kernel knows of its call besides queries, keys and values, and the tile of it that a warpgroup works on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from jflash import _scores, _tile, _visibility
+from jflash._mosaic_gpu import operations as ops
+from jflash._mosaic_gpu.operations import Operations, Ref
+from jflash._mosaic_gpu.tiles import round_up
+from jflash._spec import Operands, Spec
+
+MARGIN = 256
+"""Elements past the end of a vector that a tile at its end may read."""
+PAIRS = ("bias", "mask")
+"""Operands with a query and a key axis."""
+
+
+def kind(shape: tuple[int, int, int, int]) -> str:
+    """Of a bias or mask `[#B, #N, #T, #S]`: one value for each "tile" element, "row", "column", or a "scalar"."""
+    return {(True, True): "tile", (True, False): "row", (False, True): "column", (False, False): "scalar"}[
+        shape[2] > 1, shape[3] > 1
+    ]
+
+
+def pair_shapes(spec: Spec) -> dict[str, tuple[int, int, int, int]]:
+    """The shapes of bias and mask, where the call has them."""
+    shapes = {"bias": spec.bias_shape, "mask": spec.mask_shape}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def tiled(spec: Spec) -> tuple[str, ...]:
+    """Which of bias and mask come in tiles."""
+    return tuple(name for name, shape in pair_shapes(spec).items() if kind(shape) == "tile")
+
+
+def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
+    """The operands but query, key and value, as kernels take them, by name.
+
+    Vectors get a margin; the mask becomes bfloat16, of which tiles can be read either way round.
+    """
+    prepared: dict[str, Array] = {}
+    for name in ("scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"):
+        array = getattr(operands, name)
+        if array is not None:
+            dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
+            prepared[name] = array.astype(dtype)
+    if spec.score_mod is not None:
+        assert operands.batch_index is not None
+        assert operands.head_index is not None
+        prepared["batch_index"] = operands.batch_index.astype(jnp.int32)
+        prepared["head_index"] = operands.head_index.astype(jnp.int32)
+    for name in ("query_segments", "key_segments"):
+        array = getattr(operands, name)
+        if array is not None:
+            prepared[name] = _with_margin(array.astype(jnp.int32), (1,))
+    for name, shape in pair_shapes(spec).items():
+        array = getattr(operands, name)
+        array = array.astype(jnp.bfloat16) if name == "mask" else array
+        match kind(shape):
+            case "tile":
+                rows, columns = round_up(shape[2], 8) - shape[2], round_up(shape[3], 64) - shape[3]
+                if rows or columns:
+                    array = jnp.pad(array, ((0, 0), (0, 0), (0, rows), (0, columns)))
+            case "row":
+                array = _with_margin(array[..., 0].astype(jnp.float32), (2,))
+            case "column":
+                array = _with_margin(array[..., 0, :].astype(jnp.float32), (2,))
+            case _:
+                array = array[..., 0, 0].astype(jnp.float32)
+        prepared[name] = array
+    return prepared
+
+
+def _with_margin(array: Array, axes: tuple[int, ...]) -> Array:
+    widths = [(0, MARGIN + -size % 8 if axis in axes else 0) for axis, size in enumerate(array.shape)]
+    return jnp.pad(array, widths)
+
+
+class Place(NamedTuple):
+    """Where a tile of logits begins."""
+
+    batch: Int[Array, ""]
+    head: Int[Array, ""]
+    query: Int[Array, ""] | int
+    key: Int[Array, ""] | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """References to what `prepare` made."""
+
+    spec: Spec
+    operations: Operations
+    refs: Mapping[str, Ref]
+    packed: int = 1
+    """Query heads whose rows take turns in a tile of queries; a row's query is its index divided by it."""
+    keys_first: bool = False
+    """Whether a tile's rows are keys and its columns queries."""
+
+    def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
+        """A scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
+        ref = self.refs.get(name)
+        if ref is None:
+            return None
+        return ref[tuple(index(ref, batch, head))[: len(ref.shape)]]
+
+    def part(self, name: str, batch: Int[Array, ""], head: Int[Array, ""]) -> Ref:
+        """What one batch entry and head have of an operand `[#B, #N, ...]`."""
+        ref = self.refs[name]
+        return ref.at[index(ref, batch, head)]
+
+    def tile(self, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array]) -> _tile.Tile:
+        """What `_scores` and `_visibility` need of the tile of `shape` at `place`.
+
+        `pairs` are the tiles of bias and mask, of which there are those named by `tiled`.
+        """
+        spec, operations = self.spec, self.operations
+        query_axis, key_axis = (1, 0) if self.keys_first else (0, 1)
+        query = operations.index(shape, query_axis) + place.query
+        if self.packed > 1:
+            query = lax.div(query, jnp.full_like(query, self.packed))
+        key = operations.index(shape, key_axis) + place.key
+        offset = spec.query_offset if spec.query_offset is not None else self.value("query_offset", place.batch)
+
+        def pair(name: str) -> Array | None:
+            shapes = pair_shapes(spec)
+            if name not in shapes:
+                return None
+            if name in pairs:
+                return pairs[name]
+            match kind(shapes[name]):
+                case "row":
+                    return self._vector(name, place, place.query, shape, query_axis)
+                case "column":
+                    return self._vector(name, place, place.key, shape, key_axis)
+                case _:
+                    return self.value(name, place.batch, place.head)
+
+        def segments(name: str, first: Any, axis: int) -> Array | None:
+            return self._vector(name, place, first, shape, axis) if name in self.refs else None
+
+        mask = pair("mask")
+        bias = pair("bias")
+        return _tile.Tile(
+            parameters=_tile.Parameters(
+                scale=self.value("scale", place.batch),
+                bias=None if bias is None else bias.astype(jnp.float32),
+                alibi_slopes=self.value("alibi_slopes", place.batch, place.head),
+                score_mod_arrays=(),
+            ),
+            query=query,
+            key=key,
+            position=query + offset,
+            batch=self.value("batch_index", place.batch),
+            head=self.value("head_index", place.batch, place.head),
+            mask=None if mask is None else mask != 0,
+            query_lengths=self.value("query_lengths", place.batch),
+            key_lengths=self.value("key_lengths", place.batch),
+            query_segments=segments("query_segments", place.query, query_axis),
+            key_segments=segments("key_segments", place.key, key_axis),
+            dropout_seed=None,
+        )
+
+    def _vector(self, name: str, place: Place, first: Any, shape: tuple[int, int], axis: int) -> Array:
+        """The part of a vector operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the other."""
+        ref = self.refs[name]
+        shared = index(ref, place.batch, place.head)[: len(ref.shape) - 1]
+        vector = self.operations.load(ref.at[(*shared, pl.ds(first, shape[axis]))], axis)
+        return (ops.along_rows, ops.along_columns)[axis](vector, shape)
+
+    @property
+    def exponent(self) -> Exponent:
+        """The call's way from logits to weights."""
+        return exponent(self.spec)
+
+    def logits(self, products: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array]) -> Array:
+        """What `_scores` makes of a tile of products; a plain call's are as good as they are."""
+        if is_plain(self.spec):
+            return products
+        return _scores.modify(self.spec, products, self.tile(place, shape, pairs))
+
+    def with_gradients(
+        self, products: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array], wanted: Sequence[str]
+    ) -> tuple[Array, Callable[[Array], tuple[Array, dict[str, Array]]]]:
+        """`logits`, and what takes their cotangents to those of the products and, by name, of the parameters `wanted`.
+
+        A parameter's cotangent is that of its value at every element of the tile. A plain call's products have their
+        logits' cotangent as it is: the scale is left to be applied to their sums.
+        """
+        if is_plain(self.spec):
+            return products, lambda cotangent: (cotangent, {})
+        tile = self.tile(place, shape, pairs)
+
+        def modify(products: Array, values: dict[str, Array]) -> Array:
+            return _scores.modify(self.spec, products, tile._replace(parameters=tile.parameters._replace(**values)))
+
+        values = {name: jnp.broadcast_to(getattr(tile.parameters, name), shape) for name in wanted}
+        logits, pull_back = jax.vjp(modify, products, values)
+        return logits, pull_back
+
+    def hide(
+        self, values: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array], hidden: float
+    ) -> Array:
+        """`values` of a tile where the query sees the key, `hidden` elsewhere."""
+        tile = self.tile(place, shape, pairs)
+        seen = _visibility.visible(self.spec, tile)
+        inside = tile.key < self.spec.key_length
+        return jnp.where(inside if seen is None else inside & seen, values, hidden)
+
+
+def index(ref: Ref, batch: Any, head: Any) -> tuple[Any, ...]:
+    """Where a batch entry and head are in an operand that may share them."""
+    return tuple(0 if size == 1 else at for size, at in zip(ref.shape, (batch, head), strict=False))
+
+
+def sums_scale(spec: Spec) -> float:
+    """What a plain call leaves to be applied to the sums over its products' cotangents."""
+    if not is_plain(spec):
+        return 1.0
+    assert spec.scale is not None
+    return spec.scale
+
+
+def is_plain(spec: Spec) -> bool:
+    """Whether a logit is its product times a positive number known beforehand."""
+    features = {"bias", "alibi_slopes"} & spec.operands
+    unmodified = not features and spec.score_mod is None and spec.logits_soft_cap is None
+    return unmodified and spec.scale is not None and spec.scale > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponent:
+    """How logits become weights, exp(logit - reference), with the hardware's base-2 exponential."""
+
+    factor: float
+    """From a logit, or of a plain call a product, to base 2."""
+    exact: bool
+    """Subtract first: a bias may be as large as its dtype allows."""
+
+    def __call__(self, logits: Array, reference: Array) -> Array:
+        """Weights from logits and, broadcast to them, what `of` returned for their reference."""
+        if self.exact:
+            return jnp.exp2((logits - reference) * self.factor)
+        return jnp.exp2(logits * self.factor - reference)
+
+    def of(self, reference: Array) -> Array:
+        """A reference, in the units of logits, as it is subtracted."""
+        return reference if self.exact else reference * self.factor
+
+
+def exponent(spec: Spec) -> Exponent:
+    """The call's way from logits to weights."""
+    if is_plain(spec):
+        assert spec.scale is not None
+        return Exponent(spec.scale * float(np.log2(np.e)), exact=False)
+    return Exponent(float(np.log2(np.e)), exact="bias" in spec.operands or spec.score_mod is not None)

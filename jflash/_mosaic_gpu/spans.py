@@ -1,0 +1,99 @@
+"""Where a block of queries finds the keys it can see, and a block of keys the queries that can see it.
+
+Known from the block's index alone where all that limits sight is static; from a small table, made beforehand, where
+offsets, lengths or segments are arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jflash import _visibility
+from jflash._mosaic_gpu import inputs
+from jflash._mosaic_gpu.inputs import Inputs
+from jflash._spec import Operands, Spec
+from jflash._visibility import Spans
+
+_DYNAMIC = frozenset({"query_offset", "query_lengths", "key_lengths", "query_segments"})
+
+
+def table(spec: Spec, operands: Operands, size: int, *, of_keys: bool = False) -> Int[Array, "B blocks 4"] | None:
+    """The spans of every block of `size` queries (or, `of_keys`, keys); `None` where they are static."""
+    if _DYNAMIC.isdisjoint(spec.operands):
+        return None
+    find, length = _find(of_keys), spec.key_length if of_keys else spec.query_length
+    one = lambda batch, block: jnp.stack(find(spec, operands, batch, 1, block * size, min(size, length)))
+    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    return every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))
+
+
+def _find(of_keys: bool) -> Callable[..., Spans]:
+    return _visibility.query_spans if of_keys else _visibility.key_spans
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The tiles that a block visits, of `size` each, from `first` on.
+
+    Those outside [whole_start, whole_stop) need a mask; `None` if there is none such.
+    """
+
+    first: Int[Array, ""]
+    count: Int[Array, ""]
+    whole: tuple[Int[Array, ""], Int[Array, ""]] | None
+    size: int
+
+    def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
+        """The first key (or query) of a tile."""
+        return self.first + index * self.size
+
+    def masked[Values](self, index: Int[Array, ""], values: Values, mask: Callable[[Values], Values]) -> Values:
+        """`mask(values)` for a tile that needs it, `values` for others."""
+        if self.whole is None:
+            return values
+        start = self.start(index)
+        partial = (start < self.whole[0]) | (start + self.size > self.whole[1])
+        return lax.cond(partial, mask, lambda values: values, values)
+
+    def part(self, index: Int[Array, ""], parts: int) -> Walk:
+        """The tiles that fall to one of several blocks that share the walk; at least one, which may see nothing."""
+        if parts == 1:
+            return self
+        each = lax.div(self.count + parts - 1, parts)
+        first = self.first + index * each * self.size
+        count = jnp.clip(self.count - index * each, 1, each)
+        return dataclasses.replace(self, first=first, count=count)
+
+
+def walk_keys(call: Inputs, batch: Any, block: Any, rows: int, size: int) -> Walk:
+    """The tiles of keys that a block of `rows` queries visits."""
+    return _walk(call, batch, block, max(rows // call.packed, 1), size, of_keys=False)
+
+
+def walk_queries(call: Inputs, batch: Any, block: Any, keys: int, size: int) -> Walk:
+    """The tiles of queries that a block of keys visits."""
+    return _walk(call, batch, block, keys, size, of_keys=True)
+
+
+def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys: bool) -> Walk:
+    spec = call.spec
+    known = call.refs.get("spans")
+    if known is not None:
+        found = Spans(*(known[batch, block, part] for part in range(4)))
+    else:
+        nothing: Any = Operands(query=None, key=None, value=None)  # pyright: ignore[reportArgumentType]
+        found = _find(of_keys)(spec, nothing, 0, 1, block * rows, rows)
+    alignment = 64 if inputs.tiled(spec) else 8
+    first = lax.div(found.start, alignment) * alignment
+    # At least one tile: what nobody sees then comes out as what sees nothing.
+    count = jnp.maximum(lax.div(found.stop - first + size - 1, size), 1)
+    whole = found.full_start, (first if "mask" in spec.operands else found.full_stop)
+    ragged = spec.key_length % (rows if of_keys else size) != 0
+    return Walk(first, count, whole if ragged or _visibility.limited(spec) else None, size)

@@ -1,0 +1,180 @@
+"""Tiles in shared memory: how they are laid out, and which sizes a kernel takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+"""Rows of a tile that one warpgroup works on: the matrix unit's own number."""
+SHARED_MEMORY = 227 * 1024 - 256
+"""Bytes that a block may have on Hopper (CUDA programming guide, compute capability 9.0), less what barriers need."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def shared(shape: tuple[int, ...], dtype: Any, *divides: int) -> Any:
+    """Shared memory for tiles `[..., rows, columns]`, in the widest swizzle whose columns divide theirs.
+
+    Swizzled, eight rows of 16 bytes lie in different banks, as the matrix unit reads them.
+
+    Args:
+      shape, dtype: of the tiles.
+      divides: more numbers that a swizzle's columns must divide or exceed: the columns of an array in device memory
+        that tiles are copied from or to, or of the tiles that they are multiplied with.
+    """
+    size = np.dtype(dtype).itemsize
+    fits = lambda swizzled: shape[-1] % swizzled == 0 and all(n <= swizzled or n % swizzled == 0 for n in divides)
+    swizzle = next(width for width in (128, 64, 32) if fits(width // size))
+    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def columns(width: int, available: int, zero: Any) -> Any:
+    """The first `width` columns of an array in device memory that may have fewer: those missing are read as 0.
+
+    A slice past the end must begin at an index that is not static; `zero` is any, times 0.
+    """
+    return pl.ds(0, width) if width <= available else pl.ds(zero * 0, width)
+
+
+def vectors(shape: tuple[int, ...]) -> Any:
+    """Shared memory for float32 vectors `[..., length]`."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def registers(warpgroups: int, *, copies: bool) -> None:
+    """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
+
+    Together all that a multiprocessor has: 512 for four threads of different warpgroups, 504 for three.
+    """
+    if warpgroups == 1:
+        return
+    compute, copy = {2: (240, 24), 3: (160, 32)}[warpgroups]
+    if copies:
+        plgpu.set_max_registers(copy, action="decrease")
+    else:
+        plgpu.set_max_registers(compute, action="increase")
+
+
+def drain(free: Any, count: Any, stages: int) -> None:
+    """Wait until the last tiles of `count` have been read: a barrier may not end in the middle of its phase."""
+
+    def wait(step: Any, carry: int) -> int:
+        plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+        return carry
+
+    lax.fori_loop(jnp.maximum(count - stages, 0), count, wait, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiles:
+    """Tiles of the forward kernel."""
+
+    warpgroups: int
+    """Warpgroups that compute, each on 64 rows of queries."""
+    keys: int
+    stages: int
+    """Tiles of keys and values that are in shared memory together."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one block."""
+        return ROWS * self.warpgroups
+
+    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes and `pair_bytes` for each logit of a tile of bias and mask."""
+        queries = self.rows * max(head_dim, value_dim) * 2
+        stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
+        return queries + self.stages * stage
+
+
+def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> ForwardTiles:
+    """The fastest tiles, of those measured, that fit in shared memory.
+
+    Args:
+      head_dim, value_dim: columns of the tiles of keys and values.
+      pair_bytes: bytes for each logit that tiles of bias and mask take.
+      rows: query rows that there are.
+    """
+    warpgroups = 1 if rows <= ROWS else 3 if max(head_dim, value_dim) <= 64 and not pair_bytes else 2
+    candidates = [ForwardTiles(warpgroups, keys, 2) for keys in (128, 64)] + [ForwardTiles(warpgroups, 64, 1)]
+    return next(t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiles:
+    """Tiles of the fused backward, in which two warpgroups compute, each on 64 keys."""
+
+    queries: int
+    stages: int
+    """Tiles of queries that are in shared memory together."""
+    split: bool
+    """Whether each warpgroup makes half the columns of dQ from all keys, or all of them from its own keys."""
+
+    @property
+    def keys(self) -> int:
+        """Keys of one block."""
+        return 2 * ROWS
+
+    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes and `pair_bytes` for each logit of a tile of bias and mask."""
+        stage = self.queries * ((head_dim + value_dim) * 2 + 8 + self.keys * pair_bytes)
+        d_query = self.queries * head_dim * 4 * (1 if self.split else 2)
+        return self.keys * (head_dim + value_dim + self.queries) * 2 + d_query + self.stages * stage
+
+
+def backward_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BackwardTiles | None:
+    """The fastest tiles, of those measured, that fit in shared memory and registers; `None` if none do."""
+    widest = max(head_dim, value_dim)
+    candidates = [BackwardTiles(128, 2, split=False)] if widest <= 64 else []
+    candidates += [BackwardTiles(64, stages, split=widest > 64) for stages in (2, 1)] if widest <= 128 else []
+    fitting = (t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY)
+    return next(fitting, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTiles:
+    """Tiles of the kernel that makes dQ alone."""
+
+    warpgroups: int
+    """Warpgroups that compute, each on 64 rows of queries."""
+    keys: int
+    key_stages: int
+    value_stages: int
+    """Tiles of keys, and of values, that are in shared memory together: values are needed for a shorter time."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one block."""
+        return ROWS * self.warpgroups
+
+    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int, bias_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes and for each logit of a tile those of bias and mask and of d_bias."""
+        rows = self.rows * ((head_dim + value_dim) * 2 + self.keys * bias_bytes)
+        values = self.value_stages * (self.keys * value_dim * 2 + self.rows * self.keys * pair_bytes)
+        return rows + self.key_stages * self.keys * head_dim * 2 + values
+
+
+def query_tiles(head_dim: int, value_dim: int, pair_bytes: int, bias_bytes: int) -> QueryTiles:
+    """The fastest tiles, of those measured, that fit in shared memory."""
+    sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 else []
+    sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
+    candidates = (QueryTiles(*size) for size in sizes)
+    return next(t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, bias_bytes) <= SHARED_MEMORY)
+
+
+def key_value_stages(head_dim: int, value_dim: int, pair_bytes: int) -> int:
+    """How many tiles of 64 queries the kernel that makes dK and dV alone has in shared memory together: 2 if they fit."""
+    keys = ROWS * ((head_dim + value_dim) * 2 + 2 * ROWS * 2)
+    stage = ROWS * ((head_dim + value_dim) * 2 + 8 + ROWS * pair_bytes)
+    return 2 if keys + 2 * stage <= SHARED_MEMORY else 1
