@@ -19,6 +19,7 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,6 +110,9 @@ def backward(
         b, key_head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
         first_key = lax.axis_index("block") * tile.keys
         walk = spans.walk_queries(call, b, lax.axis_index("block"), tile.keys, tile.queries)
+        if group > 1:
+            # Blocks of the same head begin at different tiles: adding to one dQ at once, they would wait for each other.
+            walk = dataclasses.replace(walk, turn=lax.axis_index("block"))
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
 
@@ -207,8 +211,8 @@ def backward(
             jax.ShapeDtypeStruct(value.shape, value.dtype),
             *(jax.ShapeDtypeStruct((batch, heads, blocks * tile.keys), jnp.float32) for _ in wanted),
         ),
-        grid=(key_heads, blocks, batch),
-        grid_names=("head", "block", "batch"),
+        grid=(blocks, key_heads, batch) if group > 1 else (key_heads, blocks, batch),
+        grid_names=("block", "head", "batch") if group > 1 else ("head", "block", "batch"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
@@ -288,6 +292,7 @@ def visit_tile(
         weigh=weigh,
         use=use,
         like=(operations.full(shape, 0).astype(dtype), others),
+        overlap=tile.overlap,
     )
     plgpu.barrier_arrive(shared.d_out_free.at[slot])
     if tile.split:

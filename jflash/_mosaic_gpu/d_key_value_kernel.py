@@ -47,7 +47,7 @@ class Buffers(NamedTuple):
     delta: Ref
     weights: Ref
     slopes: Sequence[Ref]
-    """Of a call that is not plain: the derivative of logits by products."""
+    """The derivatives of logits by products, of a call that is not plain, and by a bias that `score_mod` changes."""
     keys_filled: Ref
     query_filled: Ref
     query_free: Ref
@@ -79,7 +79,8 @@ def d_key_value(
     blocks = -(-length // ROWS)
     tiled = inputs.tiled(spec)
     stages = tiles.key_value_stages(columns, value_columns, sum(sides[name].dtype.itemsize for name in tiled))
-    plain = inputs.is_plain(spec)
+    slopes = 0 if inputs.is_plain(spec) else 1
+    bends = wants_bias and spec.score_mod is not None
     names = [*sides, *([] if known_spans is None else ["spans"])]
     dtype = query.dtype
 
@@ -122,14 +123,16 @@ def d_key_value(
                 pairs = {
                     name: operations.load(ref.at[slot].T) for name, ref in zip(tiled, shared.pairs, strict=True)
                 }
-                logits, pull_back = call.with_gradients(products, place, shape, pairs, ())
+                logits, pull_back = call.with_gradients(products, place, shape, pairs, ("bias",) if bends else ())
                 weights = call.exponent(logits, lse)
                 weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
                 plgpu.barrier_arrive(shared.query_free.at[slot])
                 pl.when(step > 0)(lambda: plgpu.barrier_wait(shared.weights_free))
                 shared.weights[...] = weights.astype(dtype)
-                for ref in shared.slopes:
-                    ref[...] = pull_back(operations.full(shape, 1))[0].astype(dtype)
+                if shared.slopes:
+                    slope, slopes = pull_back(operations.full(shape, 1))
+                    for ref, values in zip(shared.slopes, [slope, *slopes.values()], strict=True):
+                        ref[...] = values.astype(dtype)
                 operations.commit()
                 plgpu.barrier_arrive(shared.weights_filled)
                 plgpu.barrier_wait(shared.d_out_filled.at[slot])
@@ -154,10 +157,11 @@ def d_key_value(
                 delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
                 plgpu.barrier_arrive(shared.d_out_free.at[slot])
                 plgpu.barrier_wait(shared.weights_filled)
-                d_products = operations.load(shared.weights).astype(jnp.float32) * (d_weights - delta)
-                totals = [total + d_products.sum(axis=1) for total in totals]
-                for ref in shared.slopes:
-                    d_products = d_products * operations.load(ref).astype(jnp.float32)
+                d_logits = operations.load(shared.weights).astype(jnp.float32) * (d_weights - delta)
+                slopes = [operations.load(ref).astype(jnp.float32) for ref in shared.slopes]
+                d_bias = d_logits * slopes[1] if bends else d_logits
+                totals = [total + d_bias.sum(axis=1) for total in totals]
+                d_products = d_logits * slopes[0] if slopes else d_logits
                 plgpu.barrier_arrive(shared.weights_free)
                 plgpu.barrier_wait(shared.query_filled.at[slot])
                 sums = operations.add_product(sums, d_products.astype(dtype), shared.query.at[slot])
@@ -226,7 +230,7 @@ def d_key_value(
             tiles.vectors((stages, QUERIES)),
             tiles.vectors((stages, QUERIES)),
             tiles.shared((ROWS, QUERIES), dtype),
-            [] if plain else [tiles.shared((ROWS, QUERIES), dtype)],
+            [tiles.shared((ROWS, QUERIES), dtype) for _ in range(slopes + bends)],
             plgpu.Barrier(num_arrivals=2),
             bar(2 + len(tiled)),
             bar(2),

@@ -77,6 +77,7 @@ def d_query(
     tiled = inputs.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     outs = [] if d_bias is None else [d_bias]
+    differentiated = (*wanted, *(["bias"] if outs else []))
 
     def kernel(
         query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, lse_ref: Ref, delta_ref: Ref, *refs: Any
@@ -119,19 +120,19 @@ def d_query(
                         name: operations.load(ref.at[value_slot, own_rows])
                         for name, ref in zip(tiled, shared.pairs, strict=True)
                     }
-                    logits, pull_back = call.with_gradients(products, place, shape, pairs, wanted)
+                    logits, pull_back = call.with_gradients(products, place, shape, pairs, differentiated)
                     weights = call.exponent(logits, along_rows(lse, shape))
                     hide = lambda weights: call.hide(weights, place, shape, pairs, 0.0)
                     return walk.masked(index, weights, hide), pull_back
 
-                def differentiate(saved: Any, d_weights: Array) -> tuple[Array, Array, tuple[Array, ...]]:
+                def differentiate(saved: Any, d_weights: Array) -> tuple[list[Array], Array, tuple[Array, ...]]:
                     weights, pull_back = saved
-                    d_logits = weights * (d_weights - along_rows(delta, shape))
-                    d_products, d_parameters = pull_back(d_logits)
+                    d_products, d_parameters = pull_back(weights * (d_weights - along_rows(delta, shape)))
+                    d_bias = [d_parameters["bias"].astype(ref.dtype) for ref in d_bias_refs]
                     added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
-                    return d_logits, d_products.astype(query.dtype), added
+                    return d_bias, d_products.astype(query.dtype), added
 
-                d_logits, d_products, added = operations.pair(
+                d_bias, d_products, added = operations.pair(
                     (shared.query.at[warpgroup], key.T),
                     (shared.d_out.at[warpgroup], value.T),
                     shape,
@@ -140,9 +141,9 @@ def d_query(
                     use=differentiate,
                 )
                 plgpu.barrier_arrive(shared.value_free.at[value_slot])
-                for ref, staged in zip(d_bias_refs, shared.d_bias, strict=True):
+                for ref, staged, gradient in zip(d_bias_refs, shared.d_bias, d_bias, strict=True):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    staged[warpgroup] = d_logits.astype(ref.dtype)
+                    staged[warpgroup] = gradient
                     operations.commit()
                     target = ref.at[inputs.index(ref, b, h)].at[own, pl.ds(walk.start(index), tile.keys)]
                     if shares(spec):

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from jflash import _scores, _tile, _visibility
+from jflash._mosaic_gpu import elementwise
 from jflash._mosaic_gpu import operations as ops
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.tiles import round_up
@@ -206,7 +207,7 @@ class Inputs:
 
         values = {name: jnp.broadcast_to(getattr(tile.parameters, name), shape) for name in wanted}
         logits, pull_back = jax.vjp(modify, products, values)
-        return logits, pull_back
+        return logits, elementwise.lowerable(pull_back)
 
     def hide(
         self, values: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array], hidden: float

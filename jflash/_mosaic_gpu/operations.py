@@ -115,7 +115,10 @@ class Hardware:
         weigh: Callable[[Float[Array, "rows columns"]], Saved],
         use: Callable[[Saved, Float[Array, "rows columns"]], Results],
     ) -> Results:
-        """use(weigh(a @ b), c @ d) for first = (a, b) and second = (c, d) once it is `ready`; c @ d runs behind weigh."""
+        """use(weigh(a @ b), c @ d), c @ d running behind weigh, for first = (a, b) and second = (c, d).
+
+        All that weigh and the second product need is there when `ready` returns.
+        """
 
         def body(products: Any, others: Any) -> Results:
             plgpu.wgmma(products, *first)
@@ -136,14 +139,20 @@ class Hardware:
         weigh: Callable[[Float[Array, "rows shared"]], tuple[Array, Saved]],
         use: Callable[[Saved, Float[Array, "rows shared"]], Results],
         like: Results,
+        *,
+        overlap: bool,
     ) -> tuple[Float[Array, "rows columns"], Results]:
         """A product's weights into another product, each step's arithmetic behind the next step's product.
 
         With first = (a, b), second = (c, d) once it is `ready`, third = (e, f):
         weights, saved = weigh(a @ b) while c @ d runs; results = use(saved, c @ d) while e + weights @ f runs.
 
+        Without `overlap` each step waits for the one before, and takes fewer registers.
+
         Returns e + weights @ f and the results, which have the types of `like`.
         """
+        if not overlap:
+            return _in_turn(self, first, second, shape, third, ready, weigh, use)
         leaves, tree = jax.tree.flatten(like)
 
         def body(refs: Any) -> None:
@@ -202,17 +211,34 @@ class Interpreter:
         return use(products), self.add_product(c, d, e)
 
     def pair(self, first: Any, second: Any, shape: Any, ready: Any, weigh: Any, use: Any) -> Any:
-        saved = weigh(self.product(*first, shape))
         ready()
+        saved = weigh(self.product(*first, shape))
         return use(saved, self.product(*second, shape))
 
     def chain(
-        self, first: Any, second: Any, shape: Any, third: Any, ready: Any, weigh: Any, use: Any, like: Any
+        self,
+        first: Any,
+        second: Any,
+        shape: Any,
+        third: Any,
+        ready: Any,
+        weigh: Any,
+        use: Any,
+        like: Any,
+        *,
+        overlap: bool,
     ) -> Any:
-        weights, saved = weigh(self.product(*first, shape))
-        ready()
-        results = use(saved, self.product(*second, shape))
-        return self.add_product(third[0], weights, third[1]), results
+        return _in_turn(self, first, second, shape, third, ready, weigh, use)
 
 
 Operations = Hardware | Interpreter
+
+
+def _in_turn(
+    operations: Operations, first: Any, second: Any, shape: Any, third: Any, ready: Any, weigh: Any, use: Any
+) -> Any:
+    weights, saved = weigh(operations.product(*first, shape))
+    ready()
+    others = operations.product(*second, shape)
+    sums = operations.add_product(third[0], weights, third[1])
+    return sums, use(saved, others)

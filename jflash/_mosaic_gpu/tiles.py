@@ -120,6 +120,8 @@ class BackwardTiles:
     """Tiles of queries that are in shared memory together."""
     split: bool
     """Whether each warpgroup makes half the columns of dQ from all keys, or all of them from its own keys."""
+    overlap: bool
+    """Whether a tile's arithmetic goes on while the matrix unit runs."""
 
     @property
     def keys(self) -> int:
@@ -136,8 +138,9 @@ class BackwardTiles:
 def backward_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BackwardTiles | None:
     """The fastest tiles, of those measured, that fit in shared memory and registers; `None` if none do."""
     widest = max(head_dim, value_dim)
-    candidates = [BackwardTiles(128, 2, split=False)] if widest <= 64 else []
-    candidates += [BackwardTiles(64, stages, split=widest > 64) for stages in (2, 1)] if widest <= 128 else []
+    candidates = [BackwardTiles(128, 2, split=False, overlap=False)] if widest <= 64 else []
+    if widest <= 128:
+        candidates += [BackwardTiles(64, stages, split=widest > 64, overlap=False) for stages in (2, 1)]
     fitting = (t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY)
     return next(fitting, None)
 
@@ -175,6 +178,6 @@ def query_tiles(head_dim: int, value_dim: int, pair_bytes: int, bias_bytes: int)
 
 def key_value_stages(head_dim: int, value_dim: int, pair_bytes: int) -> int:
     """How many tiles of 64 queries the kernel that makes dK and dV alone has in shared memory together: 2 if they fit."""
-    keys = ROWS * ((head_dim + value_dim) * 2 + 2 * ROWS * 2)
+    keys = ROWS * ((head_dim + value_dim) * 2 + 3 * ROWS * 2)
     stage = ROWS * ((head_dim + value_dim) * 2 + 8 + ROWS * pair_bytes)
     return 2 if keys + 2 * stage <= SHARED_MEMORY else 1

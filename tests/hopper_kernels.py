@@ -1,0 +1,52 @@
+"""The Hopper kernels without a Hopper: one call through them in Pallas' interpreter, and the races that it found."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from plain_attention import Call, Results
+
+from jflash import _api, _canonical, _mosaic_gpu
+from jflash._mosaic_gpu.operations import Interpreter
+from jflash._spec import Operands, Residuals, Spec
+
+OPERATIONS = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
+
+
+def canonical(call: Call, **options: object) -> tuple[Spec, Operands]:
+    """What a backend is given for a call."""
+    arguments = {"is_causal": False, "dropout_rate": 0.0, "deterministic": False, "precision": None}
+    arguments |= oracle.arguments(call) | {"score_mod": None if call.score_mod is None else call.score_mod()} | options
+    arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, arguments)
+    spec, operands, _ = _canonical.canonicalize(**_api._with_score_mod_traced(arrays))
+    return spec, operands
+
+
+def run(call: Call, **options: object) -> Results:
+    """The kernels' results for a call, in its own shapes."""
+    spec, operands = canonical(call, **options)
+    reason = _mosaic_gpu.unsupported_call(spec)
+    assert reason is None, reason
+    out, lse = _mosaic_gpu.forward(spec, operands, OPERATIONS)
+    assert not races_found(), "forward"
+    batch = call.query.shape[:-3]
+    flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
+    residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
+    gradients = _mosaic_gpu.backward(spec, operands, residuals, OPERATIONS)
+    assert not races_found(), "backward"
+    smooth, _, _ = oracle.split(call)
+    return Results(
+        out.reshape(*batch, *out.shape[1:]),
+        lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
+        {name: getattr(gradients, name).reshape(array.shape) for name, array in smooth.items()},
+    )
+
+
+def races_found() -> bool:
+    """Whether the last kernel run had races. There is no public way to ask."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found
