@@ -51,7 +51,9 @@ def unsupported_call(spec: Spec) -> str | None:
     if "score_mod_arrays" in spec.operands:
         return "it takes no score_mod that closes over arrays."
     if spec.deterministic and "bias" in spec.operands and _bias_kind(spec) == "tile" and d_query_kernel.shares(spec):
-        return "deterministic=True with a bias that batch entries or heads share: its gradient is added up in any order."
+        return (
+            "deterministic=True with a bias that batch entries or heads share: its gradient is added up in any order."
+        )
     return None
 
 
@@ -87,9 +89,7 @@ def forward(
     return out, lse
 
 
-def backward(
-    spec: Spec, operands: Operands, residuals: Residuals, operations: Operations = Hardware()
-) -> Operands:
+def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations = Hardware()) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
     out, lse, d_out, d_lse = residuals
     query, key, value = operands.query, operands.key, operands.value
@@ -184,14 +184,10 @@ def _split(
     tile = tiles.query_tiles(arrays[0].shape[3], arrays[2].shape[3], pair_bytes, bias_bytes)
     known = spans.table(spec, operands, tile.rows)
     wanted = tuple(name for name in differentiated if name != "bias" or kind in ("row", "scalar"))
-    d_query, sums = d_query_kernel.d_query(
-        spec, *arrays, *rows, sides, known, wanted, d_bias, tile, operations
-    )
+    d_query, sums = d_query_kernel.d_query(spec, *arrays, *rows, sides, known, wanted, d_bias, tile, operations)
     known = spans.table(spec, operands, tiles.ROWS, of_keys=True)
     by_key = kind == "column"
-    d_key, d_value, d_columns = d_key_value_kernel.d_key_value(
-        spec, *arrays, *rows, sides, known, by_key, operations
-    )
+    d_key, d_value, d_columns = d_key_value_kernel.d_key_value(spec, *arrays, *rows, sides, known, by_key, operations)
     if by_key:
         (sums["bias"],) = d_columns
     if d_bias is not None:

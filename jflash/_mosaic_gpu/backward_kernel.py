@@ -278,9 +278,7 @@ def visit_tile(
         weights, pull_back = saved
         delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
         d_products, d_parameters = pull_back(weights * (d_weights - delta))
-        totals = tuple(
-            total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True)
-        )
+        totals = tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True))
         return d_products.astype(dtype), totals
 
     d_value, (d_products, others) = operations.chain(

@@ -120,9 +120,7 @@ def d_key_value(
                 plgpu.barrier_wait(shared.query_filled.at[slot])
                 products = operations.product(shared.key, shared.query.at[slot].T, shape)
                 lse = along_columns(operations.load(shared.lse.at[slot], 1), shape)
-                pairs = {
-                    name: operations.load(ref.at[slot].T) for name, ref in zip(tiled, shared.pairs, strict=True)
-                }
+                pairs = {name: operations.load(ref.at[slot].T) for name, ref in zip(tiled, shared.pairs, strict=True)}
                 logits, pull_back = call.with_gradients(products, place, shape, pairs, ("bias",) if bends else ())
                 weights = call.exponent(logits, lse)
                 weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))

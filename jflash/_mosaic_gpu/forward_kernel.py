@@ -33,6 +33,7 @@ from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.tiles import ROWS, ForwardTiles
 from jflash._spec import Spec
 
+
 class Buffers(NamedTuple):
     """Shared memory, and its barriers: `filled` when a copy has arrived, `free` when all who need it have read it."""
 

@@ -105,7 +105,6 @@ class Hardware:
         _, sums, *results = pl.run_state(body)((zeros, plgpu.ACC.init(c), *leaves))
         return jax.tree.unflatten(tree, results), sums
 
-
     def pair[Saved, Results](
         self,
         first: tuple[Ref, Ref],

@@ -1,0 +1,129 @@
+"""The Hopper kernels on a Hopper: the same questions as everywhere, over the product of what they take."""
+
+import dataclasses
+import random
+
+import cases
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+
+import jflash
+from jflash import _mosaic_gpu, _platform
+from jflash._spec import Spec
+
+pytestmark = pytest.mark.gpu
+
+VALUES = dict(
+    dtype=("bfloat16", "float16"),
+    query_length=(1, 13, 128, 199, 257, 523),
+    key_length=(1, 17, 128, 131, 293, 640),
+    heads=((1, 1), (3, 3), (2, 1), (4, 2), (8, 1)),
+    dims=((8, 8), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (64, 256), (256, 256)),
+    batch=((), (2,), (2, 3)),
+    scale=(None, "static", "traced"),
+    soft_cap=(None, 1.5),
+    bias=(None, "full", "keys", "queries", "heads"),
+    alibi=(False, True),
+    score_mod=(None, "indices"),
+    mask=(None, "full", "keys", "queries"),
+    causal=(False, True),
+    offset=(None, "end", "negative", "each", "traced"),
+    window=(None, 40, (150, 0), (10, 90)),
+    lengths=(None, "queries", "keys", "both"),
+    segments=(None, "sorted", "unsorted"),
+    sinks=(False, True),
+)
+
+
+def hopper() -> bool:
+    return _platform.current().compute_capability == "9.0"
+
+
+def drawn(seed: int) -> Case:
+    choose = random.Random(seed).choice
+    return Case(**{name: choose(values) for name, values in VALUES.items()})
+
+
+# Elsewhere all of them would be skipped with one reason: one of them says it.
+PRODUCT = list(cases.product(VALUES, 2)) if hopper() else [{}]
+CASES = [Case(**row) for row in PRODUCT] + [drawn(seed) for seed in range(400 if hopper() else 0)]
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper():
+    plain = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, frozenset(), scale=1.0)
+    reason = _mosaic_gpu.unsupported(plain, _platform.current())
+    if reason is not None:
+        pytest.skip(f"mosaic_gpu: {reason}")
+
+
+def attention(*args, **kwargs):
+    """The kernels, after memory that the allocator may hand out again was filled with NaN."""
+    return jflash.attention(*args, implementation="mosaic_gpu", **kwargs)
+
+
+def poison():
+    filled = [jnp.full(2**size, jnp.nan, jnp.float32) for size in range(8, 24)]
+    jax.block_until_ready(filled)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exact(case: Case):
+    """Padding holds NaN, which must reach nothing."""
+    call = cases.build(case)
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+def with_nan_in_padding(call):
+    """The same call, NaN where lengths say that nothing is."""
+
+    def planted(array, lengths):
+        if lengths is None:
+            return array
+        index = np.arange(array.shape[-3])
+        inside = index < np.asarray(lengths)[..., None]
+        return np.where(inside[..., None, None], array, np.asarray(np.nan, array.dtype))
+
+    queries, keys = call.query_seq_lengths, call.key_value_seq_lengths
+    return dataclasses.replace(
+        call,
+        query=planted(call.query, queries),
+        d_out=planted(call.d_out, queries),
+        key=planted(call.key, keys),
+        value=planted(call.value, keys),
+    )
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(bias="full"), dict(bias="keys", soft_cap=1.5), dict(sinks=True)], ids=str)
+def test_deterministic(dims, options):
+    """The same bits on every run, with enough blocks that their order varies."""
+    case = Case("bfloat16", 1024, 1100, heads=(8, 2), dims=dims, batch=(3,), causal=True, **options)
+    call = cases.build(case)
+    deterministic = lambda *args, **kwargs: attention(*args, deterministic=True, **kwargs)
+    first, *others = [jax.tree.map(np.asarray, oracle.run(deterministic, call)) for _ in range(4)]
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.given(data=hypothesis.strategies.data())
+def test_any_lengths(seed: int, data):
+    """Lengths and offsets that no list thought of."""
+    length = hypothesis.strategies.integers(1, 700)
+    case = drawn(10_000 + seed)._replace(query_length=data.draw(length), key_length=data.draw(length), batch=(2,))
+    call = cases.build(case)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+def test_is_the_default():
+    query = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    assert jflash.explain(query, query, query).startswith("mosaic_gpu serves")
+    assert "bfloat16 and float16" in jflash.explain(*[query.astype(jnp.float32)] * 3)
