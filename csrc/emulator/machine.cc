@@ -1,0 +1,370 @@
+#include "machine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace emulator {
+
+namespace {
+
+// The fast access model: every memory access of a shader begins here.
+#if defined(__GNUC__)
+__attribute__((tls_model("initial-exec")))
+#endif
+thread_local Machine* machine = nullptr;
+
+// Kept from launch to launch; a launch needs one for each thread of its threadgroup.
+thread_local std::vector<Stack> stacks;
+
+// Between two threadgroup variables: large enough that a slip of an index or of a row does not reach the next one.
+constexpr std::size_t gap = 8 * 1024;
+constexpr std::size_t threadgroup_address_space = 4 * 1024 * 1024;
+
+// The two kinds of memory that a barrier orders, by mem_flags.
+constexpr int threadgroup_space = 0, device_space = 1;
+constexpr unsigned space_flag[] = {2, 1};
+
+}  // namespace
+
+bool Site::operator==(const Site& other) const {
+  return line == other.line && std::strcmp(name, other.name) == 0 && std::strcmp(file, other.file) == 0;
+}
+
+std::string Site::text() const { return std::string(name) + " at " + file + ":" + std::to_string(line); }
+
+Machine* Machine::current() { return machine; }
+
+Machine::Machine(std::string title, std::vector<Region> regions, Module module, std::uint64_t seed)
+    : title_(std::move(title)),
+      regions_(std::move(regions)),
+      module_(std::move(module)),
+      random_state_(seed * 0x9e3779b97f4a7c15u + 0x632be59bd9b4e019u),
+      threadgroup_memory_(new char[threadgroup_address_space]) {
+  counters_.buffers.resize(regions_.empty() ? 0 : 1 + std::max_element(regions_.begin(), regions_.end(),
+      [](const Region& a, const Region& b) { return a.counter < b.counter; })->counter);
+}
+
+std::uint32_t Machine::random() {
+  random_state_ ^= random_state_ << 13;
+  random_state_ ^= random_state_ >> 7;
+  random_state_ ^= random_state_ << 17;
+  return static_cast<std::uint32_t>(random_state_ >> 32);
+}
+
+// Element e of a matrix lies in lane layout[e] / 2, as that lane's element layout[e] % 2. Nobody may rely on it.
+void Machine::draw_matrix_layout() {
+  std::iota(matrix_layout_.begin(), matrix_layout_.end(), std::uint8_t{0});
+  for (unsigned i = 63; i > 0; --i) std::swap(matrix_layout_[i], matrix_layout_[random() % (i + 1)]);
+}
+
+std::optional<std::string> Machine::run(const Entry& entry, const std::array<std::uint32_t, 3>& grid,
+                                        const std::array<std::uint32_t, 3>& threads, std::vector<void*> buffers) {
+  const unsigned count = threads[0] * threads[1] * threads[2];
+  entry_ = &entry;
+  grid_ = grid;
+  counters_.entry = entry.name;
+  while (stacks.size() < count) stacks.emplace_back();
+  threads_.resize(count);
+  simdgroups_.resize((count + simd_width - 1) / simd_width);
+  draw_matrix_layout();
+  for (unsigned i = 0; i < count; ++i) {
+    Arguments& arguments = threads_[i].arguments;
+    arguments = {};
+    std::copy(buffers.begin(), buffers.end(), arguments.buffers);
+    arguments.thread_position_in_threadgroup[0] = i % threads[0];
+    arguments.thread_position_in_threadgroup[1] = i / threads[0] % threads[1];
+    arguments.thread_position_in_threadgroup[2] = i / threads[0] / threads[1];
+    for (int axis = 0; axis < 3; ++axis) {
+      arguments.threads_per_threadgroup[axis] = threads[axis];
+      arguments.threadgroups_per_grid[axis] = grid[axis];
+      arguments.threads_per_grid[axis] = threads[axis] * grid[axis];
+    }
+    arguments.thread_index_in_threadgroup[0] = i;
+    arguments.thread_index_in_simdgroup[0] = i % simd_width;
+    arguments.simdgroup_index_in_threadgroup[0] = i / simd_width;
+    arguments.threads_per_simdgroup[0] = simd_width;
+    arguments.simdgroups_per_threadgroup[0] = static_cast<unsigned>(simdgroups_.size());
+  }
+  // Threadgroups run in any order on a GPU.
+  std::vector<std::uint32_t> order(std::size_t{grid[0]} * grid[1] * grid[2]);
+  std::iota(order.begin(), order.end(), 0u);
+  for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
+
+  Machine* const outer = machine;
+  machine = this;
+  for (const std::uint32_t number : order) {
+    const unsigned at[] = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
+    for (Thread& thread : threads_) {
+      for (int axis = 0; axis < 3; ++axis) {
+        thread.arguments.threadgroup_position_in_grid[axis] = at[axis];
+        thread.arguments.thread_position_in_grid[axis] =
+            at[axis] * threads[axis] + thread.arguments.thread_position_in_threadgroup[axis];
+      }
+    }
+    group_ = number + 1;
+    run_threadgroup(entry);
+    ++counters_.threadgroups;
+    if (violation_) break;
+  }
+  machine = outer;
+  return violation_;
+}
+
+void Machine::fiber_main() {
+  Machine& self = *machine;
+  const unsigned thread = self.running_;
+  const Arguments arguments = self.threads_[thread].arguments;  // on its own stack, which it may read
+  self.entry_->run(arguments);
+  self.threads_[thread].state = State::done;
+  self.simdgroups_[thread / simd_width].runnable &= ~(1u << thread % simd_width);
+  void* abandoned;
+  metal_emulator_switch(&abandoned, self.scheduler_);
+}
+
+// A random SIMD-group runs as far as it can before another moves, its lanes in random order: the schedule that makes
+// most of a missing barrier.
+void Machine::run_threadgroup(const Entry&) {
+  const unsigned count = static_cast<unsigned>(threads_.size());
+  meeting_ = {count};
+  barriers_ = {};
+  for (unsigned s = 0; s < simdgroups_.size(); ++s) {
+    const unsigned members = std::min(simd_width, count - s * simd_width);
+    simdgroups_[s].meeting = {members};
+    simdgroups_[s].runnable = members == 32 ? ~0u : (1u << members) - 1;
+    simdgroups_[s].barriers = {};
+  }
+  for (unsigned i = 0; i < count; ++i) {
+    threads_[i].context = stacks[i].start(fiber_main);
+    threads_[i].state = State::runnable;
+  }
+  // Not a number in any floating-point type.
+  for (const Variable& variable : variables_) std::memset(threadgroup_memory_.get() + variable.offset, 0xff, variable.bytes);
+
+  const unsigned groups = static_cast<unsigned>(simdgroups_.size());
+  for (;;) {
+    const unsigned first = random() % groups;
+    unsigned chosen = groups;
+    for (unsigned i = 0; i < groups && chosen == groups; ++i)
+      if (simdgroups_[(first + i) % groups].runnable != 0) chosen = (first + i) % groups;
+    if (chosen == groups) break;
+    Simdgroup& simdgroup = simdgroups_[chosen];
+    while (simdgroup.runnable != 0) {
+      const unsigned turn = random() % simd_width;
+      const std::uint32_t from_turn = simdgroup.runnable >> turn << turn;
+      running_ = chosen * simd_width +
+                 static_cast<unsigned>(std::countr_zero(from_turn != 0 ? from_turn : simdgroup.runnable));
+      stack_ = reinterpret_cast<std::uintptr_t>(stacks[running_].begin());
+      metal_emulator_switch(&scheduler_, threads_[running_].context);
+      if (violation_) return;
+    }
+  }
+  if (std::any_of(threads_.begin(), threads_.end(), [](const Thread& t) { return t.state != State::done; }))
+    violation_ = title_ + deadlock();
+}
+
+std::string Machine::deadlock() const {
+  std::string text = "deadlock: ";
+  unsigned done = 0, listed = 0;
+  std::vector<std::pair<Site, std::vector<unsigned>>> waiting;
+  for (unsigned i = 0; i < threads_.size(); ++i) {
+    if (threads_[i].state == State::done) {
+      ++done;
+      continue;
+    }
+    auto found = std::find_if(waiting.begin(), waiting.end(),
+                              [&](const auto& entry) { return entry.first == threads_[i].waits_at; });
+    if (found == waiting.end()) found = waiting.insert(waiting.end(), {threads_[i].waits_at, {}});
+    found->second.push_back(i);
+  }
+  for (const auto& [site, members] : waiting) {
+    text += (listed++ == 0 ? "" : "; ") + std::to_string(members.size()) + " threads, the first " +
+            thread_name(members[0]) + ", wait in " + site.text();
+  }
+  if (done > 0) text += "; " + std::to_string(done) + " threads have ended, and never come";
+  return text + ".";
+}
+
+// True in the last member to come.
+bool Machine::arrive(Meeting& meeting, const Site& site) {
+  if (meeting.arrived == 0) {
+    meeting.site = site;
+  } else if (!(meeting.site == site)) {
+    violation("divergence: " + thread_name(running_) + " comes to " + site.text() + " while others of its group wait in " +
+              meeting.site.text() + ".");
+  }
+  threads_[running_].waits_at = site;
+  if (++meeting.arrived < meeting.members) return false;
+  meeting.arrived = 0;
+  return true;
+}
+
+void Machine::wait() {
+  Thread& thread = threads_[running_];
+  thread.state = State::waiting;
+  simdgroups_[running_ / simd_width].runnable &= ~(1u << running_ % simd_width);
+  metal_emulator_switch(&thread.context, scheduler_);
+}
+
+void Machine::wake(Simdgroup& simdgroup) {
+  const unsigned first = static_cast<unsigned>(&simdgroup - simdgroups_.data()) * simd_width;
+  for (unsigned i = 0; i < simdgroup.meeting.members; ++i) threads_[first + i].state = State::runnable;
+  simdgroup.runnable = simdgroup.meeting.members == 32 ? ~0u : (1u << simdgroup.meeting.members) - 1;
+}
+
+void Machine::threadgroup_barrier(unsigned flags, const Site& site) {
+  if (!arrive(meeting_, site)) return wait();
+  ++counters_.threadgroup_barriers;
+  for (int space : {threadgroup_space, device_space}) {
+    if ((flags & space_flag[space]) == 0) continue;
+    ++barriers_[space];
+    for (Simdgroup& simdgroup : simdgroups_) simdgroup.barriers[space] = 0;
+  }
+  for (Simdgroup& simdgroup : simdgroups_) wake(simdgroup);
+}
+
+void Machine::simdgroup_barrier(unsigned flags, const Site& site) {
+  collective(site, {}, [&](Offer*, unsigned) {
+    ++counters_.simdgroup_barriers;
+    auto& barriers = simdgroups_[running_ / simd_width].barriers;
+    for (int space : {threadgroup_space, device_space}) {
+      if ((flags & space_flag[space]) == 0) continue;
+      if (++barriers[space] == 0) violation("more SIMD-group barriers without a threadgroup barrier than can be counted.");
+    }
+  });
+}
+
+void* Machine::threadgroup_variable(int id, const char* name, std::size_t bytes, std::size_t alignment) {
+  for (const Variable& variable : variables_)
+    if (variable.id == id) return threadgroup_memory_.get() + variable.offset;
+  std::size_t total = bytes;
+  for (const Variable& variable : variables_) total += (variable.bytes + 15) / 16 * 16;
+  if (total > threadgroup_memory_limit) {
+    violation("threadgroup memory: with `" + std::string(name) + "` the kernel holds " + std::to_string(total) +
+              " bytes of it; the limit is " + std::to_string(threadgroup_memory_limit) + ".");
+  }
+  counters_.threadgroup_memory = total;
+  const std::size_t offset = (variables_end_ + gap + 63) / 64 * 64;
+  variables_end_ = offset + bytes;
+  variables_.push_back({id, name, offset, bytes, Shadow(bytes, std::min<std::size_t>(alignment, 4), true)});
+  std::memset(threadgroup_memory_.get() + offset, 0xff, bytes);
+  return threadgroup_memory_.get() + offset;
+}
+
+Stamp Machine::stamp(int space, std::uintptr_t instruction, bool collective) const {
+  Stamp stamp;
+  stamp.group = group_;
+  stamp.place = static_cast<std::uint32_t>(instruction - module_.begin);
+  stamp.barriers = barriers_[space];
+  stamp.simd_barriers = simdgroups_[running_ / simd_width].barriers[space];
+  stamp.thread = static_cast<std::uint16_t>(running_) & 1023;
+  stamp.who = collective ? Who::simdgroup : Who::lane;
+  return stamp;
+}
+
+void Machine::access(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction,
+                     bool collective) {
+  if (address - stack_ < Stack::bytes) return;
+  const auto shared = reinterpret_cast<std::uintptr_t>(threadgroup_memory_.get());
+  if (address - shared < threadgroup_address_space) {
+    const std::size_t offset = address - shared;
+    for (Variable& variable : variables_) {
+      if (offset - variable.offset >= variable.bytes || variable.bytes - (offset - variable.offset) < bytes) continue;
+      if (reads(access)) counters_.threadgroup_bytes_read += bytes;
+      if (writes(access)) counters_.threadgroup_bytes_written += bytes;
+      return check(variable.shadow, threadgroup_space, variable.name, offset - variable.offset, bytes, access,
+                   instruction, collective);
+    }
+    outside(address, bytes, access, instruction);
+  }
+  for (Region& region : regions_) {
+    const std::size_t offset = address - reinterpret_cast<std::uintptr_t>(region.begin);
+    if (offset >= region.bytes || region.bytes - offset < bytes) continue;
+    BufferTraffic& traffic = counters_.buffers[region.counter];
+    if (reads(access)) traffic.bytes_read += bytes;
+    if (writes(access)) traffic.bytes_written += bytes;
+    if (region.shadow != nullptr)
+      return check(*region.shadow, device_space, region.name, offset, bytes, access, instruction, collective);
+    if (!writes(access)) return;
+    violation("write to an operand: " + thread_name(running_) + " writes " + std::to_string(bytes) + " bytes at byte " +
+              std::to_string(offset) + " of " + region.name + place(instruction) + ", which is read only.");
+  }
+  if (access == Access::read && address >= module_.begin && address + bytes <= module_.end) return;
+  outside(address, bytes, access, instruction);
+}
+
+void Machine::check(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes,
+                    Access access, std::uintptr_t instruction, bool collective) {
+  const Finding finding = shadow.touch(offset, bytes, access, stamp(space, instruction, collective));
+  if (finding.verdict == Verdict::fine) return;
+  const std::string here = thread_name(running_) + (!writes(access) ? " reads" : " writes") + " byte " +
+                           std::to_string(finding.offset) + " of " + name + place(instruction);
+  if (finding.verdict == Verdict::uninitialised) violation("uninitialised read: " + here + ", which nobody has written.");
+  const Stamp& other = finding.other;
+  const std::string who = other.group != group_ ? "another threadgroup" : other.thread == running_ % most_threads && other.who == Who::lane
+                              ? "the same thread" : thread_name(other.thread);
+  violation("race: " + here + ", which " + who + (finding.verdict == Verdict::race_with_read ? " read" : " wrote") +
+            place(module_.begin + other.place) + ", and no barrier lies between.");
+}
+
+void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction) {
+  std::string text = "out of bounds: " + thread_name(running_) + (!writes(access) ? " reads " : " writes ") +
+                     std::to_string(bytes) + " bytes";
+  struct Near {
+    std::string name;
+    std::uintptr_t begin;
+    std::size_t bytes;
+  };
+  std::vector<Near> all;
+  const auto shared = reinterpret_cast<std::uintptr_t>(threadgroup_memory_.get());
+  const bool in_threadgroup = address - shared < threadgroup_address_space;
+  if (in_threadgroup) {
+    for (const Variable& v : variables_) all.push_back({"threadgroup variable " + v.name, shared + v.offset, v.bytes});
+  } else {
+    for (const Region& r : regions_) all.push_back({r.name, reinterpret_cast<std::uintptr_t>(r.begin), r.bytes});
+  }
+  const Near* nearest = nullptr;
+  std::uintptr_t distance = 1u << 30;
+  for (const Near& near : all) {
+    const std::uintptr_t away = address < near.begin ? near.begin - address
+                                : address < near.begin + near.bytes ? 0 : address - (near.begin + near.bytes);
+    if (away < distance) distance = away, nearest = &near;
+  }
+  if (nearest != nullptr) {
+    text += " at byte " + std::to_string(static_cast<std::int64_t>(address - nearest->begin)) + " of " + nearest->name +
+            ", which has " + std::to_string(nearest->bytes);
+  } else {
+    bool in_stack = false;
+    for (unsigned i = 0; i < threads_.size(); ++i)
+      in_stack |= address - reinterpret_cast<std::uintptr_t>(stacks[i].begin()) < Stack::bytes;
+    text += in_stack ? " of another thread's own memory" : " at an address that belongs to no buffer";
+  }
+  violation(text + place(instruction) + ".");
+}
+
+std::string Machine::position(const unsigned* at) const {
+  std::string text = "(";
+  for (int axis = 0; axis < 3; ++axis) text += std::to_string(at[axis]) + (axis < 2 ? ", " : ")");
+  return text;
+}
+
+std::string Machine::thread_name(unsigned thread) const {
+  return "thread " + std::to_string(thread) + " of threadgroup " +
+         position(threads_[thread].arguments.threadgroup_position_in_grid);
+}
+
+std::string Machine::place(std::uintptr_t instruction) const {
+  if (instruction < module_.begin || instruction >= module_.end || !module_.place) return "";
+  const std::string text = module_.place(instruction - module_.begin);
+  return text.empty() ? "" : " at " + text;
+}
+
+// The fiber is left where it is and never continued.
+void Machine::violation(const std::string& what) {
+  violation_ = title_ + what;
+  void* abandoned;
+  metal_emulator_switch(&abandoned, scheduler_);
+  __builtin_unreachable();
+}
+
+}  // namespace emulator
