@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt8
 
 from jflash._platform import Platform
 from jflash._spec import Operands, Residuals, Spec
@@ -216,7 +217,7 @@ def _launch(
     source: str,
     entry: str,
     grid: tuple[int, int, int],
-    values: bytes,
+    values: UInt8[np.ndarray, " bytes"],
     arrays: Sequence[Array | None],
     results: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[Array, ...]:

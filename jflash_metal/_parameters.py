@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from jaxtyping import UInt8
 
 from jflash._spec import Operands, Spec
 
@@ -38,7 +39,7 @@ PARAMETERS = np.dtype(
 """`Parameters` of shaders/parameters.h."""
 
 
-def parameters(spec: Spec, operands: Operands) -> bytes:
+def parameters(spec: Spec, operands: Operands) -> UInt8[np.ndarray, " bytes"]:
     """The structure for one call, as it lies in memory."""
     values = np.zeros((), PARAMETERS)
     queries, keys = (spec.query_length, spec.heads), (spec.key_length, spec.key_heads)
@@ -72,7 +73,7 @@ def parameters(spec: Spec, operands: Operands) -> bytes:
         ("soft_cap", spec.logits_soft_cap),
     ):
         values[name] = 0 if value is None else value
-    return values.tobytes()
+    return np.frombuffer(values.tobytes(), np.uint8)
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
