@@ -45,7 +45,7 @@ void same(Machine& machine, Offer* offers, const char* name, const char* file, i
   for (unsigned i = 1; i < emulator::simd_width; ++i) {
     if (offers[i].more != offers[0].more || offers[i].argument != offers[0].argument)
       machine.violation(std::string("divergence: the lanes give ") + name + " at " + file + ":" +
-                        std::to_string(line) + " different addresses.");
+                        std::to_string(line) + " different addresses, " + std::to_string(static_cast<const char*>(offers[i].more) - static_cast<const char*>(offers[0].more)) + " bytes apart in lanes 0 and " + std::to_string(i) + ".");
   }
 }
 

@@ -282,8 +282,8 @@ class Translator {
     std::size_t before = i;
     while (before > 0 && (tokens_[before - 1].kind == Token::marker || text(before - 1).empty())) --before;
     if (before == 0) return;
-    const std::string& previous = text(before - 1);
-    if (previous != "{" && previous != "}" && previous != ";") return;
+    const char previous = text(before - 1).back();
+    if (previous != '{' && previous != '}' && previous != ';') return;
     std::size_t end = i + 1;
     int angles = 0;
     std::vector<std::size_t> names;
