@@ -21,6 +21,19 @@ test: .venv/installed-test
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 	$(VENV_PYTHON) -m pytest -n auto
 
+# The tests run the Metal backend in its emulator, which has to be compiled: by the machine's C++ compiler, or by zig.
+.venv/installed-test: export JFLASH_METAL_EMULATOR := 1
+.venv/installed-test: $(wildcard csrc/*.* csrc/emulator/*.* csrc/emulator/include/*)
+ifeq ($(shell command -v $(CXX)),)
+.venv/installed-test: .venv/zig
+.venv/installed-test: export CXX = $(CURDIR)/$(wildcard .venv/lib/python*/site-packages/ziglang/zig) c++
+endif
+
+.venv/zig:
+	$(PYTHON) -m venv .venv
+	$(VENV_PYTHON) -m pip install --quiet 'ziglang>=0.15'
+	@touch $@
+
 # The project with one of its extras; made again when pyproject.toml changes.
 .venv/installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("Python 3.12 or newer is needed; this is " + sys.version)'
