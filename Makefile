@@ -26,7 +26,7 @@ test: .venv/installed-test
 .venv/installed-test: $(wildcard csrc/*.* csrc/emulator/*.* csrc/emulator/include/*)
 ifeq ($(shell command -v $(CXX)),)
 .venv/installed-test: .venv/zig
-.venv/installed-test: export CXX = $(CURDIR)/$(wildcard .venv/lib/python*/site-packages/ziglang/zig) c++
+.venv/installed-test: export CXX = $(CURDIR)/$(shell echo .venv/lib/python*/site-packages/ziglang/zig) c++
 endif
 
 .venv/zig:

@@ -13,7 +13,9 @@ using emulator::Atomic;
 using emulator::Collective;
 using emulator::Machine;
 using emulator::Offer;
+using emulator::Site;
 using emulator::Type;
+using emulator::Who;
 
 namespace {
 
@@ -184,22 +186,21 @@ void atomic_operation(Atomic what, Type type, void* address, const void* operand
 }  // namespace
 
 extern "C" void metal_emulator_atomic(Atomic what, Type type, void* address, const void* operand, void* before,
-                                      const char*, int) {
+                                      const char* file, int line) {
   Machine& machine = *Machine::current();
   ++machine.counters().atomics;
   const auto kind = what == Atomic::store ? Access::atomic_store : what == Atomic::load ? Access::atomic_load : Access::atomic;
-  machine.access(reinterpret_cast<std::uintptr_t>(address), size_of(type), kind,
-                 reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)) - 1, false);
+  machine.access(reinterpret_cast<std::uintptr_t>(address), size_of(type), kind, Site{"atomic operation", file, line}, Who::lane);
   atomic_operation(what, type, address, operand, before);
 }
 
 extern "C" bool metal_emulator_compare_exchange(Type type, void* address, void* expected, const void* desired,
-                                                const char*, int) {
+                                                const char* file, int line) {
   Machine& machine = *Machine::current();
   ++machine.counters().atomics;
   const std::size_t size = size_of(type);
   machine.access(reinterpret_cast<std::uintptr_t>(address), size, Access::atomic,
-                 reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)) - 1, false);
+                 Site{"atomic operation", file, line}, Who::lane);
   const bool equal = std::memcmp(address, expected, size) == 0;
   if (!equal) std::memcpy(expected, address, size);
   if (equal) std::memcpy(address, desired, size);

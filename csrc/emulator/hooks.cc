@@ -12,7 +12,7 @@ using emulator::Access;
 inline void access(const void* address, std::size_t bytes, Access access, void* instruction) {
   if (emulator::Machine* machine = emulator::Machine::current()) {
     machine->access(reinterpret_cast<std::uintptr_t>(address), bytes, access,
-                    reinterpret_cast<std::uintptr_t>(instruction) - 1, false);
+                    reinterpret_cast<std::uintptr_t>(instruction) - 1);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <exception>
 
 #include "compile.h"
+#include "lines.h"
 #include "machine.h"
 
 namespace emulator {
@@ -85,7 +86,10 @@ std::optional<std::string> run(const jflash::Launch& launch) {
                        result ? std::make_unique<Shadow>(buffer.bytes, buffer.element_bytes, false) : nullptr});
   }
 
-  Machine machine(title, std::move(regions), {shader.begin, shader.end, nullptr}, seed.load());
+  Machine machine(title, std::move(regions), 
+                  {shader.begin, shader.end,
+                   [&shader](std::uintptr_t offset) { return line_of(shader.path, offset); }},
+                  seed.load());
   std::optional<std::string> violation = machine.run(*entry, launch.grid, launch.threads, bindings);
   for (const auto& [number, region_number] : outputs) {
     const Region& region = machine.regions()[region_number];

@@ -251,19 +251,18 @@ void* Machine::threadgroup_variable(int id, const char* name, std::size_t bytes,
   return threadgroup_memory_.get() + offset;
 }
 
-Stamp Machine::stamp(int space, std::uintptr_t instruction, bool collective) const {
+Stamp Machine::stamp(int space, std::uint32_t place, Who who) const {
   Stamp stamp;
   stamp.group = group_;
-  stamp.place = static_cast<std::uint32_t>(instruction - module_.begin);
+  stamp.place = place;
   stamp.barriers = barriers_[space];
   stamp.simd_barriers = simdgroups_[running_ / simd_width].barriers[space];
   stamp.thread = static_cast<std::uint16_t>(running_) & 1023;
-  stamp.who = collective ? Who::simdgroup : Who::lane;
+  stamp.who = who;
   return stamp;
 }
 
-void Machine::access(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction,
-                     bool collective) {
+void Machine::touch(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place, Who who) {
   if (address - stack_ < Stack::bytes) return;
   const auto shared = reinterpret_cast<std::uintptr_t>(threadgroup_memory_.get());
   if (address - shared < threadgroup_address_space) {
@@ -272,10 +271,9 @@ void Machine::access(std::uintptr_t address, std::size_t bytes, Access access, s
       if (offset - variable.offset >= variable.bytes || variable.bytes - (offset - variable.offset) < bytes) continue;
       if (reads(access)) counters_.threadgroup_bytes_read += bytes;
       if (writes(access)) counters_.threadgroup_bytes_written += bytes;
-      return check(variable.shadow, threadgroup_space, variable.name, offset - variable.offset, bytes, access,
-                   instruction, collective);
+      return check(variable.shadow, threadgroup_space, variable.name, offset - variable.offset, bytes, access, place, who);
     }
-    outside(address, bytes, access, instruction);
+    outside(address, bytes, access, place);
   }
   for (Region& region : regions_) {
     const std::size_t offset = address - reinterpret_cast<std::uintptr_t>(region.begin);
@@ -284,30 +282,34 @@ void Machine::access(std::uintptr_t address, std::size_t bytes, Access access, s
     if (reads(access)) traffic.bytes_read += bytes;
     if (writes(access)) traffic.bytes_written += bytes;
     if (region.shadow != nullptr)
-      return check(*region.shadow, device_space, region.name, offset, bytes, access, instruction, collective);
+      return check(*region.shadow, device_space, region.name, offset, bytes, access, place, who);
     if (!writes(access)) return;
     violation("write to an operand: " + thread_name(running_) + " writes " + std::to_string(bytes) + " bytes at byte " +
-              std::to_string(offset) + " of " + region.name + place(instruction) + ", which is read only.");
+              std::to_string(offset) + " of " + region.name + at(place) + ", which is read only.");
   }
   if (access == Access::read && address >= module_.begin && address + bytes <= module_.end) return;
-  outside(address, bytes, access, instruction);
+  outside(address, bytes, access, place);
 }
 
 void Machine::check(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes,
-                    Access access, std::uintptr_t instruction, bool collective) {
-  const Finding finding = shadow.touch(offset, bytes, access, stamp(space, instruction, collective));
+                    Access access, std::uint32_t place, Who who) {
+  const Finding finding = shadow.touch(offset, bytes, access, stamp(space, place, who));
   if (finding.verdict == Verdict::fine) return;
   const std::string here = thread_name(running_) + (!writes(access) ? " reads" : " writes") + " byte " +
-                           std::to_string(finding.offset) + " of " + name + place(instruction);
+                           std::to_string(finding.offset) + " of " + name + at(place);
   if (finding.verdict == Verdict::uninitialised) violation("uninitialised read: " + here + ", which nobody has written.");
   const Stamp& other = finding.other;
-  const std::string who = other.group != group_ ? "another threadgroup" : other.thread == running_ % most_threads && other.who == Who::lane
-                              ? "the same thread" : thread_name(other.thread);
-  violation("race: " + here + ", which " + who + (finding.verdict == Verdict::race_with_read ? " read" : " wrote") +
-            place(module_.begin + other.place) + ", and no barrier lies between.");
+  std::string whom = thread_name(other.thread);
+  if (other.group != group_) {
+    whom = "another threadgroup";
+  } else if (other.who != Who::lane || who != Who::lane) {
+    whom = "a lane of the SIMD-group of " + whom;
+  }
+  violation("race: " + here + ", which " + whom + (finding.verdict == Verdict::race_with_read ? " read" : " wrote") +
+            at(other.place) + ", and no barrier lies between.");
 }
 
-void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction) {
+void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place) {
   std::string text = "out of bounds: " + thread_name(running_) + (!writes(access) ? " reads " : " writes ") +
                      std::to_string(bytes) + " bytes";
   struct Near {
@@ -339,7 +341,7 @@ void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, 
       in_stack |= address - reinterpret_cast<std::uintptr_t>(stacks[i].begin()) < Stack::bytes;
     text += in_stack ? " of another thread's own memory" : " at an address that belongs to no buffer";
   }
-  violation(text + place(instruction) + ".");
+  violation(text + at(place) + ".");
 }
 
 std::string Machine::position(const unsigned* at) const {
@@ -353,9 +355,19 @@ std::string Machine::thread_name(unsigned thread) const {
          position(threads_[thread].arguments.threadgroup_position_in_grid);
 }
 
-std::string Machine::place(std::uintptr_t instruction) const {
-  if (instruction < module_.begin || instruction >= module_.end || !module_.place) return "";
-  const std::string text = module_.place(instruction - module_.begin);
+// A place is an instruction's offset in the module, or with this bit the number of a collective operation's site.
+constexpr std::uint32_t is_site = 1u << 31;
+
+std::uint32_t Machine::number(const Site& site) {
+  const auto found = std::find(sites_.begin(), sites_.end(), site);
+  if (found == sites_.end()) return sites_.push_back(site), (static_cast<std::uint32_t>(sites_.size()) - 1) | is_site;
+  return static_cast<std::uint32_t>(found - sites_.begin()) | is_site;
+}
+
+std::string Machine::at(std::uint32_t place) const {
+  if ((place & is_site) != 0) return " in " + sites_[place & ~is_site].text();
+  if (place >= module_.end - module_.begin) return "";
+  const std::string text = module_.place(place);
   return text.empty() ? "" : " at " + text;
 }
 

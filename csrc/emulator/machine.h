@@ -66,7 +66,14 @@ class Machine {
   static Machine* current();
 
   // Called from fibers.
-  void access(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction, bool collective);
+  // One lane's access. `instruction` is where in the shader.
+  void access(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction) {
+    touch(address, bytes, access, static_cast<std::uint32_t>(instruction - module_.begin), Who::lane);
+  }
+  // An access of an operation of the library; of a collective one it is by some lane of the SIMD-group.
+  void access(std::uintptr_t address, std::size_t bytes, Access access, const Site& site, Who who) {
+    touch(address, bytes, access, number(site), who);
+  }
   void threadgroup_barrier(unsigned flags, const Site& site);
   void simdgroup_barrier(unsigned flags, const Site& site);
   void* threadgroup_variable(int id, const char* name, std::size_t bytes, std::size_t alignment);
@@ -114,19 +121,22 @@ class Machine {
   bool arrive(Meeting& meeting, const Site& site);
   void wait();
   void wake(Simdgroup& simdgroup);
-  Stamp stamp(int space, std::uintptr_t instruction, bool collective) const;
+  void touch(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place, Who who);
+  Stamp stamp(int space, std::uint32_t place, Who who) const;
   void check(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes, Access access,
-             std::uintptr_t instruction, bool collective);
-  [[noreturn]] void outside(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction);
+             std::uint32_t place, Who who);
+  [[noreturn]] void outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place);
   std::string thread_name(unsigned thread) const;
   std::string position(const unsigned* position) const;
-  std::string place(std::uintptr_t instruction) const;
+  std::uint32_t number(const Site& site);
+  std::string at(std::uint32_t place) const;
   std::uint32_t random();
   void draw_matrix_layout();
 
   std::string title_;
   std::vector<Region> regions_;
   Module module_;
+  std::vector<Site> sites_;
   std::uint64_t random_state_;
   Counters counters_;
   std::optional<std::string> violation_;

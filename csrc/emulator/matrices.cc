@@ -8,7 +8,9 @@
 using emulator::Access;
 using emulator::Machine;
 using emulator::Offer;
+using emulator::Site;
 using emulator::Type;
+using emulator::Who;
 
 namespace {
 
@@ -69,8 +71,8 @@ extern "C" void metal_emulator_matrix_load(Type type, void* elements, Type memor
   Machine& machine = *Machine::current();
   const std::size_t size = size_of(memory_type);
   const char* origin = static_cast<const char*>(memory) + (row * elements_per_row + column) * size;
-  const auto instruction = reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)) - 1;
-  machine.collective({"simdgroup_load", file, line},
+  const Site site{"simdgroup_load", file, line};
+  machine.collective(site,
                      {nullptr, elements, origin, nullptr, static_cast<unsigned>(elements_per_row)},
                      [&](Offer* offers, unsigned lanes) {
                        whole(machine, lanes, "simdgroup_load");
@@ -78,7 +80,7 @@ extern "C" void metal_emulator_matrix_load(Type type, void* elements, Type memor
                        Tile tile;
                        for (unsigned i = 0; i < 8; ++i) {
                          const char* from = origin + i * elements_per_row * size;
-                         machine.access(reinterpret_cast<std::uintptr_t>(from), 8 * size, Access::read, instruction, true);
+                         machine.access(reinterpret_cast<std::uintptr_t>(from), 8 * size, Access::read, site, Who::simdgroup);
                          for (unsigned j = 0; j < 8; ++j)
                            (transpose ? tile.at[j][i] : tile.at[i][j]) = read_float(memory_type, from + j * size);
                        }
@@ -92,8 +94,8 @@ extern "C" void metal_emulator_matrix_store(Type type, const void* elements, Typ
   Machine& machine = *Machine::current();
   const std::size_t size = size_of(memory_type);
   char* origin = static_cast<char*>(memory) + (row * elements_per_row + column) * size;
-  const auto instruction = reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)) - 1;
-  machine.collective({"simdgroup_store", file, line},
+  const Site site{"simdgroup_store", file, line};
+  machine.collective(site,
                      {elements, nullptr, origin, nullptr, static_cast<unsigned>(elements_per_row)},
                      [&](Offer* offers, unsigned lanes) {
                        whole(machine, lanes, "simdgroup_store");
@@ -101,7 +103,7 @@ extern "C" void metal_emulator_matrix_store(Type type, const void* elements, Typ
                        const Tile tile = gather(machine, type, offers, [](const Offer& o) { return o.in; });
                        for (unsigned i = 0; i < 8; ++i) {
                          char* to = origin + i * elements_per_row * size;
-                         machine.access(reinterpret_cast<std::uintptr_t>(to), 8 * size, Access::write, instruction, true);
+                         machine.access(reinterpret_cast<std::uintptr_t>(to), 8 * size, Access::write, site, Who::simdgroup);
                          for (unsigned j = 0; j < 8; ++j)
                            write_float(memory_type, to + j * size, transpose ? tile.at[j][i] : tile.at[i][j]);
                        }
