@@ -15,8 +15,18 @@ struct Components<T, 3> { T x, y, z; };
 template <class T>
 struct Components<T, 4> { T x, y, z, w; };
 
-template <int N>
-using bool_of_size = bool;
+// The components as an array; a constant expression, which may not look at them so, goes by name.
+template <class V, class T>
+constexpr T& component(V& v, T& first, int i) {
+  if (!__builtin_is_constant_evaluated()) return reinterpret_cast<T*>(&v)[i];
+  if constexpr (requires { v.w; }) {
+    if (i == 3) return v.w;
+  }
+  if constexpr (requires { v.z; }) {
+    if (i == 2) return v.z;
+  }
+  return i == 0 ? first : v.y;
+}
 
 }  // namespace emulator
 
@@ -58,8 +68,8 @@ struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec : emulator::Components<T, N> {
     if constexpr (N > 3) this->w = other.w;
   }
 
-  constexpr T& operator[](int i) { return (&x)[i]; }
-  constexpr const T& operator[](int i) const { return (&x)[i]; }
+  constexpr T& operator[](int i) { return emulator::component(*this, x, i); }
+  constexpr const T& operator[](int i) const { return emulator::component(*this, x, i); }
 
   template <int... I>
   constexpr vec<T, sizeof...(I)> swizzle() const {
@@ -153,8 +163,8 @@ struct packed_vec : emulator::Components<T, N> {
   template <class... A>
     requires(sizeof...(A) > 1)
   constexpr packed_vec(const A&... parts) : packed_vec(vec<T, N>(parts...)) {}
-  constexpr T& operator[](int i) { return (&x)[i]; }
-  constexpr const T& operator[](int i) const { return (&x)[i]; }
+  constexpr T& operator[](int i) { return emulator::component(*this, x, i); }
+  constexpr const T& operator[](int i) const { return emulator::component(*this, x, i); }
   template <int... I>
   constexpr vec<T, sizeof...(I)> swizzle() const {
     return {(*this)[I]...};
