@@ -13,6 +13,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr std::int64_t most_threads = 1024;
+constexpr std::size_t most_parameter_bytes = 4096;  // Metal copies no more into a command
 
 ffi::Error invalid(const std::string& text) { return ffi::Error::InvalidArgument("jflash_metal_launch: " + text); }
 
@@ -38,6 +39,7 @@ ffi::Error run(ffi::RemainingArgs operands, ffi::RemainingRets results, std::str
     if (in_group > most_threads)
       return invalid("`threads` must multiply to at most 1024.");
   }
+  if (parameters.size() > most_parameter_bytes) return invalid("`parameters` must have at most 4096 bytes.");
   for (std::size_t i = 0; i < operands.size(); ++i) {
     const auto operand = operands.get<ffi::AnyBuffer>(i);
     if (!operand.has_value()) return operand.error();
