@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
+from jflash import _sharding
 from jflash._platform import Platform
 from jflash._spec import Operands, Residuals, Spec
 from jflash_metal import _ffi, _source
@@ -224,4 +225,6 @@ def _launch(
     # A kernel that does not use an array still has a place for it.
     placeholder = jnp.zeros(1, jnp.int32)
     present = [placeholder if array is None else array for array in arrays]
-    return _ffi.launch(source, entry, grid, _THREADS, values, present, results)
+    launched = _ffi.launch(source, entry, grid, _THREADS, values, present, results)
+    # Inside shard_map a result differs between devices as the operands do, which a custom call's type does not say.
+    return _sharding.varying_alike(launched, like=present)
