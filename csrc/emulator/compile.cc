@@ -1,5 +1,8 @@
 #include "compile.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <link.h>
@@ -44,7 +47,10 @@ std::vector<std::string> compile_flags() {
   flags.insert(flags.end(), {"--param", "tsan-instrument-func-entry-exit=0", "-fexcess-precision=16"});
 #endif
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) flags.push_back("-mf16c");  // conversions of half in one instruction
+  // Conversions of half in one instruction, where the CPU has it and the system keeps its registers.
+  unsigned a, b, c = 0, d;
+  constexpr unsigned needed = bit_F16C | bit_AVX | bit_OSXSAVE;
+  if (__get_cpuid(1, &a, &b, &c, &d) != 0 && (c & needed) == needed) flags.push_back("-mf16c");
 #endif
   return flags;
 }
@@ -106,7 +112,7 @@ const std::string& environment_key() {
       hash.add(name);
       hash.add(text);
     }
-    hash.add(METAL_EMULATOR_TRANSLATOR_HASH);
+    hash.add(METAL_EMULATOR_HASH);
     return hash.text();
   }();
   return key;
@@ -164,7 +170,8 @@ void compile(std::string_view source, const fs::path& directory, const fs::path&
   command.insert(command.end(), {"-I" + headers().string(), "-c", cpp.string(), "-o", object.string()});
   run(command, log, "The shader does not compile:");
   command = compiler();
-  command.insert(command.end(), {"-shared", object.string(), library().string(), "-lm", "-o", made.string()});
+  // No sanitizer's library is wanted: this library has the functions that the sanitizers' calls go to.
+  command.insert(command.end(), {"-shared", "-O1", "-fno-sanitize=undefined", object.string(), library().string(), "-lm", "-o", made.string()});
   run(command, log, "The shader does not link:");
   fs::rename(made, result);
   for (const fs::path& path : {shader, preprocessed, object, log}) fs::remove(path);
