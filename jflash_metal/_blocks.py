@@ -91,12 +91,13 @@ def _registers(rows: int, *widths: int) -> int:
 
 def blocks(spec: Spec) -> Blocks:
     """The blocks with which the fewest bytes stream by, of those that fit into threadgroup memory and registers."""
-    return _blocks(Memory(spec.dtype.itemsize, spec.head_dim, spec.value_dim))
+    return blocks_of(spec.dtype.itemsize, spec.head_dim, spec.value_dim)
 
 
 @functools.lru_cache(maxsize=256)
-def _blocks(memory: Memory) -> Blocks:
-    heads, values = memory.head_dim, memory.value_dim
+def blocks_of(itemsize: int, heads: int, values: int) -> Blocks:
+    """The same from what they depend on: bytes of a number, head dimension, head dimension of the values."""
+    memory = Memory(itemsize, heads, values)
 
     def best(
         bytes_of: Callable[[Block], int], widths: tuple[int, ...], traffic: Callable[[Block], float], streams: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,20 @@ FORWARD = [
 ]
 
 
+BACKWARD = ("query", "key", "value", "d_out", "lse", "delta")
+COLUMNS = (
+    "device read, KiB",
+    "written, KiB",
+    "threadgroup, KiB",
+    "8x8x8 products",
+    "exponentials",
+    "barriers",
+    "atomics",
+    "error",
+)
+Run = tuple[list[np.ndarray], list[_ffi.Counters]]
+
+
 def main(length: int = 256, head_dim: int = 64) -> None:
     """Run every step and print the table.
 
@@ -55,12 +70,12 @@ def main(length: int = 256, head_dim: int = 64) -> None:
     if reason is not None:
         raise SystemExit(reason)
     table = Table(title=f"one head, {length} tokens, head dimension {head_dim}, float32, run by the {_ffi.host()}")
-    table.add_column("step")
-    for name in ("device read", "device written", "threadgroup", "8x8x8 products", "exponentials", "barriers", "error"):
+    table.add_column("step", no_wrap=True)
+    for name in COLUMNS:
         table.add_column(name, justify="right")
     for row in rows(length, head_dim):
         table.add_row(*row)
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
 def rows(length: int, head_dim: int) -> list[tuple[str, ...]]:
@@ -72,18 +87,88 @@ def rows(length: int, head_dim: int) -> list[tuple[str, ...]]:
     return lines
 
 
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arrays `[length, head_dim]` of one head, and what should come of them, in float64."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    d_out: np.ndarray
+    lse: np.ndarray
+    delta: np.ndarray
+    out: np.ndarray
+    gradients: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+    @staticmethod
+    def draw(length: int, head_dim: int) -> Problem:
+        """Random numbers, the same on every run; the logits' scale is head_dim**-0.5."""
+        numbers = np.random.default_rng(0)
+        query, key, value, d_out = (numbers.standard_normal((length, head_dim)) for _ in range(4))
+        logits = query @ key.T * head_dim**-0.5
+        lse = np.log(np.sum(np.exp(logits), axis=-1))
+        weights = np.exp(logits - lse[:, None])
+        out = weights @ value
+        delta = np.sum(d_out * out, axis=-1)
+        d_logits = weights * (d_out @ value.T - delta[:, None]) * head_dim**-0.5
+        gradients = d_logits @ key, d_logits.T @ query, weights.T @ d_out
+        return Problem(query, key, value, d_out, lse, delta, out, gradients)
+
+    def _launch(self, file: str, entry: str, names: tuple[str, ...], tile: int, threads: int, **more: Any) -> Run:
+        length, head_dim = self.query.shape
+        source = f"#define HEAD_DIM {head_dim}\n#define TILE_SIZE {tile}\n{(FOLDER / file).read_text()}"
+        parameters = np.zeros((), [("length", "<i4"), ("scale", "<f4")])
+        parameters["length"], parameters["scale"] = length, head_dim**-0.5
+        operands = [jnp.asarray(getattr(self, name), jnp.float32) for name in names] + more.pop("zeros", [])
+        results = [jax.ShapeDtypeStruct(self.query.shape, jnp.float32)] * more.pop("results")
+        grid = (length // tile, 1, 1)
+        _ffi.forget_counters()
+        values = np.frombuffer(parameters.tobytes(), np.uint8)
+        got = _ffi.launch(source, entry, grid, (threads, 1, 1), values, operands, results, **more)
+        return [np.asarray(array, np.float64) for array in got], list(_ffi.counters())
+
+    def forward(self, step: Step) -> tuple[float, list[_ffi.Counters]]:
+        """The largest error of the output, and the counts."""
+        (out,), counts = self._launch(
+            step.file, "attention", ("query", "key", "value"), step.tile, step.threads, results=1
+        )
+        return float(np.max(np.abs(out - self.out))), counts
+
+    def _error(self, *gradients: np.ndarray) -> float:
+        return max(float(np.max(np.abs(got - want))) for got, want in zip(gradients, self.gradients, strict=True))
+
+    def backward_atomic(self) -> tuple[float, list[_ffi.Counters]]:
+        """The largest error of the three gradients, and the counts."""
+        zeros = [jnp.zeros(self.query.shape, jnp.float32)] * 2
+        (d_key, d_value, d_query), counts = self._launch(
+            "backward_atomic.metal", "backward", BACKWARD, 32, 32, zeros=zeros, results=3, aliases={6: 0, 7: 1}
+        )
+        return self._error(d_query, d_key, d_value), counts
+
+    def backward_owned(self) -> tuple[float, list[_ffi.Counters]]:
+        """The same of the two kernels without atomics."""
+        (d_query,), counts = self._launch("backward_owned.metal", "d_query", BACKWARD, 32, 32, results=1)
+        (d_key, d_value), more = self._launch("backward_owned.metal", "d_key_value", BACKWARD, 32, 32, results=2)
+        return self._error(d_query, d_key, d_value), counts + more
+
+
 def line(title: str, error: float, counts: list[_ffi.Counters]) -> tuple[str, ...]:
     """A step's counts, those of its kernels added up, and its largest error."""
-    total = lambda name: sum(getattr(one, name) for one in counts)
-    kib = lambda name: f"{total(name) / 1024:,.0f} KiB"
-    plain = lambda name: f"{total(name):,}"
+    total = lambda count: sum(count(one) for one in counts)
+    kib = lambda count: f"{total(count) / 1024:,.0f}"
+    plain = lambda count: f"{total(count):,}"
     return (
         title,
-        kib("device_read"),
-        kib("device_written"),
-        kib("threadgroup"),
-        plain("matrix_products"),
-        plain("exponentials"),
-        plain("barriers"),
+        kib(lambda one: sum(one.bytes_read[:-1])),  # the last are the parameters, in constant memory
+        kib(lambda one: sum(one.bytes_written)),
+        kib(lambda one: one.threadgroup_bytes_read + one.threadgroup_bytes_written),
+        plain(lambda one: one.matrix_multiplications),
+        plain(lambda one: one.exponentials),
+        plain(lambda one: one.threadgroup_barriers),
+        plain(lambda one: one.atomics),
         f"{error:.1e}",
     )
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,4 +1,4 @@
-// V3 (TILE 32) and V4 (TILE 16), SIMD-group matrices: the hardware multiplies 8x8 matrices.
+// V3 (TILE_SIZE 32) and V4 (TILE_SIZE 16), SIMD-group matrices: the hardware multiplies 8x8 matrices.
 //
 // A SIMD-group has 8 queries. Logits and sums are 8x8 matrices in registers, and which lane holds which element nobody
 // says; so the logits go through threadgroup memory for the softmax (four lanes for each row), and a row of sums shrinks
@@ -12,6 +12,7 @@ struct Parameters {
   float scale;
 };
 
+constexpr constant int TILE = TILE_SIZE;
 constexpr constant int THREADS = TILE / 8 * 32;
 constexpr constant int FOURS = HEAD_DIM / 4;
 

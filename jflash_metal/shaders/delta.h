@@ -20,7 +20,7 @@ inline void delta_row(
   long row = (long(batch) * parameters.heads + head) * parameters.queries + query;
   long first = batch * parameters.out.batch + query * long(parameters.out.row) + long(head) * parameters.out.head;
   // A query that sees no key has no gradient, also where it is padding and its output's gradient NaN.
-  bool is_empty = lse[row] == -INFINITY;
+  bool is_empty = simd_any(lane == 0 && lse[row] == -INFINITY);
   float sum = 0.0f;
   if (!is_empty) {
     for (int feature = int(lane); feature < VALUE_DIM; feature += 32) {
