@@ -38,11 +38,11 @@ std::string cache_directory;
 // The shader must be compiled so that every access to memory becomes a call, and no access is invented.
 std::vector<std::string> compile_flags() {
   std::vector<std::string> flags = {"-std=c++20", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-w", "-fno-exceptions", "-fno-rtti",
-                                    "-fsanitize=thread", "-fsanitize=bounds", "-ftrivial-auto-var-init=pattern",
+                                    "-fsanitize=thread", "-fsanitize=bounds,alignment", "-ftrivial-auto-var-init=pattern",
                                     "-ffp-contract=off", "-fno-math-errno", "-fno-threadsafe-statics",
                                     "-fno-strict-aliasing"};
 #if defined(__clang__)
-  flags.insert(flags.end(), {"-mllvm", "-tsan-instrument-func-entry-exit=0", "-fno-sanitize=alignment,null"});
+  flags.insert(flags.end(), {"-mllvm", "-tsan-instrument-func-entry-exit=0", "-fno-sanitize=null"});
 #else
   flags.insert(flags.end(), {"--param", "tsan-instrument-func-entry-exit=0", "-fexcess-precision=16"});
 #endif

@@ -1,4 +1,5 @@
-// What -fsanitize=thread and -fsanitize=bounds make a shader call at every memory access; no sanitizer library is used.
+// What the sanitizers make a shader call: -fsanitize=thread at every access to memory, -fsanitize=bounds,alignment where
+// an index or an address is wrong. No sanitizer's library is used.
 #include <cstdint>
 #include <string>
 
@@ -16,10 +17,19 @@ inline void access(const void* address, std::size_t bytes, Access access, void* 
   }
 }
 
-// The parts of the handlers' first argument that are read here, laid out as both compilers do.
-struct BoundsError {
+// The handlers' first arguments, as both compilers lay them out.
+struct Place {
   const char* file;
-  std::uint32_t line;
+  std::uint32_t line, column;
+};
+struct TypeName {
+  std::uint16_t kind, info;
+  char name[1];
+};
+struct TypeMismatch {
+  Place place;
+  const TypeName* type;
+  std::uint8_t log_alignment, kind;
 };
 
 }  // namespace
@@ -75,13 +85,21 @@ void* __tsan_memset(void* to, int value, std::size_t bytes) {
 }
 
 void __ubsan_handle_out_of_bounds(void* error, void* index) {
-  const auto& at = *static_cast<const BoundsError*>(error);
+  const auto& at = *static_cast<const Place*>(error);
   if (emulator::Machine* machine = emulator::Machine::current()) {
     machine->violation("out of bounds: index " + std::to_string(reinterpret_cast<std::intptr_t>(index)) +
                        " of an array at " + at.file + ":" + std::to_string(at.line) + ".");
   }
 }
-void __ubsan_handle_out_of_bounds_abort(void* error, void* index) { __ubsan_handle_out_of_bounds(error, index); }
+
+void __ubsan_handle_type_mismatch_v1(void* error, void* address) {
+  const auto& mismatch = *static_cast<const TypeMismatch*>(error);
+  if (emulator::Machine* machine = emulator::Machine::current()) {
+    const std::size_t alignment = std::size_t{1} << mismatch.log_alignment;
+    machine->misaligned(reinterpret_cast<std::uintptr_t>(address), alignment, mismatch.type->name,
+                        std::string(" at ") + mismatch.place.file + ":" + std::to_string(mismatch.place.line));
+  }
+}
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -310,8 +310,17 @@ void Machine::check(Shadow& shadow, int space, const std::string& name, std::siz
 }
 
 void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place) {
-  std::string text = "out of bounds: " + thread_name(running_) + (!writes(access) ? " reads " : " writes ") +
-                     std::to_string(bytes) + " bytes";
+  violation("out of bounds: " + thread_name(running_) + (writes(access) ? " writes " : " reads ") + std::to_string(bytes) +
+            " bytes at " + describe(address) + at(place) + ".");
+}
+
+void Machine::misaligned(std::uintptr_t address, std::size_t alignment, const char* type, const std::string& where) {
+  violation("misaligned: " + thread_name(running_) + " uses " + describe(address) + " as " + type + where +
+            "; its address must be a multiple of " + std::to_string(alignment) + ".");
+}
+
+// In words, from the nearest buffer or variable.
+std::string Machine::describe(std::uintptr_t address) const {
   struct Near {
     std::string name;
     std::uintptr_t begin;
@@ -319,8 +328,7 @@ void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, 
   };
   std::vector<Near> all;
   const auto shared = reinterpret_cast<std::uintptr_t>(threadgroup_memory_.get());
-  const bool in_threadgroup = address - shared < threadgroup_address_space;
-  if (in_threadgroup) {
+  if (address - shared < threadgroup_address_space) {
     for (const Variable& v : variables_) all.push_back({"threadgroup variable " + v.name, shared + v.offset, v.bytes});
   } else {
     for (const Region& r : regions_) all.push_back({r.name, reinterpret_cast<std::uintptr_t>(r.begin), r.bytes});
@@ -328,20 +336,22 @@ void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, 
   const Near* nearest = nullptr;
   std::uintptr_t distance = 1u << 30;
   for (const Near& near : all) {
-    const std::uintptr_t away = address < near.begin ? near.begin - address
-                                : address < near.begin + near.bytes ? 0 : address - (near.begin + near.bytes);
-    if (away < distance) distance = away, nearest = &near;
+    const std::uintptr_t end = near.begin + near.bytes;
+    const std::uintptr_t away = address < near.begin ? near.begin - address : address < end ? 0 : address - end;
+    if (away < distance) {
+      distance = away;
+      nearest = &near;
+    }
   }
   if (nearest != nullptr) {
-    text += " at byte " + std::to_string(static_cast<std::int64_t>(address - nearest->begin)) + " of " + nearest->name +
-            ", which has " + std::to_string(nearest->bytes);
-  } else {
-    bool in_stack = false;
-    for (unsigned i = 0; i < threads_.size(); ++i)
-      in_stack |= address - reinterpret_cast<std::uintptr_t>(stacks[i].begin()) < Stack::bytes;
-    text += in_stack ? " of another thread's own memory" : " at an address that belongs to no buffer";
+    return "byte " + std::to_string(static_cast<std::int64_t>(address - nearest->begin)) + " of " + nearest->name +
+           ", which has " + std::to_string(nearest->bytes) + " bytes,";
   }
-  violation(text + at(place) + ".");
+  for (unsigned i = 0; i < threads_.size(); ++i) {
+    if (address - reinterpret_cast<std::uintptr_t>(stacks[i].begin()) >= Stack::bytes) continue;
+    return i == running_ ? "an address in its own memory" : "an address in another thread's own memory";
+  }
+  return "an address that belongs to no buffer";
 }
 
 std::string Machine::position(const unsigned* at) const {

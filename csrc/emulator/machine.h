@@ -83,6 +83,7 @@ class Machine {
   unsigned lane() const { return running_ % simd_width; }
   const std::array<std::uint8_t, 64>& matrix_layout() const { return matrix_layout_; }
   Counters& counters() { return counters_; }
+  [[noreturn]] void misaligned(std::uintptr_t address, std::size_t alignment, const char* type, const std::string& where);
   [[noreturn]] void violation(const std::string& what);
   std::vector<Region>& regions() { return regions_; }
 
@@ -126,6 +127,7 @@ class Machine {
   void check(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes, Access access,
              std::uint32_t place, Who who);
   [[noreturn]] void outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place);
+  std::string describe(std::uintptr_t address) const;
   std::string thread_name(unsigned thread) const;
   std::string position(const unsigned* position) const;
   std::uint32_t number(const Site& site);
