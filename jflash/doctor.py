@@ -30,7 +30,7 @@ PACKAGES = ("jflash", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-metal"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report. Returns 1 if a check failed, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m jflash.doctor", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m jflash.doctor", description="What jflash finds here.")
     parser.add_argument("--selfcheck", action="store_true", help="compute something with every implementation")
     chosen = parser.parse_args(arguments)
     for line in report():

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from jflash import _sharding
 from jflash._platform import Platform
@@ -218,7 +217,7 @@ def _launch(
     source: str,
     entry: str,
     grid: tuple[int, int, int],
-    values: UInt8[np.ndarray, " bytes"],
+    values: bytes,
     arrays: Sequence[Array | None],
     results: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[Array, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from jaxtyping import UInt8
 
 from jflash._spec import Operands, Spec
 
@@ -39,7 +38,7 @@ PARAMETERS = np.dtype(
 """`Parameters` of shaders/parameters.h."""
 
 
-def parameters(spec: Spec, operands: Operands) -> UInt8[np.ndarray, " bytes"]:
+def parameters(spec: Spec, operands: Operands) -> bytes:
     """The structure for one call, as it lies in memory."""
     values = np.zeros((), PARAMETERS)
     queries, keys = (spec.query_length, spec.heads), (spec.key_length, spec.key_heads)
@@ -73,7 +72,7 @@ def parameters(spec: Spec, operands: Operands) -> UInt8[np.ndarray, " bytes"]:
         ("soft_cap", spec.logits_soft_cap),
     ):
         values[name] = 0 if value is None else value
-    return np.frombuffer(values.tobytes(), np.uint8)
+    return values.tobytes()
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:

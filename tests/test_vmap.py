@@ -70,7 +70,9 @@ def named(axes: Mapping[str, int]) -> str:
 )
 def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
     if not served(dict.fromkeys(axes, ALL["scale"]), backend):
-        skip_refused(backend, **PLAIN, score_mod=lambda logit, *_: logit, dropout_rate=0.5, dropout_key=ALL["dropout_key"])
+        skip_refused(
+            backend, **PLAIN, score_mod=lambda logit, *_: logit, dropout_rate=0.5, dropout_key=ALL["dropout_key"]
+        )
     calls = entries(backend, axes)
     expected = stack([reference(call) for call in calls])
     moved = np.ptp(np.asarray(expected[0][0]), axis=0).max()

@@ -8,10 +8,10 @@ tiles that nobody sees, shows here.
 The ideal, for blocks of R rows that stay and tiles of C rows that stream by (`jflash_metal._blocks`):
 
 - device bytes: what a block owns is read once, and written once; of the other side each tile that somebody of the block
-  sees is read once for each block; a bias [T, S] likewise, and its gradient is written once. A tile of queries is read once more for dK where queries and their outputs' gradients do
-  not fit into threadgroup memory together.
-- 8x8x8 matrix products: R/8 * C/8 for each 8 features and product of each such tile: two products forward, three for dQ,
-  four for dK and dV.
+  sees is read once for each block; a bias [T, S] likewise, and its gradient is written once. A tile of queries is read
+  once more for dK where queries and their outputs' gradients do not fit into threadgroup memory together.
+- 8x8x8 matrix products: R/8 * C/8 for each such tile, product and 8 features: two products forward, three for dQ, four
+  for dK and dV.
 - exponentials: one for each pair of each such tile.
 """
 
@@ -52,6 +52,7 @@ class Setting:
     """[1, N, T, S], float32, with its gradient."""
 
     def __str__(self) -> str:
+        """Its line in the table."""
         sight = "causal" if self.is_causal else f"window {self.window}" if self.window is not None else "full"
         packed = f" {self.segments} segments" if self.segments > 1 else ""
         return f"{self.dtype} d{self.head_dim} {sight}{packed}{' bias' if self.bias else ''}"
@@ -184,7 +185,16 @@ def main(record: bool = False) -> None:
     if reason is not None or _ffi.host() != "emulator":
         raise SystemExit(reason or "Only the emulator counts; this library runs shaders on a GPU.")
     table = Table(title="512 queries and keys, 2 query heads on 1 key head; measured / ideal (times the ideal)")
-    for column in ("", "kernel", "blocks", "device KiB", "matrix products", "exponentials", "threadgroup KiB", "barriers"):
+    for column in (
+        "",
+        "kernel",
+        "blocks",
+        "device KiB",
+        "matrix products",
+        "exponentials",
+        "threadgroup KiB",
+        "barriers",
+    ):
         table.add_column(column, justify="left" if column in ("", "kernel", "blocks") else "right", no_wrap=True)
     every = [cost for setting in SETTINGS for cost in costs(setting)]
     for cost in every:

@@ -2,10 +2,10 @@
 
     python examples/ladder/run.py [--length 256] [--head-dim 64]
 
-Every shader is one file that can be read alone: one head, float32, no options, lengths that are multiples of 32. Each is run
-and held against attention in float64. Where there is no Apple GPU the emulator runs them and counts what they do: bytes
-read and written in device memory, bytes in threadgroup memory, 8x8x8 matrix products, exponentials, barriers. Counts are no
-times: the emulator knows nothing of caches, registers or what the GPU does at once.
+Every shader is one file that can be read alone: one head, float32, no options, lengths that are multiples of 32. Each is
+run and held against attention in float64. Where there is no Apple GPU the emulator runs them and counts what they do:
+bytes read and written in device memory, bytes in threadgroup memory, 8x8x8 matrix products, exponentials, barriers.
+Counts are no times: the emulator knows nothing of caches, registers or what a GPU does at once.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class Problem:
         results = [jax.ShapeDtypeStruct(self.query.shape, jnp.float32)] * more.pop("results")
         grid = (length // tile, 1, 1)
         _ffi.forget_counters()
-        values = np.frombuffer(parameters.tobytes(), np.uint8)
-        got = _ffi.launch(source, entry, grid, (threads, 1, 1), values, operands, results, **more)
+        got = _ffi.launch(source, entry, grid, (threads, 1, 1), parameters.tobytes(), operands, results, **more)
         return [np.asarray(array, np.float64) for array in got], list(_ffi.counters())
 
     def forward(self, step: Step) -> tuple[float, list[_ffi.Counters]]:
