@@ -157,7 +157,7 @@ struct Range {
 /// Of COUNT queries or keys, from a multiple of eight on. All threads of a SIMD-group ask together.
 template <int COUNT>
 Range range_of(device const int* ranges, int first, int length, uint lane) {
-  Range range = {INT_MAX, INT_MIN};
+  Range range = {0x7fffffff, -0x7fffffff - 1};
   int index = first / 8 + int(lane);
   if (int(lane) < COUNT / 8 && 8 * index < length) {
     range = Range{ranges[2 * index], ranges[2 * index + 1]};
