@@ -5,12 +5,12 @@ import os
 import re
 
 import jax
+import metal_shader
 import numpy as np
 import pytest
-
-import metal_shader
-from jflash_metal import _ffi
 from metal_shader import HEADER, KERNEL, launch, run
+
+from jflash_metal import _ffi
 
 pytestmark = pytest.mark.skipif(_ffi.available() is not None, reason=str(_ffi.available()))
 
@@ -157,7 +157,7 @@ def test_broken_rule(name: str) -> None:
 
 def test_race_between_threadgroups() -> None:
     """No barrier orders two threadgroups."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match="race: .* which another threadgroup wrote"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"race: .* which another threadgroup wrote"):
         run("y[thread_index] = 1;", grid=(2, 1, 1))
 
 
@@ -175,12 +175,13 @@ SOUND = {
     "barrier_of_the_simdgroup": (REVERSE % (SIMD_BARRIER, "thread_index ^ 1"), np.arange(64) ^ 1),
     "the_threads_own_element": (REVERSE % ("", "thread_index"), np.arange(64)),
     "device_memory": (
-        "y[thread_index] = x[thread_index]; threadgroup_barrier(mem_flags::mem_device); float other = y[63 - thread_index];"
-        "threadgroup_barrier(mem_flags::mem_device); y[thread_index] = other;",
+        "y[thread_index] = x[thread_index]; threadgroup_barrier(mem_flags::mem_device);"
+        "float other = y[63 - thread_index]; threadgroup_barrier(mem_flags::mem_device); y[thread_index] = other;",
         np.arange(64)[::-1],
     ),
     "neighbouring_bytes": (
-        f"threadgroup uchar t[64]; t[thread_index] = uchar(thread_index); {BARRIER} y[thread_index] = t[63 - thread_index];",
+        f"threadgroup uchar t[64]; t[thread_index] = uchar(thread_index); {BARRIER}"
+        "y[thread_index] = t[63 - thread_index];",
         np.arange(64)[::-1],
     ),
     "smaller_parts_of_larger_elements": (
@@ -189,8 +190,8 @@ SOUND = {
         np.arange(64),
     ),
     "different_barriers_for_different_simdgroups": (
-        f"threadgroup float t[64]; t[thread_index] = x[thread_index]; for (uint i = 0; i <= simdgroup; ++i) {SIMD_BARRIER}"
-        "y[thread_index] = t[thread_index ^ 1];",
+        "threadgroup float t[64]; t[thread_index] = x[thread_index];"
+        f"for (uint i = 0; i <= simdgroup; ++i) {SIMD_BARRIER} y[thread_index] = t[thread_index ^ 1];",
         np.arange(64) ^ 1,
     ),
     "all_of_threadgroup_memory": ("threadgroup float t[8192]; t[thread_index] = 1; y[thread_index] = 1;", np.ones(64)),

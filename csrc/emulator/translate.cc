@@ -88,6 +88,10 @@ class Translator {
   std::string run() {
     read_function_constants();
     for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      if (is_attribute(i)) {
+        i = attribute_end(i) - 1;
+        continue;
+      }
       if (text(i) == "template" && text(i + 1) != "<") explicit_instantiation(i);
       if (is_kernel(i)) kernel_definition(i);
       if (text(i) == "threadgroup") threadgroup_declaration(i);
@@ -164,7 +168,21 @@ class Translator {
       constants_by_name_[name] = value != constants_.end();
       erase(i, end);
       tokens_[i].text = " = " + (value != constants_.end() ? value->second : "{}");
+      if (value == constants_.end()) check_unused(name, i);
     }
+  }
+
+  // A function constant without a value may only be named where the shader also asks whether it has one.
+  void check_unused(const std::string& name, std::size_t declaration) const {
+    bool used = false;
+    for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      if (i + 1 == declaration || text(i) != name) continue;
+      if (i >= 2 && text(i - 2) == "is_function_constant_defined") return;
+      used = true;
+    }
+    if (used)
+      throw TranslationError("The function constant `" + name + "` is used and has no value. Give it one with: " +
+                             "#pragma METAL_EMULATOR function_constant(N) = value");
   }
 
   bool is_kernel(std::size_t i) const {
@@ -256,7 +274,9 @@ class Translator {
       const std::size_t close = attribute_end(at);
       for (std::size_t t = at; t < close; ++t) {
         is_kernel |= text(t) == "kernel";
-        if (text(t) == "host_name") kernel.name = text(t + 2).substr(1, text(t + 2).size() - 2);
+        if (text(t) != "host_name") continue;
+        for (std::size_t part = t + 2; text(part) != ")" && part < close; ++part)
+          kernel.name += text(part).substr(1, text(part).size() - 2);
       }
       at = close;
     }
