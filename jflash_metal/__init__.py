@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflash import _sharding
+from jflash import _platform, _sharding
 from jflash._platform import Platform
 from jflash._spec import Operands, Residuals, Spec
-from jflash_metal import _ffi, _source
+from jflash_metal import _ffi, _mps, _source
 from jflash_metal._blocks import blocks
 from jflash_metal._parameters import parameters
 
@@ -34,15 +34,15 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
     """Another platform than JAX's cpu, what the shaders do not compute, or a native library that is not there."""
     if platform.name == "METAL":
         return (
-            "jax-metal's platform METAL runs two custom calls of its own and has no FFI, so no library can run a shader "
-            "there. JAX's cpu platform on the same Mac can: JAX_PLATFORMS=cpu."
+            "jax-metal's platform METAL runs two custom calls of its own and has no FFI, so no library can run a "
+            "shader there. JAX's cpu platform on the same Mac can: JAX_PLATFORMS=cpu."
         )
-    if platform.name == "mps":
+    if platform.name == "mps" and _mps.launcher() is None:
         return (
-            "jax-mps's platform mps has no FFI, so no library can run a shader there. JAX's cpu platform on the same "
-            "Mac can: JAX_PLATFORMS=cpu."
+            "jax-mps's platform mps has no FFI, and this version has no metal_kernel_jit, so no library can run a "
+            "shader there. JAX's cpu platform on the same Mac can: JAX_PLATFORMS=cpu."
         )
-    if platform.name != "cpu":
+    if platform.name not in ("cpu", "mps"):
         return f"its kernels are for Apple GPUs, by way of JAX's cpu platform; this is {platform}."
     if spec.dtype.name not in _source.SCALARS:
         return f"Metal has no {spec.dtype}; it takes {', '.join(_source.SCALARS)}."
@@ -52,7 +52,7 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
         return "it has no dropout."
     if spec.score_mod is not None:
         return "it has no score_mod: a Python function cannot become part of a Metal shader."
-    return _ffi.available()
+    return None if platform.name == "mps" else _ffi.available()
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
@@ -224,6 +224,7 @@ def _launch(
     # A kernel that does not use an array still has a place for it.
     placeholder = jnp.zeros(1, jnp.int32)
     present = [placeholder if array is None else array for array in arrays]
-    launched = _ffi.launch(source, entry, grid, _THREADS, values, present, results)
+    launch = _mps.launch if _platform.current().name == "mps" else _ffi.launch
+    launched = launch(source, entry, grid, _THREADS, values, present, results)
     # Inside shard_map a result differs between devices as the operands do, which a custom call's type does not say.
     return _sharding.varying_alike(launched, like=present)
