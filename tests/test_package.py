@@ -19,7 +19,8 @@ from jflash import _api
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "jflash").rglob("*.py"))
+MODULES = sorted(path.relative_to(ROOT) for name in ("jflash", "jflash_metal") for path in (ROOT / name).rglob("*.py"))
+SHADERS = sorted(path.relative_to(ROOT) for path in (ROOT / "jflash_metal" / "shaders").iterdir())
 RUNTIME = {re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]}
 EXTRAS = {
     re.match(r"[\w-]+", requirement)[0].replace("-", "_")
@@ -101,21 +102,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built where there is no compiler, and no other program either."""
     directory = tmp_path_factory.mktemp("wheel")
     code = f"from scikit_build_core.build import build_wheel; build_wheel({str(directory)!r})"
-    run(code, CC="false", CXX="false", PATH=str(directory))
+    run(code, CC="false", CXX="false", PATH=str(directory), JFLASH_METAL_EMULATOR="0")
     (path,) = directory.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
 def test_wheel_contents(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
-    assert {str(path) for path in MODULES} <= set(names)
+    assert {str(path) for path in (*MODULES, *SHADERS)} <= set(names)
     assert "jflash/py.typed" in names, "the project calls itself typed"
     assert any(name.endswith("LICENSE") for name in names)
     assert all(name.startswith("jflash") for name in names)
     assert not any("test" in name for name in names)
-    assert all(
-        info.filename.endswith((".py", ".typed")) for info in wheel.infolist() if "dist-info" not in info.filename
-    )
+    files = {name for name in names if "dist-info" not in name} - {str(path) for path in SHADERS}
+    assert all(name.endswith((".py", ".typed")) for name in files)
+    assert not any("native" in name for name in files)
+
+
+def test_wheel_with_the_emulator(tmp_path: Path) -> None:
+    """Asked for where there is no compiler, it is left out, and nothing fails."""
+    code = f"from scikit_build_core.build import build_wheel; build_wheel({str(tmp_path)!r})"
+    run(code, JFLASH_METAL_EMULATOR="1", CXX=str(tmp_path / "none"), CC=str(tmp_path / "none"))
+    (path,) = tmp_path.glob("*.whl")
+    assert not any("native" in name for name in zipfile.ZipFile(path).namelist())
 
 
 def test_wheel_requirements(wheel: zipfile.ZipFile) -> None:
