@@ -120,7 +120,18 @@ EMULATED = {
     "batch": ((), (1,), (3,), (2, 2)),
     "window": (None, 15, (60, 0), (10, 40)),
 }
-"""What an emulator of a GPU can do in reasonable time: as SHORT, but smaller. Up to nine tiles of 8 keys each way."""
+EMULATED_LONG = {
+    **EMULATED,
+    "query_length": (257, 301),
+    "key_length": (293, 350),
+    "heads": ((1, 1), (2, 1), (2, 2)),
+    "dims": ((8, 8), (32, 40), (64, 64)),
+    "batch": ((), (2,)),
+    "bias": (None, "full", "keys", "queries"),
+    "offset": (None, "end", "negative", "each"),
+    "window": LONG["window"],
+}
+"""What an emulator of a GPU can do in reasonable time: as SHORT and LONG, but smaller."""
 VACUOUS = {("query_length", 1), ("key_length", 1)}
 """A single query or key hides much of what the rest does: what meets in such a case has to meet elsewhere too."""
 

@@ -16,7 +16,7 @@ import jflash
 from jflash import _dispatch
 
 CASES = cases.all_cases(cases.SHORT, cases.LONG)
-EMULATED = cases.all_cases(cases.EMULATED)
+EMULATED = cases.all_cases(cases.EMULATED, cases.EMULATED_LONG)
 IN_FULL = [name for name in _dispatch.BACKENDS if name != "metal"]
 EVERYTHING = Case(
     scale="traced",
@@ -102,7 +102,11 @@ def test_what_a_backend_lacks_it_refuses(lack: str):
     assert lack in reason
 
 
-@pytest.mark.parametrize("values", [cases.SHORT, cases.LONG, cases.EMULATED], ids=["short", "long", "emulated"])
+@pytest.mark.parametrize(
+    "values",
+    [cases.SHORT, cases.LONG, cases.EMULATED, cases.EMULATED_LONG],
+    ids=["short", "long", "emulated", "emulated_long"],
+)
 def test_every_pair_of_values_meets(values: Mapping[str, Sequence[Any]]):
     """And meets where there is something to see, but for the pairs of which one value leaves nothing."""
     named = [{name: getattr(case, name) for name in values} for case in [*CASES, *EMULATED]]
