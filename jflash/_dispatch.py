@@ -29,7 +29,7 @@ _log = logging.getLogger("jflash")
 
 
 def candidates(implementation: Any) -> tuple[str, ...]:
-    """The names to ask, in order, for the argument `implementation`: a name, several, or None for all that may be chosen.
+    """The names to ask, in order, for the argument `implementation`: a name, several, or None for all but some.
 
     Raises:
       TypeError: if `implementation` is not a name, a sequence of names or None.
