@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -120,7 +122,7 @@ def launch(
 
 def counters() -> tuple[Counters, ...]:
     """Of this process's last launches in the emulator (up to 256), oldest first."""
-    function = _library().metal_emulator_counters
+    function = _emulator().metal_emulator_counters
     function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_size_t
     size = 0
     buffer = ctypes.create_string_buffer(1)
@@ -129,19 +131,26 @@ def counters() -> tuple[Counters, ...]:
         needed = function(buffer, size)
         if needed > size:
             buffer = ctypes.create_string_buffer(needed)
-    fields = json.loads(buffer.value)
-    as_tuples = lambda one: {name: tuple(value) if isinstance(value, list) else value for name, value in one.items()}
-    return tuple(Counters(**as_tuples(one)) for one in fields)
+    launches: list[dict[str, Any]] = json.loads(buffer.value)
+    for launch in launches:
+        launch.update(bytes_read=tuple(launch["bytes_read"]), bytes_written=tuple(launch["bytes_written"]))
+    return tuple(Counters(**launch) for launch in launches)
 
 
 def forget_counters() -> None:
     """From here on `counters` starts with the next launch."""
-    _library().metal_emulator_forget_counters()
+    _emulator().metal_emulator_forget_counters()
 
 
 def set_schedule(seed: int) -> None:
     """The order in which the emulator runs threads, and how it lays matrices into lanes; 0 until it is set."""
-    _library().metal_emulator_set_seed(ctypes.c_uint64(seed))
+    _emulator().metal_emulator_set_seed(ctypes.c_uint64(seed))
+
+
+def _emulator() -> ctypes.CDLL:
+    if host() != "emulator":
+        raise RuntimeError("Only the emulator counts and has schedules; kernels run on an Apple GPU here.")
+    return _library()
 
 
 @functools.cache
@@ -149,7 +158,19 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(_LIBRARY))
     if sys.platform != "darwin":
         library.metal_emulator_set_cache_directory(str(_settings.metal_cache()).encode())
+        library.metal_emulator_set_clang("|".join(clang()).encode())
     return library
+
+
+def clang() -> tuple[str, ...]:
+    """The clang that checks address spaces for the emulator, zig's if need be; empty where there is none."""
+    on_path = shutil.which("clang++")
+    if on_path is not None:
+        return (on_path,)
+    ziglang = importlib.util.find_spec("ziglang")
+    if ziglang is None or ziglang.origin is None:
+        return ()
+    return str(Path(ziglang.origin).parent / "zig"), "clang"
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from metal_shader import HEADER, launch, run
+from metal_shader import HEADER, KERNEL, launch, run
 
 from jflash_metal import _ffi
 
@@ -23,7 +23,7 @@ EXPRESSIONS: dict[str, tuple[str, Any]] = {
         np.asarray(jnp.asarray(INDEX * np.float32(1.37)).astype(jnp.bfloat16).astype(jnp.float32)),
     ),
     "swizzles": (
-        "[&] { float4 v(x[thread_index], 1, 2, 3); v.yz = v.xw; v.w += v.xy.y;"
+        "[&] { float4 v = float4(x[thread_index], 1, 2, 3); v.yz = v.xw; v.w += v.xy.y;"
         "return v.wzyx[2] * 10 + v.zw[0] + v.w; }()",
         INDEX * 10 + 3 + 3 + INDEX,
     ),
@@ -255,6 +255,43 @@ def test_foreign_shader(entry: str, dtype: Any, columns: int, has_bias: bool) ->
     wide = rows.astype(np.float64)
     total = (wide**2 if "squares" in entry else wide).sum(1) + 6 * has_bias
     np.testing.assert_array_equal(got, total * 2 + 1)
+
+
+MIXED = {
+    "threadgroup_as_thread": "threadgroup float t[64]; t[lane] = 0; thread float* p = t; y[lane] = *p;",
+    "threadgroup_as_device": "threadgroup float t[64]; t[lane] = 0; y[lane] = 0; y = t;",
+    "device_as_threadgroup": "threadgroup const float* p = x; y[lane] = *p;",
+    "device_as_constant": "constant float* p = x; y[lane] = *p;",
+    "constant_as_device": "device const float* p = &parameter; y[lane] = *p;",
+    "thread_as_device": "float own = 1; device float* p = &own; y[lane] = *p;",
+    "argument": "y[lane] = [](threadgroup const float* p) { return p[0]; }(x);",
+    "cast": "y[lane] = *(threadgroup const float*)static_cast<threadgroup const float*>(x + lane);",
+    "atomic_of_a_thread": "atomic_uint own; atomic_fetch_add_explicit(&own, 1u, memory_order_relaxed); y[lane] = 0;",
+    "matrix_of_a_thread": "float own[64]; simdgroup_float8x8 m; simdgroup_load(m, own, 8); y[lane] = 0;",
+}
+
+
+@pytest.mark.skipif(not _ffi.clang(), reason="neither clang++ nor zig is installed")
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_address_spaces(name: str) -> None:
+    """Which the compiled shader, where there is but one, would not show."""
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="Clang, looking at the shader's address spaces, finds:\nshader"
+    ):
+        run(MIXED[name], schedules=[0], threads=(32, 1, 1), count=32)
+
+
+@pytest.mark.skipif(not _ffi.clang(), reason="neither clang++ nor zig is installed")
+def test_address_spaces_are_not_looked_at_where_the_source_says_so() -> None:
+    body = "threadgroup float t[32]; t[lane] = x[lane]; thread float* p = t; y[lane] = p[lane];"
+    (y,) = launch(
+        "#pragma METAL_EMULATOR no_address_spaces\n" + KERNEL % body,
+        [np.arange(32, dtype=np.float32)],
+        [((32,), np.float32)],
+        threads=(32, 1, 1),
+        parameters=bytes(4),
+    )
+    np.testing.assert_array_equal(y, np.arange(32))
 
 
 def test_function_constant_without_a_value() -> None:

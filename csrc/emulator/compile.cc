@@ -34,6 +34,15 @@ namespace fs = std::filesystem;
 
 std::mutex mutex;
 std::string cache_directory;
+std::vector<std::string> clang;  // empty: there is none
+
+std::vector<std::string> words_of(const std::string& text) {
+  std::vector<std::string> words;
+  std::istringstream stream(text);
+  for (std::string word; std::getline(stream, word, '|');)
+    if (!word.empty()) words.push_back(word);
+  return words;
+}
 
 // The shader must be compiled so that every access to memory becomes a call, and no access is invented.
 std::vector<std::string> compile_flags() {
@@ -55,13 +64,7 @@ std::vector<std::string> compile_flags() {
   return flags;
 }
 
-std::vector<std::string> compiler() {
-  std::vector<std::string> words;
-  std::istringstream text(METAL_EMULATOR_COMPILER);
-  for (std::string word; std::getline(text, word, '|');)
-    if (!word.empty()) words.push_back(word);
-  return words;
-}
+std::vector<std::string> compiler() { return words_of(METAL_EMULATOR_COMPILER); }
 
 std::string read_file(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -105,6 +108,7 @@ const std::string& environment_key() {
     Hash hash;
     for (const std::string& word : compiler()) hash.add(word);
     for (const std::string& flag : compile_flags()) hash.add(flag);
+    for (const std::string& word : clang) hash.add(word);
     hash.add(library().string());
     std::map<std::string, std::string> files;
     for (const auto& file : fs::directory_iterator(headers())) files[file.path().filename()] = read_file(file.path());
@@ -163,12 +167,21 @@ void compile(std::string_view source, const fs::path& directory, const fs::path&
   preprocess.insert(preprocess.end(), {"-E", "-w", "-x", "c++", "-std=c++20", "-D__METAL__=1", "-D__METAL_VERSION__=320",
                                        "-D__METAL_EMULATOR__=1", shader.string(), "-o", preprocessed.string()});
   run(preprocess, log, "The shader does not pass the preprocessor:");
-  std::ofstream(cpp) << translate(read_file(preprocessed));
+  const std::string text = read_file(preprocessed);
+  std::ofstream(cpp) << translate(text, Purpose::run);
   std::vector<std::string> command = compiler();
   const auto flags = compile_flags();
   command.insert(command.end(), flags.begin(), flags.end());
   command.insert(command.end(), {"-I" + headers().string(), "-c", cpp.string(), "-o", object.string()});
   run(command, log, "The shader does not compile:");
+  if (!clang.empty() && text.find("#pragma METAL_EMULATOR no_address_spaces") == std::string::npos) {
+    const fs::path looked_at = directory / (stem + ".spaces.cc");
+    std::ofstream(looked_at) << translate(text, Purpose::check_address_spaces);
+    std::vector<std::string> look = clang;
+    look.insert(look.end(), {"-x", "c++", "-std=c++20", "-fsyntax-only", "-w", "-I" + headers().string(), looked_at.string()});
+    run(look, log, "Clang, looking at the shader's address spaces, finds:");
+    fs::remove(looked_at);
+  }
   command = compiler();
   // No sanitizer's library is wanted: this library has the functions that the sanitizers' calls go to.
   command.insert(command.end(), {"-shared", "-O1", "-fno-sanitize=undefined", object.string(), library().string(), "-lm", "-o", made.string()});
@@ -214,6 +227,11 @@ const Entry* LoadedShader::find(std::string_view name) const {
 void set_cache_directory(std::string directory) {
   const std::lock_guard lock(mutex);
   cache_directory = std::move(directory);
+}
+
+void set_clang(const std::string& command) {
+  const std::lock_guard lock(mutex);
+  clang = words_of(command);
 }
 
 const LoadedShader& load_shader(std::string_view source) {

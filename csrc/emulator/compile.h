@@ -25,6 +25,9 @@ struct LoadedShader {
 // Where compiled shaders are kept. Must be called before the first load.
 void set_cache_directory(std::string directory);
 
+// With which clang to look at address spaces, its words parted by '|'; without one nobody looks. Before the first load.
+void set_clang(const std::string& command);
+
 // Translates, compiles and loads at first use, and returns what is loaded after that; from any thread.
 // Throws CompileError or TranslationError.
 const LoadedShader& load_shader(std::string_view source);

@@ -128,6 +128,9 @@ const char* host() { return "emulator"; }
 // `directory` is where compiled shaders are kept; called once, before the first launch.
 extern "C" void metal_emulator_set_cache_directory(const char* directory) { emulator::set_cache_directory(directory); }
 
+// The clang that looks at address spaces, its words parted by '|'; called once, before the first launch.
+extern "C" void metal_emulator_set_clang(const char* command) { emulator::set_clang(command); }
+
 // Threads, threadgroups and matrix layouts come in an order that follows from `seed`.
 extern "C" void metal_emulator_set_seed(std::uint64_t seed) { emulator::seed = seed; }
 

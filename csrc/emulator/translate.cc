@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <map>
-#include <optional>
+#include <set>
 #include <vector>
 
 namespace emulator {
@@ -83,7 +83,8 @@ struct Kernel {
 
 class Translator {
  public:
-  explicit Translator(std::string_view preprocessed) : tokens_(tokenize(preprocessed)) {}
+  Translator(std::string_view preprocessed, Purpose purpose)
+      : tokens_(tokenize(preprocessed)), checking_(purpose == Purpose::check_address_spaces) {}
 
   std::string run() {
     read_function_constants();
@@ -96,7 +97,8 @@ class Translator {
       if (is_kernel(i)) kernel_definition(i);
       if (text(i) == "threadgroup") threadgroup_declaration(i);
       if (tokens_[i].kind == Token::number) literal(tokens_[i]);
-      if (text(i) == ".") swizzle(i);
+      if (text(i) == "." && !checking_) swizzle(i);
+      if (checking_) vector_from_parts(i);
       if (text(i) == "is_function_constant_defined" && text(i + 1) == "(") {
         tokens_[i].text = constants_by_name_[text(i + 2)] ? "true" : "false";
         erase(i + 1, i + 4);
@@ -106,9 +108,9 @@ class Translator {
       if (is_attribute(i)) erase(i, attribute_end(i));
       if (tokens_[i].kind == Token::identifier) address_space(i);
     }
-    std::string out = "#include \"metal_stdlib\"\n";
+    std::string out = checking_ ? "#include \"address_spaces.h\"\n" : "#include \"metal_stdlib\"\n";
     for (const Token& token : tokens_) out += token.space + token.text;
-    return out + entries();
+    return checking_ ? out : out + entries();
   }
 
  private:
@@ -282,7 +284,7 @@ class Translator {
     }
     is_kernel |= text(at) == "kernel";
     if (text(at) == "kernel") ++at;
-    if (!is_kernel) return;
+    if (!is_kernel || checking_) return;
     at = text(at) == "decltype" ? closing(at + 1) : at + 1;  // the return type
     const std::size_t name = at;
     int depth = 0;
@@ -329,7 +331,7 @@ class Translator {
     std::string references;
     for (const std::size_t at : names) {
       const std::string name = text(at), type = "emulator_type_" + std::to_string(++variables_) + "_" + name;
-      references += " " + type + "& " + name + " = emulator::threadgroup_variable<" + type + ">(" +
+      references += " auto& " + name + " = emulator::threadgroup_variable<" + type + ">(" +
                     std::to_string(variables_) + ", \"" + name + "\");";
       tokens_[at].text = type;
     }
@@ -369,14 +371,26 @@ class Translator {
 
   void address_space(std::size_t i) {
     std::string& t = tokens_[i].text;
+    if (checking_ && t == "device") t = "EMULATOR_DEVICE";
+    if (checking_ && t == "threadgroup") t = "EMULATOR_THREADGROUP";
     if (t == "device" || t == "thread" || t == "threadgroup" || t == "kernel") t.clear();
     if (t != "constant") return;
     std::size_t before = i, after = i + 1;
     while (before > 0 && text(before - 1).empty()) --before;
     while (after < tokens_.size() && text(after).empty()) ++after;
-    const bool has_const = text(after) == "const" || text(after) == "constexpr" ||
-                           (before > 0 && (text(before - 1) == "const" || text(before - 1) == "constexpr"));
-    t = has_const ? "" : "const";
+    const std::string& previous = before > 0 ? text(before - 1) : text(tokens_.size());
+    const bool is_constexpr = text(after) == "constexpr" || previous == "constexpr";
+    t = is_constexpr || text(after) == "const" || previous == "const" ? "" : "const";
+    if (checking_ && !is_constexpr) t += " EMULATOR_CONSTANT";
+  }
+
+  // float4(a, b, c, d), which clang's own vectors do not understand.
+  void vector_from_parts(std::size_t i) {
+    static const std::set<std::string> scalars = {"bool",  "char", "uchar", "short", "ushort", "int",
+                                                  "uint",  "long", "ulong", "half",  "bfloat", "float"};
+    std::string& t = tokens_[i].text;
+    if (t.size() < 2 || t.back() < '2' || t.back() > '4' || scalars.count(t.substr(0, t.size() - 1)) == 0) return;
+    if (text(i + 1) == "(" && text(i + 2) != "*" && text(i + 2) != "&") t = "emulator::make<" + t + ">";
   }
 
   std::string entries() const {
@@ -407,6 +421,7 @@ class Translator {
   }
 
   Tokens tokens_;
+  bool checking_;
   std::map<std::string, std::string> constants_;
   std::map<std::string, bool> constants_by_name_;
   std::map<std::string, std::vector<Parameter>> parameters_;
@@ -434,6 +449,6 @@ std::string without_metal_headers(std::string_view source) {
   return out;
 }
 
-std::string translate(std::string_view preprocessed) { return Translator(preprocessed).run(); }
+std::string translate(std::string_view preprocessed, Purpose purpose) { return Translator(preprocessed, purpose).run(); }
 
 }  // namespace emulator

@@ -14,8 +14,11 @@ struct TranslationError : std::runtime_error {
 // Blanks the inclusion of Metal's own headers, so that a preprocessor leaves nothing but the shader.
 std::string without_metal_headers(std::string_view source);
 
-// `preprocessed` is a shader behind the preprocessor, with its line markers. The result includes "metal_stdlib" and ends with
-// the table of the shader's kernels, `metal_emulator_entries`. Throws TranslationError.
-std::string translate(std::string_view preprocessed);
+// For running: includes "metal_stdlib", ends with the table of the shader's kernels, `metal_emulator_entries`.
+// For clang's look at address spaces: includes "address_spaces.h", which keeps them.
+enum class Purpose { run, check_address_spaces };
+
+// `preprocessed` is a shader behind the preprocessor, with its line markers. Throws TranslationError.
+std::string translate(std::string_view preprocessed, Purpose purpose);
 
 }  // namespace emulator
