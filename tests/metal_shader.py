@@ -9,6 +9,8 @@ import numpy as np
 from jflash_metal import _ffi
 
 SCHEDULES = range(4)
+MISSING = _ffi.available() or (None if _ffi.host() == "emulator" else "kernels run on an Apple GPU here, not emulated")
+"""Why these tests cannot run."""
 
 HEADER = """
 #include <metal_stdlib>

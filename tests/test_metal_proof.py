@@ -8,20 +8,23 @@ import dataclasses
 import functools
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import cases
 import hypothesis
 import jax
+import numpy as np
 import oracle
 import pytest
 from cases import Case
+from metal_shader import MISSING, SCHEDULES
 
 import jflash
 from jflash_metal import _ffi, _source
 
-pytestmark = pytest.mark.skipif(_ffi.available() is not None, reason=str(_ffi.available()))
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 SMALL = Case(
     query_length=40,
@@ -124,6 +127,22 @@ INDICES = breaks(r"(?<=\w)\[([^\[\]\n]+)\](?! *\))(?!;)", r"[(\1) + 1]", "*.h")
 @pytest.mark.parametrize("name", CALLS)
 def test_unbroken(name: str) -> None:
     assert outcome(name) is None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_schedule_gives_the_same_bits(name: str) -> None:
+    call = call_of(name)
+    attention = functools.partial(jflash.attention, implementation="metal")
+    first, *others = (by_schedule(attention, call, seed) for seed in SCHEDULES)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+def by_schedule(attention: Callable[..., Any], call: oracle.Call, seed: int) -> oracle.Results:
+    _ffi.set_schedule(seed)
+    results = jax.block_until_ready(oracle.run(attention, call))
+    _ffi.set_schedule(0)
+    return results
 
 
 def test_there_is_something_to_break() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import jflash
 from jflash import _api
+from jflash_metal import _ffi
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -125,6 +126,12 @@ def test_wheel_with_the_emulator(tmp_path: Path) -> None:
     run(code, JFLASH_METAL_EMULATOR="1", CXX=str(tmp_path / "none"), CC=str(tmp_path / "none"))
     (path,) = tmp_path.glob("*.whl")
     assert not any("native" in name for name in zipfile.ZipFile(path).namelist())
+
+
+@pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
+def test_the_emulator_is_there_where_it_was_asked_for() -> None:
+    """Without it all tests of Metal are skipped."""
+    assert _ffi.available() is None
 
 
 def test_wheel_requirements(wheel: zipfile.ZipFile) -> None:

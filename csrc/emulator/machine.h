@@ -19,6 +19,10 @@ namespace emulator {
 constexpr unsigned simd_width = 32;
 constexpr unsigned most_threads = 1024;
 constexpr std::size_t threadgroup_memory_limit = 32 * 1024;
+constexpr std::size_t threadgroup_address_space = 4 * 1024 * 1024;
+
+// The two kinds of memory that a barrier orders.
+constexpr int threadgroup_space = 0, device_space = 1;
 
 // A buffer as the shader sees it: a copy of the caller's memory, with unmapped addresses on both sides.
 struct Region {
@@ -117,6 +121,7 @@ class Machine {
   };
 
   static void fiber_main();
+  static bool in_stack(std::uintptr_t address, unsigned thread);
   void run_threadgroup(const Entry& entry);
   std::string deadlock() const;
   bool arrive(Meeting& meeting, const Site& site);

@@ -15,11 +15,11 @@ void Shadow::initialise() {
   for (Cell& cell : cells_) cell.write.group = Stamp::host;
 }
 
-void Shadow::refine() {
-  std::vector<Cell> finer(bytes_);
-  for (std::size_t i = 0; i < bytes_; ++i) finer[i] = cells_[i >> shift_];
+void Shadow::refine(unsigned shift) {
+  std::vector<Cell> finer((bytes_ + (std::size_t{1} << shift) - 1) >> shift);
+  for (std::size_t i = 0; i < finer.size(); ++i) finer[i] = cells_[i >> (shift_ - shift)];
   cells_ = std::move(finer);
-  shift_ = 0;
+  shift_ = shift;
 }
 
 // All members of a group pass each of its barriers together, so equal counts mean that no barrier lies between.
@@ -35,11 +35,11 @@ bool Shadow::ordered(const Stamp& earlier, const Stamp& me) const {
 // Leaves the cell as it was when the verdict is bad.
 Verdict Shadow::touch(Cell& cell, Access access, const Stamp& me) const {
   if (reads(access) && forgotten(cell.write, me)) return Verdict::uninitialised;
-  const bool both_atomic = atomic(access) && cell.write.atomic;
-  if (!both_atomic && !ordered(cell.write, me)) return Verdict::race_with_write;
-  if (access == Access::atomic_load) return Verdict::fine;  // a later plain write is then a race that goes unseen
-  if (access == Access::read) {
+  const bool after_atomic = atomic(access) && cell.write.atomic;
+  if (!after_atomic && !ordered(cell.write, me)) return Verdict::race_with_write;
+  if (!writes(access)) {
     Stamp merged = me;
+    merged.atomic = atomic(access);
     if (!ordered(cell.read, me)) {  // readers that no barrier parts: remember how far they are spread
       const Stamp& other = cell.read;
       if (other.group != me.group || other.who == Who::grid) {
@@ -49,19 +49,21 @@ Verdict Shadow::touch(Cell& cell, Access access, const Stamp& me) const {
       } else {
         merged.who = Who::simdgroup;
       }
+      merged.atomic = merged.atomic && other.atomic;
     }
     cell.read = merged;
     return Verdict::fine;
   }
-  if (!ordered(cell.read, me)) return Verdict::race_with_read;
+  const bool after_atomic_read = atomic(access) && cell.read.atomic;
+  if (!after_atomic_read && !ordered(cell.read, me)) return Verdict::race_with_read;
   cell.write = me;
   cell.write.atomic = atomic(access);
   return Verdict::fine;
 }
 
 Finding Shadow::touch(std::size_t offset, std::size_t bytes, Access access, const Stamp& me) {
-  const std::size_t inside = (std::size_t{1} << shift_) - 1;
-  if (((offset | bytes) & inside) != 0) refine();
+  const auto shift = static_cast<unsigned>(std::countr_zero(offset | bytes));
+  if (shift < shift_) refine(shift);
   const std::size_t end = (offset + bytes) >> shift_;
   for (std::size_t i = offset >> shift_; i < end; ++i) {
     const Verdict verdict = touch(cells_[i], access, me);

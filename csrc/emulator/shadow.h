@@ -60,7 +60,7 @@ class Shadow {
     Stamp write, read;
   };
 
-  void refine();
+  void refine(unsigned shift);
   bool forgotten(const Stamp& earlier, const Stamp& me) const {
     return earlier.group == Stamp::nobody || (private_to_group_ && earlier.group != me.group);
   }
