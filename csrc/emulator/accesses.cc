@@ -57,9 +57,11 @@ void Machine::touch(std::uintptr_t address, std::size_t bytes, Access access, st
     }
     outside(address, bytes, access, place);
   }
-  for (Region& region : regions_) {
+  for (std::size_t i = 0; i < regions_.size(); ++i) {
+    Region& region = regions_[(recent_ + i) % regions_.size()];
     const std::size_t offset = address - reinterpret_cast<std::uintptr_t>(region.begin);
     if (offset >= region.bytes || region.bytes - offset < bytes) continue;
+    recent_ = (recent_ + i) % regions_.size();
     BufferTraffic& traffic = counters_.buffers[region.counter];
     if (reads(access)) traffic.bytes_read += bytes;
     if (writes(access)) traffic.bytes_written += bytes;

@@ -8,12 +8,6 @@ namespace emulator {
 
 namespace {
 
-// The fast access model: every memory access of a shader begins here.
-#if defined(__GNUC__)
-__attribute__((tls_model("initial-exec")))
-#endif
-thread_local Machine* machine = nullptr;
-
 // Kept from launch to launch; a launch needs one for each thread of its threadgroup.
 thread_local std::vector<Stack> stacks;
 
@@ -23,12 +17,13 @@ constexpr unsigned space_flag[] = {2, 1};
 }  // namespace
 
 bool Site::operator==(const Site& other) const {
-  return line == other.line && std::strcmp(name, other.name) == 0 && std::strcmp(file, other.file) == 0;
+  const auto same = [](const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; };
+  return line == other.line && same(name, other.name) && same(file, other.file);
 }
 
 std::string Site::text() const { return std::string(name) + " at " + file + ":" + std::to_string(line); }
 
-Machine* Machine::current() { return machine; }
+thread_local constinit Machine* Machine::running = nullptr;
 
 bool Machine::in_stack(std::uintptr_t address, unsigned thread) {
   return address - reinterpret_cast<std::uintptr_t>(stacks[thread].begin()) < Stack::bytes;
@@ -90,8 +85,8 @@ std::optional<std::string> Machine::run(const Entry& entry, const std::array<std
   std::iota(order.begin(), order.end(), 0u);
   for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
 
-  Machine* const outer = machine;
-  machine = this;
+  Machine* const outer = running;
+  running = this;
   for (const std::uint32_t number : order) {
     const unsigned at[] = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
     for (Thread& thread : threads_) {
@@ -106,12 +101,12 @@ std::optional<std::string> Machine::run(const Entry& entry, const std::array<std
     ++counters_.threadgroups;
     if (violation_) break;
   }
-  machine = outer;
+  running = outer;
   return violation_;
 }
 
 void Machine::fiber_main() {
-  Machine& self = *machine;
+  Machine& self = *running;
   const unsigned thread = self.running_;
   const Arguments arguments = self.threads_[thread].arguments;  // on its own stack, which it may read
   self.entry_->run(arguments);

@@ -67,7 +67,7 @@ class Machine {
                                  const std::array<std::uint32_t, 3>& threads, std::vector<void*> buffers);
 
   // The machine whose fiber runs now on this OS thread, or null.
-  static Machine* current();
+  static Machine* current() { return running; }
 
   // Called from fibers.
   // One lane's access. `instruction` is where in the shader.
@@ -120,6 +120,10 @@ class Machine {
     Shadow shadow;
   };
 
+  // Looked at before every memory access of a shader, hence the fast model: this library is loaded once, by a process
+  // that has room for it.
+  static thread_local constinit Machine* running __attribute__((tls_model("initial-exec")));
+
   static void fiber_main();
   static bool in_stack(std::uintptr_t address, unsigned thread);
   void run_threadgroup(const Entry& entry);
@@ -142,6 +146,7 @@ class Machine {
 
   std::string title_;
   std::vector<Region> regions_;
+  std::size_t recent_ = 0;  // the region of the last access
   Module module_;
   std::vector<Site> sites_;
   std::uint64_t random_state_;
