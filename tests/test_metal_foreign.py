@@ -132,6 +132,19 @@ def test_address_spaces_are_not_looked_at_where_the_source_says_so() -> None:
     np.testing.assert_array_equal(y, np.arange(32))
 
 
+def test_a_struct_can_be_copied_out_of_any_address_space() -> None:
+    source = KERNEL.replace("kernel void", "struct Pair { float a, b; };\nkernel void") % (
+        "threadgroup float shared[64]; shared[lane] = shared[lane + 32] = x[lane];"
+        "simdgroup_barrier(mem_flags::mem_threadgroup);"
+        "const Pair one = *(device const Pair*)(x + 2); const Pair other = ((threadgroup const Pair*)shared)[2];"
+        "y[lane] = one.b * 100 + other.a;"
+    )
+    (y,) = launch(
+        source, [np.arange(32, dtype=np.float32)], [((32,), np.float32)], threads=(32, 1, 1), parameters=bytes(4)
+    )
+    np.testing.assert_array_equal(y, 304)
+
+
 def test_function_constant_without_a_value() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="`has_bias` is used and has no value"):
         launch(FOREIGN, [np.zeros((1, 128), np.float16)], [((1,), np.float32)], entry="row_sums_half")

@@ -124,8 +124,8 @@ const std::string& environment_key() {
   return key;
 }
 
-// Runs a program and throws what it says if it fails.
-void run(const std::vector<std::string>& command, const fs::path& log, const std::string& what) {
+// Runs a program to its end; what it says goes to `log`. Whether it succeeded.
+bool succeeds(const std::vector<std::string>& command, const fs::path& log) {
   std::vector<char*> arguments;
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
@@ -141,7 +141,15 @@ void run(const std::vector<std::string>& command, const fs::path& log, const std
   int status;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
-  if (status != 0) throw CompileError(what + "\n" + read_file(log).substr(0, 8000));
+  return status == 0;
+}
+
+[[noreturn]] void fail(const std::string& what, const fs::path& log) {
+  throw CompileError(what + "\n" + read_file(log).substr(0, 8000));
+}
+
+void run(const std::vector<std::string>& command, const fs::path& log, const std::string& what) {
+  if (!succeeds(command, log)) fail(what, log);
 }
 
 // Held by one process while it compiles one shader.
@@ -158,6 +166,30 @@ class FileLock {
  private:
   int file_;
 };
+
+// Whether every error is one that is none in Metal, where a struct can be copied out of any address space.
+bool only_copies(const std::string& errors) {
+  const std::string start = ": error: ";
+  for (std::size_t at = errors.find(start); at != std::string::npos;) {
+    const std::size_t next = errors.find(start, at + 1);
+    const std::string one = errors.substr(at, next - at);
+    if (one.find("no matching constructor for initialization of") == std::string::npos ||
+        one.find("(the implicit copy constructor) not viable: cannot bind reference in address space") == std::string::npos)
+      return false;
+    at = next;
+  }
+  return errors.find(start) != std::string::npos;
+}
+
+void check_address_spaces(const std::string& preprocessed, const fs::path& cpp, const fs::path& log) {
+  std::ofstream(cpp) << translate(preprocessed, Purpose::check_address_spaces);
+  std::vector<std::string> look = clang;
+  look.insert(look.end(), {"-x", "c++", "-std=c++20", "-fsyntax-only", "-ferror-limit=0", "-fno-caret-diagnostics", "-w",
+                           "-I" + headers().string(), cpp.string()});
+  if (!succeeds(look, log) && !only_copies(read_file(log)))
+    fail("Clang, looking at the shader's address spaces, finds:", log);
+  fs::remove(cpp);
+}
 
 void compile(std::string_view source, const fs::path& directory, const fs::path& result) {
   const std::string stem = result.stem().string();
@@ -176,14 +208,8 @@ void compile(std::string_view source, const fs::path& directory, const fs::path&
   command.insert(command.end(), flags.begin(), flags.end());
   command.insert(command.end(), {"-I" + headers().string(), "-c", cpp.string(), "-o", object.string()});
   run(command, log, "The shader does not compile:");
-  if (!clang.empty() && text.find("#pragma METAL_EMULATOR no_address_spaces") == std::string::npos) {
-    const fs::path looked_at = directory / (stem + ".spaces.cc");
-    std::ofstream(looked_at) << translate(text, Purpose::check_address_spaces);
-    std::vector<std::string> look = clang;
-    look.insert(look.end(), {"-x", "c++", "-std=c++20", "-fsyntax-only", "-w", "-I" + headers().string(), looked_at.string()});
-    run(look, log, "Clang, looking at the shader's address spaces, finds:");
-    fs::remove(looked_at);
-  }
+  if (!clang.empty() && text.find("#pragma METAL_EMULATOR no_address_spaces") == std::string::npos)
+    check_address_spaces(text, directory / (stem + ".spaces.cc"), log);
   command = compiler();
   // No sanitizer's library is wanted: this library has the functions that the sanitizers' calls go to.
   command.insert(command.end(), {"-shared", "-O1", "-fno-sanitize=undefined", object.string(), library().string(), "-lm", "-o", made.string()});
