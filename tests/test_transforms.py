@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -88,6 +88,20 @@ def test_checkpoint(backend: str, policy: Any) -> None:
         return jit(jax.grad(checkpointed))(smooth)
 
     assert_same(gradients(backend), gradients("reference"))
+
+
+def test_checkpoint_after_gradients_of_others(backend: str) -> None:
+    """What one differentiation leaves undone, as nobody asked for it, another must not, though JAX has traced it."""
+    everything = {name: array for name, array in ALL.items() if name not in ("modulation", "dropout_key")}
+    smooth, _ = split(everything)
+
+    def gradients(implementation: str, names: Iterable[str], wrap: Callable[..., Any]) -> Operands:
+        scalar = wrap(lambda some: loss({**everything, **some}, implementation))
+        return jit(jax.grad(scalar))({name: smooth[name] for name in names})
+
+    plain = lambda function: function
+    for names, wrap in ((smooth, plain), (("query",), plain), (smooth, jax.checkpoint), (("bias",), jax.checkpoint)):
+        assert_same(gradients(backend, names, wrap), gradients("reference", names, wrap))
 
 
 def layers(parameters: dict[str, jax.Array], inputs: jax.Array, implementation: str, *, scanned: bool) -> jax.Array:
