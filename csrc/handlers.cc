@@ -1,7 +1,7 @@
 // The XLA custom call "jflash_metal_launch": checks what it is given, binds it, and launches one kernel.
 //
-// Attributes: source and entry (strings), grid and threads (int32[3]), parameters (uint8[]). Every operand and result is a
-// buffer of the kernel, in order.
+// Attributes: source and entry (strings), grid and threads (int32[3]), parameters (uint8[]). Every operand and result
+// is a buffer of the kernel, in order.
 #include <cstdint>
 #include <string>
 
@@ -36,8 +36,7 @@ ffi::Error run(ffi::RemainingArgs operands, ffi::RemainingRets results, std::str
     launch.grid[axis] = static_cast<std::uint32_t>(grid[axis]);
     launch.threads[axis] = static_cast<std::uint32_t>(threads[axis]);
     in_group *= threads[axis];
-    if (in_group > most_threads)
-      return invalid("`threads` must multiply to at most 1024.");
+    if (in_group > most_threads) return invalid("`threads` must multiply to at most 1024.");
   }
   if (parameters.size() > most_parameter_bytes) return invalid("`parameters` must have at most 4096 bytes.");
   for (std::size_t i = 0; i < operands.size(); ++i) {

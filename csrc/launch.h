@@ -22,14 +22,14 @@ struct Buffer {
 
 // One dispatch. Operands are bound at buffer(0..n-1), results at buffer(n..n+m-1), the parameters at buffer(n+m).
 struct Launch {
-  std::string_view source;                     // one self-contained Metal translation unit
-  std::string_view entry;                      // the kernel's name
-  std::array<std::uint32_t, 3> grid;           // threadgroups
-  std::array<std::uint32_t, 3> threads;        // threads in a threadgroup
-  std::vector<Buffer> operands;                // read only
-  std::vector<Buffer> results;                 // an alias of an operand starts with that operand's contents
-  const void* parameters;                      // bound as constant memory
-  std::size_t parameter_bytes;                 // 0: nothing is bound
+  std::string_view source;               // one self-contained Metal translation unit
+  std::string_view entry;                // the kernel's name
+  std::array<std::uint32_t, 3> grid;     // threadgroups
+  std::array<std::uint32_t, 3> threads;  // threads in a threadgroup
+  std::vector<Buffer> operands;          // read only
+  std::vector<Buffer> results;           // an alias of an operand starts with that operand's contents
+  const void* parameters;                // bound as constant memory
+  std::size_t parameter_bytes;           // 0: nothing is bound
 };
 
 // Runs the kernel to its end. May be called from several threads at once.

@@ -1,8 +1,8 @@
 // launch() on an Apple GPU.
 //
-// The CPU and the GPU of a Mac share their memory, so XLA's buffers are handed to the GPU where they are. Metal wraps whole
-// pages only: a buffer's range is rounded outwards to pages, and the kernel gets the offset of its beginning. Where Metal
-// refuses to wrap a range, the buffer is copied.
+// The CPU and the GPU of a Mac share their memory, so XLA's buffers are handed to the GPU where they are. Metal wraps
+// whole pages only: a buffer's range is rounded outwards to pages, and the kernel gets the offset of its beginning.
+// Where Metal refuses to wrap a range, the buffer is copied.
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 

@@ -53,7 +53,8 @@ void Machine::touch(std::uintptr_t address, std::size_t bytes, Access access, st
       if (offset - variable.offset >= variable.bytes || variable.bytes - (offset - variable.offset) < bytes) continue;
       if (reads(access)) counters_.threadgroup_bytes_read += bytes;
       if (writes(access)) counters_.threadgroup_bytes_written += bytes;
-      return check(variable.shadow, threadgroup_space, variable.name, offset - variable.offset, bytes, access, place, who);
+      return check(variable.shadow, threadgroup_space, variable.name, offset - variable.offset, bytes, access, place,
+                   who);
     }
     outside(address, bytes, access, place);
   }
@@ -81,7 +82,8 @@ void Machine::check(Shadow& shadow, int space, const std::string& name, std::siz
   if (finding.verdict == Verdict::fine) return;
   const std::string here = thread_name(running_) + (!writes(access) ? " reads" : " writes") + " byte " +
                            std::to_string(finding.offset) + " of " + name + at(place);
-  if (finding.verdict == Verdict::uninitialised) violation("uninitialised read: " + here + ", which nobody has written.");
+  if (finding.verdict == Verdict::uninitialised)
+    violation("uninitialised read: " + here + ", which nobody has written.");
   const Stamp& other = finding.other;
   std::string whom = thread_name(other.thread);
   if (other.group != group_) {
@@ -94,8 +96,8 @@ void Machine::check(Shadow& shadow, int space, const std::string& name, std::siz
 }
 
 void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place) {
-  violation("out of bounds: " + thread_name(running_) + (writes(access) ? " writes " : " reads ") + std::to_string(bytes) +
-            " bytes at " + describe(address) + at(place) + ".");
+  violation("out of bounds: " + thread_name(running_) + (writes(access) ? " writes " : " reads ") +
+            std::to_string(bytes) + " bytes at " + describe(address) + at(place) + ".");
 }
 
 void Machine::misaligned(std::uintptr_t address, std::size_t alignment, const char* type, const std::string& where) {

@@ -62,16 +62,26 @@ void store(Type type, void* address, T value) {
 template <class Body>
 void as_number(Type type, Body body) {
   switch (type) {
-    case Type::boolean: return body(bool{});
-    case Type::int8: return body(std::int8_t{});
-    case Type::uint8: return body(std::uint8_t{});
-    case Type::int16: return body(std::int16_t{});
-    case Type::uint16: return body(std::uint16_t{});
-    case Type::int32: return body(std::int32_t{});
-    case Type::uint32: return body(std::uint32_t{});
-    case Type::int64: return body(std::int64_t{});
-    case Type::uint64: return body(std::uint64_t{});
-    default: return body(float{});
+    case Type::boolean:
+      return body(bool{});
+    case Type::int8:
+      return body(std::int8_t{});
+    case Type::uint8:
+      return body(std::uint8_t{});
+    case Type::int16:
+      return body(std::int16_t{});
+    case Type::uint16:
+      return body(std::uint16_t{});
+    case Type::int32:
+      return body(std::int32_t{});
+    case Type::uint32:
+      return body(std::uint32_t{});
+    case Type::int64:
+      return body(std::int64_t{});
+    case Type::uint64:
+      return body(std::uint64_t{});
+    default:
+      return body(float{});
   }
 }
 
@@ -97,13 +107,20 @@ void reduce(Collective what, Type type, std::size_t at, Offer* offers, unsigned 
 // The lane to read from; its own where the operation leaves a lane's data alone.
 unsigned source_lane(Collective what, unsigned lane, unsigned argument, unsigned lanes) {
   switch (what) {
-    case Collective::shuffle: return argument;
-    case Collective::shuffle_xor: return lane ^ argument;
-    case Collective::shuffle_up: return lane >= argument ? lane - argument : lane;
-    case Collective::shuffle_down: return lane + argument < lanes ? lane + argument : lane;
-    case Collective::rotate_up: return (lane + lanes - argument % lanes) % lanes;
-    case Collective::rotate_down: return (lane + argument) % lanes;
-    default: return 0;
+    case Collective::shuffle:
+      return argument;
+    case Collective::shuffle_xor:
+      return lane ^ argument;
+    case Collective::shuffle_up:
+      return lane >= argument ? lane - argument : lane;
+    case Collective::shuffle_down:
+      return lane + argument < lanes ? lane + argument : lane;
+    case Collective::rotate_up:
+      return (lane + lanes - argument % lanes) % lanes;
+    case Collective::rotate_down:
+      return (lane + argument) % lanes;
+    default:
+      return 0;
   }
 }
 
@@ -170,14 +187,29 @@ void atomic_operation(Atomic what, Type type, void* address, const void* operand
     const T mine = load<T>(type, operand);
     T result = mine;
     switch (what) {
-      case Atomic::add: result = combine(Collective::sum, old, mine); break;
-      case Atomic::subtract: result = static_cast<T>(old - mine); break;
-      case Atomic::minimum: result = combine(Collective::minimum, old, mine); break;
-      case Atomic::maximum: result = combine(Collective::maximum, old, mine); break;
-      case Atomic::bit_and: result = combine(Collective::bit_and, old, mine); break;
-      case Atomic::bit_or: result = combine(Collective::bit_or, old, mine); break;
-      case Atomic::bit_xor: result = combine(Collective::bit_xor, old, mine); break;
-      default: break;
+      case Atomic::add:
+        result = combine(Collective::sum, old, mine);
+        break;
+      case Atomic::subtract:
+        result = static_cast<T>(old - mine);
+        break;
+      case Atomic::minimum:
+        result = combine(Collective::minimum, old, mine);
+        break;
+      case Atomic::maximum:
+        result = combine(Collective::maximum, old, mine);
+        break;
+      case Atomic::bit_and:
+        result = combine(Collective::bit_and, old, mine);
+        break;
+      case Atomic::bit_or:
+        result = combine(Collective::bit_or, old, mine);
+        break;
+      case Atomic::bit_xor:
+        result = combine(Collective::bit_xor, old, mine);
+        break;
+      default:
+        break;
     }
     store<T>(type, address, result);
   });
@@ -189,8 +221,11 @@ extern "C" void metal_emulator_atomic(Atomic what, Type type, void* address, con
                                       const char* file, int line) {
   Machine& machine = *Machine::current();
   ++machine.counters().atomics;
-  const auto kind = what == Atomic::store ? Access::atomic_store : what == Atomic::load ? Access::atomic_load : Access::atomic;
-  machine.access(reinterpret_cast<std::uintptr_t>(address), size_of(type), kind, Site{"atomic operation", file, line}, Who::lane);
+  const auto kind = what == Atomic::store  ? Access::atomic_store
+                    : what == Atomic::load ? Access::atomic_load
+                                           : Access::atomic;
+  machine.access(reinterpret_cast<std::uintptr_t>(address), size_of(type), kind, Site{"atomic operation", file, line},
+                 Who::lane);
   atomic_operation(what, type, address, operand, before);
 }
 
@@ -199,8 +234,8 @@ extern "C" bool metal_emulator_compare_exchange(Type type, void* address, void* 
   Machine& machine = *Machine::current();
   ++machine.counters().atomics;
   const std::size_t size = size_of(type);
-  machine.access(reinterpret_cast<std::uintptr_t>(address), size, Access::atomic,
-                 Site{"atomic operation", file, line}, Who::lane);
+  machine.access(reinterpret_cast<std::uintptr_t>(address), size, Access::atomic, Site{"atomic operation", file, line},
+                 Who::lane);
   const bool equal = std::memcmp(address, expected, size) == 0;
   if (!equal) std::memcpy(expected, address, size);
   if (equal) std::memcpy(address, desired, size);

@@ -46,9 +46,20 @@ std::vector<std::string> words_of(const std::string& text) {
 
 // The shader must be compiled so that every access to memory becomes a call, and no access is invented.
 std::vector<std::string> compile_flags() {
-  std::vector<std::string> flags = {"-std=c++20", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-w", "-fno-exceptions", "-fno-rtti",
-                                    "-fsanitize=thread", "-fsanitize=bounds,alignment", "-ftrivial-auto-var-init=pattern",
-                                    "-ffp-contract=off", "-fno-math-errno", "-fno-threadsafe-statics",
+  std::vector<std::string> flags = {"-std=c++20",
+                                    "-O1",
+                                    "-g1",
+                                    "-gdwarf-4",
+                                    "-fPIC",
+                                    "-w",
+                                    "-fno-exceptions",
+                                    "-fno-rtti",
+                                    "-fsanitize=thread",
+                                    "-fsanitize=bounds,alignment",
+                                    "-ftrivial-auto-var-init=pattern",
+                                    "-ffp-contract=off",
+                                    "-fno-math-errno",
+                                    "-fno-threadsafe-statics",
                                     "-fno-strict-aliasing"};
 #if defined(__clang__)
   // Clang takes a read that a write to the same place follows for part of the write, unless it is told to report both.
@@ -137,7 +148,8 @@ bool succeeds(const std::vector<std::string>& command, const fs::path& log) {
   const int spawned = posix_spawnp(&child, arguments[0], &actions, nullptr, arguments.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
   if (spawned != 0)
-    throw CompileError("The Metal emulator cannot start its C++ compiler " + command[0] + ": " + std::strerror(spawned));
+    throw CompileError("The Metal emulator cannot start its C++ compiler " + command[0] + ": " +
+                       std::strerror(spawned));
   int status;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
@@ -174,7 +186,8 @@ bool only_copies(const std::string& errors) {
     const std::size_t next = errors.find(start, at + 1);
     const std::string one = errors.substr(at, next - at);
     if (one.find("no matching constructor for initialization of") == std::string::npos ||
-        one.find("(the implicit copy constructor) not viable: cannot bind reference in address space") == std::string::npos)
+        one.find("(the implicit copy constructor) not viable: cannot bind reference in address space") ==
+            std::string::npos)
       return false;
     at = next;
   }
@@ -184,8 +197,8 @@ bool only_copies(const std::string& errors) {
 void check_address_spaces(const std::string& preprocessed, const fs::path& cpp, const fs::path& log) {
   std::ofstream(cpp) << translate(preprocessed, Purpose::check_address_spaces);
   std::vector<std::string> look = clang;
-  look.insert(look.end(), {"-x", "c++", "-std=c++20", "-fsyntax-only", "-ferror-limit=0", "-fno-caret-diagnostics", "-w",
-                           "-I" + headers().string(), cpp.string()});
+  look.insert(look.end(), {"-x", "c++", "-std=c++20", "-fsyntax-only", "-ferror-limit=0", "-fno-caret-diagnostics",
+                           "-w", "-I" + headers().string(), cpp.string()});
   if (!succeeds(look, log) && !only_copies(read_file(log)))
     fail("Clang, looking at the shader's address spaces, finds:", log);
   fs::remove(cpp);
@@ -198,8 +211,9 @@ void compile(std::string_view source, const fs::path& directory, const fs::path&
                  log = directory / (stem + ".log"), made = directory / (stem + ".new");
   std::ofstream(shader) << "#line 1 \"shader.metal\"\n" << without_metal_headers(source);
   std::vector<std::string> preprocess = compiler();
-  preprocess.insert(preprocess.end(), {"-E", "-w", "-x", "c++", "-std=c++20", "-D__METAL__=1", "-D__METAL_VERSION__=320",
-                                       "-D__METAL_EMULATOR__=1", shader.string(), "-o", preprocessed.string()});
+  preprocess.insert(preprocess.end(),
+                    {"-E", "-w", "-x", "c++", "-std=c++20", "-D__METAL__=1", "-D__METAL_VERSION__=320",
+                     "-D__METAL_EMULATOR__=1", shader.string(), "-o", preprocessed.string()});
   run(preprocess, log, "The shader does not pass the preprocessor:");
   const std::string text = read_file(preprocessed);
   std::ofstream(cpp) << translate(text, Purpose::run);
@@ -212,7 +226,8 @@ void compile(std::string_view source, const fs::path& directory, const fs::path&
     check_address_spaces(text, directory / (stem + ".spaces.cc"), log);
   command = compiler();
   // No sanitizer's library is wanted: this library has the functions that the sanitizers' calls go to.
-  command.insert(command.end(), {"-shared", "-O1", "-fno-sanitize=undefined", object.string(), library().string(), "-lm", "-o", made.string()});
+  command.insert(command.end(), {"-shared", "-O1", "-fno-sanitize=undefined", object.string(), library().string(),
+                                 "-lm", "-o", made.string()});
   run(command, log, "The shader does not link:");
   fs::rename(made, result);
   for (const fs::path& path : {shader, preprocessed, object, log}) fs::remove(path);
@@ -232,7 +247,8 @@ LoadedShader open_shader(const fs::path& path) {
         std::uintptr_t end = info->dlpi_addr;
         for (int i = 0; i < info->dlpi_phnum; ++i)
           if (info->dlpi_phdr[i].p_type == PT_LOAD)
-            end = std::max<std::uintptr_t>(end, info->dlpi_addr + info->dlpi_phdr[i].p_vaddr + info->dlpi_phdr[i].p_memsz);
+            end = std::max<std::uintptr_t>(end,
+                                           info->dlpi_addr + info->dlpi_phdr[i].p_vaddr + info->dlpi_phdr[i].p_memsz);
         if (found.inside < info->dlpi_addr || found.inside >= end) return 0;
         found.begin = info->dlpi_addr;
         found.end = end;

@@ -81,8 +81,8 @@ std::size_t guard_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE
 }  // namespace
 
 Stack::Stack() {
-  void* mapped = mmap(nullptr, guard_bytes() + bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* mapped =
+      mmap(nullptr, guard_bytes() + bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) throw std::bad_alloc();
   mprotect(mapped, guard_bytes(), PROT_NONE);
   memory_ = static_cast<char*>(mapped) + guard_bytes();

@@ -1,5 +1,5 @@
-// What the sanitizers make a shader call: -fsanitize=thread at every access to memory, -fsanitize=bounds,alignment where
-// an index or an address is wrong. No sanitizer's library is used.
+// What the sanitizers make a shader call: -fsanitize=thread at every access to memory, -fsanitize=bounds,alignment
+// where an index or an address is wrong. No sanitizer's library is used.
 #include <cstdint>
 #include <string>
 

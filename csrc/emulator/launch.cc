@@ -46,8 +46,7 @@ std::optional<std::string> run(const jflash::Launch& launch) {
   std::vector<jflash::Buffer> buffers = launch.operands;
   buffers.insert(buffers.end(), launch.results.begin(), launch.results.end());
   const std::size_t first_result = launch.operands.size();
-  if (launch.parameter_bytes > 0)
-    buffers.push_back({const_cast<void*>(launch.parameters), launch.parameter_bytes, 1});
+  if (launch.parameter_bytes > 0) buffers.push_back({const_cast<void*>(launch.parameters), launch.parameter_bytes, 1});
   if (buffers.size() > most_buffers)
     return title + std::to_string(buffers.size()) + " buffers; a kernel can have " + std::to_string(most_buffers) + ".";
 
@@ -86,9 +85,8 @@ std::optional<std::string> run(const jflash::Launch& launch) {
                        result ? std::make_unique<Shadow>(buffer.bytes, buffer.element_bytes, false) : nullptr});
   }
 
-  Machine machine(title, std::move(regions), 
-                  {shader.begin, shader.end,
-                   [&shader](std::uintptr_t offset) { return line_of(shader.path, offset); }},
+  Machine machine(title, std::move(regions),
+                  {shader.begin, shader.end, [&shader](std::uintptr_t offset) { return line_of(shader.path, offset); }},
                   seed.load());
   std::optional<std::string> violation = machine.run(*entry, launch.grid, launch.threads, bindings);
   for (const auto& [number, region_number] : outputs) {
@@ -96,8 +94,8 @@ std::optional<std::string> run(const jflash::Launch& launch) {
     const auto unwritten = region.shadow->unwritten();
     if (!violation && unwritten.count > 0) {
       violation = title + "unwritten result: " + std::to_string(unwritten.count) + " of the " +
-                  std::to_string(region.bytes) + " bytes of " + region.name + " were never written, the first at byte " +
-                  std::to_string(unwritten.first) + ".";
+                  std::to_string(region.bytes) + " bytes of " + region.name +
+                  " were never written, the first at byte " + std::to_string(unwritten.first) + ".";
     }
     if (region.bytes > 0) std::memcpy(buffers[number].data, region.begin, region.bytes);
   }

@@ -25,7 +25,8 @@ class Reader {
   template <class T>
   T number() {
     T value{};
-    if (data_.size() - std::min(at_, data_.size()) >= sizeof value) std::memcpy(&value, data_.data() + at_, sizeof value);
+    if (data_.size() - std::min(at_, data_.size()) >= sizeof value)
+      std::memcpy(&value, data_.data() + at_, sizeof value);
     at_ += sizeof value;
     return value;
   }
@@ -137,12 +138,24 @@ void run(Reader& reader, std::size_t end, std::uint64_t address, std::string& fo
         reader.seek(next);
         break;
       }
-      case 1: emit(false); break;
-      case 2: advance(static_cast<std::uint64_t>(reader.variable(false))); break;
-      case 3: row.line += reader.variable(true); break;
-      case 4: row.file = static_cast<std::uint64_t>(reader.variable(false)); break;
-      case 8: advance((255u - opcode_base) / line_range); break;
-      case 9: row.address += reader.number<std::uint16_t>(); break;
+      case 1:
+        emit(false);
+        break;
+      case 2:
+        advance(static_cast<std::uint64_t>(reader.variable(false)));
+        break;
+      case 3:
+        row.line += reader.variable(true);
+        break;
+      case 4:
+        row.file = static_cast<std::uint64_t>(reader.variable(false));
+        break;
+      case 8:
+        advance((255u - opcode_base) / line_range);
+        break;
+      case 9:
+        row.address += reader.number<std::uint16_t>();
+        break;
       default:
         for (unsigned i = 0; i < operands[opcode]; ++i) reader.variable(false);
     }

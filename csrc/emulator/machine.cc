@@ -35,8 +35,11 @@ Machine::Machine(std::string title, std::vector<Region> regions, Module module, 
       module_(std::move(module)),
       random_state_(seed * 0x9e3779b97f4a7c15u + 0x632be59bd9b4e019u),
       threadgroup_memory_(new char[threadgroup_address_space]) {
-  counters_.buffers.resize(regions_.empty() ? 0 : 1 + std::max_element(regions_.begin(), regions_.end(),
-      [](const Region& a, const Region& b) { return a.counter < b.counter; })->counter);
+  counters_.buffers.resize(
+      regions_.empty() ? 0
+                       : 1 + std::max_element(regions_.begin(), regions_.end(), [](const Region& a, const Region& b) {
+                               return a.counter < b.counter;
+                             })->counter);
 }
 
 std::uint32_t Machine::random() {
@@ -133,7 +136,8 @@ void Machine::run_threadgroup(const Entry&) {
     threads_[i].state = State::runnable;
   }
   // Not a number in any floating-point type.
-  for (const Variable& variable : variables_) std::memset(threadgroup_memory_.get() + variable.offset, 0xff, variable.bytes);
+  for (const Variable& variable : variables_)
+    std::memset(threadgroup_memory_.get() + variable.offset, 0xff, variable.bytes);
 
   const unsigned groups = static_cast<unsigned>(simdgroups_.size());
   for (;;) {
@@ -184,8 +188,8 @@ bool Machine::arrive(Meeting& meeting, const Site& site) {
   if (meeting.arrived == 0) {
     meeting.site = site;
   } else if (!(meeting.site == site)) {
-    violation("divergence: " + thread_name(running_) + " comes to " + site.text() + " while others of its group wait in " +
-              meeting.site.text() + ".");
+    violation("divergence: " + thread_name(running_) + " comes to " + site.text() +
+              " while others of its group wait in " + meeting.site.text() + ".");
   }
   threads_[running_].waits_at = site;
   if (++meeting.arrived < meeting.members) return false;
@@ -223,7 +227,8 @@ void Machine::simdgroup_barrier(unsigned flags, const Site& site) {
     auto& barriers = simdgroups_[running_ / simd_width].barriers;
     for (int space : {threadgroup_space, device_space}) {
       if ((flags & space_flag[space]) == 0) continue;
-      if (++barriers[space] == 0) violation("more SIMD-group barriers without a threadgroup barrier than can be counted.");
+      if (++barriers[space] == 0)
+        violation("more SIMD-group barriers without a threadgroup barrier than can be counted.");
     }
   });
 }

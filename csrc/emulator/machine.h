@@ -87,7 +87,8 @@ class Machine {
   unsigned lane() const { return running_ % simd_width; }
   const std::array<std::uint8_t, 64>& matrix_layout() const { return matrix_layout_; }
   Counters& counters() { return counters_; }
-  [[noreturn]] void misaligned(std::uintptr_t address, std::size_t alignment, const char* type, const std::string& where);
+  [[noreturn]] void misaligned(std::uintptr_t address, std::size_t alignment, const char* type,
+                               const std::string& where);
   [[noreturn]] void violation(const std::string& what);
   std::vector<Region>& regions() { return regions_; }
 

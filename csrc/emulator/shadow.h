@@ -20,9 +20,9 @@ enum class Who : std::uint16_t { lane, simdgroup, threadgroup, grid };
 struct Stamp {
   static constexpr std::uint32_t nobody = 0, host = ~0u;
 
-  std::uint32_t group = nobody;  // 1 + the threadgroup's number
-  std::uint32_t place = 0;       // of the instruction in the compiled shader
-  std::uint32_t barriers = 0;    // of the threadgroup
+  std::uint32_t group = nobody;     // 1 + the threadgroup's number
+  std::uint32_t place = 0;          // of the instruction in the compiled shader
+  std::uint32_t barriers = 0;       // of the threadgroup
   std::uint16_t simd_barriers = 0;  // of the SIMD-group, since the threadgroup's last
   std::uint16_t thread : 10 = 0;
   Who who : 2 = Who::lane;

@@ -93,7 +93,8 @@ class Translator {
     return false;
   }
 
-  // `#pragma METAL_EMULATOR function_constant(3) = true`, and then the declarations `constant T name [[function_constant(3)]];`.
+  // `#pragma METAL_EMULATOR function_constant(3) = true`, and then the declarations `constant T name
+  // [[function_constant(3)]];`.
   void read_function_constants() {
     for (const Token& token : tokens_) {
       const std::string start = "#pragma METAL_EMULATOR function_constant(";
@@ -209,7 +210,8 @@ class Translator {
   // template [[host_name("f_32")]] [[kernel]] void f<float, 32>(...);  or  ... decltype(f<float, 32>) f<float, 32>;
   void explicit_instantiation(std::size_t i) {
     std::size_t end = i;
-    while (end < tokens_.size() && text(end) != ";") end = text(end) == "(" || text(end) == "[" ? closing(end) : end + 1;
+    while (end < tokens_.size() && text(end) != ";")
+      end = text(end) == "(" || text(end) == "[" ? closing(end) : end + 1;
     std::size_t at = i + 1;
     Kernel kernel;
     bool is_kernel = false;
@@ -266,14 +268,13 @@ class Translator {
       }
     }
     if (names.empty() || names.back() != last_word) names.push_back(last_word);
-    if (initialised)
-      throw TranslationError("A threadgroup variable cannot be initialised: " + joined(i, end));
+    if (initialised) throw TranslationError("A threadgroup variable cannot be initialised: " + joined(i, end));
     tokens_[i].text = "typedef";
     std::string references;
     for (const std::size_t at : names) {
       const std::string name = text(at), type = "emulator_type_" + std::to_string(++variables_) + "_" + name;
-      references += " auto& " + name + " = emulator::threadgroup_variable<" + type + ">(" +
-                    std::to_string(variables_) + ", \"" + name + "\");";
+      references += " auto& " + name + " = emulator::threadgroup_variable<" + type + ">(" + std::to_string(variables_) +
+                    ", \"" + name + "\");";
       tokens_[at].text = type;
     }
     tokens_[end].text += references;
@@ -283,8 +284,8 @@ class Translator {
   static void literal(Token& token) {
     std::string& t = token.text;
     const bool hexadecimal = t.size() > 1 && (t[1] == 'x' || t[1] == 'X');
-    const bool floating = hexadecimal ? t.find_first_of("pP") != std::string::npos
-                                      : t.find_first_of(".eE") != std::string::npos;
+    const bool floating =
+        hexadecimal ? t.find_first_of("pP") != std::string::npos : t.find_first_of(".eE") != std::string::npos;
     const char last = t.back();
     if (t.size() > 2 && !hexadecimal && (t.ends_with("bf") || t.ends_with("BF"))) {
       t = "bfloat(" + t.substr(0, t.size() - 2) + "f)";
@@ -327,8 +328,8 @@ class Translator {
 
   // float4(a, b, c, d), which clang's own vectors do not understand.
   void vector_from_parts(std::size_t i) {
-    static const std::set<std::string> scalars = {"bool",  "char", "uchar", "short", "ushort", "int",
-                                                  "uint",  "long", "ulong", "half",  "bfloat", "float"};
+    static const std::set<std::string> scalars = {"bool", "char", "uchar", "short", "ushort", "int",
+                                                  "uint", "long", "ulong", "half",  "bfloat", "float"};
     std::string& t = tokens_[i].text;
     if (t.size() < 2 || t.back() < '2' || t.back() > '4' || scalars.count(t.substr(0, t.size() - 1)) == 0) return;
     if (text(i + 1) == "(" && text(i + 2) != "*" && text(i + 2) != "&") t = "emulator::make<" + t + ">";
@@ -342,7 +343,8 @@ class Translator {
       const auto found = parameters_.find(base);
       if (found == parameters_.end()) throw TranslationError("Kernel " + kernel.name + " has no definition.");
       const std::string function = "emulator_entry_" + std::to_string(k);
-      out += "static void " + function + "(const emulator::Arguments& emulator_arguments) {\n  " + kernel.expression + "(";
+      out +=
+          "static void " + function + "(const emulator::Arguments& emulator_arguments) {\n  " + kernel.expression + "(";
       bool first = true;
       for (const Parameter& p : found->second) {
         out += first ? "" : ", ";
@@ -358,7 +360,8 @@ class Translator {
       out += ");\n}\n";
       table += "    {\"" + kernel.name + "\", " + function + "},\n";
     }
-    return out + "extern \"C\" const emulator::Entry metal_emulator_entries[] = {\n" + table + "    {nullptr, nullptr}};\n";
+    return out + "extern \"C\" const emulator::Entry metal_emulator_entries[] = {\n" + table +
+           "    {nullptr, nullptr}};\n";
   }
 
   Tokens tokens_;
@@ -378,9 +381,9 @@ std::string without_metal_headers(std::string_view source) {
     const std::size_t end = std::min(source.find('\n'), source.size() - 1) + 1;
     const std::string_view line = source.substr(0, end);
     const std::size_t start = line.find_first_not_of(" \t");
-    const bool directive = start != std::string_view::npos && line[start] == '#' &&
-                           line.find("include") != std::string_view::npos &&
-                           (line.find("<metal_") != std::string_view::npos || line.find("<simd/") != std::string_view::npos);
+    const bool directive =
+        start != std::string_view::npos && line[start] == '#' && line.find("include") != std::string_view::npos &&
+        (line.find("<metal_") != std::string_view::npos || line.find("<simd/") != std::string_view::npos);
     if (directive)
       out += "\n";
     else
@@ -390,6 +393,8 @@ std::string without_metal_headers(std::string_view source) {
   return out;
 }
 
-std::string translate(std::string_view preprocessed, Purpose purpose) { return Translator(preprocessed, purpose).run(); }
+std::string translate(std::string_view preprocessed, Purpose purpose) {
+  return Translator(preprocessed, purpose).run();
+}
 
 }  // namespace emulator

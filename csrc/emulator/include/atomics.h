@@ -39,10 +39,10 @@ inline void atomic_store_explicit(volatile atomic<T>* object, U desired, memory_
   metal_emulator_atomic(emulator::Atomic::store, emulator::Kind<T>::type, const_cast<atomic<T>*>(object), &operand,
                         nullptr, file, line);
 }
-#define EMULATOR_ATOMIC(NAME, WHAT)                                                             \
-  template <class T, class U>                                                                   \
-  inline T NAME(volatile atomic<T>* object, U operand, memory_order, EMULATOR_SITE) {           \
-    return emulator::atomically(emulator::Atomic::WHAT, object, T(operand), file, line);        \
+#define EMULATOR_ATOMIC(NAME, WHAT)                                                      \
+  template <class T, class U>                                                            \
+  inline T NAME(volatile atomic<T>* object, U operand, memory_order, EMULATOR_SITE) {    \
+    return emulator::atomically(emulator::Atomic::WHAT, object, T(operand), file, line); \
   }
 EMULATOR_ATOMIC(atomic_exchange_explicit, exchange)
 EMULATOR_ATOMIC(atomic_fetch_add_explicit, add)

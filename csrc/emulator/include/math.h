@@ -4,18 +4,18 @@
 namespace metal {
 
 // One function of floats, for float, half and vectors of them.
-#define EMULATOR_UNARY(NAME, CALL)                                     \
-  inline float NAME(float x) { return CALL(x); }                       \
-  inline half NAME(half x) { return half(CALL(float(x))); }            \
-  inline bfloat NAME(bfloat x) { return bfloat(CALL(float(x))); }      \
-  template <class T, int N>                                            \
-  inline vec<T, N> NAME(const vec<T, N>& v) {                          \
-    vec<T, N> r;                                                       \
-    r.x = NAME(v.x);                                                   \
-    r.y = NAME(v.y);                                                   \
-    if constexpr (N > 2) r.z = NAME(v.z);                              \
-    if constexpr (N > 3) r.w = NAME(v.w);                              \
-    return r;                                                          \
+#define EMULATOR_UNARY(NAME, CALL)                                \
+  inline float NAME(float x) { return CALL(x); }                  \
+  inline half NAME(half x) { return half(CALL(float(x))); }       \
+  inline bfloat NAME(bfloat x) { return bfloat(CALL(float(x))); } \
+  template <class T, int N>                                       \
+  inline vec<T, N> NAME(const vec<T, N>& v) {                     \
+    vec<T, N> r;                                                  \
+    r.x = NAME(v.x);                                              \
+    r.y = NAME(v.y);                                              \
+    if constexpr (N > 2) r.z = NAME(v.z);                         \
+    if constexpr (N > 3) r.w = NAME(v.w);                         \
+    return r;                                                     \
   }
 EMULATOR_UNARY(exp, metal_emulator_exp)
 EMULATOR_UNARY(exp2, metal_emulator_exp2)
@@ -45,25 +45,29 @@ EMULATOR_UNARY(round, __builtin_roundf)
 EMULATOR_UNARY(fabs, __builtin_fabsf)
 #undef EMULATOR_UNARY
 
-#define EMULATOR_BINARY(NAME, CALL)                                                                     \
-  inline float NAME(float a, float b) { return CALL(a, b); }                                            \
-  inline half NAME(half a, half b) { return half(CALL(float(a), float(b))); }                           \
-  inline bfloat NAME(bfloat a, bfloat b) { return bfloat(CALL(float(a), float(b))); }                   \
+#define EMULATOR_BINARY(NAME, CALL)                                                   \
+  inline float NAME(float a, float b) { return CALL(a, b); }                          \
+  inline half NAME(half a, half b) { return half(CALL(float(a), float(b))); }         \
+  inline bfloat NAME(bfloat a, bfloat b) { return bfloat(CALL(float(a), float(b))); } \
   EMULATOR_BY_COMPONENT(NAME)
-#define EMULATOR_BY_COMPONENT(NAME)                                                                     \
-  template <class T, int N>                                                                             \
-  inline vec<T, N> NAME(const vec<T, N>& a, const vec<T, N>& b) {                                       \
-    vec<T, N> r;                                                                                        \
-    r.x = NAME(a.x, b.x);                                                                               \
-    r.y = NAME(a.y, b.y);                                                                               \
-    if constexpr (N > 2) r.z = NAME(a.z, b.z);                                                          \
-    if constexpr (N > 3) r.w = NAME(a.w, b.w);                                                          \
-    return r;                                                                                           \
-  }                                                                                                     \
-  template <class T, int N>                                                                             \
-  inline vec<T, N> NAME(const vec<T, N>& a, T b) { return NAME(a, vec<T, N>(b)); }                      \
-  template <class T, int N>                                                                             \
-  inline vec<T, N> NAME(T a, const vec<T, N>& b) { return NAME(vec<T, N>(a), b); }
+#define EMULATOR_BY_COMPONENT(NAME)                               \
+  template <class T, int N>                                       \
+  inline vec<T, N> NAME(const vec<T, N>& a, const vec<T, N>& b) { \
+    vec<T, N> r;                                                  \
+    r.x = NAME(a.x, b.x);                                         \
+    r.y = NAME(a.y, b.y);                                         \
+    if constexpr (N > 2) r.z = NAME(a.z, b.z);                    \
+    if constexpr (N > 3) r.w = NAME(a.w, b.w);                    \
+    return r;                                                     \
+  }                                                               \
+  template <class T, int N>                                       \
+  inline vec<T, N> NAME(const vec<T, N>& a, T b) {                \
+    return NAME(a, vec<T, N>(b));                                 \
+  }                                                               \
+  template <class T, int N>                                       \
+  inline vec<T, N> NAME(T a, const vec<T, N>& b) {                \
+    return NAME(vec<T, N>(a), b);                                 \
+  }
 EMULATOR_BINARY(pow, metal_emulator_pow)
 EMULATOR_BINARY(powr, metal_emulator_pow)
 EMULATOR_BINARY(atan2, metal_emulator_atan2)
@@ -94,13 +98,19 @@ EMULATOR_BY_COMPONENT(min)
 #undef EMULATOR_INTEGERS
 
 template <class T, int N>
-inline vec<T, N> abs(const vec<T, N>& a) { return max(a, -a); }
+inline vec<T, N> abs(const vec<T, N>& a) {
+  return max(a, -a);
+}
 
 // Of three values of one type; for a vector, of its components.
 template <class T>
-inline T clamp(T x, T low, T high) { return min(max(x, low), high); }
+inline T clamp(T x, T low, T high) {
+  return min(max(x, low), high);
+}
 template <class T, int N>
-inline vec<T, N> clamp(const vec<T, N>& x, T low, T high) { return min(max(x, low), high); }
+inline vec<T, N> clamp(const vec<T, N>& x, T low, T high) {
+  return min(max(x, low), high);
+}
 inline float saturate(float x) { return clamp(x, 0.0f, 1.0f); }
 inline half saturate(half x) { return clamp(x, half(0), half(1)); }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -112,9 +122,13 @@ inline vec<T, N> fma(const vec<T, N>& a, const vec<T, N>& b, const vec<T, N>& c)
   return r;
 }
 template <class T>
-inline T mix(T a, T b, T by) { return a + (b - a) * by; }
+inline T mix(T a, T b, T by) {
+  return a + (b - a) * by;
+}
 template <class T>
-inline T select(T no, T yes, bool which) { return which ? yes : no; }
+inline T select(T no, T yes, bool which) {
+  return which ? yes : no;
+}
 template <class T, int N>
 inline vec<T, N> select(const vec<T, N>& no, const vec<T, N>& yes, const vec<bool, N>& which) {
   vec<T, N> r;
@@ -132,7 +146,9 @@ inline bool isinf(float x) { return __builtin_isinf(x); }
 inline bool isfinite(float x) { return __builtin_isfinite(x); }
 inline bool signbit(float x) { return __builtin_signbit(x); }
 template <class T, int N>
-inline vec<bool, N> isnan(const vec<T, N>& v) { return v != v; }
+inline vec<bool, N> isnan(const vec<T, N>& v) {
+  return v != v;
+}
 template <int N>
 inline bool all(const vec<bool, N>& v) {
   bool r = v.x && v.y;
@@ -153,9 +169,13 @@ inline T dot(const vec<T, N>& a, const vec<T, N>& b) {
   return r;
 }
 template <class T, int N>
-inline T length_squared(const vec<T, N>& v) { return dot(v, v); }
+inline T length_squared(const vec<T, N>& v) {
+  return dot(v, v);
+}
 template <class T, int N>
-inline T length(const vec<T, N>& v) { return sqrt(dot(v, v)); }
+inline T length(const vec<T, N>& v) {
+  return sqrt(dot(v, v));
+}
 
 inline uint popcount(uint x) { return uint(__builtin_popcount(x)); }
 inline int popcount(int x) { return __builtin_popcount(uint(x)); }
@@ -165,7 +185,11 @@ inline uint mulhi(uint a, uint b) { return uint((ulong(a) * b) >> 32); }
 inline int mulhi(int a, int b) { return int((long(a) * b) >> 32); }
 
 // One accuracy serves all: the emulator does not imitate how coarse the fast functions may be.
-namespace fast { using namespace metal; }
-namespace precise { using namespace metal; }
+namespace fast {
+using namespace metal;
+}
+namespace precise {
+using namespace metal;
+}
 
 }  // namespace metal

@@ -34,15 +34,17 @@ inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value, 
 }
 
 template <class T, int Columns, int Rows>
-inline void simdgroup_load(simdgroup_matrix<T, Columns, Rows>& matrix, const T* memory, ulong elements_per_row = Columns,
-                           vec<ulong, 2> origin = 0, bool transpose = false, EMULATOR_SITE) {
+inline void simdgroup_load(simdgroup_matrix<T, Columns, Rows>& matrix, const T* memory,
+                           ulong elements_per_row = Columns, vec<ulong, 2> origin = 0, bool transpose = false,
+                           EMULATOR_SITE) {
   metal_emulator_matrix_load(matrix.type, &matrix.elements, matrix.type, memory, elements_per_row, origin.x, origin.y,
                              transpose, file, line);
 }
 
 template <class T, int Columns, int Rows>
-inline void simdgroup_store(const simdgroup_matrix<T, Columns, Rows>& matrix, T* memory, ulong elements_per_row = Columns,
-                            vec<ulong, 2> origin = 0, bool transpose = false, EMULATOR_SITE) {
+inline void simdgroup_store(const simdgroup_matrix<T, Columns, Rows>& matrix, T* memory,
+                            ulong elements_per_row = Columns, vec<ulong, 2> origin = 0, bool transpose = false,
+                            EMULATOR_SITE) {
   metal_emulator_matrix_store(matrix.type, &matrix.elements, matrix.type, memory, elements_per_row, origin.x, origin.y,
                               transpose, file, line);
 }

@@ -30,9 +30,27 @@ enum class Type { boolean, int8, uint8, int16, uint16, int32, uint32, int64, uin
 
 // What the lanes of a SIMD-group do together.
 enum class Collective {
-  sum, product, minimum, maximum, bit_and, bit_or, bit_xor, inclusive_sum, inclusive_product, exclusive_sum,
-  exclusive_product, shuffle, shuffle_xor, shuffle_up, shuffle_down, rotate_up, rotate_down, fill_up, fill_down,
-  ballot, first_lane
+  sum,
+  product,
+  minimum,
+  maximum,
+  bit_and,
+  bit_or,
+  bit_xor,
+  inclusive_sum,
+  inclusive_product,
+  exclusive_sum,
+  exclusive_product,
+  shuffle,
+  shuffle_xor,
+  shuffle_up,
+  shuffle_down,
+  rotate_up,
+  rotate_down,
+  fill_up,
+  fill_down,
+  ballot,
+  first_lane
 };
 
 enum class Atomic { load, store, exchange, add, subtract, minimum, maximum, bit_and, bit_or, bit_xor };

@@ -8,11 +8,11 @@ namespace emulator {
 // Of which and how many numbers a type consists.
 template <class T>
 struct Kind;
-#define EMULATOR_KIND(T, NAME)                \
-  template <>                                 \
-  struct Kind<T> {                            \
-    static constexpr Type type = Type::NAME;  \
-    static constexpr int count = 1;           \
+#define EMULATOR_KIND(T, NAME)               \
+  template <>                                \
+  struct Kind<T> {                           \
+    static constexpr Type type = Type::NAME; \
+    static constexpr int count = 1;          \
   };
 EMULATOR_KIND(bool, boolean)
 EMULATOR_KIND(char, int8)
@@ -61,10 +61,10 @@ inline void simdgroup_barrier(mem_flags flags, EMULATOR_SITE) {
   metal_emulator_simdgroup_barrier(uint(flags), file, line);
 }
 
-#define EMULATOR_REDUCE(NAME, WHAT)                                                       \
-  template <class T>                                                                      \
-  inline T NAME(T data, EMULATOR_SITE) {                                                  \
-    return emulator::collective(emulator::Collective::WHAT, data, 0, #NAME, file, line);  \
+#define EMULATOR_REDUCE(NAME, WHAT)                                                      \
+  template <class T>                                                                     \
+  inline T NAME(T data, EMULATOR_SITE) {                                                 \
+    return emulator::collective(emulator::Collective::WHAT, data, 0, #NAME, file, line); \
   }
 EMULATOR_REDUCE(simd_sum, sum)
 EMULATOR_REDUCE(simd_product, product)
@@ -136,11 +136,11 @@ inline bool simd_all(bool vote, EMULATOR_SITE) {
   return emulator::collective(emulator::Collective::bit_and, uint(vote), 0, "simd_all", file, line) != 0;
 }
 
-#define EMULATOR_QUAD(NAME, OP)                                                                             \
-  template <class T>                                                                                        \
-  inline T NAME(T data, EMULATOR_SITE) {                                                                    \
+#define EMULATOR_QUAD(NAME, OP)                                                                                   \
+  template <class T>                                                                                              \
+  inline T NAME(T data, EMULATOR_SITE) {                                                                          \
     const T pair = OP(data, emulator::collective(emulator::Collective::shuffle_xor, data, 1, #NAME, file, line)); \
-    return OP(pair, emulator::collective(emulator::Collective::shuffle_xor, pair, 2, #NAME, file, line));   \
+    return OP(pair, emulator::collective(emulator::Collective::shuffle_xor, pair, 2, #NAME, file, line));         \
   }
 #define EMULATOR_ADD(a, b) ((a) + (b))
 EMULATOR_QUAD(quad_sum, EMULATOR_ADD)

@@ -9,11 +9,17 @@ namespace emulator {
 template <class T, int N>
 struct Components;
 template <class T>
-struct Components<T, 2> { T x, y; };
+struct Components<T, 2> {
+  T x, y;
+};
 template <class T>
-struct Components<T, 3> { T x, y, z; };
+struct Components<T, 3> {
+  T x, y, z;
+};
 template <class T>
-struct Components<T, 4> { T x, y, z, w; };
+struct Components<T, 4> {
+  T x, y, z, w;
+};
 
 // The components as an array; a constant expression, which may not look at them so, goes by name.
 template <class V, class T>
@@ -94,16 +100,16 @@ struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec : emulator::Components<T, N> {
     return {*this};
   }
 
-#define EMULATOR_BINARY(OP)                                            \
-  friend constexpr vec operator OP(const vec& a, const vec& b) {       \
-    vec r;                                                             \
-    r.x = T(a.x OP b.x);                                               \
-    r.y = T(a.y OP b.y);                                               \
-    if constexpr (N > 2) r.z = T(a.z OP b.z);                          \
-    if constexpr (N > 3) r.w = T(a.w OP b.w);                          \
-    return r;                                                          \
-  }                                                                    \
-  constexpr vec& operator OP##=(const vec& b) { return *this = *this OP b; }
+#define EMULATOR_BINARY(OP)                                      \
+  friend constexpr vec operator OP(const vec& a, const vec& b) { \
+    vec r;                                                       \
+    r.x = T(a.x OP b.x);                                         \
+    r.y = T(a.y OP b.y);                                         \
+    if constexpr (N > 2) r.z = T(a.z OP b.z);                    \
+    if constexpr (N > 3) r.w = T(a.w OP b.w);                    \
+    return r;                                                    \
+  }                                                              \
+  constexpr vec& operator OP## = (const vec& b) { return *this = *this OP b; }
   EMULATOR_BINARY(+)
   EMULATOR_BINARY(-)
   EMULATOR_BINARY(*)
@@ -115,14 +121,14 @@ struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec : emulator::Components<T, N> {
   EMULATOR_BINARY(<<)
   EMULATOR_BINARY(>>)
 #undef EMULATOR_BINARY
-#define EMULATOR_COMPARE(OP)                                                  \
-  friend constexpr vec<bool, N> operator OP(const vec& a, const vec& b) {     \
-    vec<bool, N> r;                                                           \
-    r.x = a.x OP b.x;                                                         \
-    r.y = a.y OP b.y;                                                         \
-    if constexpr (N > 2) r.z = a.z OP b.z;                                    \
-    if constexpr (N > 3) r.w = a.w OP b.w;                                    \
-    return r;                                                                 \
+#define EMULATOR_COMPARE(OP)                                              \
+  friend constexpr vec<bool, N> operator OP(const vec& a, const vec& b) { \
+    vec<bool, N> r;                                                       \
+    r.x = a.x OP b.x;                                                     \
+    r.y = a.y OP b.y;                                                     \
+    if constexpr (N > 2) r.z = a.z OP b.z;                                \
+    if constexpr (N > 3) r.w = a.w OP b.w;                                \
+    return r;                                                             \
   }
   EMULATOR_COMPARE(==)
   EMULATOR_COMPARE(!=)
@@ -177,10 +183,10 @@ struct packed_vec : emulator::Components<T, N> {
 
 }  // namespace metal
 
-#define EMULATOR_VECTORS(T, NAME)            \
-  typedef metal::vec<T, 2> NAME##2;          \
-  typedef metal::vec<T, 3> NAME##3;          \
-  typedef metal::vec<T, 4> NAME##4;          \
+#define EMULATOR_VECTORS(T, NAME)                   \
+  typedef metal::vec<T, 2> NAME##2;                 \
+  typedef metal::vec<T, 3> NAME##3;                 \
+  typedef metal::vec<T, 4> NAME##4;                 \
   typedef metal::packed_vec<T, 2> packed_##NAME##2; \
   typedef metal::packed_vec<T, 3> packed_##NAME##3; \
   typedef metal::packed_vec<T, 4> packed_##NAME##4;
