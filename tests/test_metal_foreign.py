@@ -43,9 +43,9 @@ QUIET_FUNCTION float finish(T value, constant const Shape& shape) {
 
 template <typename T, int N, bool Squares = false>
 [[kernel, max_total_threads_per_threadgroup(32)]] void row_sums(
-    const device T* in [[buffer(0)]],
+    const device T* in,
     device float* out [[buffer(1)]],
-    const constant Shape& shape [[buffer(2)]],
+    const constant Shape& shape,
     uint3 tid [[threadgroup_position_in_grid]],
     ushort lane [[thread_index_in_simdgroup]]) {
   detail::Loader<T, N> loader = {in + tid.y * shape.columns, {}};
@@ -76,7 +76,7 @@ template [[host_name("row_squares_float")]] [[kernel]] decltype(row_sums<float, 
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_foreign_shader(entry: str, dtype: Any, columns: int, has_bias: bool) -> None:
-    """Templates and their instantiations by name, function constants, packed vectors, attributes, pragmas."""
+    """Templates and their instantiations by name, function constants, packed vectors, attributes or none, pragmas."""
     constants = f"#pragma METAL_EMULATOR function_constant(0) = {str(has_bias).lower()}\n"
     constants += "#pragma METAL_EMULATOR function_constant(1) = 3\n"
     rows = np.random.default_rng(1).integers(-8, 8, (5, columns)).astype(dtype)

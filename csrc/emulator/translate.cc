@@ -165,10 +165,26 @@ class Translator {
         begin = at + 1;
       }
     }
+    number_buffers(parameters);
     const bool is_template = template_header_precedes(i);
     const bool known = parameters_.count(name) != 0;
     parameters_[name] = std::move(parameters);
     if (!is_template && !known) kernels_.push_back({name, name});
+  }
+
+  // Buffers without a number take those that are left, in order.
+  static void number_buffers(std::vector<Parameter>& parameters) {
+    for (const char* kind : {"buffer", "threadgroup"}) {
+      std::set<std::string> taken;
+      for (const Parameter& p : parameters)
+        if (p.attribute == kind) taken.insert(p.argument);
+      int next = 0;
+      for (Parameter& p : parameters) {
+        if (p.attribute != kind || !p.argument.empty()) continue;
+        while (taken.count(std::to_string(next)) != 0) ++next;
+        p.argument = std::to_string(next++);
+      }
+    }
   }
 
   bool template_header_precedes(std::size_t i) const {
@@ -194,16 +210,22 @@ class Translator {
         words.push_back(i);
       }
     }
-    if (words.size() < 2 || result.attribute.empty())
-      throw TranslationError("A parameter of kernel " + kernel + " has no attribute: " + joined(begin, end));
+    if (words.size() < 2)
+      throw TranslationError("A parameter of kernel " + kernel + " has no name: " + joined(begin, end));
     words.pop_back();  // its name
+    bool in_threadgroup = false;
     for (const std::size_t i : words) {
       const std::string& t = text(i);
       result.pointer |= t == "*";
       result.reference |= t == "&";
+      in_threadgroup |= t == "threadgroup";
       if (t != "device" && t != "threadgroup" && t != "constant" && t != "thread" && t != "const")
         result.type += t + " ";
     }
+    if (!result.attribute.empty()) return result;
+    if (!result.pointer && !result.reference)
+      throw TranslationError("A parameter of kernel " + kernel + " has no attribute: " + joined(begin, end));
+    result.attribute = in_threadgroup ? "threadgroup" : "buffer";
     return result;
   }
 
