@@ -1,15 +1,12 @@
 // From Metal to C++20: what the C++ headers in include/ cannot give a meaning to is rewritten, token by token.
 #pragma once
 
-#include <stdexcept>
 #include <string>
 #include <string_view>
 
-namespace emulator {
+#include "tokens.h"
 
-struct TranslationError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+namespace emulator {
 
 // Blanks the inclusion of Metal's own headers, so that a preprocessor leaves nothing but the shader.
 std::string without_metal_headers(std::string_view source);
