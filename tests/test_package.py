@@ -134,6 +134,14 @@ def test_the_emulator_is_there_where_it_was_asked_for() -> None:
     assert _ffi.available() is None
 
 
+def test_native_library_is_built_for_the_oldest_jax() -> None:
+    """A jaxlib refuses handlers built with the headers of a newer one."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["overrides"]
+    (built_with,) = (one["build"]["requires"] for one in settings if "build" in one)
+    (oldest,) = (one.removeprefix("jax>=") for one in PROJECT["dependencies"] if one.startswith("jax>="))
+    assert built_with == [f"jaxlib=={oldest}"]
+
+
 def test_wheel_requirements(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
     metadata = email.message_from_bytes(wheel.read(name))
