@@ -1,5 +1,7 @@
 """Shaders in the manner of others in the emulator, and shaders that mix address spaces."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -130,6 +132,13 @@ def test_address_spaces_are_not_looked_at_where_the_source_says_so() -> None:
         parameters=bytes(4),
     )
     np.testing.assert_array_equal(y, np.arange(32))
+
+
+def test_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "csrc" / "emulator" / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(example, {})
+    assert "189." in capsys.readouterr().out
 
 
 def test_a_struct_can_be_copied_out_of_any_address_space() -> None:
