@@ -120,12 +120,25 @@ def test_wheel_contents(wheel: zipfile.ZipFile) -> None:
     assert not any("native" in name for name in files)
 
 
+def built_with_the_emulator(directory: Path, **environment: str) -> set[str]:
+    """The native files of a wheel that was asked to have the Metal emulator."""
+    code = f"from scikit_build_core.build import build_wheel; build_wheel({str(directory)!r})"
+    unoptimised = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
+    run(code, JFLASH_METAL_EMULATOR="1", SKBUILD_CMAKE_ARGS=unoptimised, **environment)
+    (path,) = directory.glob("*.whl")
+    return {name for name in zipfile.ZipFile(path).namelist() if "native" in name}
+
+
+def test_wheel_without_a_compiler(tmp_path: Path) -> None:
+    """The emulator is left out, and nothing fails."""
+    assert built_with_the_emulator(tmp_path, CXX=str(tmp_path / "none"), CC=str(tmp_path / "none")) == set()
+
+
+@pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
 def test_wheel_with_the_emulator(tmp_path: Path) -> None:
-    """Asked for where there is no compiler, it is left out, and nothing fails."""
-    code = f"from scikit_build_core.build import build_wheel; build_wheel({str(tmp_path)!r})"
-    run(code, JFLASH_METAL_EMULATOR="1", CXX=str(tmp_path / "none"), CC=str(tmp_path / "none"))
-    (path,) = tmp_path.glob("*.whl")
-    assert not any("native" in name for name in zipfile.ZipFile(path).namelist())
+    """The library, and the headers that it compiles shaders with."""
+    headers = {f"jflash_metal/native/metal_emulator/{path.name}" for path in (ROOT / "csrc/emulator/include").iterdir()}
+    assert built_with_the_emulator(tmp_path) == {"jflash_metal/native/libjflash_metal.so", *headers}
 
 
 @pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
