@@ -19,6 +19,9 @@ constexpr constant float LOG2_E = 1.44269504088896341f;
 /// Rows of a tile are this much longer, so that rows that follow each other start in different banks.
 constexpr constant int PAD = 16 / sizeof(Scalar);
 constexpr constant int PRODUCT_PAD = 4;
+/// So many features are summed before they join the sum of all: a long sum's roundings are as large as itself, and the
+/// backward subtracts two such sums that are nearly equal.
+constexpr constant int RUN = 16;
 
 /// A head dimension in whole 8x8 matrices; the rest is filled with zeros.
 constexpr int whole(int features) { return (features + 7) / 8 * 8; }
@@ -75,20 +78,28 @@ template <int COLUMNS, int FEATURES, int SHARE>
 void multiply_transposed(
     threadgroup float* products, threadgroup const Scalar* rows, threadgroup const Scalar* columns, Worker worker) {
   constexpr int STRIDE = row_stride(FEATURES), COUNT = pieces(COLUMNS, SHARE);
-  simdgroup_float8x8 sums[COUNT];
+  simdgroup_float8x8 sums[COUNT], parts[COUNT];
   for (int piece = 0; piece < COUNT; ++piece) {
     sums[piece] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
-  for (int depth = 0; depth < whole(FEATURES); depth += 8) {
-    simdgroup_matrix<Scalar, 8, 8> left;
-    simdgroup_load(left, rows + worker.first_row * STRIDE + depth, STRIDE);
+  for (int first = 0; first < whole(FEATURES); first += RUN) {
     for (int piece = 0; piece < COUNT; ++piece) {
-      int column = 8 * (piece * SHARE + int(worker.part));
-      if (column < COLUMNS) {
-        simdgroup_matrix<Scalar, 8, 8> right;
-        simdgroup_load(right, columns + column * STRIDE + depth, STRIDE, ulong2(0, 0), true);
-        simdgroup_multiply_accumulate(sums[piece], left, right, sums[piece]);
+      parts[piece] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    for (int depth = first; depth < whole(FEATURES) && depth < first + RUN; depth += 8) {
+      simdgroup_matrix<Scalar, 8, 8> left;
+      simdgroup_load(left, rows + worker.first_row * STRIDE + depth, STRIDE);
+      for (int piece = 0; piece < COUNT; ++piece) {
+        int column = 8 * (piece * SHARE + int(worker.part));
+        if (column < COLUMNS) {
+          simdgroup_matrix<Scalar, 8, 8> right;
+          simdgroup_load(right, columns + column * STRIDE + depth, STRIDE, ulong2(0, 0), true);
+          simdgroup_multiply_accumulate(parts[piece], left, right, parts[piece]);
+        }
       }
+    }
+    for (int piece = 0; piece < COUNT; ++piece) {
+      sums[piece].thread_elements() += parts[piece].thread_elements();
     }
   }
   for (int piece = 0; piece < COUNT; ++piece) {
