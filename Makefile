@@ -19,7 +19,20 @@ test: .venv/installed-test
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
-	$(VENV_PYTHON) -m pytest -n auto
+	JFLASH_METAL_EMULATOR=1 $(VENV_PYTHON) -m pytest -n auto
+
+# The tests run the Metal backend in its emulator, which has to be compiled: by the machine's C++ compiler, or by zig.
+.venv/installed-test: export JFLASH_METAL_EMULATOR := 1
+.venv/installed-test: csrc/CMakeLists.txt $(wildcard csrc/*.cc csrc/*.h csrc/*.mm csrc/emulator/*.* csrc/emulator/include/*)
+ifeq ($(shell command -v $(CXX)),)
+.venv/installed-test: .venv/zig
+.venv/installed-test: export CXX = $(CURDIR)/$(shell echo .venv/lib/python*/site-packages/ziglang/zig) c++
+endif
+
+.venv/zig:
+	$(PYTHON) -m venv .venv
+	$(VENV_PYTHON) -m pip install --quiet 'ziglang>=0.15'
+	@touch $@
 
 # The project with one of its extras; made again when pyproject.toml changes.
 .venv/installed-%: pyproject.toml

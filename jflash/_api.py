@@ -115,8 +115,8 @@ def attention(
       key_value_seq_lengths: integer `[*B]`, 0 to S; the same for keys and values.
       local_window_size: (left, right), or one number for both: query i sees key j only if
         i + query_offset - left <= j <= i + query_offset + right. Not negative.
-      implementation: the name of a backend, or several in order of preference; None for all. `explain` says which
-        one serves.
+      implementation: the name of a backend, or several in order of preference; None for all but `metal`. `explain`
+        says which one serves.
       return_residual: also return the log-sum-exp of the logits.
       logits_soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c) (arXiv:2408.00118, section 2).
       alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-OFFSET_LIMIT = 2**30
-"""Positions are 32-bit integers; windows and offsets stay far enough below that sums of them do not wrap."""
+OFFSET_LIMIT = 2**29
+WINDOW_LIMIT = 2**30
+"""Positions are 32-bit integers; a window, an offset and a length together must not wrap."""
 _LARGEST_FLOAT = int(np.finfo(np.float64).max)
 
 
@@ -113,7 +114,7 @@ def window(value: Any) -> tuple[int, int] | None:
     left, right = (_integer("local_window_size", side, rule) for side in pair)
     if left < 0 or right < 0:
         raise ValueError(f"`local_window_size` counts keys on each side and must not be negative. Got {value!r}.")
-    return min(left, OFFSET_LIMIT), min(right, OFFSET_LIMIT)
+    return min(left, WINDOW_LIMIT), min(right, WINDOW_LIMIT)
 
 
 def soft_cap(value: Any) -> float | None:
@@ -142,13 +143,13 @@ def query_offset(value: Any, batch_axes: tuple[int, ...]) -> None:
             raise ValueError(
                 f"`query_offset` must have the shape () or that of the batch, {batch_axes}. Got {value.shape}."
             )
-        _known_range("query_offset", value, -OFFSET_LIMIT, OFFSET_LIMIT, "-2**30 and 2**30")
+        _known_range("query_offset", value, -OFFSET_LIMIT, OFFSET_LIMIT, "-2**29 and 2**29")
     else:
         if isinstance(value, np.ndarray) and value.ndim == 0:
             value = value[()]
         static = _integer("query_offset", value, "an integer or an integer array")
         if abs(static) > OFFSET_LIMIT:
-            raise ValueError(f"`query_offset` must be between -2**30 and 2**30. Got {static}.")
+            raise ValueError(f"`query_offset` must be between -2**29 and 2**29. Got {static}.")
 
 
 def lengths(name: str, array: Any, batch_axes: tuple[int, ...], axis: str, most: int) -> None:

@@ -47,28 +47,36 @@ def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
 
     def save(primals: Any) -> Any:
         operands = jax.tree.map(lambda primal: primal.value, primals)
-        perturbed = {
-            name: any(primal.perturbed for primal in jax.tree.leaves(value))
+        constants = frozenset(
+            name
             for name, value in primals._asdict().items()
-        }
+            if not any(primal.perturbed for primal in jax.tree.leaves(value))
+        )
         out, lse = call(operands)
-        return (out, lse), (operands, out, lse, _Constants(frozenset(n for n, p in perturbed.items() if not p)))
+        return (out, lse), (operands, out, lse, _as_shape(constants))
 
     def pull_back(saved: Any, cotangents: Any) -> tuple[Operands]:
         operands, out, lse, constants = saved
         cotangents = jax.tree.map(_materialized, cotangents)
-        return (differentiated(constants.names)(operands, Residuals(out, lse, *cotangents)),)
+        return (differentiated(_from_shape(constants))(operands, Residuals(out, lse, *cotangents)),)
 
     call.defvjp(save, pull_back, symbolic_zeros=True)
     return call(_sharding.varying_alike(operands, like=operands))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Constants:
-    """What the forward tells the backward at trace time: which operands nobody differentiates."""
+def _as_shape(constants: frozenset[str]) -> Array:
+    """Names of operands as the shape of an empty array: what the forward tells the backward at trace time.
 
-    names: frozenset[str]
+    Not as a static node of what the forward saves. JAX keeps one trace of the forward for each set of operands that
+    somebody differentiates, but takes the structure of what is saved from the latest: it has to be the same for all.
+    """
+    bits = sum(1 << index for index, name in enumerate(Operands._fields) if name in constants)
+    return jnp.zeros((0, bits), jnp.bool_)
+
+
+def _from_shape(array: Array) -> frozenset[str]:
+    bits = array.shape[1]
+    return frozenset(name for index, name in enumerate(Operands._fields) if bits >> index & 1)
 
 
 def _materialized(cotangent: Any) -> Array:

@@ -7,7 +7,8 @@ A backend is a module with these functions:
     backward(spec, operands, residuals) -> gradients   an `Operands`, `None` for what has no gradient
 
 A backend without `backward` is one that JAX differentiates itself. Where a backward is itself plain JAX the module
-says `DIFFERENTIABLE_BACKWARD = True`, and gets reverse over reverse.
+says `DIFFERENTIABLE_BACKWARD = True`, and gets reverse over reverse. One that says `ONLY_BY_NAME = True` serves nobody
+who does not name it.
 """
 
 from __future__ import annotations
@@ -16,25 +17,31 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jflash_metal
 from jflash import _mosaic_gpu, _reference, _xla
 from jflash._platform import Platform
 from jflash._spec import Spec
 
-BACKENDS: Mapping[str, Any] = {"mosaic_gpu": _mosaic_gpu, "xla": _xla, "reference": _reference}
+BACKENDS: Mapping[str, Any] = {
+    "mosaic_gpu": _mosaic_gpu,
+    "xla": _xla,
+    "reference": _reference,
+    "metal": jflash_metal,
+}
 """In the order in which `implementation=None` asks them."""
 
 _log = logging.getLogger("jflash")
 
 
 def candidates(implementation: Any) -> tuple[str, ...]:
-    """The names to ask, in order, for the argument `implementation`: a name, several, or None for all.
+    """The names to ask, in order, for the argument `implementation`: a name, several, or None for all but some.
 
     Raises:
       TypeError: if `implementation` is not a name, a sequence of names or None.
       ValueError: if it names a backend that does not exist, or none.
     """
     if implementation is None:
-        return tuple(BACKENDS)
+        return tuple(name for name, backend in BACKENDS.items() if not getattr(backend, "ONLY_BY_NAME", False))
     names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"`implementation` must be a name, a sequence of names or None. Got {implementation!r}.")

@@ -107,6 +107,31 @@ LONG = {
     "offset": (None, "end", "negative", "each"),
 }
 """Several tiles each way on every backend."""
+LACKS: Mapping[str, Mapping[str, Any]] = {"metal": dict(score_mod=None, dropout=False)}
+"""What a backend refuses whatever the rest of the call, as the values that do without."""
+EMULATED = {
+    **FEATURES,
+    **{name: (value,) for name, value in LACKS["metal"].items()},
+    "dtype": SHAPES["dtype"],
+    "query_length": (1, 13, 40, 71),
+    "key_length": (1, 17, 64, 99),
+    "heads": ((1, 1), (3, 3), (2, 1), (4, 2)),
+    "dims": ((1, 1), (8, 8), (40, 40), (64, 64), (80, 80), (128, 128), (192, 128), (33, 256), (256, 256)),
+    "batch": ((), (1,), (3,), (2, 2)),
+    "window": (None, 15, (60, 0), (10, 40)),
+}
+EMULATED_LONG = {
+    **EMULATED,
+    "query_length": (257, 301),
+    "key_length": (293, 350),
+    "heads": ((1, 1), (2, 1), (2, 2)),
+    "dims": ((8, 8), (32, 40), (64, 64)),
+    "batch": ((), (2,)),
+    "bias": (None, "full", "keys", "queries"),
+    "offset": (None, "end", "negative", "each"),
+    "window": LONG["window"],
+}
+"""What an emulator of a GPU can do in reasonable time: as SHORT and LONG, but smaller."""
 VACUOUS = {("query_length", 1), ("key_length", 1)}
 """A single query or key hides much of what the rest does: what meets in such a case has to meet elsewhere too."""
 
@@ -143,10 +168,15 @@ def product(values: Mapping[str, Sequence[Any]], strength: int) -> Iterator[dict
         yield row
 
 
-def all_cases() -> list[Case]:
-    """Every pair of values, in short calls and in long ones; with the deep profile every triple."""
+def all_cases(*products: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Every pair of the values of each product; with the deep profile every triple."""
     strength = 3 if hypothesis.settings.get_current_profile_name() == "deep" else 2
-    return [Case(**row) for values in (SHORT, LONG) for row in product(values, strength)]
+    return [Case(**row) for values in products for row in product(values, strength)]
+
+
+def served(case: Case, backend: str) -> Case:
+    """The case without what the backend refuses whatever the rest."""
+    return case._replace(**LACKS.get(backend, {}))
 
 
 def build(case: Case) -> Call:

@@ -7,7 +7,7 @@ what JAX's transforms make of a call is decided before XLA sees it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,15 @@ def draw(seed: int = 0, *, batch: int = 2, heads: int = 4, key_heads: int = 2) -
         key_segments=random.integers(0, 2, (batch, key_length)),
     )
     return {**jax.tree.map(jnp.asarray, operands), "dropout_key": jax.random.key(seed)}
+
+
+LACKS: Mapping[str, tuple[str, ...]] = {"metal": ("modulation", "dropout_key")}
+"""The operands that a backend refuses, whatever the rest."""
+
+
+def served(operands: Operands, backend: str) -> Operands:
+    """Those that the backend takes."""
+    return {name: array for name, array in operands.items() if name not in LACKS.get(backend, ())}
 
 
 ALL = draw()

@@ -132,7 +132,7 @@ TABLE += [
     *rows(
         "query_offset",
         ValueError,
-        "between -2**30 and 2**30",
+        "between -2**29 and 2**29",
         {str(2**40): 2**40, "-4294967296": np.array([0, -(2**32)])},
     ),
     *rows("segment_ids", TypeError, ARRAY, {"int": 3, "NoneType": (ints(B, T), None)}),

@@ -11,8 +11,12 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import skip_refused
+from operands import PLAIN
 
 import jflash
+from jflash import doctor
+from jflash_metal import _ffi
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 SHORT_TRAINING = {"steps": 5, "batch": 2, "length": 48, "width": 32, "layers": 1}
@@ -86,3 +90,75 @@ def test_cpu_benchmark(tmp_path):
         assert row["ratio"] == row["dividend"] / row["divisor"] > 0
         assert f"{row['ratio']:.2f}" in printed
     assert all(len(case["ms"]) == 1 and case["ms"][0] > 0 for case in record["samples"])
+
+
+@pytest.fixture
+def emulated() -> None:
+    """Skips where Metal kernels cannot run, or where nobody counts what they do."""
+    skip_refused("metal", **PLAIN)
+    if _ffi.host() != "emulator":
+        pytest.skip("The kernels run on an Apple GPU here.")
+
+
+@pytest.mark.usefixtures("emulated")
+def test_ladder(monkeypatch):
+    """Every step is right, and gives what the one before it is there to be improved in."""
+    monkeypatch.syspath_prepend(EXAMPLES / "ladder")
+    ladder = importlib.import_module("run")
+    names = ("title", *ladder.COLUMNS)
+    rows = {row[0][:2]: dict(zip(names, row, strict=True)) for row in ladder.rows(64, 32)}
+    number = lambda step, name: float(rows[step][name].replace(",", ""))
+    assert all(float(row["error"]) < 1e-5 for row in rows.values())
+    assert number("V0", "device read, KiB") > 10 * number("V1", "device read, KiB")
+    assert number("V2", "threadgroup, KiB") > 3 * number("V3", "threadgroup, KiB")
+    assert number("V3", "8x8x8 products") > number("V2", "8x8x8 products") == 0
+    assert number("V4", "device read, KiB") > 1.5 * number("V3", "device read, KiB")
+
+
+def test_ladder_backward_without_atomics_owns_what_it_writes():
+    text = (EXAMPLES / "ladder" / "backward_owned.metal").read_text()
+    assert "atomic_" not in text
+    shaders = EXAMPLES.parent / "jflash_metal" / "shaders"
+    assert not any("atomic_" in path.read_text() for path in shaders.iterdir())
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("setting", range(3), ids=["plain", "causal, segments", "bias"])
+def test_metal_costs_are_those_of_the_tiling(monkeypatch, setting):
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    metal_costs = importlib.import_module("metal_costs")
+    options = [dict(), dict(is_causal=True, segments=4), dict(bias=True)][setting]
+    costs = list(metal_costs.costs(metal_costs.Setting("bfloat16", 64, length=256, **options)))
+    assert [cost.kernel for cost in costs] == ["forward", "delta", "d_query", "d_key_value"]
+    for cost in costs:
+        assert cost.device_bytes <= 1.1 * cost.ideal_device_bytes, cost
+        assert cost.products <= 1.05 * cost.ideal_products, cost
+        assert cost.exponentials <= 1.05 * cost.ideal_exponentials, cost
+
+
+def test_metal_costs_record_is_of_these_kernels():
+    """Whoever changes them records again: examples/benchmarks/metal_costs.py --record."""
+    record = json.loads((EXAMPLES / "benchmarks" / "metal_costs.json").read_text())
+    assert all(row["device_bytes"] <= 1.1 * row["ideal_device_bytes"] for row in record)
+    assert all(row["products"] <= 1.05 * row["ideal_products"] for row in record)
+
+
+def test_doctor(capsys):
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    assert f"jflash {jflash.__version__}" in printed
+    assert "xla serves" in printed
+    assert "native library: " in printed
+    assert doctor.main(["--selfcheck"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("xla", "reference"):
+        assert len(re.findall(rf"ok +{name}, .*out .* d_key .* d_query .* d_value ", printed)) == 5
+    assert ("ok    metal, float16 d64 all options" in printed) == (_ffi.available() is None)
+
+
+def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
+    attention = jflash.attention
+    wrong = lambda query, **options: attention(query * (1 + 0.01 * (options["implementation"] == "xla")), **options)
+    monkeypatch.setattr("jflash.attention", wrong)
+    assert doctor.main(["--selfcheck"]) == 1
+    assert "WRONG xla, float32 d32 causal: out" in capsys.readouterr().out

@@ -16,10 +16,12 @@ import pytest
 
 import jflash
 from jflash import _api
+from jflash_metal import _ffi
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "jflash").rglob("*.py"))
+MODULES = sorted(path.relative_to(ROOT) for name in ("jflash", "jflash_metal") for path in (ROOT / name).rglob("*.py"))
+SHADERS = sorted(path.relative_to(ROOT) for path in (ROOT / "jflash_metal" / "shaders").iterdir())
 RUNTIME = {re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]}
 EXTRAS = {
     re.match(r"[\w-]+", requirement)[0].replace("-", "_")
@@ -101,21 +103,56 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built where there is no compiler, and no other program either."""
     directory = tmp_path_factory.mktemp("wheel")
     code = f"from scikit_build_core.build import build_wheel; build_wheel({str(directory)!r})"
-    run(code, CC="false", CXX="false", PATH=str(directory))
+    run(code, CC="false", CXX="false", PATH=str(directory), JFLASH_METAL_EMULATOR="0")
     (path,) = directory.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
 def test_wheel_contents(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
-    assert {str(path) for path in MODULES} <= set(names)
+    assert {str(path) for path in (*MODULES, *SHADERS)} <= set(names)
     assert "jflash/py.typed" in names, "the project calls itself typed"
     assert any(name.endswith("LICENSE") for name in names)
     assert all(name.startswith("jflash") for name in names)
     assert not any("test" in name for name in names)
-    assert all(
-        info.filename.endswith((".py", ".typed")) for info in wheel.infolist() if "dist-info" not in info.filename
-    )
+    files = {name for name in names if "dist-info" not in name} - {str(path) for path in SHADERS}
+    assert all(name.endswith((".py", ".typed")) for name in files)
+    assert not any("native" in name for name in files)
+
+
+def built_with_the_emulator(directory: Path, **environment: str) -> set[str]:
+    """The native files of a wheel that was asked to have the Metal emulator."""
+    code = f"from scikit_build_core.build import build_wheel; build_wheel({str(directory)!r})"
+    unoptimised = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
+    run(code, JFLASH_METAL_EMULATOR="1", SKBUILD_CMAKE_ARGS=unoptimised, **environment)
+    (path,) = directory.glob("*.whl")
+    return {name for name in zipfile.ZipFile(path).namelist() if "native" in name}
+
+
+def test_wheel_without_a_compiler(tmp_path: Path) -> None:
+    """The emulator is left out, and nothing fails."""
+    assert built_with_the_emulator(tmp_path, CXX=str(tmp_path / "none"), CC=str(tmp_path / "none")) == set()
+
+
+@pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
+def test_wheel_with_the_emulator(tmp_path: Path) -> None:
+    """The library, and the headers that it compiles shaders with."""
+    headers = {f"jflash_metal/native/metal_emulator/{path.name}" for path in (ROOT / "csrc/emulator/include").iterdir()}
+    assert built_with_the_emulator(tmp_path) == {"jflash_metal/native/libjflash_metal.so", *headers}
+
+
+@pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
+def test_the_emulator_is_there_where_it_was_asked_for() -> None:
+    """Without it all tests of Metal are skipped."""
+    assert _ffi.available() is None
+
+
+def test_native_library_is_built_for_the_oldest_jax() -> None:
+    """A jaxlib refuses handlers built with the headers of a newer one."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["overrides"]
+    (built_with,) = (one["build"]["requires"] for one in settings if "build" in one)
+    (oldest,) = (one.removeprefix("jax>=") for one in PROJECT["dependencies"] if one.startswith("jax>="))
+    assert built_with == [f"jaxlib=={oldest}"]
 
 
 def test_wheel_requirements(wheel: zipfile.ZipFile) -> None:

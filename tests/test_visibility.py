@@ -1,14 +1,21 @@
 """The stretch of keys that a block of queries is shown, against the rule it comes from, row by row."""
 
+from collections.abc import Callable
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import _canonical, _tile, _visibility
+from jflash import _arguments, _canonical, _tile, _visibility
 
 QUERIES, KEYS = 24, 31
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def spans_and_rule(first: int, rows: int, **options):
@@ -92,3 +99,14 @@ def test_a_dense_mask_leaves_nothing_full():
 def test_blocks_of_padding_see_nothing(first: int):
     (start, _, _, stop), _ = spans_and_rule(first, 12, query_seq_lengths=np.array([0, 12 if first else 0]))
     assert start == stop
+
+
+@pytest.mark.parametrize("offset", [-_arguments.OFFSET_LIMIT, _arguments.OFFSET_LIMIT])
+@pytest.mark.parametrize("window", [2**29, 2**31], ids=["limit", "beyond"])
+def test_positions_far_away(attention: Callable[..., Any], offset: int, window: int):
+    """Sums of the largest offsets and windows do not wrap around."""
+    query, key = normal(0, 2, QUERIES, 1, 4), normal(1, 2, KEYS, 1, 4)
+    distance = np.arange(KEYS) - (np.arange(QUERIES)[:, None] + offset)
+    got = attention(query, key, key, local_window_size=window, query_offset=offset)
+    want = attention(query, key, key, mask=np.abs(distance) <= window)
+    np.testing.assert_allclose(got, want, atol=1e-6)

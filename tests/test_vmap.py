@@ -21,6 +21,7 @@ from operands import (
     draw,
     jit,
     reference,
+    served,
     split,
     stack,
 )
@@ -31,23 +32,24 @@ def _served(backend: str) -> None:
     skip_refused(backend, **PLAIN)
 
 
-def draw_each(**seeds: int) -> Operands:
+def draw_each(backend: str, **seeds: int) -> Operands:
     """Operands that differ from `ALL` in those that have a seed here."""
-    return {**ALL, **{name: draw(seed)[name] for name, seed in seeds.items()}}
+    return served({**ALL, **{name: draw(seed)[name] for name, seed in seeds.items()}}, backend)
 
 
-def entries(axes: Mapping[str, int]) -> list[Operands]:
+def entries(backend: str, axes: Mapping[str, int]) -> list[Operands]:
     """Calls that differ in the mapped operands alone."""
-    return [draw_each(**dict.fromkeys(axes, seed)) for seed in (1, 2, 3)]
+    return [draw_each(backend, **dict.fromkeys(axes, seed)) for seed in (1, 2, 3)]
 
 
 def join(calls: Sequence[Operands], axes: Mapping[str, int]) -> Operands:
-    """What `vmap` with `in_axes(axes)` takes apart into `calls`."""
-    return {name: stack([call[name] for call in calls], axes[name]) if name in axes else calls[0][name] for name in ALL}
+    """What `vmap` with `in_axes(call, axes)` takes apart into `calls`."""
+    one = calls[0]
+    return {name: stack([call[name] for call in calls], axes[name]) if name in axes else one[name] for name in one}
 
 
-def in_axes(axes: Mapping[str, int]) -> tuple[dict[str, int | None]]:
-    return ({name: axes.get(name) for name in ALL},)
+def in_axes(call: Operands, axes: Mapping[str, int]) -> tuple[dict[str, int | None]]:
+    return ({name: axes.get(name) for name in call},)
 
 
 def named(axes: Mapping[str, int]) -> str:
@@ -67,11 +69,15 @@ def named(axes: Mapping[str, int]) -> str:
     ids=named,
 )
 def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
-    calls = entries(axes)
+    if not served(dict.fromkeys(axes, ALL["scale"]), backend):
+        skip_refused(
+            backend, **PLAIN, score_mod=lambda logit, *_: logit, dropout_rate=0.5, dropout_key=ALL["dropout_key"]
+        )
+    calls = entries(backend, axes)
     expected = stack([reference(call) for call in calls])
     moved = np.ptp(np.asarray(expected[0][0]), axis=0).max()
     assert moved > 1e-3, "the mapped operands must matter, or this shows nothing"
-    function = jax.vmap(functools.partial(attend_and_pull_back, implementation=backend), in_axes(axes))
+    function = jax.vmap(functools.partial(attend_and_pull_back, implementation=backend), in_axes(calls[0], axes))
     assert_same(jit(function)(join(calls, axes)), expected)
 
 
@@ -82,10 +88,10 @@ def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
 )
 def test_gradient_of_vmap(backend: str, axes: dict[str, int]) -> None:
     """What the entries share gets the sum of their gradients."""
-    calls = entries(axes)
+    calls = entries(backend, axes)
     gradients = stack([reference(call)[1] for call in calls])
     expected = {name: array if name in axes else array.sum(axis=0) for name, array in gradients.items()}
-    mapped = jax.vmap(functools.partial(attend, implementation=backend), in_axes(axes))
+    mapped = jax.vmap(functools.partial(attend, implementation=backend), in_axes(calls[0], axes))
     smooth, rest = split(join(calls, axes))
 
     @jit
@@ -102,19 +108,21 @@ def test_nested_vmap(backend: str) -> None:
     outer = dict(query=3, key=1, sinks=0, mask=2)
     grid = [
         [
-            draw_each(**{name: 1 + (name in inner) * i + 2 * (name in outer) * o for name in inner | outer})
+            draw_each(backend, **{name: 1 + (name in inner) * i + 2 * (name in outer) * o for name in inner | outer})
             for i in range(2)
         ]
         for o in range(2)
     ]
     expected = stack([stack([reference(call) for call in row]) for row in grid])
     function = functools.partial(attend_and_pull_back, implementation=backend)
-    nested = jax.vmap(jax.vmap(function, in_axes(inner)), in_axes(outer))
+    call = grid[0][0]
+    nested = jax.vmap(jax.vmap(function, in_axes(call, inner)), in_axes(call, outer))
     assert_same(jit(nested)(join([join(row, inner) for row in grid], outer)), expected)
 
 
 def test_empty_axis(backend: str) -> None:
-    function = jax.vmap(functools.partial(attend_and_pull_back, implementation=backend), in_axes(dict(query=0)))
-    (out, lse), gradients = jit(function)({**ALL, "query": ALL["query"][None][:0]})
+    call = draw_each(backend)
+    function = jax.vmap(functools.partial(attend_and_pull_back, implementation=backend), in_axes(call, dict(query=0)))
+    (out, lse), gradients = jit(function)({**call, "query": call["query"][None][:0]})
     assert (out.shape, lse.shape) == ((0, 2, 5, 4, 6), (0, 2, 5, 4))
     assert gradients["key"].shape == (0, *ALL["key"].shape)

@@ -1,0 +1,296 @@
+// The Metal language with its address spaces, for a look at a shader by clang: nothing here can be run.
+//
+// Vectors are clang's own, whose swizzles and loads know address spaces, and library functions are declared, not
+// defined. Two things of the language are beyond it, and it calls them wrong: a member function called on a struct
+// outside of thread memory, and a vector declared as `float2 v(a, b)`.
+#pragma once
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef decltype(sizeof 0) size_t;
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+typedef _Float16 half;
+typedef __bf16 bfloat;
+
+#define EMULATOR_DEVICE __attribute__((address_space(1)))
+#define EMULATOR_CONSTANT __attribute__((address_space(2)))
+#define EMULATOR_THREADGROUP __attribute__((address_space(3)))
+#define METAL_FUNC inline
+#define METAL_CONST const
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+#define HUGE_VALF __builtin_inff()
+#define MAXFLOAT 3.402823466e+38f
+#define FLT_MAX MAXFLOAT
+#define FLT_MIN 1.175494351e-38f
+#define FLT_EPSILON 1.192092896e-7f
+#define HALF_MAX half(65504.0f)
+#define INT_MAX 2147483647
+#define INT_MIN (-INT_MAX - 1)
+#define UINT_MAX 4294967295u
+#define M_E_F 2.718281828f
+#define M_LOG2E_F 1.442695041f
+#define M_LOG10E_F 0.4342944819f
+#define M_LN2_F 0.6931471806f
+#define M_LN10_F 2.302585093f
+#define M_PI_F 3.141592654f
+#define M_PI_2_F 1.570796327f
+#define M_PI_4_F 0.7853981634f
+#define M_1_PI_F 0.3183098862f
+#define M_2_PI_F 0.6366197724f
+#define M_SQRT2_F 1.414213562f
+#define M_SQRT1_2_F 0.7071067812f
+
+namespace metal {
+
+template <class T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+template <class T, int N>
+using packed_vec = T __attribute__((ext_vector_type(N), aligned(sizeof(T))));
+
+template <class A, class B>
+constexpr bool is_same_v = __is_same(A, B);
+template <class A, class B>
+struct is_same {
+  static constexpr bool value = __is_same(A, B);
+};
+template <bool B, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool B, class T = void>
+using enable_if_t = typename enable_if<B, T>::type;
+template <bool B, class T, class F>
+struct conditional {
+  typedef T type;
+};
+template <class T, class F>
+struct conditional<false, T, F> {
+  typedef F type;
+};
+template <bool B, class T, class F>
+using conditional_t = typename conditional<B, T, F>::type;
+template <class T>
+constexpr bool is_floating_point_v = __is_floating_point(T);
+template <class T>
+constexpr bool is_integral_v = __is_integral(T);
+template <class T>
+struct numeric_limits {
+  static constexpr T max() { return T(1); }
+  static constexpr T min() { return T(1); }
+  static constexpr T lowest() { return T(1); }
+  static constexpr T epsilon() { return T(1); }
+  static constexpr T infinity() { return T(1); }
+  static constexpr T quiet_NaN() { return T(1); }
+};
+template <class To, class From>
+To as_type(From);
+
+#define EMULATOR_LIKE_ITS_ARGUMENT(NAME) \
+  template <class T>                     \
+  T NAME(T);
+#define EMULATOR_UNARY(DO)                                                                                           \
+  DO(exp)                                                                                                            \
+  DO(exp2) DO(exp10) DO(tanh) DO(log) DO(log2) DO(log10) DO(sin) DO(cos) DO(tan) DO(sinh) DO(cosh) DO(asin) DO(acos) \
+      DO(atan) DO(asinh) DO(acosh) DO(atanh) DO(sqrt) DO(rsqrt) DO(floor) DO(ceil) DO(trunc) DO(rint) DO(round)      \
+          DO(fabs) DO(abs) DO(saturate) DO(sign) DO(fract) DO(popcount) DO(clz) DO(ctz) DO(normalize) DO(simd_sum)   \
+              DO(simd_product) DO(simd_min) DO(simd_max) DO(simd_and) DO(simd_or) DO(simd_xor)                       \
+                  DO(simd_prefix_inclusive_sum) DO(simd_prefix_exclusive_sum) DO(simd_prefix_inclusive_product)      \
+                      DO(simd_prefix_exclusive_product) DO(simd_broadcast_first) DO(quad_sum) DO(quad_max)           \
+                          DO(quad_min)
+EMULATOR_UNARY(EMULATOR_LIKE_ITS_ARGUMENT)
+
+#define EMULATOR_LIKE_A_SUM(NAME) \
+  template <class A, class B>     \
+  auto NAME(A a, B b) -> decltype(a + b);
+EMULATOR_LIKE_A_SUM(fmax)
+EMULATOR_LIKE_A_SUM(fmin)
+EMULATOR_LIKE_A_SUM(pow)
+EMULATOR_LIKE_A_SUM(powr)
+EMULATOR_LIKE_A_SUM(fmod)
+EMULATOR_LIKE_A_SUM(atan2)
+EMULATOR_LIKE_A_SUM(copysign)
+EMULATOR_LIKE_A_SUM(step)
+EMULATOR_LIKE_A_SUM(divide)
+EMULATOR_LIKE_A_SUM(mulhi)
+template <class A, class B>
+constexpr auto max(A a, B b) -> decltype(a + b) {
+  return a < b ? b : a;
+}
+template <class A, class B>
+constexpr auto min(A a, B b) -> decltype(a + b) {
+  return b < a ? b : a;
+}
+template <class A, int N>
+vec<A, N> max(vec<A, N>, vec<A, N>);
+template <class A, int N>
+vec<A, N> min(vec<A, N>, vec<A, N>);
+template <class T, class A, class B>
+auto clamp(T x, A a, B b) -> decltype(x + a + b);
+template <class T, class A, class B>
+auto mix(T x, A a, B b) -> decltype(x + a + b);
+template <class T, class A, class B>
+auto fma(T x, A a, B b) -> decltype(x + a + b);
+template <class A, class B, class C>
+auto select(A a, B b, C) -> decltype(a + b);
+template <class T>
+T ldexp(T, int);
+template <class T>
+T simd_shuffle(T, ushort);
+template <class T>
+T simd_broadcast(T, ushort);
+template <class T>
+T simd_shuffle_xor(T, ushort);
+template <class T>
+T simd_shuffle_up(T, ushort);
+template <class T>
+T simd_shuffle_down(T, ushort);
+template <class T>
+T simd_shuffle_rotate_up(T, ushort);
+template <class T>
+T simd_shuffle_rotate_down(T, ushort);
+template <class T>
+T simd_shuffle_and_fill_up(T, T, ushort);
+template <class T>
+T simd_shuffle_and_fill_down(T, T, ushort);
+template <class T>
+T quad_shuffle_xor(T, ushort);
+template <class T, int N>
+T dot(vec<T, N>, vec<T, N>);
+template <class T, int N>
+T length(vec<T, N>);
+template <class T>
+bool all(T);
+template <class T>
+bool any(T);
+bool isnan(float);
+bool isinf(float);
+bool isfinite(float);
+bool signbit(float);
+bool simd_any(bool);
+bool simd_all(bool);
+class simd_vote {
+ public:
+  typedef ulong vote_t;
+  explicit operator vote_t() const;
+  bool all() const;
+  bool any() const;
+};
+simd_vote simd_ballot(bool);
+
+namespace fast {
+using namespace metal;
+}
+namespace precise {
+using namespace metal;
+}
+
+enum class mem_flags : uint { mem_none, mem_device, mem_threadgroup, mem_texture = 4, mem_threadgroup_imageblock = 8 };
+constexpr mem_flags operator|(mem_flags a, mem_flags) { return a; }
+void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
+
+template <class T, int Columns, int Rows>
+struct simdgroup_matrix {
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T);
+  vec<T, 2>& thread_elements();
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+template <class T, int Columns, int Rows>
+simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T);
+#define EMULATOR_MATRIX_MEMORY(SPACE)                                                                          \
+  template <class T>                                                                                           \
+  void simdgroup_load(simdgroup_matrix<T, 8, 8>&, const SPACE T*, ulong = 8, vec<ulong, 2> = 0, bool = false); \
+  template <class T>                                                                                           \
+  void simdgroup_store(const simdgroup_matrix<T, 8, 8>&, SPACE T*, ulong = 8, vec<ulong, 2> = 0, bool = false);
+EMULATOR_MATRIX_MEMORY(EMULATOR_DEVICE)
+EMULATOR_MATRIX_MEMORY(EMULATOR_THREADGROUP)
+template <class D, class A, class B, class C>
+void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>&, const simdgroup_matrix<A, 8, 8>&,
+                                   const simdgroup_matrix<B, 8, 8>&, const simdgroup_matrix<C, 8, 8>&);
+template <class D, class A, class B>
+void simdgroup_multiply(simdgroup_matrix<D, 8, 8>&, const simdgroup_matrix<A, 8, 8>&, const simdgroup_matrix<B, 8, 8>&);
+
+enum memory_order { memory_order_relaxed };
+template <class T>
+struct atomic {
+  T value;
+};
+typedef atomic<int> atomic_int;
+typedef atomic<uint> atomic_uint;
+typedef atomic<bool> atomic_bool;
+typedef atomic<float> atomic_float;
+#define EMULATOR_ATOMIC(NAME, SPACE) \
+  template <class T, class U>        \
+  T NAME(volatile SPACE atomic<T>*, U, memory_order);
+#define EMULATOR_ATOMICS(SPACE)                                          \
+  template <class T>                                                     \
+  T atomic_load_explicit(const volatile SPACE atomic<T>*, memory_order); \
+  EMULATOR_ATOMIC(atomic_store_explicit, SPACE)                          \
+  EMULATOR_ATOMIC(atomic_exchange_explicit, SPACE)                       \
+  EMULATOR_ATOMIC(atomic_fetch_add_explicit, SPACE)                      \
+  EMULATOR_ATOMIC(atomic_fetch_sub_explicit, SPACE)                      \
+  EMULATOR_ATOMIC(atomic_fetch_min_explicit, SPACE)                      \
+  EMULATOR_ATOMIC(atomic_fetch_max_explicit, SPACE)                      \
+  EMULATOR_ATOMIC(atomic_fetch_and_explicit, SPACE)                      \
+  EMULATOR_ATOMIC(atomic_fetch_or_explicit, SPACE)                       \
+  EMULATOR_ATOMIC(atomic_fetch_xor_explicit, SPACE)                      \
+  template <class T, class U>                                            \
+  bool atomic_compare_exchange_weak_explicit(volatile SPACE atomic<T>*, T*, U, memory_order, memory_order);
+EMULATOR_ATOMICS(EMULATOR_DEVICE)
+EMULATOR_ATOMICS(EMULATOR_THREADGROUP)
+
+}  // namespace metal
+
+using metal::as_type;
+
+namespace emulator {
+
+// Of vectors from parts, which clang's vectors cannot be made of by a cast.
+template <class V, class... Parts>
+constexpr V make(Parts... parts) {
+  if constexpr (sizeof...(Parts) == 1)
+    return (V(parts), ...);
+  else
+    return V(0);
+}
+
+template <class T>
+EMULATOR_THREADGROUP T& threadgroup_variable(int id, const char* name);
+
+}  // namespace emulator
+
+#define EMULATOR_VECTORS(T, NAME)                   \
+  typedef metal::vec<T, 2> NAME##2;                 \
+  typedef metal::vec<T, 3> NAME##3;                 \
+  typedef metal::vec<T, 4> NAME##4;                 \
+  typedef metal::packed_vec<T, 2> packed_##NAME##2; \
+  typedef metal::packed_vec<T, 3> packed_##NAME##3; \
+  typedef metal::packed_vec<T, 4> packed_##NAME##4;
+EMULATOR_VECTORS(bool, bool)
+EMULATOR_VECTORS(char, char)
+EMULATOR_VECTORS(uchar, uchar)
+EMULATOR_VECTORS(short, short)
+EMULATOR_VECTORS(ushort, ushort)
+EMULATOR_VECTORS(int, int)
+EMULATOR_VECTORS(uint, uint)
+EMULATOR_VECTORS(long, long)
+EMULATOR_VECTORS(ulong, ulong)
+EMULATOR_VECTORS(half, half)
+EMULATOR_VECTORS(bfloat, bfloat)
+EMULATOR_VECTORS(float, float)
+#undef EMULATOR_VECTORS

@@ -1,0 +1,205 @@
+#include "translate.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "kernels.h"
+
+namespace emulator {
+
+namespace {
+
+class Translator : Kernels {
+ public:
+  Translator(std::string_view preprocessed, Purpose purpose)
+      : Kernels(preprocessed), checking_(purpose == Purpose::check_address_spaces) {}
+
+  std::string run() {
+    read_function_constants();
+    for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      if (is_attribute(i)) {
+        i = attribute_end(i) - 1;
+        continue;
+      }
+      if (text(i) == "template" && text(i + 1) != "<" && !checking_) explicit_instantiation(i);
+      if (is_kernel(i)) definition(i);
+      if (text(i) == "threadgroup") threadgroup_declaration(i);
+      if (tokens_[i].kind == Token::number) literal(tokens_[i]);
+      if (text(i) == "." && !checking_) swizzle(i);
+      if (checking_) vector_from_parts(i);
+      if (text(i) == "is_function_constant_defined" && text(i + 1) == "(") {
+        tokens_[i].text = constants_by_name_[text(i + 2)] ? "true" : "false";
+        erase(i + 1, i + 4);
+      }
+    }
+    for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      if (is_attribute(i)) erase(i, attribute_end(i));
+      if (tokens_[i].kind == Token::identifier) address_space(i);
+    }
+    std::string out = checking_ ? "#include \"address_spaces.h\"\n" : "#include \"metal_stdlib\"\n";
+    for (const Token& token : tokens_) out += token.space + token.text;
+    return checking_ ? out : out + entries();
+  }
+
+ private:
+  // `#pragma METAL_EMULATOR function_constant(3) = true`, and then `constant T name [[function_constant(3)]];`.
+  void read_function_constants() {
+    for (const Token& token : tokens_) {
+      const std::string start = "#pragma METAL_EMULATOR function_constant(";
+      if (token.kind != Token::marker || token.text.rfind(start, 0) != 0) continue;
+      const std::size_t close = token.text.find(')'), equals = token.text.find('=');
+      if (close == std::string::npos || equals == std::string::npos)
+        throw TranslationError("A function constant is given as: " + start + "0) = true");
+      constants_[token.text.substr(start.size(), close - start.size())] = token.text.substr(equals + 1);
+    }
+    for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      if (!is_attribute(i) || text(i + 2) != "function_constant") continue;
+      const std::string number = text(i + 4), name = text(i - 1);
+      const std::size_t end = attribute_end(i);
+      const auto value = constants_.find(number);
+      constants_by_name_[name] = value != constants_.end();
+      erase(i, end);
+      tokens_[i].text = " = " + (value != constants_.end() ? value->second : "{}");
+      if (value == constants_.end()) check_unused(name, i);
+    }
+  }
+
+  // A function constant without a value may only be named where the shader also asks whether it has one.
+  void check_unused(const std::string& name, std::size_t declaration) const {
+    bool used = false;
+    for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      if (i + 1 == declaration || text(i) != name) continue;
+      if (i >= 2 && text(i - 2) == "is_function_constant_defined") return;
+      used = true;
+    }
+    if (used)
+      throw TranslationError("The function constant `" + name + "` is used and has no value. Give it one with: " +
+                             "#pragma METAL_EMULATOR function_constant(N) = value");
+  }
+
+  // `threadgroup float a[8], b;` inside a function: one object for the whole threadgroup. Pointers stay as they are.
+  void threadgroup_declaration(std::size_t i) {
+    std::size_t before = i;
+    while (before > 0 && (tokens_[before - 1].kind == Token::marker || text(before - 1).empty())) --before;
+    if (before == 0) return;
+    const char previous = text(before - 1).back();
+    if (previous != '{' && previous != '}' && previous != ';') return;
+    std::size_t end = i + 1;
+    int angles = 0;
+    std::vector<std::size_t> names;
+    std::size_t last_word = 0;
+    bool initialised = false;
+    for (; end < tokens_.size() && text(end) != ";"; ++end) {
+      const std::string& t = text(end);
+      if (t == "<") ++angles;
+      if (t == ">") --angles;
+      if (angles > 0) continue;
+      if (t == "*" || t == "&" || t == "(" || t == "{") return;
+      initialised |= t == "=";
+      if (tokens_[end].kind == Token::identifier) last_word = end;
+      if (t == "[" || t == ",") {
+        if (names.empty() || names.back() != last_word) names.push_back(last_word);
+        if (t == "[") end = closing(end) - 1;
+      }
+    }
+    if (names.empty() || names.back() != last_word) names.push_back(last_word);
+    if (initialised) throw TranslationError("A threadgroup variable cannot be initialised: " + joined(i, end));
+    tokens_[i].text = "typedef";
+    std::string references;
+    for (const std::size_t at : names) {
+      const std::string name = text(at), type = "emulator_type_" + std::to_string(++variables_) + "_" + name;
+      references += " auto& " + name + " = emulator::threadgroup_variable<" + type + ">(" + std::to_string(variables_) +
+                    ", \"" + name + "\");";
+      tokens_[at].text = type;
+    }
+    tokens_[end].text += references;
+  }
+
+  // A literal without a suffix is a float; h makes it half, bf bfloat.
+  static void literal(Token& token) {
+    std::string& t = token.text;
+    const bool hexadecimal = t.size() > 1 && (t[1] == 'x' || t[1] == 'X');
+    const bool floating =
+        hexadecimal ? t.find_first_of("pP") != std::string::npos : t.find_first_of(".eE") != std::string::npos;
+    const char last = t.back();
+    if (t.size() > 2 && !hexadecimal && (t.ends_with("bf") || t.ends_with("BF"))) {
+      t = "bfloat(" + t.substr(0, t.size() - 2) + "f)";
+    } else if (last == 'h' || last == 'H') {
+      t = "half(" + t.substr(0, t.size() - 1) + (floating ? "f)" : ".0f)");
+    } else if (floating && last != 'f' && last != 'F') {
+      t += "f";
+    } else if (!floating && !hexadecimal && (last == 'f' || last == 'F')) {
+      t.insert(t.size() - 1, ".0");
+    }
+  }
+
+  void swizzle(std::size_t i) {
+    static constexpr std::string_view letters = "xyzw";
+    const std::string& name = text(i + 1);
+    if (name.size() < 2 || name.size() > 4 || name.find_first_not_of(letters) != std::string::npos) return;
+    if (text(i + 2) == "(") return;
+    const std::string& next = text(i + 2);
+    const bool compound = next.size() == 1 && std::string_view("+-*/").find(next[0]) != std::string_view::npos &&
+                          text(i + 3) == "=" && tokens_[i + 3].space.empty();
+    std::string call = next == "=" || compound ? "template swizzle_reference<" : "template swizzle<";
+    for (const char letter : name) call += (call.back() == '<' ? "" : ", ") + std::to_string(letters.find(letter));
+    tokens_[i + 1].text = call + ">()";
+  }
+
+  void address_space(std::size_t i) {
+    std::string& t = tokens_[i].text;
+    if (checking_ && t == "device") t = "EMULATOR_DEVICE";
+    if (checking_ && t == "threadgroup") t = "EMULATOR_THREADGROUP";
+    if (t == "device" || t == "thread" || t == "threadgroup" || t == "kernel") t.clear();
+    if (t != "constant") return;
+    std::size_t before = i, after = i + 1;
+    while (before > 0 && text(before - 1).empty()) --before;
+    while (after < tokens_.size() && text(after).empty()) ++after;
+    const std::string& previous = before > 0 ? text(before - 1) : text(tokens_.size());
+    const bool is_constexpr = text(after) == "constexpr" || previous == "constexpr";
+    t = is_constexpr || text(after) == "const" || previous == "const" ? "" : "const";
+    if (checking_ && !is_constexpr) t += " EMULATOR_CONSTANT";
+  }
+
+  // float4(a, b, c, d), which clang's own vectors do not understand.
+  void vector_from_parts(std::size_t i) {
+    static const std::set<std::string> scalars = {"bool", "char", "uchar", "short", "ushort", "int",
+                                                  "uint", "long", "ulong", "half",  "bfloat", "float"};
+    std::string& t = tokens_[i].text;
+    if (t.size() < 2 || t.back() < '2' || t.back() > '4' || scalars.count(t.substr(0, t.size() - 1)) == 0) return;
+    if (text(i + 1) == "(" && text(i + 2) != "*" && text(i + 2) != "&") t = "emulator::make<" + t + ">";
+  }
+
+  bool checking_;
+  std::map<std::string, std::string> constants_;
+  std::map<std::string, bool> constants_by_name_;
+  int variables_ = 0;
+};
+
+}  // namespace
+
+std::string without_metal_headers(std::string_view source) {
+  std::string out;
+  while (!source.empty()) {
+    const std::size_t end = std::min(source.find('\n'), source.size() - 1) + 1;
+    const std::string_view line = source.substr(0, end);
+    const std::size_t start = line.find_first_not_of(" \t");
+    const bool directive =
+        start != std::string_view::npos && line[start] == '#' && line.find("include") != std::string_view::npos &&
+        (line.find("<metal_") != std::string_view::npos || line.find("<simd/") != std::string_view::npos);
+    if (directive)
+      out += "\n";
+    else
+      out += line;
+    source.remove_prefix(end);
+  }
+  return out;
+}
+
+std::string translate(std::string_view preprocessed, Purpose purpose) {
+  return Translator(preprocessed, purpose).run();
+}
+
+}  // namespace emulator

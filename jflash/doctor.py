@@ -1,0 +1,177 @@
+"""What jflash finds on this machine, as text to paste into a report.
+
+    python -m jflash.doctor               versions, devices, who serves and who refuses and why, the native library
+    python -m jflash.doctor --selfcheck   and a short numeric check of every implementation that accepts
+
+It needs nothing that jflash itself does not need, as it is for machines on which something is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jflash
+from jflash import _dispatch, _platform
+from jflash_metal import _ffi
+
+PACKAGES = ("jflash", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-metal", "jax-mps")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report. Returns 1 if a check failed, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m jflash.doctor", description="What jflash finds here.")
+    parser.add_argument("--selfcheck", action="store_true", help="compute something with every implementation")
+    chosen = parser.parse_args(arguments)
+    for line in report():
+        print(line)
+    if not chosen.selfcheck:
+        return 0
+    print("\nselfcheck: largest errors, as parts of what is allowed")
+    failed = False
+    for check in selfcheck():
+        print(f"  {check}")
+        failed |= not check.passed
+    return int(failed)
+
+
+def report() -> Iterator[str]:
+    """Versions, devices, implementations, the native library: a line each."""
+    yield f"python {platform.python_version()} on {platform.platform()}, {platform.machine()}"
+    for name in PACKAGES:
+        version = _version(name)
+        if version is not None:
+            yield f"{name} {version}"
+    yield f"platform: {_platform.current()}"
+    yield f"devices: {', '.join(str(device) for device in jax.devices())}"
+    arrays = [jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)] * 3
+    yield "implementations, for float32 and 2 heads of 64:"
+    for name, backend in _dispatch.BACKENDS.items():
+        verdict, *refusals = jflash.explain(*arrays, implementation=name).splitlines()
+        by_name = " (only when named)" if getattr(backend, "ONLY_BY_NAME", False) else ""
+        yield refusals[0] if refusals else f"  {verdict}{by_name}"
+    reason = _ffi.available()
+    yield f"native library: {f'loaded; it runs shaders on: {_ffi.host()}' if reason is None else reason}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One call by one implementation, its output and all gradients, against `reference` in float64."""
+
+    implementation: str
+    call: str
+    errors: dict[str, float]
+    """Largest error of each result, in units of what is allowed."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all errors are allowed. NaN is not."""
+        return all(error <= 1 for error in self.errors.values())
+
+    def __str__(self) -> str:
+        """A line of the report."""
+        errors = ", ".join(f"{name} {error:.2f}" for name, error in self.errors.items())
+        return f"{'ok' if self.passed else 'WRONG':5} {self.implementation}, {self.call}: {errors}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    dtype: str
+    head_dim: int
+    everything: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype} d{self.head_dim} {'all options' if self.everything else 'causal'}"
+
+    def arrays(self) -> dict[str, Any]:
+        """Those that have a gradient: 4 query heads on 2 key heads, 70 queries, 90 keys."""
+        numbers = np.random.default_rng(0)
+        normal = lambda *shape: numbers.standard_normal(shape).astype(np.float32)
+        shapes = dict(query=(70, 4), key=(90, 2), value=(90, 2))
+        arrays = {name: normal(1, *shape, self.head_dim) for name, shape in shapes.items()}
+        arrays = {name: np.asarray(jnp.asarray(array).astype(self.dtype)) for name, array in arrays.items()}
+        if self.everything:
+            parameters = dict(bias=(1, 4, 70, 90), alibi_slopes=(4,), sinks=(4,))
+            arrays |= {name: normal(*shape) / 8 for name, shape in parameters.items()}
+        return arrays
+
+    def attend(self, implementation: str, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Output and gradients."""
+        options: dict[str, Any] = dict(is_causal=True, query_offset=20)
+        if self.everything:
+            segments = np.arange(90) // 30
+            options |= dict(
+                logits_soft_cap=2.0,
+                local_window_size=(50, 0),
+                mask=np.arange(90) % 7 != 3,
+                segment_ids=(segments[None, 20:], segments[None]),
+                query_seq_lengths=np.array([61], np.int32),
+                key_value_seq_lengths=np.array([85], np.int32),
+            )
+            options["mask"] = options["mask"][None, None, None]
+
+        def attention(arrays: dict[str, Any]) -> Any:
+            return jflash.attention(**arrays, **options, implementation=implementation)
+
+        out, pull_back = jax.vjp(attention, arrays)
+        weights = jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype)
+        return {"out": out, **{f"d_{name}": array for name, array in pull_back(weights)[0].items()}}
+
+
+_CALLS = (
+    _Call("float32", 32),
+    _Call("float32", 256),
+    _Call("bfloat16", 128),
+    _Call("float32", 40, everything=True),
+    _Call("float16", 64, everything=True),
+)
+
+
+def accepting(arrays: dict[str, Any]) -> list[str]:
+    """The implementations that accept a call."""
+    refused = lambda name: len(jflash.explain(**arrays, implementation=name).splitlines()) > 1
+    return [name for name in _dispatch.BACKENDS if not refused(name)]
+
+
+def selfcheck() -> Iterator[Check]:
+    """Output and gradients of a few small calls, by every implementation that accepts them.
+
+    A result may be wrong by eight roundings of the call's dtype and by what sums of thousands of float32 terms lose,
+    relative to its own largest number. Which is generous: this is to find out whether kernels work on a machine, the
+    tests are for how exact they are.
+    """
+    for call in _CALLS:
+        arrays = call.arrays()
+        with jax.enable_x64(True):
+            wide = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+            truth = {name: np.asarray(array) for name, array in call.attend("reference", wide).items()}
+        allowed = 8 * float(jnp.finfo(call.dtype).eps) + 64 * float(np.finfo(np.float32).eps)
+        for name in accepting(arrays):
+            got = call.attend(name, {key: jnp.asarray(array) for key, array in arrays.items()})
+            errors = {
+                result: float(
+                    np.max(np.abs(np.asarray(got[result], np.float64) - exact)) / (allowed * np.max(np.abs(exact)))
+                )
+                for result, exact in truth.items()
+            }
+            yield Check(name, str(call), errors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+// delta = rowsum(dO * O) - dlse: what every logit's gradient of a row has in common. A SIMD-group for each row.
+#pragma once
+
+#include "operands.h"
+
+inline void delta_row(
+    device const Scalar* out,
+    device const Scalar* d_out,
+    device const float* lse,
+    device const float* d_lse,
+    device float* delta,
+    constant Parameters& parameters,
+    int batch,
+    int head,
+    int query,
+    uint lane) {
+  if (query >= parameters.queries) {
+    return;
+  }
+  long row = (long(batch) * parameters.heads + head) * parameters.queries + query;
+  long first = batch * parameters.out.batch + query * long(parameters.out.row) + long(head) * parameters.out.head;
+  // A query that sees no key has no gradient, also where it is padding and its output's gradient NaN.
+  bool is_empty = simd_any(lane == 0 && lse[row] == -INFINITY);
+  float sum = 0.0f;
+  if (!is_empty) {
+    for (int feature = int(lane); feature < VALUE_DIM; feature += 32) {
+      sum += float(out[first + feature]) * float(d_out[first + feature]);
+    }
+  }
+  sum = simd_sum(sum);
+  if (lane == 0) {
+    delta[row] = is_empty ? 0.0f : sum - d_lse[row];
+  }
+}

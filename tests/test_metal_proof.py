@@ -1,0 +1,180 @@
+"""The proof of the proof: break the real shaders, one piece at a time, and see that no break goes unnoticed.
+
+A break counts as caught when the emulator rejects a launch, or a result leaves its tolerance. A missing barrier and too
+much threadgroup memory must be caught by the emulator itself: on a GPU they may well give right results, for a while.
+"""
+
+import dataclasses
+import functools
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cases
+import hypothesis
+import jax
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from metal_shader import MISSING, SCHEDULES
+
+import jflash
+from jflash_metal import _ffi, _source
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+SMALL = Case(
+    query_length=40,
+    key_length=44,
+    heads=(2, 1),
+    dims=(12, 18),
+    bias="full",
+    alibi=True,
+    mask="full",
+    soft_cap=1.5,
+    scale="traced",
+    causal=True,
+    offset="each",
+    window=(20, 0),
+    lengths="both",
+    segments="sorted",
+    sinks=True,
+)
+"""Nearly every feature, in blocks that hold keys and values at once."""
+WIDE = Case(query_length=20, key_length=20, heads=(2, 1), dims=(256, 256), batch=(1,), bias="full")
+"""Blocks of fewer rows, which hold keys and values in turn."""
+CALLS = {
+    "small": SMALL,
+    "wide": WIDE,
+    "small_shared_bias": SMALL._replace(mask="keys", segments="unsorted"),
+    "wide_shared_bias": WIDE,
+    "by_row_and_column": SMALL._replace(mask="queries", bias="keys", segments=None),
+    "by_row": SMALL._replace(mask=None, bias="queries", segments="unsorted", window=None, causal=False),
+}
+
+
+@functools.cache
+def call_of(name: str) -> oracle.Call:
+    call = cases.build(CALLS[name])
+    shared = name.endswith("shared_bias")
+    return dataclasses.replace(call, bias=call.bias[:1, :1]) if shared else call
+
+
+def outcome(name: str) -> str | None:
+    """How a call's failure shows: "rejected: ..." or "wrong: ..."; None: it does not fail."""
+    call = call_of(name)
+    jax.clear_caches()  # the shaders are read when a call is traced
+    try:
+        oracle.assert_right(oracle.run(functools.partial(jflash.attention, implementation="metal"), call), call)
+    except jax.errors.JaxRuntimeError as error:
+        return f"rejected: {error}"
+    except AssertionError as error:
+        return f"wrong: {error}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """A piece of a shader file, and what takes its place."""
+
+    file: str
+    start: int
+    stop: int
+    replacement: str
+    calls: Sequence[str] = tuple(CALLS)
+
+    def __str__(self) -> str:
+        text = (_source.SHADERS / self.file).read_text()
+        line = text.count("\n", 0, self.start) + 1
+        return f"{self.file}:{line}:{self.start - text.rfind(chr(10), 0, self.start)}"
+
+    def outcomes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        """Those of the calls that fail, one after the other."""
+        shutil.copytree(_source.SHADERS, folder, dirs_exist_ok=True)
+        text = (folder / self.file).read_text()
+        (folder / self.file).write_text(text[: self.start] + self.replacement + text[self.stop :])
+        monkeypatch.setattr(_source, "SHADERS", folder)
+        return filter(None, map(outcome, self.calls))
+
+
+def breaks(pattern: str, replacement: str, files: str = "*", calls: Sequence[str] = tuple(CALLS)) -> list[Break]:
+    """One for each match in the shaders; the replacement may refer to groups."""
+    return [
+        Break(path.name, match.start(), match.end(), match.expand(replacement), calls)
+        for path in sorted(_source.SHADERS.glob(files))
+        for match in re.finditer(pattern, path.read_text())
+    ]
+
+
+def some(breaks: list[Break]) -> list[Break]:
+    """A quarter of them; with the deep profile all."""
+    return breaks if hypothesis.settings.get_current_profile_name() == "deep" else breaks[::4]
+
+
+BARRIERS = breaks(r"(threadgroup|simdgroup)_barrier\(.*?\);", ";")
+DECLARATIONS = r"(?m)^  (threadgroup \w+ \w+)\[(.+)\];"
+OVERSIZED = breaks(DECLARATIONS, r"\1[\2 + 8192];", "*.metal")
+UNDERSIZED = breaks(DECLARATIONS, r"\1[(\2) / 2];", "*.metal")
+MASKS = breaks(r"result = result && .*;", ";", "visibility.h") + breaks(
+    r"query < head.query_limit && key < head.key_limit", "true", "visibility.h"
+)
+INDICES = breaks(r"(?<=\w)\[([^\[\]\n]+)\](?! *\))(?!;)", r"[(\1) + 1]", "*.h")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_unbroken(name: str) -> None:
+    assert outcome(name) is None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_schedule_gives_the_same_bits(name: str) -> None:
+    call = call_of(name)
+    attention = functools.partial(jflash.attention, implementation="metal")
+    first, *others = (by_schedule(attention, call, seed) for seed in SCHEDULES)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+def by_schedule(attention: Callable[..., Any], call: oracle.Call, seed: int) -> oracle.Results:
+    _ffi.set_schedule(seed)
+    return jax.block_until_ready(oracle.run(attention, call))
+
+
+def test_there_is_something_to_break() -> None:
+    assert len(BARRIERS) > 20
+    assert len(MASKS) > 5
+    assert len(OVERSIZED) == len(UNDERSIZED) > 20
+    assert len(INDICES) > 50
+
+
+@pytest.mark.parametrize("one", BARRIERS, ids=str)
+def test_missing_barrier(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
+    assert re.match(r"rejected: INTERNAL: Metal emulator, kernel \w+: (race|uninitialised read)", found), found
+
+
+@pytest.mark.parametrize("one", OVERSIZED, ids=str)
+def test_too_much_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
+    assert re.search(r"the kernel holds \d+ bytes of it; the limit is 32768", found), found
+
+
+@pytest.mark.parametrize("one", some(UNDERSIZED), ids=str)
+def test_too_little_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
+    assert re.match("rejected: INTERNAL: Metal emulator, kernel .* out of bounds", found), found
+
+
+@pytest.mark.parametrize("one", MASKS, ids=str)
+def test_missing_mask(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
+    assert found.startswith(("wrong", "rejected")), found
+
+
+@pytest.mark.parametrize("one", some(INDICES), ids=str)
+def test_wrong_index(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
+    assert found.startswith(("wrong", "rejected")), found
