@@ -52,8 +52,8 @@ class ScoreMod:
     ) -> Array:
         """Apply to a tile of logits whose first axis is the batch.
 
-        The indices are scalars, or have the logits' rank and broadcast to their shape; `arrays` have a leading axis of size 1
-        or of the tile's batch.
+        The indices are scalars, or have the logits' rank and broadcast to their shape; `arrays` have a leading axis
+        of size 1 or of the tile's batch.
         """
 
         def scalar(logit: Array, batch: Array, head: Array, query: Array, key: Array, arrays: tuple[Array, ...]):

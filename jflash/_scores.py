@@ -6,6 +6,8 @@ parameter, with `jax.vjp` on its own tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -13,8 +15,13 @@ from jflash._spec import Spec
 from jflash._tile import Tile
 
 
-def modify(spec: Spec, products: Float[Array, "b k g i j"], tile: Tile) -> Float[Array, "b k g i j"]:
-    """The logits of a tile from its dot products of queries and keys.
+def modify(
+    spec: Spec,
+    products: Float[Array, "b k g i j"],
+    tile: Tile,
+    tanh: Callable[[Float[Array, "..."]], Float[Array, "..."]] = jnp.tanh,
+) -> Float[Array, "b k g i j"]:
+    """The logits of a tile from its dot products of queries and keys; `tanh` is the backend's.
 
     Sources: soft cap, Gemma 2 (arXiv:2408.00118, section 2); ALiBi, arXiv:2108.12409, section 3.
     """
@@ -23,7 +30,7 @@ def modify(spec: Spec, products: Float[Array, "b k g i j"], tile: Tile) -> Float
     assert scale is not None
     logits = products * scale
     if spec.logits_soft_cap is not None:
-        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+        logits = spec.logits_soft_cap * tanh(logits / spec.logits_soft_cap)
     if parameters.bias is not None:
         logits = logits + parameters.bias.astype(logits.dtype)
     if parameters.alibi_slopes is not None:

@@ -52,3 +52,11 @@ def test_decoding(query_length: int):
     case = Case("bfloat16", query_length, 1100, heads=(8, 2), dims=(64, 64), lengths="keys")
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_weight_on_keys_past_the_end(deterministic: bool):
+    """A tile of keys is read as zeros there; sums over it are not cut off as dK is."""
+    case = Case("bfloat16", 131, 17, dims=(80, 80), alibi=True, bias="heads", scale="traced", sinks=True)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)

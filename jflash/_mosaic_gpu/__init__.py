@@ -29,6 +29,7 @@ from jflash._spec import Operands, Residuals, Spec
 
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200: when there are fewer blocks, keys are split among several."""
+HARDWARE = Hardware()
 SHORT = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
 
@@ -51,14 +52,12 @@ def unsupported_call(spec: Spec) -> str | None:
     if "score_mod_arrays" in spec.operands:
         return "it takes no score_mod that closes over arrays."
     if spec.deterministic and "bias" in spec.operands and _bias_kind(spec) == "tile" and d_query_kernel.shares(spec):
-        return (
-            "deterministic=True with a bias that batch entries or heads share: its gradient is added up in any order."
-        )
+        return "deterministic=True with a bias that batch entries or heads share: its gradient's sums have no order."
     return None
 
 
 def forward(
-    spec: Spec, operands: Operands, operations: Operations = Hardware()
+    spec: Spec, operands: Operands, operations: Operations = HARDWARE
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
     value = operands.value
@@ -89,7 +88,7 @@ def forward(
     return out, lse
 
 
-def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations = Hardware()) -> Operands:
+def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations = HARDWARE) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
     out, lse, d_out, d_lse = residuals
     query, key, value = operands.query, operands.key, operands.value

@@ -90,8 +90,7 @@ def backward(
     """
     batch, length, heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
-    columns = tiles.round_up(head_dim, 32 if tile.split else 64)
-    value_columns = tiles.round_up(value_dim, 16 if tile.split else 64)
+    columns, value_columns = tile.columns(head_dim), tile.columns(value_dim)
     width = columns // 2 if tile.split else columns
     group = heads // key_heads
     blocks = -(-key.shape[1] // tile.keys)
@@ -111,7 +110,7 @@ def backward(
         first_key = lax.axis_index("block") * tile.keys
         walk = spans.walk_queries(call, b, lax.axis_index("block"), tile.keys, tile.queries)
         if group > 1:
-            # Blocks of the same head begin at different tiles: adding to one dQ at once, they would wait for each other.
+            # Blocks of one head begin at different tiles: adding to one dQ at once, they would wait for each other.
             walk = dataclasses.replace(walk, turn=lax.axis_index("block"))
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)

@@ -173,7 +173,7 @@ class Inputs:
         )
 
     def _vector(self, name: str, place: Place, first: Any, shape: tuple[int, int], axis: int) -> Array:
-        """The part of a vector operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the other."""
+        """The part of an operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the other."""
         ref = self.refs[name]
         shared = index(ref, place.batch, place.head)[: len(ref.shape) - 1]
         vector = self.operations.load(ref.at[(*shared, pl.ds(first, shape[axis]))], axis)
@@ -188,7 +188,7 @@ class Inputs:
         """What `_scores` makes of a tile of products; a plain call's are as good as they are."""
         if is_plain(self.spec):
             return products
-        return _scores.modify(self.spec, products, self.tile(place, shape, pairs))
+        return _scores.modify(self.spec, products, self.tile(place, shape, pairs), elementwise.tanh)
 
     def with_gradients(
         self, products: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array], wanted: Sequence[str]
@@ -203,7 +203,8 @@ class Inputs:
         tile = self.tile(place, shape, pairs)
 
         def modify(products: Array, values: dict[str, Array]) -> Array:
-            return _scores.modify(self.spec, products, tile._replace(parameters=tile.parameters._replace(**values)))
+            with_values = tile._replace(parameters=tile.parameters._replace(**values))
+            return _scores.modify(self.spec, products, with_values, elementwise.tanh)
 
         values = {name: jnp.broadcast_to(getattr(tile.parameters, name), shape) for name in wanted}
         logits, pull_back = jax.vjp(modify, products, values)

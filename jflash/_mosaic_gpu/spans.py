@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jflash import _visibility
 from jflash._mosaic_gpu import inputs
@@ -100,4 +100,7 @@ def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys
     count = jnp.maximum(lax.div(found.stop - first + size - 1, size), 1)
     whole = found.full_start, (first if "mask" in spec.operands else found.full_stop)
     ragged = spec.key_length % (rows if of_keys else size) != 0
+    if ragged and of_keys:
+        # What is read as keys past the end is 0, and would have weights.
+        whole = whole[0], jnp.where((block + 1) * rows > spec.key_length, first, whole[1])
     return Walk(first, count, whole if ragged or _visibility.limited(spec) else None, size)

@@ -91,9 +91,10 @@ class ForwardTiles:
         """Query rows of one block."""
         return ROWS * self.warpgroups
 
-    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
-        """Shared memory, with elements of 2 bytes and `pair_bytes` for each logit of a tile of bias and mask."""
-        queries = self.rows * max(head_dim, value_dim) * 2
+    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int, out_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes, but `out_bytes` of the output, and `pair_bytes` for each logit of a
+        tile of bias and mask."""
+        queries = self.rows * max(head_dim * 2, value_dim * out_bytes)
         stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
         return queries + self.stages * stage
 
@@ -108,7 +109,9 @@ def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> 
     """
     warpgroups = 1 if rows <= ROWS else 3 if max(head_dim, value_dim) <= 64 and not pair_bytes else 2
     candidates = [ForwardTiles(warpgroups, keys, 2) for keys in (128, 64)] + [ForwardTiles(warpgroups, 64, 1)]
-    return next(t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY)
+    # What one block does alone it may have to share with others, in float32.
+    out_bytes = 4 if rows <= warpgroups * ROWS else 2
+    return next(t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, out_bytes) <= SHARED_MEMORY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +131,13 @@ class BackwardTiles:
         """Keys of one block."""
         return 2 * ROWS
 
+    def columns(self, head_dim: int) -> int:
+        """Columns of tiles of queries, keys and values: so many that a half of them, or all, make whole swizzles."""
+        return round_up(head_dim, 32 if self.split else 64)
+
     def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
         """Shared memory, with elements of 2 bytes and `pair_bytes` for each logit of a tile of bias and mask."""
+        head_dim, value_dim = self.columns(head_dim), self.columns(value_dim)
         stage = self.queries * ((head_dim + value_dim) * 2 + 8 + self.keys * pair_bytes)
         d_query = self.queries * head_dim * 4 * (1 if self.split else 2)
         return self.keys * (head_dim + value_dim + self.queries) * 2 + d_query + self.stages * stage
@@ -177,7 +185,7 @@ def query_tiles(head_dim: int, value_dim: int, pair_bytes: int, bias_bytes: int)
 
 
 def key_value_stages(head_dim: int, value_dim: int, pair_bytes: int) -> int:
-    """How many tiles of 64 queries the kernel that makes dK and dV alone has in shared memory together: 2 if they fit."""
+    """Tiles of 64 queries that the kernel of dK and dV has in shared memory together: 2 if they fit."""
     keys = ROWS * ((head_dim + value_dim) * 2 + 3 * ROWS * 2)
     stage = ROWS * ((head_dim + value_dim) * 2 + 8 + ROWS * pair_bytes)
     return 2 if keys + 2 * stage <= SHARED_MEMORY else 1
