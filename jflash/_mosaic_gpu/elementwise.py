@@ -11,18 +11,26 @@ import jax.extend.core as core
 import jax.numpy as jnp
 
 
+@jax.custom_jvp
 def tanh(x: jax.Array) -> jax.Array:
     """tanh(x), absolute error 3e-7: the hardware's own has 1e-5, more than a logit may be off."""
-    # Beyond 15 it is 1 in float32, and the exponential of no larger number overflows, squared as its derivative is.
-    exponential = jnp.exp2(jnp.clip(x, -15.0, 15.0) * (2 / math.log(2)))
-    return 1 - 2 / (1 + exponential)
+    return _tanh(x)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    return 1 - 2 / (1 + jnp.exp2(x * (2 / math.log(2))))
+
+
+def _tanh_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    result = _tanh(*primals)
+    return result, tangents[0] * (1 - result * result)
+
+
+tanh.defjvp(_tanh_jvp)
 
 
 def lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
-    """`function`, with the sums that differentiation leaves (`add_any`) as plain additions.
-
-    Mosaic GPU lowers additions, but not that primitive, which adds whatever has tangents.
-    """
+    """`function` without what Mosaic GPU does not lower: the sums that differentiation leaves, and custom derivatives."""
 
     def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
@@ -42,6 +50,9 @@ def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) ->
                 results = inputs[0] + inputs[1]
             case "jit" | "pjit":
                 inner = equation.params["jaxpr"]
+                results = _evaluate(inner.jaxpr, inner.consts, inputs)
+            case "custom_jvp_call":
+                inner = equation.params["call_jaxpr"]
                 results = _evaluate(inner.jaxpr, inner.consts, inputs)
             case _:
                 results = equation.primitive.bind(*inputs, **equation.params)

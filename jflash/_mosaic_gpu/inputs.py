@@ -188,7 +188,8 @@ class Inputs:
         """What `_scores` makes of a tile of products; a plain call's are as good as they are."""
         if is_plain(self.spec):
             return products
-        return _scores.modify(self.spec, products, self.tile(place, shape, pairs), elementwise.tanh)
+        tile = self.tile(place, shape, pairs)
+        return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, elementwise.tanh))(products)
 
     def with_gradients(
         self, products: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array], wanted: Sequence[str]
