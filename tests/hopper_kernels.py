@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from plain_attention import Call, Results
 
 from jflash import _api, _canonical, _mosaic_gpu
+from jflash._mosaic_gpu import calls
 from jflash._mosaic_gpu.operations import Interpreter
 from jflash._spec import Operands, Residuals, Spec
 
@@ -30,12 +31,12 @@ def run(call: Call, **options: object) -> Results:
     spec, operands = canonical(call, **options)
     reason = _mosaic_gpu.unsupported_call(spec)
     assert reason is None, reason
-    out, lse = _mosaic_gpu.forward(spec, operands, OPERATIONS)
+    out, lse = calls.forward(spec, operands, OPERATIONS)
     assert not races_found(), "forward"
     batch = call.query.shape[:-3]
     flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
     residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
-    gradients = _mosaic_gpu.backward(spec, operands, residuals, OPERATIONS)
+    gradients = calls.backward(spec, operands, residuals, OPERATIONS)
     assert not races_found(), "backward"
     smooth, _, _ = oracle.split(call)
     return Results(

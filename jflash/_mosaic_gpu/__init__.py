@@ -1,37 +1,20 @@
 """Hopper kernels in Pallas (Mosaic GPU): the default on NVIDIA GPUs of compute capability 9.0.
 
-`forward` and `backward` hold the kernels; `inputs` is what a kernel knows of its call, `spans` which tiles it visits,
-`tiles` how large they are, `operations` what a warpgroup does with one. This file puts operands into the form that
-kernels take, and what they return back into the call's.
+`calls` takes a call to the kernels: `forward_kernel`, and for the gradients `backward_kernel` or `d_query_kernel` and
+`d_key_value_kernel`. `inputs` is what a kernel knows of its call, `spans` which tiles it visits, `tiles` how large they
+are, `operations` what a warpgroup does with one.
+
+Pallas is imported with the first call that the kernels serve: not every machine has it.
 """
 
 from __future__ import annotations
 
-import math
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash._mosaic_gpu import (
-    backward_kernel,
-    d_key_value_kernel,
-    d_query_kernel,
-    forward_kernel,
-    inputs,
-    spans,
-    tiles,
-)
-from jflash._mosaic_gpu.operations import Hardware, Operations
+from jflash._mosaic_gpu import pairs
 from jflash._platform import Platform
-from jflash._softmax import finite_or_zero
 from jflash._spec import Operands, Residuals, Spec
-
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200: when there are fewer blocks, keys are split among several."""
-HARDWARE = Hardware()
-SHORT = 16
-"""Queries up to which heads that share keys are packed into the rows of one tile."""
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
@@ -51,223 +34,20 @@ def unsupported_call(spec: Spec) -> str | None:
         return "it has no dropout."
     if "score_mod_arrays" in spec.operands:
         return "it takes no score_mod that closes over arrays."
-    if spec.deterministic and "bias" in spec.operands and _bias_kind(spec) == "tile" and d_query_kernel.shares(spec):
+    if spec.deterministic and "bias" in spec.operands and pairs.bias_kind(spec) == "tile" and pairs.shares(spec):
         return "deterministic=True with a bias that batch entries or heads share: its gradient's sums have no order."
     return None
 
 
-def forward(
-    spec: Spec, operands: Operands, operations: Operations = HARDWARE
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    value = operands.value
-    if operands.key_lengths is not None:
-        value = _without_padding(value, operands.key_lengths)
-    query, key, value = (_whole_tiles(array) for array in (operands.query, operands.key, value))
-    sides = inputs.prepare(spec, operands)
-    packed = spec.group if _packs(spec) else 1
-    if packed > 1:
-        query = _pack(query[:, : spec.query_length], packed)
-        query = _whole_tiles(query)
-    rows = spec.query_length * packed
-    tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows)
-    blocks = spec.batch * query.shape[2] * -(-rows // tile.rows)
-    splits = max(1, min(2 * PROCESSORS // blocks, spec.key_length // (4 * tile.keys))) if rows <= tile.rows else 1
-    known = spans.table(spec, operands, max(tile.rows // packed, 1))
-    out, lse = forward_kernel.forward(
-        spec, query, key, value, sides, known, tile, operations, packed=packed, splits=splits
-    )
-    if splits == 1:
-        out, lse = out[0], lse[0]
-    else:
-        out, lse = _merge(spec, operands, out, lse, packed)
-    out, lse = out[:, :rows, :, : spec.value_dim].astype(spec.dtype), lse[:, :, :rows]
-    if packed > 1:
-        out = _unpack(out, packed)
-        lse = _unpack(lse.transpose(0, 2, 1), packed).transpose(0, 2, 1)
-    return out, lse
+    from jflash._mosaic_gpu import calls
+
+    return calls.forward(spec, operands)
 
 
-def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations = HARDWARE) -> Operands:
+def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
-    out, lse, d_out, d_lse = residuals
-    query, key, value = operands.query, operands.key, operands.value
-    if operands.query_lengths is not None:
-        query, d_out = (_without_padding(array, operands.query_lengths) for array in (query, d_out))
-    if operands.key_lengths is not None:
-        key, value = (_without_padding(array, operands.key_lengths) for array in (key, value))
-    unseen = lse == -jnp.inf
-    products = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    delta = jnp.where(unseen, 0, products.transpose(0, 2, 1) - d_lse)
-    exponent = inputs.exponent(spec)
-    reference = jnp.where(unseen, jnp.inf, lse if exponent.exact else lse * math.log2(math.e))
-    room = [(0, 0), (0, 0), (0, -lse.shape[2] % 8 + inputs.MARGIN)]
-    rows = jnp.pad(reference, room, constant_values=jnp.inf), jnp.pad(delta, room)
-    arrays = [_whole_tiles(array) for array in (query, key, value, d_out)]
-    sides = inputs.prepare(spec, operands)
-    differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
-    kernels = _fused if _fuses(spec, arrays, sides, differentiated) else _split
-    d_query, d_key, d_value, sums = kernels(spec, operands, arrays, rows, sides, differentiated, operations)
+    from jflash._mosaic_gpu import calls
 
-    def trimmed(gradient: Array, like: Array) -> Array:
-        return gradient[:, : like.shape[1], :, : like.shape[3]].astype(like.dtype)
-
-    sums = {name: _reduced(spec, name, total, getattr(operands, name)) for name, total in sums.items()}
-    return Operands(
-        query=trimmed(d_query, query),
-        key=trimmed(d_key, key),
-        value=trimmed(d_value, value),
-        bias=sums.get("bias"),
-        scale=sums.get("scale"),
-        alibi_slopes=sums.get("alibi_slopes"),
-        sinks=_sinks_gradient(operands.sinks, lse, delta),
-    )
-
-
-def _bias_kind(spec: Spec) -> str | None:
-    return None if spec.bias_shape is None else inputs.kind(spec.bias_shape)
-
-
-def _pair_bytes(spec: Spec, sides: dict[str, Array]) -> int:
-    return sum(sides[name].dtype.itemsize for name in inputs.tiled(spec))
-
-
-def _fuses(spec: Spec, arrays: list[Array], sides: dict[str, Array], differentiated: list[str]) -> bool:
-    """Whether one kernel makes all gradients: no order is promised, no sum over keys wanted, and it all fits."""
-    by_query = "bias" in differentiated and _bias_kind(spec) in ("tile", "row")
-    fits = tiles.backward_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides)) is not None
-    return fits and not spec.deterministic and not by_query
-
-
-Gradients = tuple[Array, Array, Array, dict[str, Array]]
-"""dQ, dK, dV, and by name what the parameters' gradients are summed from."""
-
-
-def _fused(
-    spec: Spec,
-    operands: Operands,
-    arrays: list[Array],
-    rows: tuple[Array, Array],
-    sides: dict[str, Array],
-    differentiated: list[str],
-    operations: Operations,
-) -> Gradients:
-    tile = tiles.backward_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides))
-    assert tile is not None
-    known = spans.table(spec, operands, tile.keys, of_keys=True)
-    wanted = tuple(differentiated)
-    d_query, *rest = backward_kernel.backward(spec, *arrays, *rows, sides, known, wanted, tile, operations)
-    return d_query * inputs.sums_scale(spec), *rest
-
-
-def _split(
-    spec: Spec,
-    operands: Operands,
-    arrays: list[Array],
-    rows: tuple[Array, Array],
-    sides: dict[str, Array],
-    differentiated: list[str],
-    operations: Operations,
-) -> Gradients:
-    wants_bias = "bias" in differentiated
-    kind = _bias_kind(spec) if wants_bias else None
-    d_bias = None
-    if kind == "tile":
-        added = d_query_kernel.shares(spec)
-        margin = operations.margin if added else 0
-        batch, heads, length, columns = sides["bias"].shape
-        dtype = jnp.float32 if added else sides["bias"].dtype
-        d_bias = jax.new_ref(jnp.zeros((batch, heads, length + margin, columns + margin), dtype))
-    bias_bytes = 0 if d_bias is None else jax.typeof(d_bias).dtype.itemsize
-    pair_bytes = _pair_bytes(spec, sides)
-    tile = tiles.query_tiles(arrays[0].shape[3], arrays[2].shape[3], pair_bytes, bias_bytes)
-    known = spans.table(spec, operands, tile.rows)
-    wanted = tuple(name for name in differentiated if name != "bias" or kind in ("row", "scalar"))
-    d_query, sums = d_query_kernel.d_query(spec, *arrays, *rows, sides, known, wanted, d_bias, tile, operations)
-    known = spans.table(spec, operands, tiles.ROWS, of_keys=True)
-    by_key = kind == "column"
-    d_key, d_value, d_columns = d_key_value_kernel.d_key_value(spec, *arrays, *rows, sides, known, by_key, operations)
-    if by_key:
-        (sums["bias"],) = d_columns
-    if d_bias is not None:
-        assert spec.bias_shape is not None
-        sums["bias"] = d_bias[:, :, : spec.bias_shape[2], : spec.bias_shape[3]]
-    return d_query, d_key, d_value, sums
-
-
-def _reduced(spec: Spec, name: str, total: Array, like: Array) -> Array:
-    """A parameter's gradient from what kernels summed: `[B, N, L]` over the rest, or a bias's own four axes."""
-    if total.ndim == 4:
-        return total.astype(like.dtype)
-    if name == "bias":
-        kind = _bias_kind(spec)
-        assert spec.bias_shape is not None
-        if kind in ("row", "column"):
-            total = total[:, :, : max(spec.bias_shape[2:])]
-            total = total[..., None] if kind == "row" else total[:, :, None]
-        else:
-            total = total.sum(axis=2)[..., None, None]
-    else:
-        total = total.sum(axis=2)
-        total = total.sum(axis=1) if like.ndim == 1 else total
-    shared = tuple(axis for axis, size in enumerate(like.shape) if size == 1 and total.shape[axis] > 1)
-    return total.sum(axis=shared, keepdims=True).astype(like.dtype)
-
-
-def _sinks_gradient(
-    sinks: Float[Array, "#B N"] | None, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
-) -> Float[Array, "#B N"] | None:
-    """A sink is a logit with no value: its dP is 0."""
-    if sinks is None:
-        return None
-    weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks.astype(jnp.float32)[..., None] - lse))
-    gradient = -jnp.sum(weights * delta, axis=2)
-    gradient = gradient if sinks.shape[0] == gradient.shape[0] else gradient.sum(axis=0, keepdims=True)
-    return gradient.astype(sinks.dtype)
-
-
-def _without_padding(array: Array, lengths: Array) -> Array:
-    """Rows past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
-    index = jnp.arange(array.shape[1])
-    return jnp.where((index < lengths[:, None])[:, :, None, None], array, 0)
-
-
-def _whole_tiles(array: Array) -> Array:
-    """`[B, L, N, H]` with L a multiple of 8 and H of 16 (or 8): what copies of tiles ask of device memory."""
-    rows, columns = -array.shape[1] % 8, -array.shape[3] % 16 if array.shape[3] > 8 else 0
-    if rows == 0 and columns == 0:
-        return array
-    return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns)))
-
-
-def _packs(spec: Spec) -> bool:
-    """Whether heads that share keys go into the rows of one tile: few queries, and nothing that differs by head."""
-    alike = {"bias", "mask", "alibi_slopes", "query_segments"}.isdisjoint(spec.operands) and spec.score_mod is None
-    return alike and "sinks" not in spec.operands and spec.query_length <= SHORT and spec.group > 1
-
-
-def _pack(array: Array, group: int) -> Array:
-    """`[B, T, K * G, H]` as `[B, T * G, K, H]`."""
-    batch, rows, heads, dim = array.shape
-    split = array.reshape(batch, rows, heads // group, group, dim)
-    return jnp.moveaxis(split, 3, 2).reshape(batch, rows * group, heads // group, dim)
-
-
-def _unpack(array: Array, group: int) -> Array:
-    """The inverse of `_pack`, for `[B, T * G, K, ...]`."""
-    batch, rows, heads, *rest = array.shape
-    split = array.reshape(batch, rows // group, group, heads, *rest)
-    return jnp.moveaxis(split, 2, 3).reshape(batch, rows // group, heads * group, *rest)
-
-
-def _merge(spec: Spec, operands: Operands, out: Array, lse: Array, packed: int) -> tuple[Array, Array]:
-    """One output and log-sum-exp from those of all splits: `[splits, B, T, N, D]`, `[splits, B, N, L]`."""
-    largest = finite_or_zero(lse.max(axis=0))
-    weights = jnp.exp(lse - largest)
-    total = weights.sum(axis=0)
-    empty = total == 0
-    if operands.sinks is not None:
-        total = total + jnp.exp(operands.sinks[:, :, None].astype(jnp.float32) - largest)
-    total = jnp.where(empty, 1, total)
-    factors = jnp.moveaxis(weights / total, 3, 2)[:, :, : out.shape[2], :, None]
-    return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+    return calls.backward(spec, operands, residuals)

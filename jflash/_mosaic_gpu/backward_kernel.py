@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs, Place
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
 from jflash._mosaic_gpu.spans import Walk
@@ -94,7 +95,7 @@ def backward(
     width = columns // 2 if tile.split else columns
     group = heads // key_heads
     blocks = -(-key.shape[1] // tile.keys)
-    tiled = inputs.tiled(spec)
+    tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     margin = operations.margin
     d_query = jax.new_ref(jnp.zeros((batch, length + margin, heads, head_dim + margin), jnp.float32))
@@ -264,7 +265,7 @@ def visit_tile(
     query, d_out = shared.query.at[slot], shared.d_out.at[slot]
     plgpu.barrier_wait(shared.query_filled.at[slot])
     lse = operations.load(shared.lse.at[slot], 1)
-    names = inputs.tiled(call.spec)
+    names = bias_and_mask.tiled(call.spec)
     pairs = {n: operations.load(ref.at[slot, :, own].T) for n, ref in zip(names, shared.pairs, strict=True)}
 
     def weigh(products: Array) -> tuple[Array, Any]:

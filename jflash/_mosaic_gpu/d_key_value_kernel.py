@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs, Place
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
 from jflash._mosaic_gpu.tiles import ROWS
@@ -77,7 +78,7 @@ def d_key_value(
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key_heads
     blocks = -(-length // ROWS)
-    tiled = inputs.tiled(spec)
+    tiled = bias_and_mask.tiled(spec)
     stages = tiles.key_value_stages(columns, value_columns, sum(sides[name].dtype.itemsize for name in tiled))
     slopes = 0 if inputs.is_plain(spec) else 1
     bends = wants_bias and spec.score_mod is not None

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs, Place
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.tiles import ROWS, QueryTiles
@@ -74,7 +75,7 @@ def d_query(
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key_heads
     blocks = -(-length // tile.rows)
-    tiled = inputs.tiled(spec)
+    tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     outs = [] if d_bias is None else [d_bias]
     differentiated = (*wanted, *(["bias"] if outs else []))
@@ -146,7 +147,7 @@ def d_query(
                     staged[warpgroup] = gradient
                     operations.commit()
                     target = ref.at[inputs.index(ref, b, h)].at[own, pl.ds(walk.start(index), tile.keys)]
-                    if shares(spec):
+                    if bias_and_mask.shares(spec):
                         operations.add_to(target, staged.at[warpgroup])
                     else:
                         plgpu.copy_smem_to_gmem(staged.at[warpgroup], target)
@@ -222,8 +223,3 @@ def d_query(
         *outs,
     )
     return result, dict(zip(wanted, totals, strict=True))
-
-
-def shares(spec: Spec) -> bool:
-    """Whether an element of the bias is more than one logit's."""
-    return spec.bias_shape is not None and spec.bias_shape[:2] != (spec.batch, spec.heads)

@@ -30,7 +30,7 @@ tanh.defjvp(_tanh_jvp)
 
 
 def lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
-    """`function` without what Mosaic GPU does not lower: the sums that differentiation leaves, and custom derivatives."""
+    """`function` without what Mosaic GPU does not lower: sums that differentiation leaves, and custom derivatives."""
 
     def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)

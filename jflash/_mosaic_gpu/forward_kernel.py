@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu import pairs as bias_and_mask
+from jflash._mosaic_gpu import spans, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Place
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.spans import Walk
@@ -85,7 +86,7 @@ def forward(
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key.shape[2]
     blocks = -(-rows // tile.rows)
-    tiled = inputs.tiled(spec)
+    tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
 
@@ -199,7 +200,7 @@ def attend(
     def softmax(products: Float[Array, "rows keys"], index: Any, before: Softmax | None) -> Softmax:
         slot = lax.rem(index, tile.stages)
         own = pl.ds(warpgroup * ROWS, ROWS)
-        names = inputs.tiled(call.spec)
+        names = bias_and_mask.tiled(call.spec)
         pairs = {n: operations.load(ref.at[slot, own]) for n, ref in zip(names, shared.pairs, strict=True)}
         plgpu.barrier_arrive(shared.key_free.at[slot])
         at = place._replace(key=walk.start(index))

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from jflash import _scores, _tile, _visibility
-from jflash._mosaic_gpu import elementwise
+from jflash._mosaic_gpu import elementwise, pairs
 from jflash._mosaic_gpu import operations as ops
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.tiles import round_up
@@ -22,26 +22,6 @@ from jflash._spec import Operands, Spec
 
 MARGIN = 256
 """Elements past the end of a vector that a tile at its end may read."""
-PAIRS = ("bias", "mask")
-"""Operands with a query and a key axis."""
-
-
-def kind(shape: tuple[int, int, int, int]) -> str:
-    """Of a bias or mask `[#B, #N, #T, #S]`: one value for each "tile" element, "row", "column", or a "scalar"."""
-    return {(True, True): "tile", (True, False): "row", (False, True): "column", (False, False): "scalar"}[
-        shape[2] > 1, shape[3] > 1
-    ]
-
-
-def pair_shapes(spec: Spec) -> dict[str, tuple[int, int, int, int]]:
-    """The shapes of bias and mask, where the call has them."""
-    shapes = {"bias": spec.bias_shape, "mask": spec.mask_shape}
-    return {name: shape for name, shape in shapes.items() if shape is not None}
-
-
-def tiled(spec: Spec) -> tuple[str, ...]:
-    """Which of bias and mask come in tiles."""
-    return tuple(name for name, shape in pair_shapes(spec).items() if kind(shape) == "tile")
 
 
 def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
@@ -64,10 +44,10 @@ def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
         array = getattr(operands, name)
         if array is not None:
             prepared[name] = _with_margin(array.astype(jnp.int32), (1,))
-    for name, shape in pair_shapes(spec).items():
+    for name, shape in pairs.pair_shapes(spec).items():
         array = getattr(operands, name)
         array = array.astype(jnp.bfloat16) if name == "mask" else array
-        match kind(shape):
+        match pairs.kind(shape):
             case "tile":
                 rows, columns = round_up(shape[2], 8) - shape[2], round_up(shape[3], 64) - shape[3]
                 if rows or columns:
@@ -120,10 +100,10 @@ class Inputs:
         ref = self.refs[name]
         return ref.at[index(ref, batch, head)]
 
-    def tile(self, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array]) -> _tile.Tile:
+    def tile(self, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array]) -> _tile.Tile:
         """What `_scores` and `_visibility` need of the tile of `shape` at `place`.
 
-        `pairs` are the tiles of bias and mask, of which there are those named by `tiled`.
+        `tiles` are those of bias and mask, of which there are those named by `tiled`.
         """
         spec, operations = self.spec, self.operations
         query_axis, key_axis = (1, 0) if self.keys_first else (0, 1)
@@ -131,15 +111,15 @@ class Inputs:
         if self.packed > 1:
             query = lax.div(query, jnp.full_like(query, self.packed))
         key = operations.index(shape, key_axis) + place.key
-        offset = spec.query_offset if spec.query_offset is not None else self.value("query_offset", place.batch)
+        offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", place.batch)
 
         def pair(name: str) -> Array | None:
-            shapes = pair_shapes(spec)
+            shapes = pairs.pair_shapes(spec)
             if name not in shapes:
                 return None
-            if name in pairs:
-                return pairs[name]
-            match kind(shapes[name]):
+            if name in tiles:
+                return tiles[name]
+            match pairs.kind(shapes[name]):
                 case "row":
                     return self._vector(name, place, place.query, shape, query_axis)
                 case "column":
@@ -184,15 +164,15 @@ class Inputs:
         """The call's way from logits to weights."""
         return exponent(self.spec)
 
-    def logits(self, products: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array]) -> Array:
+    def logits(self, products: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array]) -> Array:
         """What `_scores` makes of a tile of products; a plain call's are as good as they are."""
         if is_plain(self.spec):
             return products
-        tile = self.tile(place, shape, pairs)
+        tile = self.tile(place, shape, tiles)
         return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, elementwise.tanh))(products)
 
     def with_gradients(
-        self, products: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array], wanted: Sequence[str]
+        self, products: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], wanted: Sequence[str]
     ) -> tuple[Array, Callable[[Array], tuple[Array, dict[str, Array]]]]:
         """`logits`, and what takes their cotangents to those of the products and, by name, of the parameters `wanted`.
 
@@ -201,7 +181,7 @@ class Inputs:
         """
         if is_plain(self.spec):
             return products, lambda cotangent: (cotangent, {})
-        tile = self.tile(place, shape, pairs)
+        tile = self.tile(place, shape, tiles)
 
         def modify(products: Array, values: dict[str, Array]) -> Array:
             with_values = tile._replace(parameters=tile.parameters._replace(**values))
@@ -212,10 +192,10 @@ class Inputs:
         return logits, elementwise.lowerable(pull_back)
 
     def hide(
-        self, values: Array, place: Place, shape: tuple[int, int], pairs: Mapping[str, Array], hidden: float
+        self, values: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], hidden: float
     ) -> Array:
         """`values` of a tile where the query sees the key, `hidden` elsewhere."""
-        tile = self.tile(place, shape, pairs)
+        tile = self.tile(place, shape, tiles)
         seen = _visibility.visible(self.spec, tile)
         inside = tile.key < self.spec.key_length
         return jnp.where(inside if seen is None else inside & seen, values, hidden)

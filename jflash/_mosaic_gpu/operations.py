@@ -26,12 +26,12 @@ _ROWS = _TILE.reduce(1)
 _COLUMNS = _TILE.reduce(0)
 
 
-def along_rows(vector: Float[Array, "rows"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+def along_rows(vector: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
     """One value for each row, repeated along it."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-def along_columns(vector: Float[Array, "columns"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+def along_columns(vector: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
     """One value for each column, repeated along it."""
     return lax.broadcast_in_dim(vector, shape, [1])
 
@@ -66,7 +66,8 @@ class Hardware:
 
     def add_product(self, sums: Float[Array, "rows columns"], left: Any, right: Ref) -> Float[Array, "rows columns"]:
         """sums + left @ right."""
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(sums))
+        result: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(sums))
+        return result
 
     def add_to(self, destination: Ref, source: Ref) -> None:
         """Add shared memory to device memory, in the background."""
@@ -102,7 +103,8 @@ class Hardware:
                 ref[...] = value
 
         zeros = plgpu.ACC.init(self.full(shape, 0))
-        _, sums, *results = pl.run_state(body)((zeros, plgpu.ACC.init(c), *leaves))
+        done: Any = pl.run_state(body)((zeros, plgpu.ACC.init(c), *leaves))
+        _, sums, *results = done
         return jax.tree.unflatten(tree, results), sums
 
     def pair[Saved, Results](
@@ -166,7 +168,8 @@ class Hardware:
                 ref[...] = value
 
         start = [plgpu.ACC.init(self.full(shape, 0)) for _ in range(2)]
-        _, _, sums, *results = pl.run_state(body)((*start, plgpu.ACC.init(third[0]), *leaves))
+        done: Any = pl.run_state(body)((*start, plgpu.ACC.init(third[0]), *leaves))
+        _, _, sums, *results = done
         return sums, jax.tree.unflatten(tree, results)
 
 
@@ -211,8 +214,8 @@ class Interpreter:
 
     def pair(self, first: Any, second: Any, shape: Any, ready: Any, weigh: Any, use: Any) -> Any:
         ready()
-        saved = weigh(self.product(*first, shape))
-        return use(saved, self.product(*second, shape))
+        saved = weigh(self.product(first[0], first[1], shape))
+        return use(saved, self.product(second[0], second[1], shape))
 
     def chain(
         self,
@@ -236,8 +239,8 @@ Operations = Hardware | Interpreter
 def _in_turn(
     operations: Operations, first: Any, second: Any, shape: Any, third: Any, ready: Any, weigh: Any, use: Any
 ) -> Any:
-    weights, saved = weigh(operations.product(*first, shape))
+    weights, saved = weigh(operations.product(first[0], first[1], shape))
     ready()
-    others = operations.product(*second, shape)
+    others = operations.product(second[0], second[1], shape)
     sums = operations.add_product(third[0], weights, third[1])
     return sums, use(saved, others)

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jflash import _visibility
-from jflash._mosaic_gpu import inputs
+from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs
 from jflash._spec import Operands, Spec
 from jflash._visibility import Spans
@@ -94,7 +94,7 @@ def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys
     else:
         nothing: Any = Operands(query=None, key=None, value=None)  # pyright: ignore[reportArgumentType]
         found = _find(of_keys)(spec, nothing, 0, 1, block * rows, rows)
-    alignment = 64 if inputs.tiled(spec) else 8
+    alignment = 64 if bias_and_mask.tiled(spec) else 8
     first = lax.div(found.start, alignment) * alignment
     # At least one tile: what nobody sees then comes out as what sees nothing.
     count = jnp.maximum(lax.div(found.stop - first + size - 1, size), 1)

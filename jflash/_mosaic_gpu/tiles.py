@@ -35,7 +35,8 @@ def shared(shape: tuple[int, ...], dtype: Any, *divides: int) -> Any:
     size = np.dtype(dtype).itemsize
     fits = lambda swizzled: shape[-1] % swizzled == 0 and all(n <= swizzled or n % swizzled == 0 for n in divides)
     swizzle = next(width for width in (128, 64, 32) if fits(width // size))
-    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    tiling, swizzling = plgpu.TilingTransform, plgpu.SwizzleTransform
+    transforms: Any = tiling((8, swizzle // size)), swizzling(swizzle)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
