@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import oracle
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from plain_attention import Call, Results
 
+import jflash
 from jflash import _api, _canonical, _mosaic_gpu
 from jflash._mosaic_gpu import calls
 from jflash._mosaic_gpu.operations import Interpreter
@@ -19,10 +22,21 @@ OPERATIONS = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
 
 def canonical(call: Call, **options: object) -> tuple[Spec, Operands]:
     """What a backend is given for a call."""
-    arguments = {"is_causal": False, "dropout_rate": 0.0, "deterministic": False, "precision": None}
-    arguments |= oracle.arguments(call) | {"score_mod": None if call.score_mod is None else call.score_mod()} | options
-    arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, arguments)
-    spec, operands, _ = _canonical.canonicalize(**_api._with_score_mod_traced(arrays))
+    score_mod = None if call.score_mod is None else call.score_mod()
+    arguments = oracle.arguments(call) | {"score_mod": score_mod} | options
+    return canonical_arguments(
+        **jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, arguments)
+    )
+
+
+def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
+    """What a backend is given for arguments of `jflash.attention`."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(jflash.attention).parameters.items()
+        if name not in ("implementation", "return_residual")
+    }
+    spec, operands, _ = _canonical.canonicalize(**_api._with_score_mod_traced(defaults | arguments))
     return spec, operands
 
 

@@ -60,3 +60,18 @@ def test_no_weight_on_keys_past_the_end(deterministic: bool):
     case = Case("bfloat16", 131, 17, dims=(80, 80), alibi=True, bias="heads", scale="traced", sinks=True)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
+
+
+@pytest.mark.parametrize("segments", [None, "sorted"])
+def test_parts_that_get_no_keys(segments: str | None):
+    """33 tiles in 8 parts are 5 each: the last part has none, and must weigh nothing and read nothing past the end."""
+    case = Case("bfloat16", 1, 33 * 128, heads=(2, 1), dims=(8, 8), batch=(), segments=segments)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+def test_groups_that_do_not_fill_a_block():
+    """16 queries of 12 heads: a block of 128 rows would end amid a query's heads."""
+    case = Case("bfloat16", 16, 262, heads=(12, 1), dims=(80, 80), batch=(), causal=True, offset="end")
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)

@@ -218,9 +218,11 @@ def _whole_tiles(array: Array) -> Array:
 
 
 def _packs(spec: Spec) -> bool:
-    """Whether heads that share keys go into the rows of one tile: few queries, and nothing that differs by head."""
-    alike = {"bias", "mask", "alibi_slopes", "query_segments"}.isdisjoint(spec.operands) and spec.score_mod is None
-    return alike and "sinks" not in spec.operands and spec.query_length <= SHORT and spec.group > 1
+    """Whether heads that share keys go into the rows of one tile: few queries, nothing that differs by head, and blocks
+    that end where a query's heads do."""
+    alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
+    whole = spec.query_length * spec.group <= 2 * tiles.ROWS or tiles.ROWS % spec.group == 0
+    return alike and spec.score_mod is None and spec.query_length <= SHORT and spec.group > 1 and whole
 
 
 def _pack(array: Array, group: int) -> Array:

@@ -67,13 +67,15 @@ class Walk:
         return lax.cond(partial, mask, lambda values: values, values)
 
     def part(self, index: Int[Array, ""], parts: int) -> Walk:
-        """The tiles that fall to one of several blocks that share the walk; at least one, which may see nothing."""
+        """The tiles that fall to one of several blocks that share the walk; at least one, which may be past the end."""
         if parts == 1:
             return self
+        stop = self.first + self.count * self.size
         each = lax.div(self.count + parts - 1, parts)
-        first = self.first + index * each * self.size
+        first = jnp.minimum(self.first + index * each * self.size, stop)
         count = jnp.clip(self.count - index * each, 1, each)
-        return dataclasses.replace(self, first=first, count=count)
+        whole = self.whole if self.whole is not None else (self.first, stop)
+        return dataclasses.replace(self, first=first, count=count, whole=whole)
 
 
 def walk_keys(call: Inputs, batch: Any, block: Any, rows: int, size: int) -> Walk:

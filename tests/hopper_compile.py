@@ -1,0 +1,77 @@
+"""Compiles the Hopper kernels for sm_90a on a machine without a GPU, and prints what ptxas says of each, as JSON.
+
+    python hopper_compile.py DIRECTORY
+
+A program of its own: where Mosaic GPU leaves its reports is read from the environment before JAX is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from hopper_kernels import canonical_arguments
+from jax.experimental import topologies
+
+from jflash._mosaic_gpu import calls
+from jflash._spec import Residuals
+
+DIRECTORY = Path(sys.argv[1])
+bfloat16, float32 = jnp.bfloat16, jnp.float32
+LENGTH = 1024
+PAIRS = (1, 4, LENGTH, LENGTH)
+CASES = {
+    **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
+    **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 128, 256)},
+    **{f"d{d} deterministic": (d, d, dict(deterministic=True), {}) for d in (64, 128)},
+    "d192/128 causal": (192, 128, dict(is_causal=True), {}),
+    "window": (128, 128, dict(is_causal=True, local_window_size=(1023, 0)), {}),
+    "soft cap": (128, 128, dict(logits_soft_cap=50.0), {}),
+    "bias": (128, 128, {}, dict(bias=(PAIRS, bfloat16))),
+    "bias float32": (128, 128, {}, dict(bias=(PAIRS, float32))),
+    "bias of keys": (128, 128, {}, dict(bias=((1, 4, 1, LENGTH), bfloat16))),
+    "mask": (128, 128, {}, dict(mask=(PAIRS, jnp.bool_))),
+    "lengths": (128, 128, {}, dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32))),
+    "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
+}
+
+
+def main() -> None:
+    """Forward and backward of every case."""
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    sharding = jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), jax.sharding.PartitionSpec())
+    array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    reports = {}
+    for name, (head_dim, value_dim, options, arrays) in CASES.items():
+
+        def both(query, key, value, d_out, d_lse, arrays, options=options):
+            spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
+            out, lse = calls.forward(spec, operands)
+            return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse))
+
+        for path in DIRECTORY.iterdir():
+            path.unlink()
+        jax.jit(both).lower(
+            *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
+            array((2, 4, LENGTH), float32),
+            {argument: array(*type_) for argument, type_ in arrays.items()},
+        ).compile()
+        for path in sorted(DIRECTORY.glob("*.ptxas")):
+            text = path.read_text()
+            kernel = re.match(r"jflash_([a-z_]+?)_\d", path.name)[1]
+            spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)), default=0)
+            reports[f"{name}: {kernel}"] = dict(spills=spills, serialised="C7512" in text)
+    print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()
