@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jflash._api import attention, explain
 
-__all__ = ["__version__", "attention", "explain"]
+__all__ = ["attention", "explain"]
 
 __version__: str
 
