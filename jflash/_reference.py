@@ -34,10 +34,11 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         key, value = _zero_padding(key, operands.key_lengths), _zero_padding(value, operands.key_lengths)
 
     products = jnp.einsum("bikgh,bjkh->bkgij", query, key, precision=spec.precision)
+    visible = _visibility.visible(spec, tile)
+    tile = tile._replace(parameters=_scores.without_unseen(spec, tile.parameters, visible))
     logits = _scores.modify(spec, products, tile)
     seen = logits > -jnp.inf
     seen |= jnp.isnan(logits)
-    visible = _visibility.visible(spec, tile)
     if visible is not None:
         seen &= visible
     empty = ~jnp.any(seen, axis=-1, keepdims=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jflash._spec import Spec
-from jflash._tile import Tile
+from jflash._tile import Parameters, Tile
 
 
 def modify(
@@ -41,3 +41,13 @@ def modify(
         assert tile.head is not None
         logits = spec.score_mod(logits, tile.batch, tile.head, tile.query, tile.key, parameters.score_mod_arrays)
     return logits
+
+
+def without_unseen(spec: Spec, parameters: Parameters, visible: Bool[Array, "..."] | None) -> Parameters:
+    """The parameters with a bias of 0 where no query sees.
+
+    What it holds in padding may be NaN, then so is the derivative of `score_mod`, and 0 * NaN is NaN.
+    """
+    if spec.score_mod is None or parameters.bias is None or visible is None:
+        return parameters
+    return parameters._replace(bias=jnp.where(visible, parameters.bias, 0))

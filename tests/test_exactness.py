@@ -84,7 +84,7 @@ def test_exact_with(attention: Callable[..., Any], backend: str, options: dict[s
     assert_exact(functools.partial(attention, **options), cases.served(EVERYTHING, backend))
 
 
-@pytest.mark.parametrize("implementation", _dispatch.BACKENDS)
+@pytest.mark.parametrize("implementation", ["xla", "reference", "metal"])
 def test_these_refuse_no_case(implementation: str):
     """So that none of the cases is ever skipped for them, where they can run at all."""
     if implementation == "metal":

@@ -156,6 +156,11 @@ def saturate(largest: Any) -> Any:
     return lambda logit, batch, head, query, key: largest * jnp.tanh(logit / largest)
 
 
+SATURATED = dict(local_window_size=(9, 4), scale=LARGEST / 9, score_mod=saturate, score_mod_arrays=(LARGEST,))
+SOME = np.array([0, 1], np.int32)
+
+
+@hypothesis.example(seed=0, poison=np.nan, queries=SOME, keys=SOME, options=SATURATED)
 @hypothesis.given(
     seed=seeds,
     poison=st.sampled_from([np.nan, np.inf, -np.inf]),
@@ -165,7 +170,7 @@ def saturate(largest: Any) -> Any:
         [
             dict(),
             dict(is_causal=True, alibi_slopes=SLOPES, sinks=SLOPES, logits_soft_cap=2.0),
-            dict(local_window_size=(9, 4), scale=LARGEST / 9, score_mod=saturate, score_mod_arrays=(LARGEST,)),
+            SATURATED,
         ]
     ),
 )

@@ -184,7 +184,12 @@ class Inputs:
         tile = self.tile(place, shape, tiles)
 
         def modify(products: Array, values: dict[str, Array]) -> Array:
-            with_values = tile._replace(parameters=tile.parameters._replace(**values))
+            parameters = tile.parameters._replace(**values)
+            if self.spec.score_mod is not None and parameters.bias is not None:
+                # As `_scores.without_unseen`.
+                bias = jnp.broadcast_to(parameters.bias, shape)
+                parameters = parameters._replace(bias=self.hide(bias, place, shape, tiles, 0.0))
+            with_values = tile._replace(parameters=parameters)
             return _scores.modify(self.spec, products, with_values, elementwise.tanh)
 
         values = {name: jnp.broadcast_to(getattr(tile.parameters, name), shape) for name in wanted}

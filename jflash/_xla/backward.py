@@ -108,16 +108,18 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
     flat = lambda array: array.astype(spec.dtype).reshape(batch, heads, -1, group * rows)
 
     discrete_arrays, tile = tile.parameters.score_mod_arrays, tile.keys_first()
+    visible = None if place.visible is None else jnp.moveaxis(place.visible, 4, 2)
 
     def modify(products: Float[Array, "b k j g i"], parameters: Parameters) -> Float[Array, "b k j g i"]:
         some, rest = iter(parameters.score_mod_arrays), iter(discrete_arrays)
         arrays = tuple(next(some) if s else next(rest) for s in smooth)
         whole = parameters._replace(score_mod_arrays=arrays).keys_first()
+        whole = _scores.without_unseen(spec, whole, visible)
         return _scores.modify(spec, products, tile._replace(parameters=whole))
 
     logits, pull_back = jax.vjp(modify, pairs(tiling.dot(spec, key, query, (3, 3))), parameters)
-    if place.visible is not None:
-        logits = jnp.where(jnp.moveaxis(place.visible, 4, 2), logits, -jnp.inf)
+    if visible is not None:
+        logits = jnp.where(visible, logits, -jnp.inf)
     probabilities = _softmax.exp(logits - lse)
     d_probabilities = pairs(tiling.dot(spec, value, d_out, (3, 3)))
     kept = probabilities
