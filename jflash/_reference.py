@@ -29,9 +29,9 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     query = _tile.split_heads(operands.query, 2, spec).astype(dtype)
     key, value = operands.key.astype(dtype), operands.value.astype(dtype)
     if operands.query_lengths is not None:
-        query = _zero_padding(query, operands.query_lengths)
+        query = _tile.zero_padding(query, operands.query_lengths)
     if operands.key_lengths is not None:
-        key, value = _zero_padding(key, operands.key_lengths), _zero_padding(value, operands.key_lengths)
+        key, value = _tile.zero_padding(key, operands.key_lengths), _tile.zero_padding(value, operands.key_lengths)
 
     products = jnp.einsum("bikgh,bjkh->bkgij", query, key, precision=spec.precision)
     visible = _visibility.visible(spec, tile)
@@ -68,9 +68,3 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         out.reshape(spec.batch, spec.query_length, spec.heads, spec.value_dim).astype(spec.dtype),
         lse.reshape(spec.batch, spec.heads, spec.query_length),
     )
-
-
-def _zero_padding(array: Float[Array, "B T ..."], lengths: Array) -> Float[Array, "B T ..."]:
-    index = jnp.arange(array.shape[1])[None]
-    inside = index < lengths[:, None]
-    return jnp.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, 0)

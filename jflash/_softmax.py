@@ -111,3 +111,14 @@ def finish(rows: Rows, sinks: Float[Array, "*#rows"] | None) -> tuple[Float[Arra
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
     return weighted / total[..., None], lse
+
+
+def sinks_gradient(
+    sinks: Float[Array, "#B N"] | None, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
+) -> Float[Array, "#B N"] | None:
+    """A sink is a logit with no value: its dP is 0. `lse` is +inf, and `delta` 0, for rows that saw no key."""
+    if sinks is None:
+        return None
+    gradient = -jnp.sum(jnp.exp(sinks.astype(lse.dtype)[..., None] - lse) * delta, axis=2)
+    gradient = gradient if sinks.shape[0] == gradient.shape[0] else gradient.sum(axis=0, keepdims=True)
+    return gradient.astype(sinks.dtype)

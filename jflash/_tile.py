@@ -105,6 +105,13 @@ def _int32(array: Array, starts: tuple[Int[Array, ""] | int, ...]) -> tuple[Arra
     )
 
 
+def zero_padding(array: Float[Array, "B L ..."], lengths: Int[Array, "#B"]) -> Float[Array, "B L ..."]:
+    """Rows at or past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
+    index = jnp.arange(array.shape[1])[None]
+    inside = index < lengths[:, None]
+    return jnp.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, 0)
+
+
 def split_heads(array: Array, axis: int, spec: Spec) -> Array:
     """Split a heads axis N into [K, G], or a shared one into [1, 1]."""
     heads = (spec.key_heads, spec.group) if array.shape[axis] == spec.heads else (1, 1)

@@ -34,6 +34,7 @@ from jflash._mosaic_gpu import inputs, spans, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs, Place
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
+from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.tiles import ROWS, BackwardTiles
 from jflash._spec import Spec
@@ -177,28 +178,8 @@ def backward(
         def _() -> None:
             tiles.registers(WARPGROUPS, copies=True)
 
-            def copy(step: Array, carry: int) -> int:
-                slot = lax.rem(step, tile.stages)
-                head = key_head * group + lax.div(step, walk.count)
-                rows = pl.ds(walk.start(lax.rem(step, walk.count)), tile.queries)
-                again = step >= tile.stages
-                pl.when(again)(lambda: plgpu.barrier_wait(shared.query_free.at[slot]))
-                filled = shared.query_filled.at[slot]
-                plgpu.copy_gmem_to_smem(query_ref.at[b, rows, head, key_columns], shared.query.at[slot], filled)
-                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], shared.lse.at[slot], filled)
-                for name, target in zip(tiled, shared.pairs, strict=True):
-                    source = call.part(name, b, head).at[rows, pl.ds(first_key, tile.keys)]
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
-                pl.when(again)(lambda: plgpu.barrier_wait(shared.d_out_free.at[slot]))
-                filled = shared.d_out_filled.at[slot]
-                plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head, out_columns], shared.d_out.at[slot], filled)
-                plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], shared.delta.at[slot], filled)
-                return carry
-
-            count = walk.count * group
-            lax.fori_loop(0, count, copy, 0)
-            tiles.drain(shared.query_free, count, tile.stages)
-            tiles.drain(shared.d_out_free, count, tile.stages)
+            sources = Sources(query_ref, d_out_ref, lse_ref, delta_ref, key_columns, out_columns)
+            copy_all(call, walk, sources, shared, b, key_head * group, group, pl.ds(first_key, tile.keys))
 
     dtype, stages = query.dtype, tile.stages
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
@@ -281,17 +262,11 @@ def visit_tile(
         totals = tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True))
         return d_products.astype(dtype), totals
 
-    d_value, (d_products, others) = operations.chain(
-        (shared.key.at[own], query.T),
-        (shared.value.at[own], d_out.T),
-        shape,
-        (sums.d_value, d_out),
-        ready=lambda: plgpu.barrier_wait(shared.d_out_filled.at[slot]),
-        weigh=weigh,
-        use=use,
-        like=(operations.full(shape, 0).astype(dtype), others),
-        overlap=tile.overlap,
-    )
+    weights, saved = weigh(operations.product(shared.key.at[own], query.T, shape))
+    plgpu.barrier_wait(shared.d_out_filled.at[slot])
+    d_weights = operations.product(shared.value.at[own], d_out.T, shape)
+    d_value = operations.add_product(sums.d_value, weights, d_out)
+    d_products, others = use(saved, d_weights)
     plgpu.barrier_arrive(shared.d_out_free.at[slot])
     if tile.split:
         pl.when(step > 0)(lambda: plgpu.barrier_wait(shared.d_products_free))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jflash import _tile
 from jflash._mosaic_gpu import (
     backward_kernel,
     d_key_value_kernel,
@@ -23,7 +24,7 @@ from jflash._mosaic_gpu import (
     tiles,
 )
 from jflash._mosaic_gpu.operations import Hardware, Operations
-from jflash._softmax import finite_or_zero
+from jflash._softmax import finite_or_zero, sinks_gradient
 from jflash._spec import Operands, Residuals, Spec
 
 PROCESSORS = 132
@@ -39,13 +40,11 @@ def forward(
     """Output in the query's dtype and log-sum-exp in float32."""
     value = operands.value
     if operands.key_lengths is not None:
-        value = _without_padding(value, operands.key_lengths)
-    query, key, value = (_whole_tiles(array) for array in (operands.query, operands.key, value))
+        value = _tile.zero_padding(value, operands.key_lengths)
     sides = inputs.prepare(spec, operands)
     packed = spec.group if _packs(spec) else 1
-    if packed > 1:
-        query = _pack(query[:, : spec.query_length], packed)
-        query = _whole_tiles(query)
+    query = operands.query if packed == 1 else _pack(operands.query, packed)
+    query, key, value = (_whole_tiles(array) for array in (query, operands.key, value))
     rows = spec.query_length * packed
     tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows)
     blocks = spec.batch * query.shape[2] * -(-rows // tile.rows)
@@ -57,7 +56,7 @@ def forward(
     if splits == 1:
         out, lse = out[0], lse[0]
     else:
-        out, lse = _merge(spec, operands, out, lse, packed)
+        out, lse = _merge(operands, out, lse)
     out, lse = out[:, :rows, :, : spec.value_dim].astype(spec.dtype), lse[:, :, :rows]
     if packed > 1:
         out = _unpack(out, packed)
@@ -70,21 +69,29 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     out, lse, d_out, d_lse = residuals
     query, key, value = operands.query, operands.key, operands.value
     if operands.query_lengths is not None:
-        query, d_out = (_without_padding(array, operands.query_lengths) for array in (query, d_out))
+        query, d_out = (_tile.zero_padding(array, operands.query_lengths) for array in (query, d_out))
     if operands.key_lengths is not None:
-        key, value = (_without_padding(array, operands.key_lengths) for array in (key, value))
+        key, value = (_tile.zero_padding(array, operands.key_lengths) for array in (key, value))
     unseen = lse == -jnp.inf
     products = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = jnp.where(unseen, 0, products.transpose(0, 2, 1) - d_lse)
     exponent = inputs.exponent(spec)
-    reference = jnp.where(unseen, jnp.inf, lse if exponent.exact else lse * math.log2(math.e))
+    seen_lse = jnp.where(unseen, jnp.inf, lse)
+    reference = seen_lse if exponent.exact else seen_lse * math.log2(math.e)
     room = [(0, 0), (0, 0), (0, -lse.shape[2] % 8 + inputs.MARGIN)]
     rows = jnp.pad(reference, room, constant_values=jnp.inf), jnp.pad(delta, room)
     arrays = (_whole_tiles(query), _whole_tiles(key), _whole_tiles(value), _whole_tiles(d_out))
     sides = inputs.prepare(spec, operands)
     differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
-    kernels = _fused if _fuses(spec, arrays, sides, differentiated) else _split
-    d_query, d_key, d_value, sums = kernels(spec, operands, arrays, rows, sides, differentiated, operations)
+    tile = _fused_tiles(spec, arrays, sides, differentiated)
+    if tile is None:
+        d_query, d_key, d_value, sums = _split(spec, operands, arrays, rows, sides, differentiated, operations)
+    else:
+        known = spans.table(spec, operands, tile.keys, of_keys=True)
+        d_query, d_key, d_value, sums = backward_kernel.backward(
+            spec, *arrays, *rows, sides, known, tuple(differentiated), tile, operations
+        )
+        d_query = d_query * inputs.sums_scale(spec)
 
     def trimmed(gradient: Array, like: Array) -> Array:
         return gradient[:, : like.shape[1], :, : like.shape[3]].astype(like.dtype)
@@ -97,19 +104,12 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
         bias=sums.get("bias"),
         scale=sums.get("scale"),
         alibi_slopes=sums.get("alibi_slopes"),
-        sinks=_sinks_gradient(operands.sinks, lse, delta),
+        sinks=sinks_gradient(operands.sinks, seen_lse, delta),
     )
 
 
 def _pair_bytes(spec: Spec, sides: dict[str, Array]) -> int:
     return sum(sides[name].dtype.itemsize for name in pairs.tiled(spec))
-
-
-def _fuses(spec: Spec, arrays: Arrays, sides: dict[str, Array], differentiated: list[str]) -> bool:
-    """Whether one kernel makes all gradients: no order is promised, no sum over keys wanted, and it all fits."""
-    by_query = "bias" in differentiated and pairs.bias_kind(spec) in ("tile", "row")
-    fits = tiles.backward_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides)) is not None
-    return fits and not spec.deterministic and not by_query
 
 
 Arrays = tuple[Array, Array, Array, Array]
@@ -118,23 +118,15 @@ Gradients = tuple[Array, Array, Array, dict[str, Array]]
 """dQ, dK, dV, and by name what the parameters' gradients are summed from."""
 
 
-def _fused(
-    spec: Spec,
-    operands: Operands,
-    arrays: Arrays,
-    rows: tuple[Array, Array],
-    sides: dict[str, Array],
-    differentiated: list[str],
-    operations: Operations,
-) -> Gradients:
-    tile = tiles.backward_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides))
-    assert tile is not None
-    known = spans.table(spec, operands, tile.keys, of_keys=True)
-    wanted = tuple(differentiated)
-    d_query, d_key, d_value, sums = backward_kernel.backward(
-        spec, *arrays, *rows, sides, known, wanted, tile, operations
-    )
-    return d_query * inputs.sums_scale(spec), d_key, d_value, sums
+def _fused_tiles(
+    spec: Spec, arrays: Arrays, sides: dict[str, Array], differentiated: list[str]
+) -> tiles.BackwardTiles | None:
+    """Tiles of the one kernel that makes all gradients. `None` where two have to: an order of sums is promised, one
+    over keys is wanted, or it does not fit."""
+    by_query = "bias" in differentiated and pairs.bias_kind(spec) in ("tile", "row")
+    if spec.deterministic or by_query:
+        return None
+    return tiles.backward_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides))
 
 
 def _split(
@@ -191,24 +183,6 @@ def _reduced(spec: Spec, name: str, total: Array, like: Array) -> Array:
     return total.sum(axis=shared, keepdims=True).astype(like.dtype)
 
 
-def _sinks_gradient(
-    sinks: Float[Array, "#B N"] | None, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
-) -> Float[Array, "#B N"] | None:
-    """A sink is a logit with no value: its dP is 0."""
-    if sinks is None:
-        return None
-    weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks.astype(jnp.float32)[..., None] - lse))
-    gradient = -jnp.sum(weights * delta, axis=2)
-    gradient = gradient if sinks.shape[0] == gradient.shape[0] else gradient.sum(axis=0, keepdims=True)
-    return gradient.astype(sinks.dtype)
-
-
-def _without_padding(array: Array, lengths: Array) -> Array:
-    """Rows past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
-    index = jnp.arange(array.shape[1])
-    return jnp.where((index < lengths[:, None])[:, :, None, None], array, 0)
-
-
 def _whole_tiles(array: Array) -> Array:
     """`[B, L, N, H]` with L a multiple of 8 and H of 16 (or 8): what copies of tiles ask of device memory."""
     rows, columns = -array.shape[1] % 8, -array.shape[3] % 16 if array.shape[3] > 8 else 0
@@ -239,7 +213,7 @@ def _unpack(array: Array, group: int) -> Array:
     return jnp.moveaxis(split, 2, 3).reshape(batch, rows // group, heads * group, *rest)
 
 
-def _merge(spec: Spec, operands: Operands, out: Array, lse: Array, packed: int) -> tuple[Array, Array]:
+def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
     """One output and log-sum-exp from those of all splits: `[splits, B, T, N, D]`, `[splits, B, N, L]`."""
     largest = finite_or_zero(lse.max(axis=0))
     weights = jnp.exp(lse - largest)

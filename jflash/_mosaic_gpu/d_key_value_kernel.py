@@ -28,6 +28,7 @@ from jflash._mosaic_gpu import inputs, spans, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs, Place
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
+from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.tiles import ROWS
 from jflash._spec import Spec
 
@@ -182,28 +183,8 @@ def d_key_value(
         def _() -> None:
             tiles.registers(2, copies=True)
 
-            def copy(step: Array, carry: int) -> int:
-                slot = lax.rem(step, stages)
-                head = key_head * group + lax.div(step, walk.count)
-                rows = pl.ds(walk.start(lax.rem(step, walk.count)), QUERIES)
-                again = step >= stages
-                pl.when(again)(lambda: plgpu.barrier_wait(shared.query_free.at[slot]))
-                filled = shared.query_filled.at[slot]
-                plgpu.copy_gmem_to_smem(query_ref.at[b, rows, head, key_columns], shared.query.at[slot], filled)
-                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], shared.lse.at[slot], filled)
-                for name, target in zip(tiled, shared.pairs, strict=True):
-                    source = call.part(name, b, head).at[rows, own_keys]
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
-                pl.when(again)(lambda: plgpu.barrier_wait(shared.d_out_free.at[slot]))
-                filled = shared.d_out_filled.at[slot]
-                plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head, out_columns], shared.d_out.at[slot], filled)
-                plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], shared.delta.at[slot], filled)
-                return carry
-
-            count = walk.count * group
-            lax.fori_loop(0, count, copy, 0)
-            tiles.drain(shared.query_free, count, stages)
-            tiles.drain(shared.d_out_free, count, stages)
+            sources = Sources(query_ref, d_out_ref, lse_ref, delta_ref, key_columns, out_columns)
+            copy_all(call, walk, sources, shared, b, key_head * group, group, own_keys)
 
     bar = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
     one = plgpu.Barrier()

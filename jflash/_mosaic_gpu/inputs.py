@@ -184,13 +184,8 @@ class Inputs:
         tile = self.tile(place, shape, tiles)
 
         def modify(products: Array, values: dict[str, Array]) -> Array:
-            parameters = tile.parameters._replace(**values)
-            if self.spec.score_mod is not None and parameters.bias is not None:
-                # As `_scores.without_unseen`.
-                bias = jnp.broadcast_to(parameters.bias, shape)
-                parameters = parameters._replace(bias=self.hide(bias, place, shape, tiles, 0.0))
-            with_values = tile._replace(parameters=parameters)
-            return _scores.modify(self.spec, products, with_values, elementwise.tanh)
+            parameters = _scores.without_unseen(self.spec, tile.parameters._replace(**values), self.visible(tile))
+            return _scores.modify(self.spec, products, tile._replace(parameters=parameters), elementwise.tanh)
 
         values = {name: jnp.broadcast_to(getattr(tile.parameters, name), shape) for name in wanted}
         logits, pull_back = jax.vjp(modify, products, values)
@@ -200,10 +195,13 @@ class Inputs:
         self, values: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], hidden: float
     ) -> Array:
         """`values` of a tile where the query sees the key, `hidden` elsewhere."""
-        tile = self.tile(place, shape, tiles)
+        return jnp.where(self.visible(self.tile(place, shape, tiles)), values, hidden)
+
+    def visible(self, tile: _tile.Tile) -> Array:
+        """Which logits of a tile count."""
         seen = _visibility.visible(self.spec, tile)
         inside = tile.key < self.spec.key_length
-        return jnp.where(inside if seen is None else inside & seen, values, hidden)
+        return inside if seen is None else inside & seen
 
 
 def index(ref: Ref, batch: Any, head: Any) -> tuple[Any, ...]:

@@ -130,48 +130,6 @@ class Hardware:
 
         return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
-    def chain[Saved, Results](
-        self,
-        first: tuple[Ref, Ref],
-        second: tuple[Ref, Ref],
-        shape: tuple[int, int],
-        third: tuple[Float[Array, "rows columns"], Ref],
-        ready: Callable[[], None],
-        weigh: Callable[[Float[Array, "rows shared"]], tuple[Array, Saved]],
-        use: Callable[[Saved, Float[Array, "rows shared"]], Results],
-        like: Results,
-        *,
-        overlap: bool,
-    ) -> tuple[Float[Array, "rows columns"], Results]:
-        """A product's weights into another product, each step's arithmetic behind the next step's product.
-
-        With first = (a, b), second = (c, d) once it is `ready`, third = (e, f):
-        weights, saved = weigh(a @ b) while c @ d runs; results = use(saved, c @ d) while e + weights @ f runs.
-
-        Without `overlap` each step waits for the one before, and takes fewer registers.
-
-        Returns e + weights @ f and the results, which have the types of `like`.
-        """
-        if not overlap:
-            return _in_turn(self, first, second, shape, third, ready, weigh, use)
-        leaves, tree = jax.tree.flatten(like)
-
-        def body(refs: Any) -> None:
-            products, others, sums, *results = refs
-            plgpu.wgmma(products, *first)
-            ready()
-            plgpu.wgmma(others, *second)
-            weights, saved = weigh(plgpu.wgmma_accumulator_load(products, wait_n=1))
-            other = others[...]
-            plgpu.wgmma(sums, weights, third[1])
-            for ref, value in zip(results, jax.tree.leaves(use(saved, other)), strict=True):
-                ref[...] = value
-
-        start = [plgpu.ACC.init(self.full(shape, 0)) for _ in range(2)]
-        done: Any = pl.run_state(body)((*start, plgpu.ACC.init(third[0]), *leaves))
-        _, _, sums, *results = done
-        return sums, jax.tree.unflatten(tree, results)
-
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
@@ -217,30 +175,5 @@ class Interpreter:
         saved = weigh(self.product(first[0], first[1], shape))
         return use(saved, self.product(second[0], second[1], shape))
 
-    def chain(
-        self,
-        first: Any,
-        second: Any,
-        shape: Any,
-        third: Any,
-        ready: Any,
-        weigh: Any,
-        use: Any,
-        like: Any,
-        *,
-        overlap: bool,
-    ) -> Any:
-        return _in_turn(self, first, second, shape, third, ready, weigh, use)
-
 
 Operations = Hardware | Interpreter
-
-
-def _in_turn(
-    operations: Operations, first: Any, second: Any, shape: Any, third: Any, ready: Any, weigh: Any, use: Any
-) -> Any:
-    weights, saved = weigh(operations.product(first[0], first[1], shape))
-    ready()
-    others = operations.product(second[0], second[1], shape)
-    sums = operations.add_product(third[0], weights, third[1])
-    return sums, use(saved, others)

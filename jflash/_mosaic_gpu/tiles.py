@@ -124,8 +124,6 @@ class BackwardTiles:
     """Tiles of queries that are in shared memory together."""
     split: bool
     """Whether each warpgroup makes half the columns of dQ from all keys, or all of them from its own keys."""
-    overlap: bool
-    """Whether a tile's arithmetic goes on while the matrix unit runs."""
 
     @property
     def keys(self) -> int:
@@ -147,9 +145,9 @@ class BackwardTiles:
 def backward_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BackwardTiles | None:
     """The fastest tiles, of those measured, that fit in shared memory and registers; `None` if none do."""
     widest = max(head_dim, value_dim)
-    candidates = [BackwardTiles(128, 2, split=False, overlap=False)] if widest <= 64 else []
+    candidates = [BackwardTiles(128, 2, split=False)] if widest <= 64 else []
     if widest <= 128:
-        candidates += [BackwardTiles(64, stages, split=widest > 64, overlap=False) for stages in (2, 1)]
+        candidates += [BackwardTiles(64, stages, split=widest > 64) for stages in (2, 1)]
     fitting = (t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY)
     return next(fitting, None)
 

@@ -74,19 +74,9 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         bias=typed(d_parameters.bias, operands.bias),
         scale=d_parameters.scale,
         alibi_slopes=d_parameters.alibi_slopes,
-        sinks=_sinks_gradient(operands.sinks, lse, delta),
+        sinks=_softmax.sinks_gradient(operands.sinks, lse, delta),
         score_mod_arrays=tuple(d_captured),
     )
-
-
-def _sinks_gradient(
-    sinks: Float[Array, "#B N"] | None, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
-) -> Float[Array, "#B N"] | None:
-    """A sink is a logit with no value: its dP is 0."""
-    if sinks is None:
-        return None
-    gradient = -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=2)
-    return gradient if sinks.shape[0] == gradient.shape[0] else gradient.sum(axis=0, keepdims=True)
 
 
 def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -> Terms:

@@ -1,0 +1,87 @@
+"""The tiles of queries that both backwards by blocks of keys walk over, copied ahead of the warpgroups that compute."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from jflash._mosaic_gpu import pairs, tiles
+from jflash._mosaic_gpu.inputs import Inputs
+from jflash._mosaic_gpu.operations import Ref
+from jflash._mosaic_gpu.spans import Walk
+
+
+class Buffers(Protocol):
+    """What is filled in shared memory, `[stages, ...]`, and its barriers."""
+
+    @property
+    def query(self) -> Ref: ...
+    @property
+    def d_out(self) -> Ref: ...
+    @property
+    def pairs(self) -> Any: ...
+    @property
+    def lse(self) -> Ref: ...
+    @property
+    def delta(self) -> Ref: ...
+    @property
+    def query_filled(self) -> Ref: ...
+    @property
+    def query_free(self) -> Ref: ...
+    @property
+    def d_out_filled(self) -> Ref: ...
+    @property
+    def d_out_free(self) -> Ref: ...
+
+
+class Sources(NamedTuple):
+    """The same in device memory; the columns that a tile takes of queries and of d_out."""
+
+    query: Ref
+    d_out: Ref
+    lse: Ref
+    delta: Ref
+    key_columns: Any
+    out_columns: Any
+
+
+def copy_all(
+    call: Inputs,
+    walk: Walk,
+    sources: Sources,
+    shared: Buffers,
+    batch: Int[Array, ""],
+    first_head: Int[Array, ""],
+    group: int,
+    keys: Any,
+) -> None:
+    """Every tile of the walk, for each of the `group` heads from `first_head` on; `keys` are the block's own."""
+    stages, queries = shared.query.shape[:2]
+
+    def copy(step: Array, carry: int) -> int:
+        slot = lax.rem(step, stages)
+        head = first_head + lax.div(step, walk.count)
+        rows = pl.ds(walk.start(lax.rem(step, walk.count)), queries)
+        again = step >= stages
+        pl.when(again)(lambda: plgpu.barrier_wait(shared.query_free.at[slot]))
+        filled = shared.query_filled.at[slot]
+        query = sources.query.at[batch, rows, head, sources.key_columns]
+        plgpu.copy_gmem_to_smem(query, shared.query.at[slot], filled)
+        plgpu.copy_gmem_to_smem(sources.lse.at[batch, head, rows], shared.lse.at[slot], filled)
+        for name, target in zip(pairs.tiled(call.spec), shared.pairs, strict=True):
+            plgpu.copy_gmem_to_smem(call.part(name, batch, head).at[rows, keys], target.at[slot], filled)
+        pl.when(again)(lambda: plgpu.barrier_wait(shared.d_out_free.at[slot]))
+        filled = shared.d_out_filled.at[slot]
+        d_out = sources.d_out.at[batch, rows, head, sources.out_columns]
+        plgpu.copy_gmem_to_smem(d_out, shared.d_out.at[slot], filled)
+        plgpu.copy_gmem_to_smem(sources.delta.at[batch, head, rows], shared.delta.at[slot], filled)
+        return carry
+
+    count = walk.count * group
+    lax.fori_loop(0, count, copy, 0)
+    tiles.drain(shared.query_free, count, stages)
+    tiles.drain(shared.d_out_free, count, stages)
