@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import pathlib
+import platform
+import subprocess
 
 import jax
 
@@ -34,3 +39,19 @@ def current() -> Platform:
         device_kind=device.device_kind,
         compute_capability=getattr(device, "compute_capability", None),
     )
+
+
+def device_name() -> str:
+    """The device as its maker names it; of a CPU the processor and its cores."""
+    here = current()
+    return f"{_processor()}, {os.cpu_count()} cores" if here.name == "cpu" else here.device_kind
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's name, as far as the system tells."""
+    if platform.system() == "Darwin":
+        return subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,7 +1,8 @@
-"""Every environment variable that jflash reads, in one place."""
+"""Every environment variable that jflash reads, and every folder that it writes to, in one place."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -13,3 +14,15 @@ def metal_cache() -> Path:
         return Path(given).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jflash" / "metal"
+
+
+def tiles_cache() -> Path | None:
+    """Where tuned tiles are: in the user's cache folder, as platformdirs knows it.
+
+    `None` without platformdirs, which whoever tunes has.
+    """
+    if importlib.util.find_spec("platformdirs") is None:
+        return None
+    import platformdirs
+
+    return platformdirs.user_cache_path("jflash") / "tiles"

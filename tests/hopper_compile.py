@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from hopper_kernels import canonical_arguments
 from jax.experimental import topologies
 
+from jflash import _tuning
 from jflash._mosaic_gpu import calls
 from jflash._spec import Residuals
 
@@ -44,33 +45,51 @@ CASES = {
 }
 
 
+TABLED = ("d64", "d64 deterministic", "d128", "d128 deterministic", "d256")
+"""Cases that are compiled with all tiles that a search on some device might choose."""
+
+
 def main() -> None:
     """Forward and backward of every case."""
     config = (Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     sharding = jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), jax.sharding.PartitionSpec())
-    array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     reports = {}
-    for name, (head_dim, value_dim, options, arrays) in CASES.items():
+    for name in CASES:
+        kernels, asked = compiled(name, sharding, {})
+        reports |= {f"{name}: {kernel}": report for kernel, report in kernels.items()}
+        for place in range(1, max(map(len, asked.values())) if name in TABLED else 1):
+            answers = {question: tiles[min(place, len(tiles) - 1)] for question, tiles in asked.items()}
+            kernels, _ = compiled(name, sharding, answers)
+            reports |= {f"{name}, tiles {place}: {kernel}": report for kernel, report in kernels.items()}
+    print(json.dumps(reports))
 
-        def both(query, key, value, d_out, d_lse, arrays, options=options):
-            spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
-            out, lse = calls.forward(spec, operands)
-            return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse))
 
-        for path in DIRECTORY.iterdir():
-            path.unlink()
+def compiled(name: str, sharding: jax.sharding.Sharding, answers: dict) -> tuple[dict, dict]:
+    """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
+    head_dim, value_dim, options, arrays = CASES[name]
+    array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def both(query, key, value, d_out, d_lse, arrays):
+        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
+        out, lse = calls.forward(spec, operands)
+        return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse))
+
+    for path in DIRECTORY.iterdir():
+        path.unlink()
+    with _tuning.trying(answers) as trial:
         jax.jit(both).lower(
             *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
             array((2, 4, LENGTH), float32),
             {argument: array(*type_) for argument, type_ in arrays.items()},
         ).compile()
-        for path in sorted(DIRECTORY.glob("*.ptxas")):
-            text = path.read_text()
-            kernel = re.match(r"jflash_([a-z_]+?)_\d", path.name)[1]
-            spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)), default=0)
-            reports[f"{name}: {kernel}"] = dict(spills=spills, serialised="C7512" in text)
-    print(json.dumps(reports))
+    reports = {}
+    for path in sorted(DIRECTORY.glob("*.ptxas")):
+        text = path.read_text()
+        kernel = re.match(r"jflash_([a-z_]+?)_\d", path.name)[1]
+        spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)), default=0)
+        reports[kernel] = dict(spills=spills, serialised="C7512" in text)
+    return reports, trial.asked
 
 
 if __name__ == "__main__":

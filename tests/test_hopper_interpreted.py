@@ -6,6 +6,9 @@ import oracle
 import pytest
 from cases import Case
 
+from jflash import _tuning
+from jflash._mosaic_gpu import tiles
+
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
     query_length=(1, 40, 131),
@@ -75,3 +78,20 @@ def test_groups_that_do_not_fill_a_block():
     case = Case("bfloat16", 16, 262, heads=(12, 1), dims=(80, 80), batch=(), causal=True, offset="end")
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize(
+    ("dims", "place", "deterministic"), [*((64, place, True) for place in range(1, 6)), (80, 1, True), (80, 1, False)]
+)
+def test_any_tiles(dims: int, place: int, deterministic: bool):
+    """Those too that only a search on some device would choose."""
+    with _tuning.trying({}) as trial:
+        tiles.forward_tiles(dims, dims, 0, 131)
+        tiles.backward_tiles(dims, dims, 0)
+        tiles.query_tiles(dims, dims, 0, 0)
+    answers = {question: candidates[min(place, len(candidates) - 1)] for question, candidates in trial.asked.items()}
+    case = Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), causal=True, lengths="both")
+    call = cases.build(case)
+    with _tuning.trying(answers) as trial:
+        oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
+    assert answers.keys() & trial.asked.keys()

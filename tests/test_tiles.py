@@ -50,7 +50,7 @@ def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) 
 def test_any_tiles_are_right(monkeypatch: pytest.MonkeyPatch, feature: str, shape: tuple[int, int, int, int]):
     name = f"xla in tiles of {shape}"
     monkeypatch.setitem(_dispatch.BACKENDS, name, _xla)
-    monkeypatch.setattr(tiling, "plan", lambda spec: tiling.TileShape(*shape))
+    monkeypatch.setattr(tiling, "plan", lambda spec, work: tiling.TileShape(*shape))
     one = call(normal(0, 3, T, 4, 8), normal(1, 3, S, 2, 8), normal(2, 3, S, 2, 16), **FEATURES[feature])
     oracle.assert_right(oracle.run(functools.partial(jflash.attention, implementation=name), one), one)
 
@@ -86,7 +86,7 @@ def test_only_tiles_that_are_seen_are_visited(options: dict[str, Any], most: flo
 
     def count(query: Any) -> Any:
         spec, operands, _ = _canonical.canonicalize(query, query, query, **options)
-        shape = tiling.plan(spec)
+        shape = tiling.plan(spec, "forward")
         add = lambda corner, span, total: total + shape.queries * shape.keys
         body = lambda block, total: tiling.for_each_tile(spec, operands, shape, block, add, total)
         return tiling.for_each_block(spec, operands, shape, body, jnp.float32(0))

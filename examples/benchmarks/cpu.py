@@ -19,7 +19,6 @@ import os
 import pathlib
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -33,6 +32,8 @@ from rich.progress import track
 from rich.table import Table
 
 import jflash
+from jflash import _platform
+from jflash.bench.clocks import mean_ms
 
 HEADS, HEAD_DIM = 8, 64
 NARROW = "window 256"
@@ -42,10 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     NARROW: {"local_window_size": 256},
 }
 WORK = ("fwd", "fwd+bwd")
-
-Peer = Literal["jax.nn", "torch"]
-
-
 GOALS = {
     ("jax.nn / jflash", 512): ("≥ 1", "≥ 1"),
     ("jax.nn / jflash", 4096): ("≥ 5", "≥ 4"),
@@ -182,10 +179,7 @@ def sample_ms(call: Callable[[], object], times: int) -> float:
     Threads of the library that ran before may still be looking out for work: they fall asleep first.
     """
     time.sleep(0.25)
-    start = time.perf_counter()
-    for _ in range(times):
-        call()
-    return 1e3 * (time.perf_counter() - start) / times
+    return mean_ms(call, times)
 
 
 def measure(cases: Sequence[Case], rounds: int, console: Console) -> dict[Case, list[float]]:
@@ -239,15 +233,6 @@ def table(ratios: Sequence[Ratio], caption: str) -> Table:
     return table
 
 
-def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
-    if platform.system() == "Darwin":
-        return subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main(settings: Settings) -> None:
     """Measure, print the table, write the figures."""
     jax.config.update("jax_platforms", "cpu")
@@ -267,9 +252,8 @@ def main(settings: Settings) -> None:
         ratios.append(Ratio(name, dividend.tokens, dividend.work, over, under, "ms"))
     ratios += memory_ratios(settings.long)
 
-    about = (
-        f"{datetime.date.today()}, {cpu_model()}, {os.cpu_count()} cores, median of {settings.rounds} rounds; "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
+    about = f"{datetime.date.today()}, {_platform.device_name()}, median of {settings.rounds} rounds; " + ", ".join(
+        f"{name} {version}" for name, version in versions.items()
     )
     served = jflash.explain(*data(settings.long)[:3])
     console.print(table(ratios, f"{about}.\n{served}"))

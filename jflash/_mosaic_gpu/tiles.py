@@ -11,6 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jflash import _tuning
+from jflash._tuning import Question
+
 ROWS = 64
 """Rows of a tile that one warpgroup works on: the matrix unit's own number."""
 SHARED_MEMORY = 227 * 1024 - 256
@@ -101,18 +104,21 @@ class ForwardTiles:
 
 
 def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> ForwardTiles:
-    """The fastest tiles, of those measured, that fit in shared memory.
+    """The fastest tiles that fit in shared memory.
 
     Args:
       head_dim, value_dim: columns of the tiles of keys and values.
       pair_bytes: bytes for each logit that tiles of bias and mask take.
       rows: query rows that there are.
     """
-    warpgroups = 1 if rows <= ROWS else 3 if max(head_dim, value_dim) <= 64 and not pair_bytes else 2
-    candidates = [ForwardTiles(warpgroups, keys, 2) for keys in (128, 64)] + [ForwardTiles(warpgroups, 64, 1)]
+    narrow = max(head_dim, value_dim) <= 64 and not pair_bytes
+    warpgroups = [1] if rows <= ROWS else [3, 2] if narrow else [2]
+    candidates = [ForwardTiles(count, *size) for count in warpgroups for size in ((128, 2), (64, 2), (64, 1))]
     # What one block does alone it may have to share with others, in float32.
-    out_bytes = 4 if rows <= warpgroups * ROWS else 2
-    return next(t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, out_bytes) <= SHARED_MEMORY)
+    out_bytes = lambda t: 4 if rows <= t.rows else 2
+    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, out_bytes(t)) <= SHARED_MEMORY]
+    question = Question("mosaic_gpu forward", (head_dim, value_dim, pair_bytes, "short" if rows <= ROWS else "long"))
+    return _tuning.choose(question, fitting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +149,14 @@ class BackwardTiles:
 
 
 def backward_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BackwardTiles | None:
-    """The fastest tiles, of those measured, that fit in shared memory and registers; `None` if none do."""
+    """The fastest tiles that fit in shared memory and registers; `None` if none do."""
     widest = max(head_dim, value_dim)
     candidates = [BackwardTiles(128, 2, split=False)] if widest <= 64 else []
     if widest <= 128:
         candidates += [BackwardTiles(64, stages, split=widest > 64) for stages in (2, 1)]
-    fitting = (t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY)
-    return next(fitting, None)
+    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY]
+    question = Question("mosaic_gpu backward", (head_dim, value_dim, pair_bytes))
+    return _tuning.choose(question, fitting) if fitting else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +183,12 @@ class QueryTiles:
 
 
 def query_tiles(head_dim: int, value_dim: int, pair_bytes: int, bias_bytes: int) -> QueryTiles:
-    """The fastest tiles, of those measured, that fit in shared memory."""
+    """The fastest tiles that fit in shared memory."""
     sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 else []
     sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
-    candidates = (QueryTiles(*size) for size in sizes)
-    return next(t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, bias_bytes) <= SHARED_MEMORY)
+    candidates = [QueryTiles(*size) for size in sizes]
+    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, bias_bytes) <= SHARED_MEMORY]
+    return _tuning.choose(Question("mosaic_gpu dQ", (head_dim, value_dim, pair_bytes, bias_bytes)), fitting)
 
 
 def key_value_stages(head_dim: int, value_dim: int, pair_bytes: int) -> int:

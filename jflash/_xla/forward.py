@@ -31,7 +31,7 @@ Step = Callable[[_softmax.Rows, Float[Array, "b k g i j"], _softmax.Weigh], _sof
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in the accumulator's."""
-    shape = tiling.plan(spec)
+    shape = tiling.plan(spec, "forward")
     batch, heads, rows = shape.batch, shape.key_heads, shape.queries
     query = _tile.split_heads(operands.query, 2, spec)
     sinks = None if operands.sinks is None else _tile.split_heads(operands.sinks, 1, spec)

@@ -79,7 +79,7 @@ def tile_sum(spec: Spec, function: TileFunction, operands: Operands, arguments: 
 
 
 def _walk(spec: Spec, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
-    shape = tiling.plan(spec)
+    shape = tiling.plan(spec, "backward")
 
     def parts(corner: Corner, rows: tuple[Array, ...]) -> Terms:
         keys = tuple(tiling.load_keys(array, corner, shape) for array in arguments.keys)

@@ -3,26 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _tile, _visibility
+from jflash import _tile, _tuning, _visibility
 from jflash._sharding import varying_alike
 from jflash._spec import Operands, Spec
 from jflash._tile import Corner, Tile, TileShape
+from jflash._tuning import Question
 
-_ROWS = 512
-_KEYS = 512
-_LOGITS = 2**20
-"""Logits in one tile: large enough that loops cost little and every core has work, small enough (4 MiB in float32) to
-stay in a laptop's cache between the two matrix products."""
 _NARROW_ROWS = 128
 _NARROW = 1280
 """A window's keys of 128 rows make one tile while they are at most so many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """About how large tiles are."""
+
+    rows: int
+    keys: int
+    logits: int
+    """Logits in one tile, of as many heads and batch entries as that takes: large enough that loops cost little and
+    every core has work, small enough to stay in a laptop's cache between the two matrix products."""
+
+
+BLOCKS: Mapping[str, Sequence[Blocks]] = {
+    "alike": [
+        Blocks(1024, 512, 2**20),
+        Blocks(512, 512, 2**20),
+        Blocks(2048, 512, 2**21),
+        Blocks(1024, 1024, 2**20),
+        Blocks(1024, 256, 2**19),
+        Blocks(512, 512, 2**18),
+        Blocks(256, 256, 2**18),
+    ],
+    "masked": [
+        Blocks(512, 512, 2**20),
+        Blocks(1024, 512, 2**20),
+        Blocks(512, 256, 2**20),
+        Blocks(512, 512, 2**19),
+        Blocks(256, 512, 2**18),
+        Blocks(256, 256, 2**18),
+    ],
+    "narrow window": [
+        Blocks(_NARROW_ROWS, _NARROW, 2**20),
+        Blocks(256, _NARROW, 2**20),
+        Blocks(64, _NARROW, 2**20),
+        Blocks(_NARROW_ROWS, _NARROW, 2**18),
+        Blocks(_NARROW_ROWS, 512, 2**18),
+    ],
+}
+"""For each kind of call what to choose from. Where every row sees the same keys, taller tiles need fewer of them. In a
+narrow window, one tile holds all that a few rows see: little of it is outside the window, and nothing is rescaled."""
 
 
 def _even(length: int, most: int) -> int:
@@ -36,22 +73,23 @@ def _divisor(number: int, most: int) -> int:
     return max(d for d in range(1, number + 1) if number % d == 0 and (d <= most or d == 1))
 
 
-def plan(spec: Spec) -> TileShape:
-    """The tile for this call: about 512 by 512 of as many heads, then batch entries, as keep it in cache.
-
-    Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all that
-    a few rows see: little of it is outside the window, and nothing is rescaled.
-    """
-    rows, keys = _ROWS, _even(spec.key_length, _KEYS)
+def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
+    """The tiles of this call: of so many heads, then batch entries, as `Blocks.logits` allows."""
     left, right = spec.bounds
+    window = None if left is None or right is None else left + right
     if (left, right) == (None, None) and "query_segments" not in spec.operands:
-        rows = 2 * _ROWS
-    elif left is not None and right is not None and left + right + _NARROW_ROWS <= _NARROW:
-        rows, keys = _NARROW_ROWS, min(spec.key_length, _even(left + right + _NARROW_ROWS, _NARROW))
-    queries = _even(spec.query_length, max(rows // spec.group, 16))
+        kind = "alike"
+    elif window is not None and window + _NARROW_ROWS <= _NARROW:
+        kind = "narrow window"
+    else:
+        kind = "masked"
+    blocks = _tuning.choose(Question(f"xla {work}", (kind,)), BLOCKS[kind])
+    seen = spec.key_length if window is None else min(spec.key_length, window + blocks.rows)
+    keys = min(spec.key_length, _even(seen, blocks.keys))
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
     logits = spec.group * queries * keys
-    key_heads = _divisor(spec.key_heads, _LOGITS // logits)
-    batch = _divisor(spec.batch, _LOGITS // (logits * key_heads)) if key_heads == spec.key_heads else 1
+    key_heads = _divisor(spec.key_heads, blocks.logits // logits)
+    batch = _divisor(spec.batch, blocks.logits // (logits * key_heads)) if key_heads == spec.key_heads else 1
     return TileShape(batch, key_heads, queries, keys)
 
 

@@ -1,0 +1,110 @@
+"""Which tiles a kernel takes: of those it could, the ones measured fastest on this device, else its backend's first.
+
+Nothing needs to be tuned: every backend lists its candidates beginning with what was fastest where the list was made.
+`python -m jflash.bench --tune` measures the others too, and what it finds is read here, once per process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jflash import _platform, _settings
+
+
+class Question(NamedTuple):
+    """Which tiles?"""
+
+    kind: str
+    """The backend and its kernel."""
+    key: tuple[int | str, ...]
+    """All that the answer may depend on, besides the device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Answers to be tried, and what is asked meanwhile."""
+
+    answers: Mapping[Question, Any]
+    asked: dict[Question, tuple[Any, ...]] = dataclasses.field(default_factory=dict[Question, tuple[Any, ...]])
+    """For each question its candidates, the backend's own choice first."""
+
+
+_trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", default=None)
+
+
+@contextlib.contextmanager
+def trying(answers: Mapping[Question, Any]) -> Generator[Trial]:
+    """Inside, these answers count, and none that were found earlier; if what is traced was not traced before."""
+    trial = Trial(answers)
+    token = _trial.set(trial)
+    try:
+        yield trial
+    finally:
+        _trial.reset(token)
+
+
+def choose[Tiles](question: Question, candidates: Sequence[Tiles]) -> Tiles:
+    """One of the candidates, of which there is at least one: dataclasses of whole numbers and booleans."""
+    trial = _trial.get()
+    if trial is not None:
+        trial.asked[question] = tuple(candidates)
+        return trial.answers.get(question, candidates[0])
+    found = _found(_platform.device_name()).get(question)
+    return next((tiles for tiles in candidates if numbers(tiles) == found), candidates[0])
+
+
+def numbers(tiles: Any) -> list[int]:
+    """What a choice is stored as."""
+    return list(dataclasses.astuple(tiles))
+
+
+def path(device: str) -> Path | None:
+    """Where the device's answers are stored; `None` if nothing can be, as platformdirs is not installed."""
+    folder = _settings.tiles_cache()
+    return None if folder is None else folder / f"{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}.json"
+
+
+def store(device: str, answers: Mapping[Question, Any], about: Mapping[str, Any]) -> Path:
+    """Write what was found for a device, in the place of what was found before.
+
+    Raises:
+      ModuleNotFoundError: if platformdirs is not installed.
+    """
+    target = path(device)
+    if target is None:
+        raise ModuleNotFoundError("Tuned tiles are stored where platformdirs says, and it is not installed.")
+    rows = [dict(kind=kind, key=key, tiles=numbers(tiles)) for (kind, key), tiles in answers.items()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Whoever reads meanwhile finds the old file or the new one, whole.
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".json", delete=False) as file:
+        json.dump(dict(device=device, **about, answers=rows), file, indent=1)
+    os.replace(file.name, target)
+    _found.cache_clear()
+    return target
+
+
+@functools.cache
+def _found(device: str) -> dict[Question, list[int]]:
+    """What was stored for a device.
+
+    Raises:
+      ValueError: if the file cannot be read.
+    """
+    source = path(device)
+    if source is None or not source.exists():
+        return {}
+    try:
+        rows = json.loads(source.read_text())["answers"]
+        return {Question(row["kind"], tuple(row["key"])): row["tiles"] for row in rows}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{source} is not as `python -m jflash.bench --tune` writes it: delete it.") from error

@@ -1,0 +1,226 @@
+"""What is measured: calls of attention, their arrays, and how many floating-point operations they ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jflash._platform import Platform
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Mask = Literal["full", "causal"]
+Work = Literal["fwd", "bwd", "fwd+bwd"]
+
+DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
+"""The arrays whose gradients the backward computes, where a case has them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of attention on random data."""
+
+    name: str
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: Dtype
+    is_feature: bool = False
+    """Whether it shows what an option costs; else it is of the grid of lengths."""
+    is_causal: bool = False
+    window: int | None = None
+    """How many keys a query sees, itself included."""
+    length: int | None = None
+    """How many queries and keys are no padding."""
+    segments: int = 1
+    """How many sequences of one length are packed into one."""
+    soft_cap: float | None = None
+    bias: Literal["per pair", "per key"] | None = None
+    """Its size; every head has its own, batch entries share it."""
+    mask: bool = False
+    """Random, of size [batch, 1, queries, keys]; half of it is False."""
+    alibi: bool = False
+    sinks: bool = False
+    has_backward: bool = True
+    """Whether anybody differentiates such a call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Which calls are measured."""
+
+    lengths: tuple[int, ...]
+    """Tokens in a sequence."""
+    widths: tuple[int, ...]
+    """Heads times head dimension."""
+    head_dims: tuple[int, ...]
+    """Head dimensions, which must divide the widths."""
+    masks: tuple[Mask, ...]
+    """What a query sees: everything, or what is not after it."""
+    tokens: int
+    """Tokens in a batch: the batch size is this divided by the length, and at least 1."""
+    dtype: Dtype
+    """Of query, key, value and output."""
+    features: bool = False
+    """Measure also what every option costs, on two sequences that together have `tokens`, of the first width."""
+
+    @staticmethod
+    def for_platform(platform: Platform) -> Grid:
+        """On a GPU what FlashAttention's README shows; elsewhere what two cores of a CPU do in three minutes."""
+        if platform.name == "gpu":
+            lengths = (512, 1024, 2048, 4096, 8192, 16384)
+            return Grid(lengths, (2048,), (64, 128, 256), ("full", "causal"), tokens=16384, dtype="bfloat16")
+        return Grid((512, 1024, 2048, 4096), (512,), (64,), ("full", "causal"), tokens=4096, dtype="float32")
+
+    def cases(self) -> list[Case]:
+        """All of them.
+
+        Raises:
+          ValueError: if a head dimension does not divide a width.
+        """
+        for width, head_dim in ((w, d) for w in self.widths for d in self.head_dims if w % d):
+            raise ValueError(f"A head dimension must divide the width. Got {head_dim} and {width}.")
+        grid = [
+            square(mask, self.dtype, max(1, self.tokens // length), length, width // head_dim, head_dim)
+            for width in self.widths
+            for head_dim in self.head_dims
+            for mask in self.masks
+            for length in self.lengths
+        ]
+        grid = [dataclasses.replace(case, is_causal=case.name == "causal") for case in grid]
+        return grid + (feature_cases(self.tokens, self.widths[0], self.dtype) if self.features else [])
+
+
+def square(name: str, dtype: Dtype, batch: int, length: int, heads: int, head_dim: int) -> Case:
+    """As many keys as queries, as many key heads as query heads, values as wide as keys, and no option."""
+    return Case(name, batch, length, length, heads, heads, head_dim, head_dim, dtype)
+
+
+def feature_cases(tokens: int, width: int, dtype: Dtype) -> list[Case]:
+    """One case for each option: two sequences and heads of 128, unless its name says otherwise."""
+    length, heads = max(1, tokens // 2), max(1, width // 128)
+    fewer = max(1, heads // 8)
+    plain = dataclasses.replace(square("full", dtype, 2, length, heads, 128), is_feature=True)
+    short = min(256, length)
+
+    def case(name: str, **options: Any) -> Case:
+        return dataclasses.replace(plain, name=name, **options)
+
+    small = dict(head_dim=64, value_dim=64, batch=2 * length // short, queries=short, keys=short)
+    ragged = length * 5000 // 8192
+    odd = dict(head_dim=80, value_dim=80, queries=ragged, keys=ragged)
+    cache = dict(batch=16, queries=1, keys=4 * length, key_heads=fewer, has_backward=False)
+    return [
+        plain,
+        case("causal, grouped heads", is_causal=True, key_heads=fewer),
+        case("causal, window", is_causal=True, window=max(1, length // 8)),
+        case("bias per pair", bias="per pair"),
+        case("bias per key", bias="per key"),
+        case("mask per pair", mask=True),
+        case("causal, soft cap", is_causal=True, soft_cap=50.0),
+        case("causal, ALiBi", is_causal=True, alibi=True),
+        case("causal, sinks", is_causal=True, sinks=True),
+        case("causal, 8 packed segments", is_causal=True, segments=8),
+        case("half is padding", length=max(1, length // 2)),
+        case("causal, keys of 192, values of 128", is_causal=True, head_dim=192),
+        case("causal, ragged, d80", is_causal=True, **odd),
+        case("causal, d96", is_causal=True, head_dim=96, value_dim=96),
+        case("causal, short, d64", is_causal=True, **small),
+        case("decoding, grouped heads", **cache),
+    ]
+
+
+def visible_pairs(case: Case) -> float:
+    """Pairs of a query and a key that it sees, of one head and one batch entry.
+
+    Causal alone counts half of all pairs, as everywhere in the field. A random mask counts nothing off: no tile is
+    without a pair that is seen.
+    """
+    if case.is_causal and (case.window, case.length, case.segments) == (None, None, 1):
+        return case.queries * case.keys / 2
+    query = np.arange(case.queries if case.length is None else case.length)
+    stop = np.full_like(query, case.keys if case.length is None else case.length)
+    start = np.zeros_like(query)
+    if case.is_causal:
+        stop = np.minimum(stop, query + 1)
+    if case.window is not None:
+        start = np.maximum(start, query + 1 - case.window)
+    if case.segments > 1:
+        first = _segment(case, query) * _segment_length(case)
+        start, stop = np.maximum(start, first), np.minimum(stop, first + _segment_length(case))
+    return float(np.maximum(stop - start, 0).sum())
+
+
+def _segment_length(case: Case) -> int:
+    return -(-case.queries // case.segments)
+
+
+def _segment(case: Case, position: np.ndarray) -> np.ndarray:
+    return position // _segment_length(case)
+
+
+def flops(case: Case, work: Work) -> float:
+    """Floating-point operations: forward two products per visible pair, backward five of such products.
+
+    Which is 2 (H + D) for a pair of a head, and the field's 2.5 times that.
+    """
+    forward = 2 * (case.head_dim + case.value_dim) * visible_pairs(case) * case.heads * case.batch
+    return {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5}[work] * forward
+
+
+def options(case: Case) -> dict[str, Any]:
+    """The arguments of `jflash.attention` that are no arrays, where they are not the defaults."""
+    given: dict[str, Any] = {}
+    if case.is_causal:
+        given["is_causal"] = True
+    if case.window is not None:
+        given["local_window_size"] = (case.window - 1, 0)
+    if case.soft_cap is not None:
+        given["logits_soft_cap"] = case.soft_cap
+    return given
+
+
+class Data(NamedTuple):
+    """The arrays of a case."""
+
+    arguments: dict[str, Array]
+    """Of `jflash.attention`, by their names."""
+    cotangent: Array
+    """Of the output."""
+
+
+def data(case: Case) -> Data:
+    """Random normal arrays, the same ones every time."""
+    B, T, S, N, K = case.batch, case.queries, case.keys, case.heads, case.key_heads
+    shapes: dict[str, tuple[int, ...]] = dict(
+        query=(B, T, N, case.head_dim),
+        key=(B, S, K, case.head_dim),
+        value=(B, S, K, case.value_dim),
+        cotangent=(B, T, N, case.value_dim),
+    )
+    if case.bias is not None:
+        shapes["bias"] = (1, N, T if case.bias == "per pair" else 1, S)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    arrays: dict[str, Array] = {
+        name: jax.random.normal(key, shape, case.dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    cotangent = arrays.pop("cotangent")
+    if case.mask:
+        arrays["mask"] = jax.random.bernoulli(jax.random.key(1), shape=(B, 1, T, S))
+    if case.length is not None:
+        arrays["query_seq_lengths"] = arrays["key_value_seq_lengths"] = jnp.full(B, case.length, jnp.int32)
+    if case.segments > 1:
+        arrays["segment_ids"] = jnp.tile(_segment(case, np.arange(T)).astype(np.int32), (B, 1))
+    if case.alibi:
+        arrays["alibi_slopes"] = 2.0 ** -jnp.linspace(1, 8, N)
+    if case.sinks:
+        arrays["sinks"] = jnp.zeros(N)
+    return Data(arrays, cotangent)

@@ -1,0 +1,146 @@
+"""One piece of work: compiled, with what the compiler says of its memory, and ready to be timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from jflash import _platform
+from jflash.bench.record import Figures
+
+SAMPLE_MS = 200
+"""About how long a sample by the wall clock takes."""
+REST_S = 0.25
+"""The pause before it: threads of the library that ran before may still be looking out for work, and fall asleep."""
+ITERATIONS = 4
+"""How many runs a sample of kernel times has."""
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Work that was done once already."""
+
+    sample: Callable[[], Sequence[float]]
+    """Milliseconds of one or several runs more."""
+    figures: Figures
+    """All but the times."""
+
+
+def on_nvidia() -> bool:
+    """Whether JAX computes on an NVIDIA GPU."""
+    here = _platform.current()
+    return here.name == "gpu" and here.device_kind.startswith("NVIDIA")
+
+
+def clock_name() -> str:
+    """What `prepare` reads."""
+    return f"kernel times by CUPTI (torch by CUDA events), {ITERATIONS} a round" if on_nvidia() else "wall clock"
+
+
+def prepare(function: Callable[..., Any], *arguments: Any) -> Prepared:
+    """Compile a function of arrays for these, and run it once.
+
+    Raises:
+      MemoryError: if it needs more memory than there is. Asked before it runs: a CPU's operating system may end the
+        whole process instead.
+    """
+    start = time.perf_counter()
+    compiled = jax.jit(function).lower(*arguments).compile()
+    compile_s = time.perf_counter() - start
+    temporary, peak = _memory(compiled)
+    limit = _memory_limit()
+    if peak is not None and limit is not None and peak > limit:
+        raise MemoryError(f"It needs {peak / 2**30:,.1f} GiB, and there are {limit / 2**30:,.1f}.")
+
+    def call() -> object:
+        return jax.block_until_ready(compiled(*arguments))
+
+    before = _high_water_mark()
+    call()
+    after = _high_water_mark()
+    figures = Figures(
+        compile_s=compile_s,
+        temporary_mib=_mib(temporary),
+        peak_mib=_mib(peak),
+        device_peak_mib=_mib(after) if before is not None and after is not None and after > before else None,
+    )
+    return Prepared(kernel_times(compiled, *arguments) if on_nvidia() else wall_clock(call), figures)
+
+
+def _memory(compiled: Any) -> tuple[int | None, int | None]:
+    """Bytes that are temporary, and all that are there at once: XLA allocates what is temporary in one piece."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None, None
+    temporary: int = memory.temp_size_in_bytes
+    others = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return temporary, temporary + others
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / MIB
+
+
+def kernel_times(compiled: Any, *arguments: Array) -> Callable[[], Sequence[float]]:
+    """Samples of the summed times of a call's kernels on an NVIDIA GPU, without launches and gaps between them."""
+    # It is a large import, and of no use elsewhere.
+    from jax.experimental.mosaic.gpu import profiler
+
+    run = profiler.measure(compiled, aggregate=True, iterations=ITERATIONS)
+
+    def sample() -> Sequence[float]:
+        times = run(*arguments)[1]
+        if times is None:
+            raise RuntimeError("CUPTI saw no kernel.")
+        return times
+
+    return sample
+
+
+def wall_clock(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
+    """Samples of a call that waits for its results, each the mean of so many calls as make about `SAMPLE_MS`.
+
+    The call should have been made before, as a first one may take longer.
+    """
+    times = max(1, round(SAMPLE_MS / mean_ms(call, 1)))
+
+    def sample() -> Sequence[float]:
+        time.sleep(REST_S)
+        return [mean_ms(call, times)]
+
+    return sample
+
+
+def mean_ms(call: Callable[[], object], times: int) -> float:
+    """The mean time of a call, in milliseconds."""
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return 1e3 * (time.perf_counter() - start) / times
+
+
+def timed(prepared: Prepared, samples: Sequence[float]) -> Figures:
+    """Its figures, the times too."""
+    rounded = [float(f"{sample:.6g}") for sample in samples]
+    return dataclasses.replace(prepared.figures, ms=statistics.median(samples), samples_ms=rounded)
+
+
+def _high_water_mark() -> int | None:
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _memory_limit() -> int | None:
+    """The device's memory in bytes, the machine's on a CPU; `None` where nobody says."""
+    if _platform.current().name != "cpu":
+        return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

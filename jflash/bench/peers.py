@@ -1,0 +1,63 @@
+"""Who is measured."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+
+import jflash
+from jflash._platform import Platform
+from jflash.bench.cases import Case, Data, Work
+from jflash.bench.clocks import Prepared
+from jflash.bench.in_jax import InJax
+from jflash.bench.in_torch import InTorch
+
+Name = Literal["jflash", "jax.nn", "cuDNN", "tokamax", "torch"]
+
+
+class Peer(Protocol):
+    """An implementation of attention."""
+
+    @property
+    def package(self) -> str:
+        """Whose version is recorded."""
+        ...
+
+    def missing(self, platform: Platform) -> str | None:
+        """Why it takes no part on this machine, in a sentence; `None`: it does."""
+        ...
+
+    def refuses(self, case: Case, names: Sequence[str]) -> str | None:
+        """Why, by what it says of itself, it cannot do a case with arguments of these names; `None`: it may."""
+        ...
+
+    def serving(self, case: Case, data: Data) -> str | None:
+        """Which of its implementations will serve, where that can be asked."""
+        ...
+
+    def prepare(self, case: Case, work: Work, data: Data) -> Prepared:
+        """Forward, or both forward and backward, compiled and done once."""
+        ...
+
+
+def _tokamax() -> Callable[..., Any]:
+    return importlib.import_module("tokamax").dot_product_attention
+
+
+PEERS: dict[Name, Peer] = {
+    "jflash": InJax("jflash", lambda: jflash.attention),
+    "jax.nn": InJax("jax", lambda: jax.nn.dot_product_attention, "xla"),
+    "cuDNN": InJax("jax", lambda: jax.nn.dot_product_attention, "cudnn", True, ("bfloat16", "float16")),
+    "tokamax": InJax("tokamax", _tokamax),
+    "torch": InTorch(),
+}
+"""By the names under which they are shown; cuDNN's is its attention by way of jax.nn."""
+
+
+def versions(peers: Sequence[Name]) -> dict[str, str]:
+    """Of jflash, JAX and the packages of these peers."""
+    packages = dict.fromkeys(["jflash", "jax", "jaxlib", *(PEERS[name].package for name in peers)])
+    return {name: importlib.metadata.version(name) for name in packages}
