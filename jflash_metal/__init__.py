@@ -10,6 +10,7 @@ races and for accesses out of bounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash import _platform, _sharding
 from jflash._platform import Platform
+from jflash._softmax import sinks_gradient
 from jflash._spec import Operands, Residuals, Spec
 from jflash_metal import _ffi, _mps, _source
 from jflash_metal._blocks import blocks
@@ -91,11 +93,11 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         [_by_row(spec)],
     )
     arrays = [*_arrays(operands), residuals.d_out, residuals.lse, delta]
-    d_query = d_key = d_value = d_bias = None
+    gradients: dict[str, Any] = dict(query=None, key=None, value=None)
     sums: dict[str, Array] = {}
     results = _source.row_results(want)
     if "query" not in spec.constants or results:
-        d_query, *rows = _launch(
+        gradients["query"], *rows = _launch(
             source,
             "d_query",
             (query_blocks, spec.heads, spec.batch),
@@ -109,7 +111,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         sums = dict(zip(results, rows, strict=True))
     if not {"key", "value"} <= spec.constants or want.bias_columns:
         columns = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.key_length), jnp.float32)
-        d_key, d_value, *columns = _launch(
+        gradients["key"], gradients["value"], *rest = _launch(
             source,
             "d_key_value",
             (_cover(spec.key_length, sizes.d_key_value.rows), spec.key_heads, spec.batch),
@@ -117,8 +119,10 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
             arrays,
             [like(operands.key), like(operands.value), *([columns] if want.bias_columns else [])],
         )
-        sums.update(zip(["d_bias_columns"], columns, strict=False))
+        if want.bias_columns:
+            (sums["d_bias_columns"],) = rest
     if operands.bias is not None and original.bias is not None:
+        d_bias = None
         if want.bias_pairs:
             d_bias = sums["d_bias"]
         elif want.bias_shared:
@@ -129,29 +133,13 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
             d_bias = _summed(sums["d_bias_rows"][..., None], operands.bias.shape)
         elif want.bias_columns:
             d_bias = _summed(sums["d_bias_columns"][:, :, None], operands.bias.shape)
-        d_bias = None if d_bias is None else d_bias.astype(original.bias.dtype)
-    return Operands(
-        query=d_query,  # type: ignore[arg-type]
-        key=d_key,  # type: ignore[arg-type]
-        value=d_value,  # type: ignore[arg-type]
-        bias=d_bias,
-        scale=None if operands.scale is None or not want.scale else _summed(sums["d_scale_rows"], operands.scale.shape),
-        alibi_slopes=(
-            None
-            if operands.alibi_slopes is None or not want.slopes
-            else _summed(sums["d_slope_rows"], operands.alibi_slopes.shape)
-        ),
-        sinks=None if operands.sinks is None else _sinks_gradient(operands.sinks, residuals.lse, delta),
-    )
-
-
-def _sinks_gradient(
-    sinks: Float[Array, "#B N"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
-) -> Float[Array, "#B N"]:
-    """A sink is a logit with no value: its dP is 0. A row that saw no key has no sink either."""
-    seen = lse != -jnp.inf
-    gradient = -jnp.where(seen, jnp.exp(sinks[..., None] - jnp.where(seen, lse, 0)) * delta, 0)
-    return _summed(gradient, sinks.shape)
+        gradients["bias"] = None if d_bias is None else d_bias.astype(original.bias.dtype)
+    if operands.scale is not None and want.scale:
+        gradients["scale"] = _summed(sums["d_scale_rows"], operands.scale.shape)
+    if operands.alibi_slopes is not None and want.slopes:
+        gradients["alibi_slopes"] = _summed(sums["d_slope_rows"], operands.alibi_slopes.shape)
+    seen_lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
+    return Operands(**gradients, sinks=sinks_gradient(operands.sinks, seen_lse, delta))
 
 
 def _summed(array: Array, shape: tuple[int, ...]) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from jaxtyping import Array
 
 from jflash._spec import Operands, Spec
 
@@ -80,6 +81,6 @@ def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if size == 1 else math.prod(shape[axis + 1 :]) for axis, size in enumerate(shape))
 
 
-def batch_stride(array: object) -> int:
+def batch_stride(array: Array | None) -> int:
     """Of an array `[#B, ...]`; 0 where there is none."""
-    return 0 if array is None else strides(array.shape)[0]  # type: ignore[attr-defined]
+    return 0 if array is None else strides(array.shape)[0]

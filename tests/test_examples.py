@@ -162,3 +162,18 @@ def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
     monkeypatch.setattr("jflash.attention", wrong)
     assert doctor.main(["--selfcheck"]) == 1
     assert "WRONG xla, float32 d32 causal: out" in capsys.readouterr().out
+
+
+def test_doctor_goes_on_after_a_failure(capsys, monkeypatch):
+    attention = jflash.attention
+
+    def failing(*args, implementation, **options):
+        if implementation == "xla":
+            raise RuntimeError("the kernel does not compile")
+        return attention(*args, implementation=implementation, **options)
+
+    monkeypatch.setattr("jflash.attention", failing)
+    assert doctor.main(["--selfcheck"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("WRONG xla, ") == printed.count(": RuntimeError: the kernel does not compile") == 5
+    assert printed.count("ok    reference, ") == 5

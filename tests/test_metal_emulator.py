@@ -1,5 +1,11 @@
 """The Metal emulator's rules: what it must reject, in which words, and what it must not reject."""
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
 import jax
 import metal_shader
 import numpy as np
@@ -153,6 +159,54 @@ def test_broken_rule(name: str) -> None:
     for schedule in metal_shader.SCHEDULES:
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             run(body, schedules=[schedule])
+
+
+ENDLESS = {
+    "alone": (
+        "for (;;) y[thread_index] = 1;",
+        r"thread \d+ of .* without waiting for another, the last time at shader",
+    ),
+    "waiting_for_another": (
+        ATOMIC + "while (atomic_load_explicit(&a, memory_order_relaxed) == 1) {} y[thread_index] = 0;",
+        r"thread \d+ of .* without waiting for another, the last time (in atomic operation )?at shader",
+    ),
+    "together": (f"for (;;) {{ y[thread_index] = 1; {BARRIER} }}", "the threadgroup of thread .* 4294967296 times"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ENDLESS if hypothesis.settings.get_current_profile_name() == "deep" else ["alone", "waiting_for_another"]
+)
+def test_endless_loop(name: str) -> None:
+    """With the deep profile also the one that takes minutes to find."""
+    body, message = ENDLESS[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"a loop without end: {message}"):
+        run(body, schedules=[0])
+
+
+def test_stack_overflow() -> None:
+    """Twice, as the first leaves its fiber and its signal handler behind; and what is sound runs on."""
+    body = (
+        "float own[100000]; for (int i = 0; i < 100000; ++i) own[i] = x[i & 63]; y[thread_index] = own[int(parameter)];"
+    )
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"stack overflow: thread \d+ of .* more than 256 KiB"):
+            run(body, schedules=[0])
+    np.testing.assert_array_equal(run("float own[50000]; own[lane] = 1; y[thread_index] = own[lane];"), 1)
+
+
+def test_faults_elsewhere_stay_faults() -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import ctypes, metal_shader
+metal_shader.run("y[thread_index] = 1;")
+print("ran", flush=True)
+ctypes.string_at(8)
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert process.stdout == "ran\n"
+    assert process.returncode == -signal.SIGSEGV
 
 
 def test_race_between_threadgroups() -> None:

@@ -134,6 +134,68 @@ def test_address_spaces_are_not_looked_at_where_the_source_says_so() -> None:
     np.testing.assert_array_equal(y, np.arange(32))
 
 
+PAIR = """struct Pair {
+  float a, b;
+  float sum() const { return a + b; }
+  float product(float c) const device { return this->a * b * c; }
+  float difference() constant { return a - b; }
+  void set(float c, float d) threadgroup;
+};
+kernel void"""
+
+
+def run_with_pair(body: str) -> np.ndarray:
+    (y,) = launch(
+        KERNEL.replace("kernel void", PAIR) % body,
+        [np.arange(32, dtype=np.float32)],
+        [((32,), np.float32)],
+        threads=(32, 1, 1),
+        parameters=np.float32([2, 5]).tobytes(),
+        schedules=[0],
+    )
+    return y
+
+
+def test_member_functions_of_each_address_space() -> None:
+    y = run_with_pair(
+        "device const Pair* p = (device const Pair*)x; constant Pair& q = *(constant Pair*)&parameter;"
+        "Pair r = {1, 10}; y[lane] = p->product(3) + p[1].product(1) + q.difference() + r.sum();"
+    )
+    np.testing.assert_array_equal(y, 0 + 6 - 3 + 11)
+
+
+@pytest.mark.skipif(not _ffi.clang(), reason="neither clang++ nor zig is installed")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y[lane] = ((device const Pair*)x)->sum();",
+        "y[lane] = ((constant Pair*)&parameter)->sum();",
+        "Pair own = {1, 10}; y[lane] = own.product(2);",
+        "Pair own; own.set(1, 10); y[lane] = own.a;",
+    ],
+)
+def test_member_functions_of_another_address_space(body: str) -> None:
+    """One without a qualifier is for structs in thread memory."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Clang, looking at the shader's address spaces, finds:"):
+        run_with_pair(body)
+
+
+def test_vectors_declared_from_parts() -> None:
+    functions = "float2 twice(float2 a, float) { return 2 * a; }\nfloat2 unused(float2 a, float b);\nkernel void"
+    body = (
+        "float2 v(x[lane], float(int2(1, 2).y)); float4 w(v, v), u(1), q(v.yx, 0, 1); const int3 z(0, 0, 5);"
+        "twice(v, 2); y[lane] = twice(v, 1).x + w.z + u.w + q.x + z.z;"
+    )
+    (y,) = launch(
+        KERNEL.replace("kernel void", functions) % body,
+        [np.arange(32, dtype=np.float32)],
+        [((32,), np.float32)],
+        threads=(32, 1, 1),
+        parameters=bytes(4),
+    )
+    np.testing.assert_array_equal(y, 3 * np.arange(32) + 1 + 2 + 5)
+
+
 def test_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parent.parent / "csrc" / "emulator" / "README.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

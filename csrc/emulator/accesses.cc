@@ -45,6 +45,7 @@ Stamp Machine::stamp(int space, std::uint32_t place, Who who) const {
 }
 
 void Machine::touch(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place, Who who) {
+  if (++accesses_ == patience_) endless(place);
   if (address - stack_ < Stack::bytes) return;
   const auto shared = reinterpret_cast<std::uintptr_t>(threadgroup_memory_.get());
   if (address - shared < threadgroup_address_space) {
@@ -93,6 +94,13 @@ void Machine::check(Shadow& shadow, int space, const std::string& name, std::siz
   }
   violation("race: " + here + ", which " + whom + (finding.verdict == Verdict::race_with_read ? " read" : " wrote") +
             at(other.place) + ", and no barrier lies between.");
+}
+
+void Machine::endless(std::uint32_t place) {
+  const bool alone = accesses_ < most_accesses_of_threadgroup;
+  violation("a loop without end: " + (alone ? thread_name(running_) : "the threadgroup of " + thread_name(running_)) +
+            " has accessed memory " + std::to_string(alone ? most_accesses_of_thread : accesses_) + " times" +
+            (alone ? " without waiting for another" : "") + ", the last time" + at(place) + ".");
 }
 
 void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place) {

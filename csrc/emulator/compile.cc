@@ -60,7 +60,8 @@ std::vector<std::string> compile_flags() {
                                     "-ffp-contract=off",
                                     "-fno-math-errno",
                                     "-fno-threadsafe-statics",
-                                    "-fno-strict-aliasing"};
+                                    "-fno-strict-aliasing",
+                                    "-fstack-clash-protection"};
 #if defined(__clang__)
   // Clang takes a read that a write to the same place follows for part of the write, unless it is told to report both.
   flags.insert(flags.end(), {"-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm",
@@ -197,7 +198,7 @@ bool only_copies(const std::string& errors) {
 void check_address_spaces(const std::string& preprocessed, const fs::path& cpp, const fs::path& log) {
   std::ofstream(cpp) << translate(preprocessed, Purpose::check_address_spaces);
   std::vector<std::string> look = clang;
-  look.insert(look.end(), {"-x", "c++", "-std=c++20", "-fsyntax-only", "-ferror-limit=0", "-fno-caret-diagnostics",
+  look.insert(look.end(), {"-x", "c++", "-std=c++2b", "-fsyntax-only", "-ferror-limit=0", "-fno-caret-diagnostics",
                            "-w", "-I" + headers().string(), cpp.string()});
   if (!succeeds(look, log) && !only_copies(read_file(log)))
     fail("Clang, looking at the shader's address spaces, finds:", log);
@@ -230,7 +231,7 @@ void compile(std::string_view source, const fs::path& directory, const fs::path&
                                  "-lm", "-o", made.string()});
   run(command, log, "The shader does not link:");
   fs::rename(made, result);
-  for (const fs::path& path : {shader, preprocessed, object, log}) fs::remove(path);
+  for (const fs::path& path : {shader, preprocessed, cpp, object, log}) fs::remove(path);
 }
 
 LoadedShader open_shader(const fs::path& path) {

@@ -1,9 +1,8 @@
 #include "fiber.h"
 
+#include <signal.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include <cstdint>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -76,23 +75,59 @@ namespace emulator {
 
 namespace {
 
-std::size_t guard_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+constexpr std::size_t fault_stack_bytes = 64 * 1024;
+
+void (*fault_handler)(std::uintptr_t);
+struct sigaction before;
+
+void on_fault(int signal, siginfo_t* information, void* context) {
+  fault_handler(reinterpret_cast<std::uintptr_t>(information->si_addr));
+  if ((before.sa_flags & SA_SIGINFO) != 0) return before.sa_sigaction(signal, information, context);
+  if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) return before.sa_handler(signal);
+  sigaction(SIGSEGV, &before, nullptr);  // the fault comes again, and ends the process
+}
 
 }  // namespace
 
 Stack::Stack() {
   void* mapped =
-      mmap(nullptr, guard_bytes() + bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      mmap(nullptr, guard_bytes + bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) throw std::bad_alloc();
-  mprotect(mapped, guard_bytes(), PROT_NONE);
-  memory_ = static_cast<char*>(mapped) + guard_bytes();
+  mprotect(mapped, guard_bytes, PROT_NONE);
+  memory_ = static_cast<char*>(mapped) + guard_bytes;
 }
 
 Stack::~Stack() {
-  if (memory_ != nullptr) munmap(memory_ - guard_bytes(), guard_bytes() + bytes);
+  if (memory_ != nullptr) munmap(memory_ - guard_bytes, guard_bytes + bytes);
 }
 
 Stack::Stack(Stack&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
+
+FaultStack::FaultStack(void (*handler)(std::uintptr_t)) {
+  static const bool once = [handler] {
+    fault_handler = handler;
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    // The handler may leave by a switch to another stack, and never return: no signal may stay blocked.
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    return sigaction(SIGSEGV, &action, &before) == 0;
+  }();
+  stack_t present;
+  sigaltstack(nullptr, &present);
+  if (!once || (present.ss_flags & SS_DISABLE) == 0) return;  // somebody else's serves as well
+  memory_ = std::make_unique<char[]>(fault_stack_bytes);
+  stack_t own = {};
+  own.ss_sp = memory_.get();
+  own.ss_size = fault_stack_bytes;
+  sigaltstack(&own, nullptr);
+}
+
+FaultStack::~FaultStack() {
+  if (memory_ == nullptr) return;
+  stack_t none = {};
+  none.ss_flags = SS_DISABLE;
+  sigaltstack(&none, nullptr);
+}
 
 void* Stack::start(void (*main)()) const {
   auto* top = reinterpret_cast<void**>(memory_ + bytes - 64);

@@ -88,6 +88,7 @@ std::optional<std::string> Machine::run(const Entry& entry, const std::array<std
   std::iota(order.begin(), order.end(), 0u);
   for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
 
+  const FaultStack fault_stack(on_fault);
   Machine* const outer = running;
   running = this;
   for (const std::uint32_t number : order) {
@@ -100,7 +101,7 @@ std::optional<std::string> Machine::run(const Entry& entry, const std::array<std
       }
     }
     group_ = number + 1;
-    run_threadgroup(entry);
+    run_threadgroup();
     ++counters_.threadgroups;
     if (violation_) break;
   }
@@ -119,12 +120,21 @@ void Machine::fiber_main() {
   metal_emulator_switch(&abandoned, self.scheduler_);
 }
 
+// On the stack for faults, of which it needs little: all words are made by the scheduler, on its own.
+void Machine::on_fault(std::uintptr_t address) {
+  if (running == nullptr || running->stack_ - address - 1 >= Stack::guard_bytes) return;
+  running->overflowed_ = true;
+  void* abandoned;
+  metal_emulator_switch(&abandoned, running->scheduler_);
+}
+
 // A random SIMD-group runs as far as it can before another moves, its lanes in random order: the schedule that makes
 // most of a missing barrier.
-void Machine::run_threadgroup(const Entry&) {
+void Machine::run_threadgroup() {
   const unsigned count = static_cast<unsigned>(threads_.size());
   meeting_ = {count};
   barriers_ = {};
+  accesses_ = 0;
   for (unsigned s = 0; s < simdgroups_.size(); ++s) {
     const unsigned members = std::min(simd_width, count - s * simd_width);
     simdgroups_[s].meeting = {members};
@@ -153,7 +163,12 @@ void Machine::run_threadgroup(const Entry&) {
       running_ = chosen * simd_width +
                  static_cast<unsigned>(std::countr_zero(from_turn != 0 ? from_turn : simdgroup.runnable));
       stack_ = reinterpret_cast<std::uintptr_t>(stacks[running_].begin());
+      patience_ = std::min(accesses_ + most_accesses_of_thread, most_accesses_of_threadgroup);
       metal_emulator_switch(&scheduler_, threads_[running_].context);
+      if (overflowed_) {
+        violation_ = title_ + "stack overflow: " + thread_name(running_) + " needs more than " +
+                     std::to_string(Stack::bytes / 1024) + " KiB for its own variables.";
+      }
       if (violation_) return;
     }
   }

@@ -21,6 +21,11 @@ constexpr unsigned most_threads = 1024;
 constexpr std::size_t threadgroup_memory_limit = 32 * 1024;
 constexpr std::size_t threadgroup_address_space = 4 * 1024 * 1024;
 
+// So many accesses, by a thread that waits for nobody meanwhile or by a threadgroup, are taken for a loop without end:
+// seconds and minutes.
+constexpr std::uint64_t most_accesses_of_thread = std::uint64_t{1} << 28;
+constexpr std::uint64_t most_accesses_of_threadgroup = std::uint64_t{1} << 32;
+
 // The two kinds of memory that a barrier orders.
 constexpr int threadgroup_space = 0, device_space = 1;
 
@@ -126,8 +131,9 @@ class Machine {
   static thread_local constinit Machine* running __attribute__((tls_model("initial-exec")));
 
   static void fiber_main();
+  static void on_fault(std::uintptr_t address);
   static bool in_stack(std::uintptr_t address, unsigned thread);
-  void run_threadgroup(const Entry& entry);
+  void run_threadgroup();
   std::string deadlock() const;
   bool arrive(Meeting& meeting, const Site& site);
   void wait();
@@ -136,6 +142,7 @@ class Machine {
   Stamp stamp(int space, std::uint32_t place, Who who) const;
   void check(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes, Access access,
              std::uint32_t place, Who who);
+  [[noreturn]] void endless(std::uint32_t place);
   [[noreturn]] void outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place);
   std::string describe(std::uintptr_t address) const;
   std::string thread_name(unsigned thread) const;
@@ -159,6 +166,9 @@ class Machine {
   std::uint32_t group_ = 0;  // 1 + the running threadgroup's number
   unsigned running_ = 0;     // the running thread
   std::uintptr_t stack_ = 0;
+  bool overflowed_ = false;     // the running thread's stack
+  std::uint64_t accesses_ = 0;  // of this threadgroup
+  std::uint64_t patience_ = 0;  // the number of accesses at which somebody loops for ever
   void* scheduler_ = nullptr;
   std::vector<Thread> threads_;
   std::vector<Simdgroup> simdgroups_;

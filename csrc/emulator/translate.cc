@@ -26,9 +26,10 @@ class Translator : Kernels {
       if (text(i) == "template" && text(i + 1) != "<" && !checking_) explicit_instantiation(i);
       if (is_kernel(i)) definition(i);
       if (text(i) == "threadgroup") threadgroup_declaration(i);
-      if (tokens_[i].kind == Token::number) literal(tokens_[i]);
+      if (tokens_[i].kind == Token::number && !text(i).empty()) literal(tokens_[i]);
       if (text(i) == "." && !checking_) swizzle(i);
       if (checking_) vector_from_parts(i);
+      if (checking_) member_of_address_space(i);
       if (text(i) == "is_function_constant_defined" && text(i + 1) == "(") {
         tokens_[i].text = constants_by_name_[text(i + 2)] ? "true" : "false";
         erase(i + 1, i + 4);
@@ -163,13 +164,57 @@ class Translator : Kernels {
     if (checking_ && !is_constexpr) t += " EMULATOR_CONSTANT";
   }
 
-  // float4(a, b, c, d), which clang's own vectors do not understand.
+  // float4(a, b, c, d) and `float4 v(a, b, c, d), w(v);`, which clang's own vectors do not understand.
   void vector_from_parts(std::size_t i) {
     static const std::set<std::string> scalars = {"bool", "char", "uchar", "short", "ushort", "int",
                                                   "uint", "long", "ulong", "half",  "bfloat", "float"};
-    std::string& t = tokens_[i].text;
-    if (t.size() < 2 || t.back() < '2' || t.back() > '4' || scalars.count(t.substr(0, t.size() - 1)) == 0) return;
-    if (text(i + 1) == "(" && text(i + 2) != "*" && text(i + 2) != "&") t = "emulator::make<" + t + ">";
+    const std::string type = text(i);
+    if (type.size() < 2 || type.back() < '2' || type.back() > '4' ||
+        scalars.count(type.substr(0, type.size() - 1)) == 0)
+      return;
+    if (text(i + 1) == "(" && text(i + 2) != "*" && text(i + 2) != "&")
+      tokens_[i].text = "emulator::make<" + type + ">";
+    for (std::size_t name = i + 1; is_variable_from_parts(name);) {
+      tokens_[name].text += " = emulator::make<" + type + ">";
+      const std::size_t end = closing(name + 1);
+      if (text(end) == ";") break;
+      name = end + 1;
+    }
+  }
+
+  // Whether `i` is declared from arguments and is no function: those have a parameter's type and name side by side,
+  // nothing between the brackets, or a body behind them.
+  bool is_variable_from_parts(std::size_t i) const {
+    if (i >= tokens_.size() || tokens_[i].kind != Token::identifier) return false;
+    if (text(i + 1) != "(" || text(i + 2) == ")") return false;
+    const std::size_t end = closing(i + 1);
+    if (text(end) != ";" && text(end) != ",") return false;
+    for (std::size_t at = i + 2; at + 1 < end; ++at)
+      if (tokens_[at].kind == Token::identifier && tokens_[at + 1].kind == Token::identifier) return false;
+    return true;
+  }
+
+  // `float sum(int n) const device {...}`, a member function of structs in device memory, as clang knows it: the object
+  // as a parameter. Calls are looked at, the body is not: it has no word for `this`.
+  void member_of_address_space(std::size_t i) {
+    static const std::map<std::string, std::string> spaces = {{"device", "EMULATOR_DEVICE"},
+                                                              {"threadgroup", "EMULATOR_THREADGROUP"},
+                                                              {"constant", "const EMULATOR_CONSTANT"}};
+    const auto space = spaces.find(text(i));
+    if (space == spaces.end() || i == 0) return;
+    std::size_t close = i - 1, end = i + 1;
+    while (close > 0 && text(close) == "const") --close;
+    while (text(end) == "const") ++end;
+    if (text(close) != ")" || (text(end) != "{" && text(end) != ";")) return;
+    std::size_t open = close;
+    for (int depth = 1; depth > 0;) {
+      --open;
+      depth += text(open) == ")" ? 1 : text(open) == "(" ? -1 : 0;
+    }
+    const std::string constness = has(close, end, "const") ? "const " : "";
+    tokens_[open].text += "this " + constness + space->second + " auto& emulator_this" + (open + 1 < close ? ", " : "");
+    erase(close + 1, text(end) == "{" ? closing(end) : end);
+    tokens_[close].text += ";";
   }
 
   bool checking_;

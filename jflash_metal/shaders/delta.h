@@ -27,7 +27,8 @@ inline void delta_row(
       sum += float(out[first + feature]) * float(d_out[first + feature]);
     }
   }
-  sum = simd_sum(sum);
+  // As a tree: with few keys dP is nearly delta, and in what order `simd_sum` adds is not said.
+  sum = sum_of_row<32>(sum);
   if (lane == 0) {
     delta[row] = is_empty ? 0.0f : sum - d_lse[row];
   }

@@ -1,4 +1,5 @@
-// What a kernel needs to know of one call beyond its arrays. jflash_metal/_source.py has the same structure for Python.
+// What a kernel needs to know of one call beyond its arrays. jflash_metal/_parameters.py has the same structure for
+// Python.
 #pragma once
 
 /// Distances between neighbours in [B, L, heads, features], in elements.

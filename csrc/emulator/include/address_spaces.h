@@ -1,8 +1,7 @@
 // The Metal language with its address spaces, for a look at a shader by clang: nothing here can be run.
 //
 // Vectors are clang's own, whose swizzles and loads know address spaces, and library functions are declared, not
-// defined. Two things of the language are beyond it, and it calls them wrong: a member function called on a struct
-// outside of thread memory, and a vector declared as `float2 v(a, b)`.
+// defined.
 #pragma once
 
 typedef unsigned char uchar;
