@@ -41,7 +41,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         queries = tiling.load_rows(spec, query, block, shape)
         if operands.query_lengths is not None:
             lengths = _tile.cut(operands.query_lengths, (block.batch,), (batch,))
-            index = (block.first + jnp.arange(rows))[:, None]
+            index = (block.first + jnp.arange(rows))[None, None, None, :, None]
             queries = tiling.zero_padding(queries, index, lengths[:, None, None, None, None])
 
         def attend_tiles(step: Step, largest: Float[Array, "b k g i"]) -> _softmax.Rows:

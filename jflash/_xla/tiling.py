@@ -237,7 +237,7 @@ def zero_padded_keys(array: Float[Array, "b k j H"], tile: Tile) -> Float[Array,
     """A tile's keys or values, those that are padding as zeros."""
     if tile.key_lengths is None:
         return array
-    return zero_padding(array, tile.key[:, 0, 0, 0, :, None], tile.key_lengths[:, 0])
+    return zero_padding(array, tile.key[:, :, 0, 0, :, None], tile.key_lengths[:, 0])
 
 
 def dot(
