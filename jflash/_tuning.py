@@ -74,6 +74,12 @@ def path(device: str) -> Path | None:
     return None if folder is None else folder / f"{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}.json"
 
 
+def is_tuned(device: str) -> bool:
+    """Whether something was stored for the device."""
+    where = path(device)
+    return where is not None and where.exists()
+
+
 def store(device: str, answers: Mapping[Question, Any], about: Mapping[str, Any]) -> Path:
     """Write what was found for a device, in the place of what was found before.
 

@@ -59,8 +59,8 @@ def report() -> Iterator[str]:
         verdict, *refusals = jflash.explain(*arrays, implementation=name).splitlines()
         by_name = " (only when named)" if getattr(backend, "ONLY_BY_NAME", False) else ""
         yield refusals[0] if refusals else f"  {verdict}{by_name}"
-    tuned = _tuning.path(_platform.device_name())
-    yield f"tuned tiles: {tuned if tuned is not None and tuned.exists() else 'none'}"
+    device = _platform.device_name()
+    yield f"tuned tiles: {_tuning.path(device) if _tuning.is_tuned(device) else 'none'}"
     reason = _ffi.available()
     yield f"native library: {f'loaded; it runs shaders on: {_ffi.host()}' if reason is None else reason}"
 

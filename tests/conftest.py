@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 
 import jflash
-from jflash import _dispatch
+from jflash import _dispatch, _settings
 from jflash_metal import _ffi
 
 EMULATED = _ffi.available() is None and _ffi.host() == "emulator"
@@ -37,6 +37,12 @@ hypothesis.settings.load_profile(os.environ.get("JFLASH_TEST_PROFILE", "default"
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of each backend in turn."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles that the backends come with, whatever was tuned on this machine."""
+    monkeypatch.setattr(_settings, "tiles_cache", lambda: None)
 
 
 @pytest.fixture(autouse=True)

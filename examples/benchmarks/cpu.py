@@ -19,7 +19,6 @@ import os
 import pathlib
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,8 +31,8 @@ from rich.progress import track
 from rich.table import Table
 
 import jflash
-from jflash import _platform
-from jflash.bench.clocks import mean_ms
+from jflash import _platform, _tuning
+from jflash.bench.clocks import wall_clock
 
 HEADS, HEAD_DIM = 8, 64
 NARROW = "window 256"
@@ -173,24 +172,16 @@ def torch_call(case: Case) -> Callable[[], object]:
     return forward_and_backward
 
 
-def sample_ms(call: Callable[[], object], times: int) -> float:
-    """The mean time of a call.
-
-    Threads of the library that ran before may still be looking out for work: they fall asleep first.
-    """
-    time.sleep(0.25)
-    return mean_ms(call, times)
-
-
 def measure(cases: Sequence[Case], rounds: int, console: Console) -> dict[Case, list[float]]:
     """Milliseconds of every case in every round."""
     calls = {case: (torch_call if case.who == "torch" else jax_call)(case) for case in cases}
-    # The first call warms up, and tells how many of them make a sample of about 0.2 s.
-    times = {case: max(1, round(200 / sample_ms(call, 1))) for case, call in calls.items()}
+    for call in calls.values():
+        call()
+    samples = {case: wall_clock(call) for case, call in calls.items()}
     taken: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in track(range(rounds), "rounds", console=console):
-        for case, call in calls.items():
-            taken[case].append(sample_ms(call, times[case]))
+        for case, sample in samples.items():
+            taken[case] += sample()
     return taken
 
 
@@ -239,6 +230,8 @@ def main(settings: Settings) -> None:
     console = Console(highlight=False)
     versions = {name: importlib.metadata.version(name) for name in ("jflash", "jax", "jaxlib")}
     versions["python"] = platform.python_version()
+    if _tuning.is_tuned(_platform.device_name()):
+        versions["tiles"] = "tuned"
     versions["torch"] = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "missing"
     if versions["torch"] == "missing":
         settings = dataclasses.replace(settings, peers=tuple(peer for peer in settings.peers if peer != "torch"))

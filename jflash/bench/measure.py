@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from jflash import _platform
+from jflash import _platform, _tuning
 from jflash.bench import clocks
 from jflash.bench.cases import Case, Data, Work, data, options
 from jflash.bench.peers import PEERS, Name, versions
@@ -70,11 +70,12 @@ def measure(cases: Sequence[Case], peers: Sequence[Name], backward: bool, rounds
             step(f"round {number + 1} of {rounds}, {turn.peer}, {turn.case.name}", steps)
             turn.sample()
     rate = Product(size, dtype, statistics.median(product_ms))
+    device = _platform.device_name()
     about = About(
         date=str(datetime.date.today()),
-        device=_platform.device_name(),
+        device=device,
         clock=f"{clocks.clock_name()}, median of {rounds} round{'s' * (rounds > 1)}",
-        versions=versions(present),
+        versions=versions(present) | ({"tiles": "tuned"} if _tuning.is_tuned(device) else {}),
         missing={name: reason for name, reason in reasons.items() if reason is not None},
     )
     return Record(about, rate, tuple(_rows(turns, rate.tflops)))

@@ -19,7 +19,7 @@ class About:
     clock: str
     """What was read: wall clock, or the times of kernels."""
     versions: dict[str, str]
-    """Of jflash, JAX and the peers' packages."""
+    """Of jflash, JAX and the peers' packages; and that jflash's tiles were tuned, if they were."""
     missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Peers that took no part, and why."""
 
