@@ -27,6 +27,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": dict(is_causal=True, query_offset=-7),
     "window": dict(local_window_size=(40, 9)),
+    "offsets": dict(local_window_size=(20, 9), query_offset=np.array([-40, 0, 60])),
     "lengths": dict(query_seq_lengths=np.array([67, 0, 131]), key_value_seq_lengths=np.array([149, 5, 60])),
     "segments": dict(
         segment_ids=(np.sort(numbers.integers(0, 5, (3, T)), axis=1), np.sort(numbers.integers(0, 5, (3, S)), axis=1))
@@ -36,6 +37,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": dict(sinks=normal(0, 4), alibi_slopes=numbers.random(4).astype(np.float32)),
 }
 SHAPES = [(1, 1, 32, 48), (3, 2, 131, 32), (1, 2, 16, 149), (3, 1, 64, 64)]
+NARROW = [("window", (3, 1, 16, 96)), ("offsets", (1, 1, 16, 96)), ("offsets", (3, 1, 16, 96))]
+"""A tile holds all that 16 rows see, but not where it has several batch entries and each has its own offset."""
 
 
 def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) -> Call:
@@ -45,7 +48,7 @@ def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) 
 
 @pytest.mark.parametrize(
     ("feature", "shape"),
-    [*zip(FEATURES, itertools.cycle(SHAPES), strict=False), *(("lengths", shape) for shape in SHAPES[:3])],
+    [*zip(FEATURES, itertools.cycle(SHAPES), strict=False), *(("lengths", shape) for shape in SHAPES[:3]), *NARROW],
 )
 def test_any_tiles_are_right(monkeypatch: pytest.MonkeyPatch, feature: str, shape: tuple[int, int, int, int]):
     name = f"xla in tiles of {shape}"

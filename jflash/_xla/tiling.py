@@ -73,20 +73,25 @@ def _divisor(number: int, most: int) -> int:
     return max(d for d in range(1, number + 1) if number % d == 0 and (d <= most or d == 1))
 
 
+def _window(spec: Spec) -> int | None:
+    """How many keys a query may see besides its own, where both sides are limited."""
+    left, right = spec.bounds
+    return None if left is None or right is None else left + right
+
+
 def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
     """The tiles of this call: of so many heads, then batch entries, as `Blocks.logits` allows."""
-    left, right = spec.bounds
-    window = None if left is None or right is None else left + right
-    if (left, right) == (None, None) and "query_segments" not in spec.operands:
+    window = _window(spec)
+    if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         kind = "alike"
     elif window is not None and window + _NARROW_ROWS <= _NARROW:
         kind = "narrow window"
     else:
         kind = "masked"
     blocks = _tuning.choose(Question(f"xla {work}", (kind,)), BLOCKS[kind])
-    seen = spec.key_length if window is None else min(spec.key_length, window + blocks.rows)
-    keys = min(spec.key_length, _even(seen, blocks.keys))
     queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
+    seen = spec.key_length if window is None else min(spec.key_length, window + queries)
+    keys = min(spec.key_length, _even(seen, blocks.keys))
     logits = spec.group * queries * keys
     key_heads = _divisor(spec.key_heads, blocks.logits // logits)
     batch = _divisor(spec.batch, blocks.logits // (logits * key_heads)) if key_heads == spec.key_heads else 1
@@ -160,11 +165,13 @@ def for_each_tile[Carry](
         return _loop(length // size, unmasked, carry)
 
     spans = _visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
-    if size == length:
+    window = _window(spec)
+    in_step = operands.query_offset is None or shape.batch == 1
+    if size == length or (in_step and window is not None and window + shape.queries <= size):
+        # One tile holds all that the rows see.
         span = Span(spans.start, spans.stop)
-        return lax.cond(
-            span.start < span.stop, lambda carry: body(corner(jnp.int32(0)), span, carry), lambda carry: carry, carry
-        )
+        visit = lambda carry: body(corner(jnp.minimum(span.start, length - size)), span, carry)
+        return lax.cond(span.start < span.stop, visit, lambda carry: carry, carry)
 
     tiles = lambda keys: (keys + size - 1) // size
     whole = (spans.full_stop - spans.full_start) // size
