@@ -34,10 +34,10 @@ class Blocks:
 
 BLOCKS: Mapping[str, Sequence[Blocks]] = {
     "alike": [
+        Blocks(1024, 1024, 2**20),
         Blocks(1024, 512, 2**20),
         Blocks(512, 512, 2**20),
         Blocks(2048, 512, 2**21),
-        Blocks(1024, 1024, 2**20),
         Blocks(1024, 256, 2**19),
         Blocks(512, 512, 2**18),
         Blocks(256, 256, 2**18),
