@@ -108,9 +108,10 @@ def kernel_times(compiled: Any, *arguments: Array) -> Callable[[], Sequence[floa
 def wall_clock(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
     """Samples of a call that waits for its results, each the mean of so many calls as make about `SAMPLE_MS`.
 
-    The call should have been made before, as a first one may take longer.
+    Of three at least, as memory that one call gave back may cost the next. The call should have been made before, as a
+    first one may take longer.
     """
-    times = max(1, round(SAMPLE_MS / mean_ms(call, 1)))
+    times = max(3, round(SAMPLE_MS / mean_ms(call, 1)))
 
     def sample() -> Sequence[float]:
         time.sleep(REST_S)
