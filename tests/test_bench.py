@@ -161,6 +161,14 @@ def test_refused_case_is_recorded_with_its_sentence(run):
     assert re.search(r"tokamax refuses causal: .*: NotImplementedError: Causal is not for me\.", run[1])
 
 
+def test_nothing_is_cut_off_where_lines_are_short(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.main(["--from", str(run[0] / "bench.json")])
+    assert "…" not in printed.getvalue()
+    assert "causal: 1 x 64, 2 x d16 " in printed.getvalue()
+
+
 def test_what_a_peer_has_no_argument_for_is_asked_not_tried():
     capped = dataclasses.replace(PLAIN, soft_cap=1.0)
     names = ("query", "key", "value", *cases.options(capped))

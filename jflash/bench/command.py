@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found, stem = record.read(settings.source), settings.source.stem
     else:
         found, stem = _measured(settings, console), "bench"
-    console.print(report.table(found))
+    report.show(console, report.table(found))
     if settings.output is None:
         return
     settings.output.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _tune(settings: Settings, console: Console) -> None:
     cases = dataclasses.replace(settings.grid, features=True).cases()
     with _steps(console, "tracing") as step:
         found = tune.tune(cases, settings.rounds, step)
-    console.print(tune.table(found))
+    report.show(console, tune.table(found))
     console.print(f"wrote {tune.store(found)}")
 
 

@@ -133,9 +133,11 @@ class Record:
     def write(self, path: pathlib.Path) -> None:
         """As JSON, one row on a line; what is not known is left out."""
         lines = [_line(_flat(row)) for row in self.rows]
-        product = (
-            None if self.product is None else _known(dataclasses.asdict(self.product) | {"tflops": self.product.tflops})
-        )
+        product = None
+        if self.product is not None:
+            product = _known(dataclasses.asdict(self.product))
+            # Of what is written: read and written again, it must be the same.
+            product["tflops"] = float(f"{Product(**product).tflops:.9g}")
         text = "".join(
             (
                 f'{{"about": {_line(_known(dataclasses.asdict(self.about)))},\n',

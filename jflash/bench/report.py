@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import rich.box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from jflash.bench.record import Record, Row
@@ -14,6 +16,8 @@ FLOPS = (
     "FLOPs: 2 (H + D) for each pair of a query and a key that it sees, backward 2.5 times that; causal alone counts "
     "half of all pairs."
 )
+WIDEST = 160
+"""Characters of a table's line at most: captions are sentences, and wrap."""
 BACKWARD = "Backward: the time of forward and backward in one call, less the forward's."
 
 
@@ -38,6 +42,13 @@ def table(record: Record) -> Table:
         for peer, works in itertools.groupby(rows, key=lambda row: row.peer):
             table.add_row(f"  {peer}", *_figures(record, {row.work: row for row in works}))
     return table
+
+
+def show(console: Console, table: Table) -> None:
+    """Print all of a table, beyond the right edge of a narrow terminal or of a file's 80 columns if it must be."""
+    wide = console.options.update_width(WIDEST)
+    console.width = max(console.width, min(WIDEST, Measurement.get(console, wide, table).maximum))
+    console.print(table)
 
 
 def caption(record: Record) -> Iterator[str]:
