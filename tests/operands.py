@@ -25,6 +25,11 @@ SMOOTH = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks", "mo
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def normal(seed: int, *shape: int) -> np.ndarray:
+    """Normal float32 numbers, the same for the same seed and shape."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
 def draw(seed: int = 0, *, batch: int = 2, heads: int = 4, key_heads: int = 2) -> Operands:
     """All of them; equal seeds give equal arrays."""
     length, key_length, head_dim, value_dim = 5, 7, 8, 6

@@ -16,16 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from operands import normal
 from plain_attention import Call, Results
 
 Attention = Callable[..., Any]
 T, S = 13, 19
 LARGEST = np.asarray(3, np.float32)
 SLOPES = np.float32([0.1, 0.2, 0.0, 1.0])
-
-
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
 def coins(seed: int, *shape: int, heads: float = 0.7) -> np.ndarray:

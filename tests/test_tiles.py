@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from operands import normal
 from plain_attention import Call
 
 import jflash
@@ -17,10 +18,6 @@ from jflash._xla import tiling
 
 numbers = np.random.default_rng(0)
 T, S = 131, 149
-
-
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -7,9 +7,9 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import oracle
 import pytest
+from operands import normal
 from plain_attention import Call
 
 import jflash
@@ -33,10 +33,6 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     _tuning._found.cache_clear()
     jax.clear_caches()
-
-
-def normal(seed, *shape):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
 def test_without_anything_found_the_backend_chooses():

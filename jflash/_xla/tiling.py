@@ -91,7 +91,7 @@ def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
     blocks = _tuning.choose(Question(f"xla {work}", (kind,)), BLOCKS[kind])
     queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
     seen = spec.key_length if window is None else min(spec.key_length, window + queries)
-    keys = min(spec.key_length, _even(seen, blocks.keys))
+    keys = _even(seen, blocks.keys)
     logits = spec.group * queries * keys
     key_heads = _divisor(spec.key_heads, blocks.logits // logits)
     batch = _divisor(spec.batch, blocks.logits // (logits * key_heads)) if key_heads == spec.key_heads else 1

@@ -86,8 +86,9 @@ def _left_open(cases: Sequence[Case]) -> Iterator[Open]:
     """What has more than one candidate, each with the case that has the most to compute."""
     seen: set[Question] = set()
     for case in sorted(cases, key=lambda case: -flops(case, "fwd")):
+        arrays = data(case)
         for work in ("fwd", "fwd+bwd") if case.has_backward else ("fwd",):
-            function, arguments = function_of_arrays(case, work, data(case))
+            function, arguments = function_of_arrays(case, work, arrays)
             with _tuning.trying({}) as trial:
                 jax.clear_caches()
                 jax.eval_shape(function, *arguments)
