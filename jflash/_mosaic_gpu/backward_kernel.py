@@ -5,14 +5,13 @@
       dP^T = V dO^T                  the matrix unit runs this, while the warpgroup goes on with
       P^T  = exp(S^T - lse)
       dV   = dV + P^T dO             and this, during
-      dS^T = P^T (dP^T - delta)
+      dS^T = P^T (dP^T - delta)      into shared memory, for both
       dK   = dK + dS^T Q
-      dQ   = dS K                    added to what is in device memory
+      dQ   = dS K                    one half of it from all keys, added to what is in device memory
     the last warpgroup copies tiles of queries ahead of them into shared memory
 
 delta is what the forward's softmax takes from every dP of a row: sum(dO * O) - d_lse. The additions to dQ come in any
-order; `d_query_kernel` and `d_key_value_kernel`
-are the backward in which every sum has one.
+order; `d_query_kernel` and `d_key_value_kernel` are the backward in which every sum has one.
 
 Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXiv:2407.08608, section 3.
 """
@@ -20,7 +19,7 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +53,7 @@ class Buffers(NamedTuple):
     lse: Ref
     delta: Ref
     d_products: Ref
+    """dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
     d_query: Ref
     keys_filled: Ref
     query_filled: Ref
@@ -61,7 +61,7 @@ class Buffers(NamedTuple):
     d_out_filled: Ref
     d_out_free: Ref
     d_products_filled: Ref
-    d_products_free: Ref
+    finished: Ref
 
 
 class Sums(NamedTuple):
@@ -93,7 +93,7 @@ def backward(
     batch, length, heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
     columns, value_columns = tile.columns(head_dim), tile.columns(value_dim)
-    width = columns // 2 if tile.split else columns
+    width = columns if tile.by_rows else columns // 2
     group = heads // key_heads
     blocks = -(-key.shape[1] // tile.keys)
     tiled = bias_and_mask.tiled(spec)
@@ -122,36 +122,26 @@ def backward(
             tiles.registers(WARPGROUPS, copies=False)
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_keys = pl.ds(first_key + warpgroup * ROWS, ROWS)
-            own_columns = pl.ds(warpgroup * width if tile.split else b * 0, width)
+            own_columns = key_columns if tile.by_rows else pl.ds(warpgroup * width, width)
 
             @pl.when(warpgroup == 0)
             def _() -> None:
                 block = pl.ds(first_key, tile.keys)
-                plgpu.copy_gmem_to_smem(key_ref.at[b, block, key_head, key_columns], shared.key, shared.keys_filled)
-                plgpu.copy_gmem_to_smem(value_ref.at[b, block, key_head, out_columns], shared.value, shared.keys_filled)
+                plgpu.copy_gmem_to_smem(key_ref.at[b, block, key_head, key_columns], shared.key.at[0], shared.keys_filled)
+                plgpu.copy_gmem_to_smem(value_ref.at[b, block, key_head, out_columns], shared.value.at[0], shared.keys_filled)
 
             plgpu.barrier_wait(shared.keys_filled)
 
             def visit(head: Array, index: Array, sums: Sums, others: tuple[Array, ...]) -> Any:
                 step = head * walk.count + index
                 query_head = key_head * group + head
-                place = Place(b, query_head, walk.start(index), first_key + warpgroup * ROWS)
-                return visit_tile(
-                    call,
-                    tile,
-                    shared,
-                    walk,
-                    place,
-                    index,
-                    step,
-                    warpgroup,
-                    wanted,
-                    sums,
-                    others,
-                    add=lambda source: operations.add_to(
-                        d_query_ref.at[b, pl.ds(walk.start(index), tile.queries), query_head, own_columns], source
-                    ),
+                first_query = walk.start(index)
+                place = Place(b, query_head, first_query, first_key + warpgroup * ROWS)
+                rows = (
+                    pl.ds(first_query + warpgroup * ROWS, ROWS) if tile.by_rows else pl.ds(first_query, tile.queries)
                 )
+                target = d_query_ref.at[b, rows, query_head, own_columns]
+                return visit_tile(call, tile, shared, walk, place, index, step, warpgroup, wanted, sums, others, target)
 
             def attend_head(head: Array, sums: Sums) -> Sums:
                 zeros = tuple(operations.full((ROWS,), 0) for _ in wanted)
@@ -163,15 +153,14 @@ def backward(
 
             sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
             sums = lax.fori_loop(0, group, attend_head, sums) if group > 1 else attend_head(jnp.int32(0), sums)
-            if tile.split:
-                plgpu.barrier_wait(shared.d_products_free)
-            plgpu.wait_smem_to_gmem(0)
-            # Every warpgroup has read all keys by now.
-            shared.key[own] = (sums.d_key * inputs.sums_scale(spec)).astype(key.dtype)
-            shared.value[own] = sums.d_value.astype(value.dtype)
+            # The other warpgroup reads these keys too.
+            plgpu.barrier_arrive(shared.finished)
+            plgpu.barrier_wait(shared.finished)
+            shared.key[0, own] = (sums.d_key * inputs.sums_scale(spec)).astype(key.dtype)
+            shared.value[0, own] = sums.d_value.astype(value.dtype)
             operations.commit()
-            plgpu.copy_smem_to_gmem(shared.key.at[own], d_key_ref.at[b, own_keys, key_head, key_columns])
-            plgpu.copy_smem_to_gmem(shared.value.at[own], d_value_ref.at[b, own_keys, key_head, out_columns])
+            plgpu.copy_smem_to_gmem(shared.key.at[0, own], d_key_ref.at[b, own_keys, key_head, key_columns])
+            plgpu.copy_smem_to_gmem(shared.value.at[0, own], d_value_ref.at[b, own_keys, key_head, out_columns])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
@@ -197,15 +186,15 @@ def backward(
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            tiles.shared((tile.keys, columns), dtype, head_dim, width),
-            tiles.shared((tile.keys, value_columns), dtype, value_dim),
-            tiles.shared((stages, tile.queries, columns), dtype, head_dim, width),
+            tiles.shared((1, tile.keys, columns), dtype, head_dim, part=width),
+            tiles.shared((1, tile.keys, value_columns), dtype, value_dim),
+            tiles.shared((stages, tile.queries, columns), dtype, head_dim, part=width),
             tiles.shared((stages, tile.queries, value_columns), dtype, value_dim),
             [tiles.shared((stages, tile.queries, tile.keys), sides[name].dtype) for name in tiled],
             tiles.vectors((stages, tile.queries)),
             tiles.vectors((stages, tile.queries)),
-            tiles.shared((tile.keys, tile.queries), dtype, head_dim, width),
-            tiles.shared((WARPGROUPS, tile.queries, width), jnp.float32, head_dim),
+            tiles.shared((2, tile.keys, tile.queries), dtype, head_dim, columns, width),
+            tiles.shared((WARPGROUPS, ROWS, width), jnp.float32, head_dim),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_barriers=stages, num_arrivals=2 + len(tiled)),
             free,
@@ -214,7 +203,9 @@ def backward(
             all_done,
             all_done,
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Barriers of a warpgroup around every access to shared memory are not needed: what its threads write there, only
+        # copies and products read, after a commit; what they read, only copies write, after a barrier of this kernel.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=operations.interpret,
     )(
         *(query, key, value, d_out, lse, delta, *sides.values()),
@@ -236,60 +227,61 @@ def visit_tile(
     wanted: tuple[str, ...],
     sums: Sums,
     others: tuple[Float[Array, "keys"], ...],
-    add: Callable[[Ref], None],
+    target: Ref,
 ) -> tuple[Sums, tuple[Float[Array, "keys"], ...]]:
-    """Add one tile's part to all sums; `add` takes dQ's from shared memory."""
+    """Add one tile's part to all sums; dQ's, of which this warpgroup makes one half, to `target`."""
     operations, shape = call.operations, (ROWS, tile.queries)
     dtype = call.spec.dtype
     own = pl.ds(warpgroup * ROWS, ROWS)
     slot = lax.rem(step, tile.stages)
+    still = tiles.moving_zero(step, warpgroup)
     query, d_out = shared.query.at[slot], shared.d_out.at[slot]
+    key, value = shared.key.at[still], shared.value.at[still]
+    staged = shared.d_products.at[lax.rem(step, 2)]
     plgpu.barrier_wait(shared.query_filled.at[slot])
     lse = operations.load(shared.lse.at[slot], 1)
     names = bias_and_mask.tiled(call.spec)
     pairs = {n: operations.load(ref.at[slot, :, own].T) for n, ref in zip(names, shared.pairs, strict=True)}
 
-    def weigh(products: Array) -> tuple[Array, Any]:
-        logits, pull_back = call.with_gradients(products, place, shape, pairs, wanted)
-        weights = call.exponent(logits, along_columns(lse, shape))
-        weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
-        return weights.astype(dtype), (weights, pull_back)
+    def add(d_key: Any, d_value: Any) -> tuple[Array, ...]:
+        def differentiate(d_weights: Any, products: Any) -> tuple[Array, dict[str, Array]]:
+            operations.multiply(products, key.at[own], query.T)
+            plgpu.barrier_wait(shared.d_out_filled.at[slot])
+            operations.multiply(d_weights, value.at[own], d_out.T)
+            logits, pull_back = call.with_gradients(operations.read(products, behind=1), place, shape, pairs, wanted)
+            weights = call.exponent(logits, along_columns(lse, shape))
+            weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
+            operations.multiply(d_value, weights.astype(dtype), d_out)
+            made = operations.read(d_weights, behind=1)
+            delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
+            d_products, d_parameters = pull_back(weights * (made - delta))
+            d_products = d_products.astype(dtype)
+            staged[own] = d_products
+            operations.commit()
+            plgpu.barrier_arrive(shared.d_products_filled)
+            return d_products, d_parameters
 
-    def use(saved: Any, d_weights: Array) -> tuple[Array, tuple[Array, ...]]:
-        weights, pull_back = saved
-        delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
-        d_products, d_parameters = pull_back(weights * (d_weights - delta))
-        totals = tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True))
-        return d_products.astype(dtype), totals
+        d_products, d_parameters = operations.accumulators(differentiate, shape, shape)
+        operations.multiply(d_key, d_products, query)
 
-    weights, saved = weigh(operations.product(shared.key.at[own], query.T, shape))
-    plgpu.barrier_wait(shared.d_out_filled.at[slot])
-    d_weights = operations.product(shared.value.at[own], d_out.T, shape)
-    d_value = operations.add_product(sums.d_value, weights, d_out)
-    d_products, others = use(saved, d_weights)
-    plgpu.barrier_arrive(shared.d_out_free.at[slot])
-    if tile.split:
-        pl.when(step > 0)(lambda: plgpu.barrier_wait(shared.d_products_free))
-    shared.d_products[own] = d_products
-    operations.commit()
-    if tile.split:
-        plgpu.barrier_arrive(shared.d_products_filled)
-    d_key = operations.add_product(sums.d_key, d_products, query)
-    plgpu.barrier_arrive(shared.query_free.at[slot])
-    if tile.split:
-        # The other warpgroup's half of the keys is needed only now.
-        plgpu.barrier_wait(shared.d_products_filled)
-        width = shared.d_query.shape[-1]
-        columns = pl.ds(warpgroup * width, width)
-        d_query = operations.product(shared.d_products.T, shared.key.at[:, columns], (tile.queries, width))
-    else:
-        d_query = operations.product(
-            shared.d_products.at[own].T, shared.key.at[own], (tile.queries, shared.key.shape[-1])
-        )
-    if tile.split:
-        plgpu.barrier_arrive(shared.d_products_free)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    shared.d_query[warpgroup] = d_query
-    operations.commit()
-    add(shared.d_query.at[warpgroup])
+        def finish(d_query: Any) -> None:
+            # The other warpgroup's half of the keys is needed only now.
+            plgpu.barrier_wait(shared.d_products_filled)
+            if tile.by_rows:
+                operations.multiply(d_query, staged.at[:, own].T, key)
+            else:
+                width = shared.d_query.shape[-1]
+                operations.multiply(d_query, staged.T, key.at[:, pl.ds(warpgroup * width, width)])
+            half = operations.read(d_query)
+            plgpu.barrier_arrive(shared.d_out_free.at[slot])
+            plgpu.barrier_arrive(shared.query_free.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            shared.d_query[warpgroup] = half
+            operations.commit()
+            operations.add_to(target, shared.d_query.at[warpgroup])
+
+        operations.accumulators(finish, (ROWS, shared.d_query.shape[-1]))
+        return tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True))
+
+    others, (d_key, d_value) = operations.accumulate(add, sums.d_key, sums.d_value, like=others)
     return Sums(d_key, d_value), others

@@ -116,31 +116,27 @@ def d_query(
                 key, value = shared.key.at[key_slot], shared.value.at[value_slot]
                 plgpu.barrier_wait(shared.key_filled.at[key_slot])
 
-                def weigh(products: Array) -> Any:
+                def differentiate(products: Any, d_weights: Any) -> tuple[list[Array], Array, tuple[Array, ...]]:
+                    still = warpgroup + tiles.moving_zero(index, warpgroup)
+                    operations.multiply(products, shared.query.at[still], key.T)
+                    plgpu.barrier_wait(shared.value_filled.at[value_slot])
+                    operations.multiply(d_weights, shared.d_out.at[still], value.T)
                     pairs = {
                         name: operations.load(ref.at[value_slot, own_rows])
                         for name, ref in zip(tiled, shared.pairs, strict=True)
                     }
-                    logits, pull_back = call.with_gradients(products, place, shape, pairs, differentiated)
+                    logits = operations.read(products, behind=1)
+                    logits, pull_back = call.with_gradients(logits, place, shape, pairs, differentiated)
                     weights = call.exponent(logits, along_rows(lse, shape))
                     hide = lambda weights: call.hide(weights, place, shape, pairs, 0.0)
-                    return walk.masked(index, weights, hide), pull_back
-
-                def differentiate(saved: Any, d_weights: Array) -> tuple[list[Array], Array, tuple[Array, ...]]:
-                    weights, pull_back = saved
-                    d_products, d_parameters = pull_back(weights * (d_weights - along_rows(delta, shape)))
+                    weights = walk.masked(index, weights, hide)
+                    d_logits = weights * (operations.read(d_weights) - along_rows(delta, shape))
+                    d_products, d_parameters = pull_back(d_logits)
                     d_bias = [d_parameters["bias"].astype(ref.dtype) for ref in d_bias_refs]
                     added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
                     return d_bias, d_products.astype(query.dtype), added
 
-                d_bias, d_products, added = operations.pair(
-                    (shared.query.at[warpgroup], key.T),
-                    (shared.d_out.at[warpgroup], value.T),
-                    shape,
-                    ready=lambda: plgpu.barrier_wait(shared.value_filled.at[value_slot]),
-                    weigh=weigh,
-                    use=differentiate,
-                )
+                d_bias, d_products, added = operations.accumulators(differentiate, shape, shape)
                 plgpu.barrier_arrive(shared.value_free.at[value_slot])
                 for ref, staged, gradient in zip(d_bias_refs, shared.d_bias, d_bias, strict=True):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -217,13 +217,17 @@ def attend(
         state, sums = carry
         slot, last = lax.rem(index, tile.stages), lax.rem(index - 1, tile.stages)
         plgpu.barrier_wait(shared.key_filled.at[slot])
-        state, sums = operations.overlap(
-            (query, shared.key.at[slot].T, shape),
-            (state.weights, shared.value.at[last], sums),
-            ready=lambda: plgpu.barrier_wait(shared.value_filled.at[last]),
-            use=lambda products: softmax(products, index, state),
-            like=state,
-        )
+
+        def attend_tile(sums: Any) -> Softmax:
+            def weigh(products: Any) -> Softmax:
+                operations.multiply(products, query, shared.key.at[slot].T)
+                plgpu.barrier_wait(shared.value_filled.at[last])
+                operations.multiply(sums, state.weights, shared.value.at[last])
+                return softmax(operations.read(products, behind=1), index, state)
+
+            return operations.accumulators(weigh, shape)
+
+        state, (sums,) = operations.accumulate(attend_tile, sums, like=state)
         plgpu.barrier_arrive(shared.value_free.at[last])
         return state, sums * along_rows(state.correction, sums.shape)
 

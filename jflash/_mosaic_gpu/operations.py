@@ -1,8 +1,7 @@
 """What a warpgroup does with its tiles, on the hardware and in Pallas' interpreter.
 
 A tile of logits is `[64, columns]` in the layout in which Hopper's matrix unit leaves it. The interpreter knows no
-layouts, and neither the scopes in which products overlap with other work nor copies that add: `Interpreter` does the
-same in the plain way.
+layouts, and neither products in the background nor copies that add: `Interpreter` does the same in the plain way.
 """
 
 from __future__ import annotations
@@ -36,9 +35,12 @@ def along_columns(vector: Float[Array, "columns"], shape: tuple[int, ...]) -> Fl
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
+@dataclasses.dataclass(frozen=True)
 class Hardware:
     """Tiles in registers, products by the matrix unit, copies by the tensor memory accelerator."""
 
+    processors: int | None = None
+    """Multiprocessors of the device; `None`: nobody knows."""
     interpret: Any = None
     margin = 0
 
@@ -69,6 +71,33 @@ class Hardware:
         result: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(sums))
         return result
 
+    def accumulators[Results](self, body: Callable[..., Results], *shapes: tuple[int, int]) -> Results:
+        """What `body` returns for an accumulator of zeros for each of `shapes`."""
+        return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+    def accumulate[Results](
+        self, body: Callable[..., Results], *sums: Float[Array, "rows columns"], like: Results
+    ) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
+        """What `body`, given an accumulator for each of `sums`, returns, which has the types of `like`; and the sums."""
+        leaves, tree = jax.tree.flatten(like)
+
+        def store(refs: Any) -> None:
+            accumulators, results = refs[: len(sums)], refs[len(sums) :]
+            values = jax.tree.leaves(body(*accumulators))
+            for ref, value in zip(results, values, strict=True):
+                ref[...] = value
+
+        done: Any = pl.run_state(store)((*map(plgpu.ACC.init, sums), *leaves))
+        return jax.tree.unflatten(tree, done[len(sums) :]), tuple(done[: len(sums)])
+
+    def multiply(self, accumulator: Any, left: Any, right: Ref) -> None:
+        """Add left @ right to an accumulator, in the background; products are made in their order."""
+        plgpu.wgmma(accumulator, left, right)
+
+    def read(self, accumulator: Any, behind: int = 0) -> Float[Array, "rows columns"]:
+        """An accumulator, when all products but the last `behind` are made."""
+        return plgpu.wgmma_accumulator_load(accumulator, wait_n=behind)
+
     def add_to(self, destination: Ref, source: Ref) -> None:
         """Add shared memory to device memory, in the background."""
         plgpu.copy_smem_to_gmem(source, destination, reduction_op="add")
@@ -77,65 +106,25 @@ class Hardware:
         """Let copies and products see what was written to shared memory."""
         plgpu.commit_smem()
 
-    def overlap[Results](
-        self,
-        first: tuple[Ref, Ref, tuple[int, int]],
-        second: tuple[Any, Ref, Float[Array, "rows columns"]],
-        ready: Callable[[], None],
-        use: Callable[[Float[Array, "rows columns"]], Results],
-        like: Results,
-    ) -> tuple[Results, Float[Array, "rows columns"]]:
-        """`use(a @ b)` for first = (a, b, shape) while c + d @ e runs, for second = (d, e, c) once it is `ready`.
 
-        Returns what `use` did, which has the types of `like`, and c + d @ e.
-        """
-        a, b, shape = first
-        d, e, c = second
-        leaves, tree = jax.tree.flatten(like)
+@dataclasses.dataclass
+class Sums:
+    """An accumulator of the interpreter."""
 
-        def body(refs: Any) -> None:
-            products, sums, *results = refs
-            plgpu.wgmma(products, a, b)
-            ready()
-            plgpu.wgmma(sums, d, e)
-            values = jax.tree.leaves(use(plgpu.wgmma_accumulator_load(products, wait_n=1)))
-            for ref, value in zip(results, values, strict=True):
-                ref[...] = value
-
-        zeros = plgpu.ACC.init(self.full(shape, 0))
-        done: Any = pl.run_state(body)((zeros, plgpu.ACC.init(c), *leaves))
-        _, sums, *results = done
-        return jax.tree.unflatten(tree, results), sums
-
-    def pair[Saved, Results](
-        self,
-        first: tuple[Ref, Ref],
-        second: tuple[Ref, Ref],
-        shape: tuple[int, int],
-        ready: Callable[[], None],
-        weigh: Callable[[Float[Array, "rows columns"]], Saved],
-        use: Callable[[Saved, Float[Array, "rows columns"]], Results],
-    ) -> Results:
-        """use(weigh(a @ b), c @ d), c @ d running behind weigh, for first = (a, b) and second = (c, d).
-
-        All that weigh and the second product need is there when `ready` returns.
-        """
-
-        def body(products: Any, others: Any) -> Results:
-            plgpu.wgmma(products, *first)
-            ready()
-            plgpu.wgmma(others, *second)
-            saved = weigh(plgpu.wgmma_accumulator_load(products, wait_n=1))
-            return use(saved, others[...])
-
-        return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+    value: Float[Array, "rows columns"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """The same on any machine, slowly; finds races if asked. It needs a thread for every warpgroup of a block."""
+    """The same on any machine, slowly; finds races if asked. It needs a thread for every warpgroup of a block.
+
+    A product is made as late as the hardware may: not before somebody waits for it.
+    """
 
     interpret: plgpu.InterpretGPUParams
+    processors: int | None = 3
+    pending: list[tuple[Sums, Any, Ref]] = dataclasses.field(default_factory=list[tuple[Sums, Any, Ref]], compare=False)
+    """Products that nobody has waited for."""
     margin = 256
     """Rows and columns that `add_to` needs past the end of an array: it reads what it adds to."""
 
@@ -163,17 +152,26 @@ class Interpreter:
     def commit(self) -> None:
         plgpu.commit_smem()
 
-    def overlap(self, first: Any, second: Any, ready: Any, use: Any, like: Any) -> Any:
-        a, b, shape = first
-        d, e, c = second
-        products = self.product(a, b, shape)
-        ready()
-        return use(products), self.add_product(c, d, e)
+    def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
+        return body(*(Sums(jnp.zeros(shape, jnp.float32)) for shape in shapes))
 
-    def pair(self, first: Any, second: Any, shape: Any, ready: Any, weigh: Any, use: Any) -> Any:
-        ready()
-        saved = weigh(self.product(first[0], first[1], shape))
-        return use(saved, self.product(second[0], second[1], shape))
+    def accumulate(self, body: Any, *sums: Float[Array, "rows columns"], like: Any) -> Any:
+        accumulators = [Sums(array) for array in sums]
+        results = body(*accumulators)
+        self._finish(0)
+        return results, tuple(accumulator.value for accumulator in accumulators)
+
+    def multiply(self, accumulator: Sums, left: Any, right: Ref) -> None:
+        self.pending.append((accumulator, left, right))
+
+    def read(self, accumulator: Sums, behind: int = 0) -> Float[Array, "rows columns"]:
+        self._finish(behind)
+        return accumulator.value
+
+    def _finish(self, behind: int) -> None:
+        while len(self.pending) > behind:
+            accumulator, left, right = self.pending.pop(0)
+            accumulator.value = self.add_product(accumulator.value, left, right)
 
 
 Operations = Hardware | Interpreter

@@ -25,7 +25,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def shared(shape: tuple[int, ...], dtype: Any, *divides: int) -> Any:
+def shared(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = None) -> Any:
     """Shared memory for tiles `[..., rows, columns]`, in the widest swizzle whose columns divide theirs.
 
     Swizzled, eight rows of 16 bytes lie in different banks, as the matrix unit reads them.
@@ -34,9 +34,11 @@ def shared(shape: tuple[int, ...], dtype: Any, *divides: int) -> Any:
       shape, dtype: of the tiles.
       divides: more numbers that a swizzle's columns must divide or exceed: the columns of an array in device memory
         that tiles are copied from or to, or of the tiles that they are multiplied with.
+      part: the columns that a product takes, if not all: whole swizzles too.
     """
     size = np.dtype(dtype).itemsize
-    fits = lambda swizzled: shape[-1] % swizzled == 0 and all(n <= swizzled or n % swizzled == 0 for n in divides)
+    whole = (shape[-1], part or shape[-1])
+    fits = lambda n: all(m % n == 0 for m in whole) and all(m <= n or m % n == 0 for m in divides)
     swizzle = next(width for width in (128, 64, 32) if fits(width // size))
     tiling, swizzling = plgpu.TilingTransform, plgpu.SwizzleTransform
     transforms: Any = tiling((8, swizzle // size)), swizzling(swizzle)  # pyright: ignore[reportAbstractUsage]
@@ -68,6 +70,15 @@ def registers(warpgroups: int, *, copies: bool) -> None:
         plgpu.set_max_registers(copy, action="decrease")
     else:
         plgpu.set_max_registers(compute, action="increase")
+
+
+def moving_zero(step: Any, warpgroup: Any) -> Any:
+    """0, but the compiler cannot know: the index of a tile that stays where it is throughout a loop over `step`.
+
+    It would otherwise keep the addresses of all the tile's parts in registers for the whole loop, where there are none
+    left, and read them back from local memory in every step; computing them anew costs an addition each.
+    """
+    return lax.shift_right_logical(step + warpgroup, 30)
 
 
 def drain(free: Any, count: Any, stages: int) -> None:
@@ -128,32 +139,36 @@ class BackwardTiles:
     queries: int
     stages: int
     """Tiles of queries that are in shared memory together."""
-    split: bool
-    """Whether each warpgroup makes half the columns of dQ from all keys, or all of them from its own keys."""
 
     @property
     def keys(self) -> int:
         """Keys of one block."""
         return 2 * ROWS
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether each warpgroup makes half the rows of a tile's dQ, or half its columns: the matrix unit wants 64
+        rows at least."""
+        return self.queries == 2 * ROWS
+
     def columns(self, head_dim: int) -> int:
-        """Columns of tiles of queries, keys and values: so many that a half of them, or all, make whole swizzles."""
-        return round_up(head_dim, 32 if self.split else 64)
+        """Columns of tiles of queries, keys and values: so many that a half of them makes whole swizzles."""
+        return round_up(head_dim, 32)
 
     def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
         """Shared memory, with elements of 2 bytes and `pair_bytes` for each logit of a tile of bias and mask."""
         head_dim, value_dim = self.columns(head_dim), self.columns(value_dim)
         stage = self.queries * ((head_dim + value_dim) * 2 + 8 + self.keys * pair_bytes)
-        d_query = self.queries * head_dim * 4 * (1 if self.split else 2)
-        return self.keys * (head_dim + value_dim + self.queries) * 2 + d_query + self.stages * stage
+        d_products, d_query = 2 * self.keys * self.queries * 2, self.queries * head_dim * 4
+        return self.keys * (head_dim + value_dim) * 2 + d_products + d_query + self.stages * stage
 
 
 def backward_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BackwardTiles | None:
     """The fastest tiles that fit in shared memory and registers; `None` if none do."""
     widest = max(head_dim, value_dim)
-    candidates = [BackwardTiles(128, 2, split=False)] if widest <= 64 else []
+    candidates = [BackwardTiles(128, 2)] if widest <= 64 else []
     if widest <= 128:
-        candidates += [BackwardTiles(64, stages, split=widest > 64) for stages in (2, 1)]
+        candidates += [BackwardTiles(64, 2), BackwardTiles(64, 1)]
     fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY]
     question = Question("mosaic_gpu backward", (head_dim, value_dim, pair_bytes))
     return _tuning.choose(question, fitting) if fitting else None
