@@ -22,6 +22,8 @@ class Platform:
     """The device as its maker names it, such as "NVIDIA H200"."""
     compute_capability: str | None
     """Of an NVIDIA GPU, such as "9.0"."""
+    processors: int | None = None
+    """Multiprocessors of a GPU, as far as JAX tells."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device_kind})"
@@ -38,6 +40,7 @@ def current() -> Platform:
         name=device.platform,
         device_kind=device.device_kind,
         compute_capability=getattr(device, "compute_capability", None),
+        processors=getattr(device, "core_count", None),
     )
 
 

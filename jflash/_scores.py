@@ -28,9 +28,8 @@ def modify(
     parameters = tile.parameters
     scale = parameters.scale if parameters.scale is not None else spec.scale
     assert scale is not None
-    logits = products * scale
-    if spec.logits_soft_cap is not None:
-        logits = spec.logits_soft_cap * tanh(logits / spec.logits_soft_cap)
+    cap = spec.logits_soft_cap
+    logits = products * scale if cap is None else cap * tanh(products * (scale / cap))
     if parameters.bias is not None:
         logits = logits + parameters.bias.astype(logits.dtype)
     if parameters.alibi_slopes is not None:

@@ -23,9 +23,11 @@ from jax.experimental import topologies
 
 from jflash import _tuning
 from jflash._mosaic_gpu import calls
+from jflash._mosaic_gpu.operations import Hardware
 from jflash._spec import Residuals
 
 DIRECTORY = Path(sys.argv[1])
+HARDWARE = Hardware(processors=132)
 bfloat16, float32 = jnp.bfloat16, jnp.float32
 LENGTH = 1024
 PAIRS = (1, 4, LENGTH, LENGTH)
@@ -72,8 +74,8 @@ def compiled(name: str, sharding: jax.sharding.Sharding, answers: dict) -> tuple
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
-        out, lse = calls.forward(spec, operands)
-        return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse))
+        out, lse = calls.forward(spec, operands, HARDWARE)
+        return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse), HARDWARE)
 
     for path in DIRECTORY.iterdir():
         path.unlink()

@@ -17,7 +17,8 @@ from jflash._mosaic_gpu import calls
 from jflash._mosaic_gpu.operations import Interpreter
 from jflash._spec import Operands, Residuals, Spec
 
-OPERATIONS = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
+PROCESSORS = 3
+"""Few, so that each takes several items in turn."""
 
 
 def canonical(call: Call, **options: object) -> tuple[Spec, Operands]:
@@ -40,17 +41,18 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
     return spec, operands
 
 
-def run(call: Call, **options: object) -> Results:
+def run(call: Call, processors: int = PROCESSORS, **options: object) -> Results:
     """The kernels' results for a call, in its own shapes."""
+    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors)
     spec, operands = canonical(call, **options)
     reason = _mosaic_gpu.unsupported_call(spec)
     assert reason is None, reason
-    out, lse = calls.forward(spec, operands, OPERATIONS)
+    out, lse = calls.forward(spec, operands, operations)
     assert not races_found(), "forward"
     batch = call.query.shape[:-3]
     flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
     residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
-    gradients = calls.backward(spec, operands, residuals, OPERATIONS)
+    gradients = calls.backward(spec, operands, residuals, operations)
     assert not races_found(), "backward"
     smooth, _, _ = oracle.split(call)
     return Results(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jflash import _platform
 from jflash._mosaic_gpu import pairs
 from jflash._platform import Platform
 from jflash._spec import Operands, Residuals, Spec
@@ -43,11 +44,11 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     """Output in the query's dtype and log-sum-exp in float32."""
     from jflash._mosaic_gpu import calls
 
-    return calls.forward(spec, operands)
+    return calls.forward(spec, operands, calls.Hardware(_platform.current().processors))
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
     from jflash._mosaic_gpu import calls
 
-    return calls.backward(spec, operands, residuals)
+    return calls.backward(spec, operands, residuals, calls.Hardware(_platform.current().processors))

@@ -161,7 +161,7 @@ def backward(
             operations.commit()
             plgpu.copy_smem_to_gmem(shared.key.at[0, own], d_key_ref.at[b, own_keys, key_head, key_columns])
             plgpu.copy_smem_to_gmem(shared.value.at[0, own], d_value_ref.at[b, own_keys, key_head, out_columns])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
@@ -203,9 +203,7 @@ def backward(
             all_done,
             all_done,
         ],
-        # Barriers of a warpgroup around every access to shared memory are not needed: what its threads write there, only
-        # copies and products read, after a commit; what they read, only copies write, after a barrier of this kernel.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(
         *(query, key, value, d_out, lse, delta, *sides.values()),

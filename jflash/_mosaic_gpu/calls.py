@@ -27,15 +27,12 @@ from jflash._mosaic_gpu.operations import Hardware, Operations
 from jflash._softmax import finite_or_zero, sinks_gradient
 from jflash._spec import Operands, Residuals, Spec
 
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200: when there are fewer blocks, keys are split among several."""
-HARDWARE = Hardware()
 SHORT = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
 
 
 def forward(
-    spec: Spec, operands: Operands, operations: Operations = HARDWARE
+    spec: Spec, operands: Operands, operations: Operations
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
     value = operands.value
@@ -48,7 +45,9 @@ def forward(
     rows = spec.query_length * packed
     tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows)
     blocks = spec.batch * query.shape[2] * -(-rows // tile.rows)
-    splits = max(1, min(2 * PROCESSORS // blocks, spec.key_length // (4 * tile.keys))) if rows <= tile.rows else 1
+    splits = 1
+    if rows <= tile.rows and operations.processors is not None:
+        splits = max(1, min(2 * operations.processors // blocks, spec.key_length // (4 * tile.keys)))
     known = spans.table(spec, operands, max(tile.rows // packed, 1))
     out, lse = forward_kernel.forward(
         spec, query, key, value, sides, known, tile, operations, packed=packed, splits=splits
@@ -64,7 +63,7 @@ def forward(
     return out, lse
 
 
-def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations = HARDWARE) -> Operands:
+def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
     out, lse, d_out, d_lse = residuals
     query, key, value = operands.query, operands.key, operands.value

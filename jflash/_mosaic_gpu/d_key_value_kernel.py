@@ -220,7 +220,7 @@ def d_key_value(
             one,
             plgpu.Barrier(num_arrivals=2),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(
         *(query, key, value, d_out, lse, delta, *sides.values()),
@@ -236,4 +236,4 @@ def store(operations: Operations, sums: Float[Array, "keys columns"], staged: Re
     staged[...] = sums.astype(staged.dtype)
     operations.commit()
     plgpu.copy_smem_to_gmem(staged, target)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -158,7 +158,7 @@ def d_query(
             shared.query[warpgroup] = (sums * inputs.sums_scale(spec)).astype(query.dtype)
             operations.commit()
             plgpu.copy_smem_to_gmem(shared.query.at[warpgroup], d_query_ref.at[b, own, h, key_columns])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == tile.warpgroups)
         def _() -> None:
@@ -211,7 +211,7 @@ def d_query(
             bar(tile.value_stages, 1 + len(tiled)),
             bar(tile.value_stages, tile.warpgroups),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(
         *(query, key, value, d_out, lse, delta, *sides.values()),

@@ -51,6 +51,8 @@ class Buffers(NamedTuple):
     value_filled: Ref
     value_free: Ref
     query_free: Ref
+    totals: Sequence[Ref]
+    """What rows sum to, which nobody reads: see `attend`."""
 
 
 class Softmax(NamedTuple):
@@ -124,7 +126,7 @@ def forward(
             plgpu.copy_smem_to_gmem(
                 shared.out.at[warpgroup], out_ref.at[split, b, own, h, tiles.columns(value_columns, value_dim, b)]
             )
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == tile.warpgroups)
         def _() -> None:
@@ -177,8 +179,10 @@ def forward(
             filled,
             free,
             plgpu.Barrier(num_arrivals=tile.warpgroups),
+            # Two warpgroups take turns: one's exponentials run beside the other's products.
+            [tiles.vectors((tile.warpgroups, ROWS))] if tile.warpgroups > 2 else [],
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(query, key, value, *sides.values(), *([] if known_spans is None else [known_spans]))
 
@@ -223,7 +227,12 @@ def attend(
                 operations.multiply(products, query, shared.key.at[slot].T)
                 plgpu.barrier_wait(shared.value_filled.at[last])
                 operations.multiply(sums, state.weights, shared.value.at[last])
-                return softmax(operations.read(products, behind=1), index, state)
+                new = softmax(operations.read(products, behind=1), index, state)
+                for ref in shared.totals:
+                    # The compiler would put the exponentials after the wait for the second product, if nothing that it
+                    # may not move needed them before.
+                    ref[warpgroup] = new.total
+                return new
 
             return operations.accumulators(weigh, shape)
 

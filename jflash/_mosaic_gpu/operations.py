@@ -122,7 +122,7 @@ class Interpreter:
     """
 
     interpret: plgpu.InterpretGPUParams
-    processors: int | None = 3
+    processors: int | None
     pending: list[tuple[Sums, Any, Ref]] = dataclasses.field(default_factory=list[tuple[Sums, Any, Ref]], compare=False)
     """Products that nobody has waited for."""
     margin = 256

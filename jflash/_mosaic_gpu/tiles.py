@@ -19,6 +19,14 @@ ROWS = 64
 SHARED_MEMORY = 227 * 1024 - 256
 """Bytes that a block may have on Hopper (CUDA programming guide, compute capability 9.0), less what barriers need."""
 
+COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+"""How all kernels are compiled.
+
+Without a warpgroup's barriers before and after every access to shared memory. They would be needed where a thread reads
+what another of its warpgroup wrote, or the other way round. Here only copies and products, after a commit, read what a
+warpgroup's threads wrote, or another warpgroup after a barrier of the kernel's own; and only those write what it reads.
+"""
+
 
 def round_up(number: int, multiple: int) -> int:
     """The least multiple that is not below `number`."""
@@ -112,6 +120,11 @@ class ForwardTiles:
         queries = self.rows * max(head_dim * 2, value_dim * out_bytes)
         stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
         return queries + self.stages * stage
+
+    def has_room_for_out(self, head_dim: int, value_dim: int, pair_bytes: int, out_bytes: int) -> bool:
+        """Whether the output can have a place of its own in shared memory, beside the queries."""
+        shorter = self.rows * min(head_dim * 2, value_dim * out_bytes)
+        return self.bytes(head_dim, value_dim, pair_bytes, out_bytes) + shorter <= SHARED_MEMORY
 
 
 def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> ForwardTiles:
