@@ -242,7 +242,7 @@ def visit_tile(
     pairs = {n: operations.load(ref.at[slot, :, own].T) for n, ref in zip(names, shared.pairs, strict=True)}
 
     def add(d_key: Any, d_value: Any) -> tuple[Array, ...]:
-        def differentiate(d_weights: Any, products: Any) -> tuple[Array, dict[str, Array]]:
+        def differentiate(d_weights: Any, products: Any) -> tuple[Array, tuple[Array, ...]]:
             operations.multiply(products, key.at[own], query.T)
             plgpu.barrier_wait(shared.d_out_filled.at[slot])
             operations.multiply(d_weights, value.at[own], d_out.T)
@@ -253,13 +253,14 @@ def visit_tile(
             made = operations.read(d_weights, behind=1)
             delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
             d_products, d_parameters = pull_back(weights * (made - delta))
+            totals = tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True))
             d_products = d_products.astype(dtype)
             staged[own] = d_products
             operations.commit()
             plgpu.barrier_arrive(shared.d_products_filled)
-            return d_products, d_parameters
+            return d_products, totals
 
-        d_products, d_parameters = operations.accumulators(differentiate, shape, shape)
+        d_products, totals = operations.accumulators(differentiate, shape, shape)
         operations.multiply(d_key, d_products, query)
 
         def finish(d_query: Any) -> None:
@@ -279,7 +280,7 @@ def visit_tile(
             operations.add_to(target, shared.d_query.at[warpgroup])
 
         operations.accumulators(finish, (ROWS, shared.d_query.shape[-1]))
-        return tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True))
+        return totals
 
     others, (d_key, d_value) = operations.accumulate(add, sums.d_key, sums.d_value, like=others)
     return Sums(d_key, d_value), others

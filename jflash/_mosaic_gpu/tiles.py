@@ -19,7 +19,7 @@ ROWS = 64
 SHARED_MEMORY = 227 * 1024 - 256
 """Bytes that a block may have on Hopper (CUDA programming guide, compute capability 9.0), less what barriers need."""
 
-COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 """How all kernels are compiled.
 
 Without a warpgroup's barriers before and after every access to shared memory. They would be needed where a thread reads
