@@ -193,7 +193,7 @@ def backward(
             [tiles.shared((stages, tile.queries, tile.keys), sides[name].dtype) for name in tiled],
             tiles.vectors((stages, tile.queries)),
             tiles.vectors((stages, tile.queries)),
-            tiles.shared((2, tile.keys, tile.queries), dtype, head_dim, columns, width),
+            tiles.shared((2, tile.keys, tile.queries), dtype, head_dim, part=width),
             tiles.shared((WARPGROUPS, ROWS, width), jnp.float32, head_dim),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_barriers=stages, num_arrivals=2 + len(tiled)),

@@ -17,7 +17,7 @@ from jflash import _scores, _tile, _visibility
 from jflash._mosaic_gpu import elementwise, pairs
 from jflash._mosaic_gpu import operations as ops
 from jflash._mosaic_gpu.operations import Operations, Ref
-from jflash._mosaic_gpu.tiles import ROWS, round_up
+from jflash._mosaic_gpu.tiles import round_up
 from jflash._spec import Operands, Spec
 
 MARGIN = 256
@@ -200,9 +200,6 @@ class Inputs:
     def visible(self, tile: _tile.Tile) -> Array:
         """Which logits of a tile count."""
         seen = _visibility.visible(self.spec, tile)
-        if seen is not None and self.keys_first and self.spec.key_length % (2 * ROWS) == 0:
-            # Blocks of keys begin at multiples of their own size.
-            return seen
         inside = tile.key < self.spec.key_length
         return inside if seen is None else inside & seen
 

@@ -42,7 +42,8 @@ def shared(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None =
       shape, dtype: of the tiles.
       divides: more numbers that a swizzle's columns must divide or exceed: the columns of an array in device memory
         that tiles are copied from or to, or of the tiles that they are multiplied with.
-      part: the columns that a product takes, if not all: whole swizzles too.
+      part: the columns that a product takes of these tiles, or of those with which it needs the same swizzle: whole
+        swizzles too.
     """
     size = np.dtype(dtype).itemsize
     whole = (shape[-1], part or shape[-1])
