@@ -26,8 +26,8 @@ FEATURES = dict(
     segments=(None, "sorted"),
     sinks=(False, True),
 )
-# The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the fused
-# backward has one block of keys here.
+# The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
+# fused backward has one block of keys here.
 FUSED = {**FEATURES, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64, 64), (40, 24))}
 SPLIT = {**FEATURES, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128))}
 

@@ -42,13 +42,13 @@ def unsupported_call(spec: Spec) -> str | None:
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    from jflash._mosaic_gpu import calls
+    from jflash._mosaic_gpu import calls, operations
 
-    return calls.forward(spec, operands, calls.Hardware(_platform.current().processors))
+    return calls.forward(spec, operands, operations.Hardware(_platform.current().processors))
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
-    from jflash._mosaic_gpu import calls
+    from jflash._mosaic_gpu import calls, operations
 
-    return calls.backward(spec, operands, residuals, calls.Hardware(_platform.current().processors))
+    return calls.backward(spec, operands, residuals, operations.Hardware(_platform.current().processors))

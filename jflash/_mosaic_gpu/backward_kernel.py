@@ -126,9 +126,10 @@ def backward(
 
             @pl.when(warpgroup == 0)
             def _() -> None:
-                block = pl.ds(first_key, tile.keys)
-                plgpu.copy_gmem_to_smem(key_ref.at[b, block, key_head, key_columns], shared.key.at[0], shared.keys_filled)
-                plgpu.copy_gmem_to_smem(value_ref.at[b, block, key_head, out_columns], shared.value.at[0], shared.keys_filled)
+                keys = key_ref.at[b, pl.ds(first_key, tile.keys), key_head, key_columns]
+                values = value_ref.at[b, pl.ds(first_key, tile.keys), key_head, out_columns]
+                plgpu.copy_gmem_to_smem(keys, shared.key.at[0], shared.keys_filled)
+                plgpu.copy_gmem_to_smem(values, shared.value.at[0], shared.keys_filled)
 
             plgpu.barrier_wait(shared.keys_filled)
 
@@ -137,9 +138,7 @@ def backward(
                 query_head = key_head * group + head
                 first_query = walk.start(index)
                 place = Place(b, query_head, first_query, first_key + warpgroup * ROWS)
-                rows = (
-                    pl.ds(first_query + warpgroup * ROWS, ROWS) if tile.by_rows else pl.ds(first_query, tile.queries)
-                )
+                rows = pl.ds(first_query + warpgroup * ROWS, ROWS) if tile.by_rows else pl.ds(first_query, tile.queries)
                 target = d_query_ref.at[b, rows, query_head, own_columns]
                 return visit_tile(call, tile, shared, walk, place, index, step, warpgroup, wanted, sums, others, target)
 

@@ -23,7 +23,7 @@ from jflash._mosaic_gpu import (
     spans,
     tiles,
 )
-from jflash._mosaic_gpu.operations import Hardware, Operations
+from jflash._mosaic_gpu.operations import Operations
 from jflash._softmax import finite_or_zero, sinks_gradient
 from jflash._spec import Operands, Residuals, Spec
 

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu import spans, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Place
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.spans import Walk
@@ -179,8 +179,8 @@ def forward(
             filled,
             free,
             plgpu.Barrier(num_arrivals=tile.warpgroups),
-            # Two warpgroups take turns: one's exponentials run beside the other's products, if there is little else.
-            [tiles.vectors((tile.warpgroups, ROWS))] if tile.warpgroups > 2 or not inputs.is_plain(spec) else [],
+            # Two warpgroups take turns anyway: one's exponentials run beside the other's products.
+            [tiles.vectors((tile.warpgroups, ROWS))] if tile.warpgroups > 2 else [],
         ],
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,

@@ -78,7 +78,7 @@ class Hardware:
     def accumulate[Results](
         self, body: Callable[..., Results], *sums: Float[Array, "rows columns"], like: Results
     ) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
-        """What `body`, given an accumulator for each of `sums`, returns, which has the types of `like`; and the sums."""
+        """What `body` returns for accumulators that begin at `sums`, of the types of `like`; and the new sums."""
         leaves, tree = jax.tree.flatten(like)
 
         def store(refs: Any) -> None:

@@ -122,11 +122,6 @@ class ForwardTiles:
         stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
         return queries + self.stages * stage
 
-    def has_room_for_out(self, head_dim: int, value_dim: int, pair_bytes: int, out_bytes: int) -> bool:
-        """Whether the output can have a place of its own in shared memory, beside the queries."""
-        shorter = self.rows * min(head_dim * 2, value_dim * out_bytes)
-        return self.bytes(head_dim, value_dim, pair_bytes, out_bytes) + shorter <= SHARED_MEMORY
-
 
 def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> ForwardTiles:
     """The fastest tiles that fit in shared memory.
