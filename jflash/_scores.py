@@ -15,13 +15,18 @@ from jflash._spec import Spec
 from jflash._tile import Parameters, Tile
 
 
+def soft_cap(products: Float[Array, "..."], scale: Float[Array, "#..."] | float, cap: float) -> Float[Array, "..."]:
+    """The scaled products, no further from 0 than `cap`."""
+    return cap * jnp.tanh(products * (scale / cap))
+
+
 def modify(
     spec: Spec,
     products: Float[Array, "b k g i j"],
     tile: Tile,
-    tanh: Callable[[Float[Array, "..."]], Float[Array, "..."]] = jnp.tanh,
+    soft_cap: Callable[[Array, Array | float, float], Array] = soft_cap,
 ) -> Float[Array, "b k g i j"]:
-    """The logits of a tile from its dot products of queries and keys; `tanh` is the backend's.
+    """The logits of a tile from its dot products of queries and keys; `soft_cap` is the backend's.
 
     Sources: soft cap, Gemma 2 (arXiv:2408.00118, section 2); ALiBi, arXiv:2108.12409, section 3.
     """
@@ -29,7 +34,7 @@ def modify(
     scale = parameters.scale if parameters.scale is not None else spec.scale
     assert scale is not None
     cap = spec.logits_soft_cap
-    logits = products * scale if cap is None else cap * tanh(products * (scale / cap))
+    logits = products * scale if cap is None else soft_cap(products, scale, cap)
     if parameters.bias is not None:
         logits = logits + parameters.bias.astype(logits.dtype)
     if parameters.alibi_slopes is not None:

@@ -230,7 +230,7 @@ def attend(
                 new = softmax(operations.read(products, behind=1), index, state)
                 for ref in shared.totals:
                     # The compiler would put the exponentials after the wait for the second product, if nothing that it
-                    # may not move needed them before.
+                    # may not move needed them before. (Four threads write one number, which racecheck reports.)
                     ref[warpgroup] = new.total
                 return new
 

@@ -169,7 +169,7 @@ class Inputs:
         if is_plain(self.spec):
             return products
         tile = self.tile(place, shape, tiles)
-        return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, elementwise.tanh))(products)
+        return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, elementwise.soft_cap))(products)
 
     def with_gradients(
         self, products: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], wanted: Sequence[str]
@@ -185,7 +185,7 @@ class Inputs:
 
         def modify(products: Array, values: dict[str, Array]) -> Array:
             parameters = _scores.without_unseen(self.spec, tile.parameters._replace(**values), self.visible(tile))
-            return _scores.modify(self.spec, products, tile._replace(parameters=parameters), elementwise.tanh)
+            return _scores.modify(self.spec, products, tile._replace(parameters=parameters), elementwise.soft_cap)
 
         values = {name: jnp.broadcast_to(getattr(tile.parameters, name), shape) for name in wanted}
         logits, pull_back = jax.vjp(modify, products, values)
