@@ -1,8 +1,8 @@
 """Hopper kernels in Pallas (Mosaic GPU): the default on NVIDIA GPUs of compute capability 9.0.
 
 `calls` takes a call to the kernels: `forward_kernel`, and for the gradients `backward_kernel` or `d_query_kernel` and
-`d_key_value_kernel`. `inputs` is what a kernel knows of its call, `spans` which tiles it visits, `tiles` how large they
-are, `operations` what a warpgroup does with one.
+`d_key_value_kernel`, with `d_bias_kernel` where a bias has a query and a key axis. `inputs` is what a kernel knows of
+its call, `spans` which tiles it visits, `tiles` how large they are, `operations` what a warpgroup does with one.
 
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
-from jflash._mosaic_gpu import pairs
 from jflash._platform import Platform
 from jflash._spec import Operands, Residuals, Spec
 
@@ -35,8 +34,6 @@ def unsupported_call(spec: Spec) -> str | None:
         return "it has no dropout."
     if "score_mod_arrays" in spec.operands:
         return "it takes no score_mod that closes over arrays."
-    if spec.deterministic and "bias" in spec.operands and pairs.bias_kind(spec) == "tile" and pairs.shares(spec):
-        return "deterministic=True with a bias that batch entries or heads share: its gradient's sums have no order."
     return None
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _tile
 from jflash._mosaic_gpu import (
     backward_kernel,
+    d_bias_kernel,
     d_key_value_kernel,
     d_query_kernel,
     forward_kernel,
@@ -82,6 +82,10 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     arrays = (_whole_tiles(query), _whole_tiles(key), _whole_tiles(value), _whole_tiles(d_out))
     sides = inputs.prepare(spec, operands)
     differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
+    d_bias = None
+    if "bias" in differentiated and pairs.bias_kind(spec) == "tile":
+        differentiated.remove("bias")
+        d_bias = _d_bias(spec, operands, arrays, rows, sides, operations)
     tile = _fused_tiles(spec, arrays, sides, differentiated)
     if tile is None:
         d_query, d_key, d_value, sums = _split(spec, operands, arrays, rows, sides, differentiated, operations)
@@ -100,7 +104,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
         query=trimmed(d_query, query),
         key=trimmed(d_key, key),
         value=trimmed(d_value, value),
-        bias=sums.get("bias"),
+        bias=sums.get("bias", d_bias),
         scale=sums.get("scale"),
         alibi_slopes=sums.get("alibi_slopes"),
         sinks=sinks_gradient(operands.sinks, seen_lse, delta),
@@ -122,7 +126,7 @@ def _fused_tiles(
 ) -> tiles.BackwardTiles | None:
     """Tiles of the one kernel that makes all gradients. `None` where two have to: an order of sums is promised, one
     over keys is wanted, or it does not fit."""
-    by_query = "bias" in differentiated and pairs.bias_kind(spec) in ("tile", "row")
+    by_query = "bias" in differentiated and pairs.bias_kind(spec) == "row"
     if spec.deterministic or by_query:
         return None
     return tiles.backward_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides))
@@ -137,36 +141,37 @@ def _split(
     differentiated: list[str],
     operations: Operations,
 ) -> Gradients:
-    wants_bias = "bias" in differentiated
-    kind = pairs.bias_kind(spec) if wants_bias else None
-    d_bias = None
-    if kind == "tile":
-        added = pairs.shares(spec)
-        margin = operations.margin if added else 0
-        batch, heads, length, columns = sides["bias"].shape
-        dtype = jnp.float32 if added else sides["bias"].dtype
-        d_bias = jax.new_ref(jnp.zeros((batch, heads, length + margin, columns + margin), dtype))
-    bias_bytes = 0 if d_bias is None else jax.typeof(d_bias).dtype.itemsize
-    pair_bytes = _pair_bytes(spec, sides)
-    tile = tiles.query_tiles(arrays[0].shape[3], arrays[2].shape[3], pair_bytes, bias_bytes)
+    tile = tiles.query_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides))
+    by_key = "bias" in differentiated and pairs.bias_kind(spec) == "column"
     known = spans.table(spec, operands, tile.rows)
-    wanted = tuple(name for name in differentiated if name != "bias" or kind in ("row", "scalar"))
-    d_query, sums = d_query_kernel.d_query(spec, *arrays, *rows, sides, known, wanted, d_bias, tile, operations)
+    wanted = tuple(name for name in differentiated if name != "bias" or not by_key)
+    d_query, sums = d_query_kernel.d_query(spec, *arrays, *rows, sides, known, wanted, tile, operations)
     known = spans.table(spec, operands, tiles.ROWS, of_keys=True)
-    by_key = kind == "column"
     d_key, d_value, d_columns = d_key_value_kernel.d_key_value(spec, *arrays, *rows, sides, known, by_key, operations)
     if by_key:
         (sums["bias"],) = d_columns
-    if d_bias is not None:
-        assert spec.bias_shape is not None
-        sums["bias"] = d_bias[:, :, : spec.bias_shape[2], : spec.bias_shape[3]]
     return d_query, d_key, d_value, sums
 
 
+def _d_bias(
+    spec: Spec,
+    operands: Operands,
+    arrays: Arrays,
+    rows: tuple[Array, Array],
+    sides: dict[str, Array],
+    operations: Operations,
+) -> Float[Array, "#B #N T S"]:
+    """The gradient of a bias that has a query and a key axis."""
+    assert spec.bias_shape is not None
+    pair_bytes = _pair_bytes(spec, sides) + sides["bias"].dtype.itemsize
+    tile = tiles.bias_tiles(arrays[0].shape[3], arrays[2].shape[3], pair_bytes)
+    known = spans.table(spec, operands, tile.rows)
+    d_bias = d_bias_kernel.d_bias(spec, *arrays, *rows, sides, known, tile, operations)
+    return d_bias[:, :, : spec.bias_shape[2], : spec.bias_shape[3]]
+
+
 def _reduced(spec: Spec, name: str, total: Array, like: Array) -> Array:
-    """A parameter's gradient from what kernels summed: `[B, N, L]` over the rest, or a bias's own four axes."""
-    if total.ndim == 4:
-        return total.astype(like.dtype)
+    """A parameter's gradient from what kernels summed, `[B, N, L]`."""
     if name == "bias":
         kind = pairs.bias_kind(spec)
         assert spec.bias_shape is not None

@@ -7,8 +7,8 @@
       dS = P (dP - delta)
       dQ = dQ + dS K
 
-What a block sums it alone owns, so every sum has one order. It also holds all that a bias has a gradient of, whole
-tiles and rows; with the fused backward (`backward_kernel`) those would need the order of the keys instead.
+What a block sums it alone owns, so every sum has one order. So are the sums over keys of a bias that has only a query
+axis; the fused backward (`backward_kernel`) would have to add them up in device memory.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchanged.
 """
@@ -42,7 +42,6 @@ class Buffers(NamedTuple):
     value: Ref
     pairs: Sequence[Ref]
     """Tiles of bias and mask; they come and go with the values."""
-    d_bias: Sequence[Ref]
     rows_filled: Ref
     key_filled: Ref
     key_free: Ref
@@ -61,15 +60,10 @@ def d_query(
     sides: dict[str, Array],
     known_spans: Int[Array, "B blocks 4"] | None,
     wanted: tuple[str, ...],
-    d_bias: Any,
     tile: QueryTiles,
     operations: Operations,
 ) -> tuple[Float[Array, "B T N H"], dict[str, Array]]:
-    """The kernel's call: dQ, and for each parameter `wanted` its gradient's sums over keys, `[B, N, rows]`.
-
-    `d_bias`, a reference to zeros of the bias's shape as `sides` has it, or `None`, gets the gradient of a bias with a
-    query and a key axis: in the bias's dtype where every element is one logit's, else added up in float32.
-    """
+    """The kernel's call: dQ, and for each parameter `wanted` its gradient's sums over keys, `[B, N, rows]`."""
     batch, length, heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
@@ -77,14 +71,11 @@ def d_query(
     blocks = -(-length // tile.rows)
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
-    outs = [] if d_bias is None else [d_bias]
-    differentiated = (*wanted, *(["bias"] if outs else []))
 
     def kernel(
         query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, lse_ref: Ref, delta_ref: Ref, *refs: Any
     ) -> None:
         side_refs, rest = refs[: len(names)], list(refs[len(names) :])
-        d_bias_refs = [rest.pop(0) for _ in outs]
         d_query_ref = rest.pop(0)
         wanted_refs = [rest.pop(0) for _ in wanted]
         shared = Buffers(*rest)
@@ -116,7 +107,7 @@ def d_query(
                 key, value = shared.key.at[key_slot], shared.value.at[value_slot]
                 plgpu.barrier_wait(shared.key_filled.at[key_slot])
 
-                def differentiate(products: Any, d_weights: Any) -> tuple[list[Array], Array, tuple[Array, ...]]:
+                def differentiate(products: Any, d_weights: Any) -> tuple[Array, tuple[Array, ...]]:
                     still = warpgroup + tiles.moving_zero(index, warpgroup)
                     operations.multiply(products, shared.query.at[still], key.T)
                     plgpu.barrier_wait(shared.value_filled.at[value_slot])
@@ -126,27 +117,17 @@ def d_query(
                         for name, ref in zip(tiled, shared.pairs, strict=True)
                     }
                     logits = operations.read(products, behind=1)
-                    logits, pull_back = call.with_gradients(logits, place, shape, pairs, differentiated)
+                    logits, pull_back = call.with_gradients(logits, place, shape, pairs, wanted)
                     weights = call.exponent(logits, along_rows(lse, shape))
                     hide = lambda weights: call.hide(weights, place, shape, pairs, 0.0)
                     weights = walk.masked(index, weights, hide)
                     d_logits = weights * (operations.read(d_weights) - along_rows(delta, shape))
                     d_products, d_parameters = pull_back(d_logits)
-                    d_bias = [d_parameters["bias"].astype(ref.dtype) for ref in d_bias_refs]
                     added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
-                    return d_bias, d_products.astype(query.dtype), added
+                    return d_products.astype(query.dtype), added
 
-                d_bias, d_products, added = operations.accumulators(differentiate, shape, shape)
+                d_products, added = operations.accumulators(differentiate, shape, shape)
                 plgpu.barrier_arrive(shared.value_free.at[value_slot])
-                for ref, staged, gradient in zip(d_bias_refs, shared.d_bias, d_bias, strict=True):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    staged[warpgroup] = gradient
-                    operations.commit()
-                    target = ref.at[inputs.index(ref, b, h)].at[own, pl.ds(walk.start(index), tile.keys)]
-                    if bias_and_mask.shares(spec):
-                        operations.add_to(target, staged.at[warpgroup])
-                    else:
-                        plgpu.copy_smem_to_gmem(staged.at[warpgroup], target)
                 sums = operations.add_product(sums, d_products, key)
                 plgpu.barrier_arrive(shared.key_free.at[key_slot])
                 return sums, tuple(total + more for total, more in zip(totals, added, strict=True))
@@ -204,7 +185,6 @@ def d_query(
             tiles.shared((tile.key_stages, tile.keys, columns), dtype, head_dim),
             tiles.shared((tile.value_stages, tile.keys, value_columns), dtype, value_dim),
             [tiles.shared((tile.value_stages, tile.rows, tile.keys), sides[name].dtype) for name in tiled],
-            [tiles.shared((tile.warpgroups, ROWS, tile.keys), jax.typeof(out).dtype) for out in outs],
             bar(tile.warpgroups, 2),
             bar(tile.key_stages, 1),
             bar(tile.key_stages, tile.warpgroups),
@@ -216,6 +196,5 @@ def d_query(
     )(
         *(query, key, value, d_out, lse, delta, *sides.values()),
         *([] if known_spans is None else [known_spans]),
-        *outs,
     )
     return result, dict(zip(wanted, totals, strict=True))

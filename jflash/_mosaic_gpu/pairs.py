@@ -26,8 +26,3 @@ def tiled(spec: Spec) -> tuple[str, ...]:
 def bias_kind(spec: Spec) -> str | None:
     """`kind` of the bias, if the call has one."""
     return None if spec.bias_shape is None else kind(spec.bias_shape)
-
-
-def shares(spec: Spec) -> bool:
-    """Whether an element of the bias is more than one logit's."""
-    return spec.bias_shape is not None and spec.bias_shape[:2] != (spec.batch, spec.heads)

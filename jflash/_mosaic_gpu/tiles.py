@@ -199,20 +199,44 @@ class QueryTiles:
         """Query rows of one block."""
         return ROWS * self.warpgroups
 
-    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int, bias_bytes: int) -> int:
-        """Shared memory, with elements of 2 bytes and for each logit of a tile those of bias and mask and of d_bias."""
-        rows = self.rows * ((head_dim + value_dim) * 2 + self.keys * bias_bytes)
+    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes and `pair_bytes` for each logit of a tile of bias and mask."""
         values = self.value_stages * (self.keys * value_dim * 2 + self.rows * self.keys * pair_bytes)
-        return rows + self.key_stages * self.keys * head_dim * 2 + values
+        return self.rows * (head_dim + value_dim) * 2 + self.key_stages * self.keys * head_dim * 2 + values
 
 
-def query_tiles(head_dim: int, value_dim: int, pair_bytes: int, bias_bytes: int) -> QueryTiles:
+def query_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> QueryTiles:
     """The fastest tiles that fit in shared memory."""
     sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 else []
     sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
     candidates = [QueryTiles(*size) for size in sizes]
-    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, bias_bytes) <= SHARED_MEMORY]
-    return _tuning.choose(Question("mosaic_gpu dQ", (head_dim, value_dim, pair_bytes, bias_bytes)), fitting)
+    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY]
+    return _tuning.choose(Question("mosaic_gpu dQ", (head_dim, value_dim, pair_bytes)), fitting)
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasTiles:
+    """Tiles of the kernel that makes a bias's gradient: one of each array at a time."""
+
+    warpgroups: int
+    """Warpgroups that compute, each on 64 rows of queries."""
+    keys: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one block."""
+        return ROWS * self.warpgroups
+
+    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes and for each logit those of tiles of bias, mask and d_bias."""
+        return (self.rows + self.keys) * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
+
+
+def bias_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BiasTiles:
+    """The fastest tiles that fit in shared memory."""
+    candidates = [BiasTiles(*size) for size in ((2, 128), (2, 64), (1, 64))]
+    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY]
+    return _tuning.choose(Question("mosaic_gpu d_bias", (head_dim, value_dim, pair_bytes)), fitting)
 
 
 def key_value_stages(head_dim: int, value_dim: int, pair_bytes: int) -> int:

@@ -1,0 +1,207 @@
+"""The gradient of a bias with a query and a key axis: a block owns a tile of it and meets all who share that tile.
+
+    each warpgroup that computes, on 64 rows of queries, for each batch entry and head that share the bias:
+      S  = Q K^T
+      dP = dO V^T                    the matrix unit runs this, while the warpgroup goes on with
+      P  = exp(S - lse)
+      dB = dB + P (dP - delta)
+    the last warpgroup copies tiles ahead of them into shared memory
+
+Two products again, of the backward's five: what they cost is less than what it would to add up, in device memory, an
+array of the bias's size in float32 for every batch entry. A tile has one owner, so every sum has one order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._mosaic_gpu import pairs as bias_and_mask
+from jflash._mosaic_gpu import spans, tiles
+from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
+from jflash._mosaic_gpu.tiles import ROWS, BiasTiles
+from jflash._spec import Spec
+
+
+class Buffers(NamedTuple):
+    """Shared memory, and its barriers: `filled` when a copy has arrived, `free` when all who need it have read it."""
+
+    query: Ref
+    key: Ref
+    d_out: Ref
+    value: Ref
+    bias: Ref
+    mask: Sequence[Ref]
+    """A tile of the mask, if the call has one with both axes; it comes and goes with the queries and keys."""
+    d_bias: Ref
+    bias_filled: Ref
+    key_filled: Ref
+    key_free: Ref
+    value_filled: Ref
+    value_free: Ref
+
+
+def d_bias(
+    spec: Spec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    d_out: Float[Array, "B T N D"],
+    lse: Float[Array, "B N L"],
+    delta: Float[Array, "B N L"],
+    sides: dict[str, Array],
+    known_spans: Int[Array, "B blocks 4"] | None,
+    tile: BiasTiles,
+    operations: Operations,
+) -> Float[Array, "#B #N T S"]:
+    """The kernel's call: the gradient in the shape and dtype of the bias in `sides`, whose axes are rounded up."""
+    batch, length, heads, head_dim = query.shape
+    key_heads, value_dim = value.shape[2:]
+    columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
+    group = heads // key_heads
+    bias_batch, bias_heads = sides["bias"].shape[:2]
+    shared_batch, shared_heads = batch // bias_batch, heads // bias_heads
+    blocks, key_blocks = -(-length // tile.rows), -(-key.shape[1] // tile.keys)
+    masks = [name for name in bias_and_mask.tiled(spec) if name == "mask"]
+    names = [*sides, *([] if known_spans is None else ["spans"])]
+
+    def kernel(
+        query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, lse_ref: Ref, delta_ref: Ref, *refs: Any
+    ) -> None:
+        side_refs, (d_bias_ref, *scratch) = refs[: len(names)], refs[len(names) :]
+        shared = Buffers(*scratch)
+        call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)))
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        first_row, first_key = block * tile.rows, lax.axis_index("keys") * tile.keys
+        rows, keys = pl.ds(first_row, tile.rows), pl.ds(first_key, tile.keys)
+
+        def sharer(step: Array) -> tuple[Array, Array, spans.Walk, Array]:
+            """A batch entry and head, and of this tile the walk, and whether anything in it is seen."""
+            b = lax.axis_index("batch") + lax.div(step, shared_heads)
+            h = lax.axis_index("head") + lax.rem(step, shared_heads)
+            walk = spans.walk_keys(call, b, block, tile.rows, tile.keys)
+            seen = (first_key < walk.first + walk.count * walk.size) & (first_key + tile.keys > walk.first)
+            return b, h, dataclasses.replace(walk, first=first_key, count=jnp.int32(1)), seen
+
+        steps = shared_batch * shared_heads
+
+        @pl.when(warpgroup < tile.warpgroups)
+        def _() -> None:
+            tiles.registers(tile.warpgroups, copies=False)
+            own = pl.ds(warpgroup * ROWS, ROWS)
+            own_rows = pl.ds(first_row + warpgroup * ROWS, ROWS)
+            shape = (ROWS, tile.keys)
+            plgpu.barrier_wait(shared.bias_filled)
+
+            def visit(step: Array, total: Array) -> Array:
+                b, h, walk, seen = sharer(step)
+
+                def add(total: Array) -> Array:
+                    place = Place(b, h, first_row + warpgroup * ROWS, first_key)
+                    lse = operations.load(lse_ref.at[b, h, own_rows], 0)
+                    delta = operations.load(delta_ref.at[b, h, own_rows], 0)
+
+                    def differentiate(d_weights: Any, products: Any) -> Array:
+                        plgpu.barrier_wait(shared.key_filled)
+                        operations.multiply(products, shared.query.at[own], shared.key.T)
+                        plgpu.barrier_wait(shared.value_filled)
+                        operations.multiply(d_weights, shared.d_out.at[own], shared.value.T)
+                        logits = operations.read(products, behind=1)
+                        pairs = {"bias": operations.load(shared.bias.at[own])}
+                        for name, ref in zip(masks, shared.mask, strict=True):
+                            pairs[name] = operations.load(ref.at[own])
+                        plgpu.barrier_arrive(shared.key_free)
+                        logits, pull_back = call.with_gradients(logits, place, shape, pairs, ("bias",))
+                        weights = call.exponent(logits, along_rows(lse, shape))
+                        hide = lambda weights: call.hide(weights, place, shape, pairs, 0.0)
+                        weights = walk.masked(jnp.int32(0), weights, hide)
+                        made = operations.read(d_weights)
+                        plgpu.barrier_arrive(shared.value_free)
+                        _, d_parameters = pull_back(weights * (made - along_rows(delta, shape)))
+                        return d_parameters["bias"]
+
+                    return total + operations.accumulators(differentiate, shape, shape)
+
+                return lax.cond(seen, add, lambda total: total, total)
+
+            total = lax.fori_loop(0, steps, visit, operations.full(shape, 0))
+            shared.d_bias[own] = total.astype(shared.d_bias.dtype)
+            operations.commit()
+            target = d_bias_ref.at[lax.axis_index("batch"), lax.axis_index("head"), own_rows, keys]
+            plgpu.copy_smem_to_gmem(shared.d_bias.at[own], target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(warpgroup == tile.warpgroups)
+        def _() -> None:
+            tiles.registers(tile.warpgroups, copies=True)
+            zero = lax.axis_index("batch")
+            key_columns = tiles.columns(columns, head_dim, zero)
+            out_columns = tiles.columns(value_columns, value_dim, zero)
+            bias = call.refs["bias"].at[lax.axis_index("batch"), lax.axis_index("head"), rows, keys]
+            plgpu.copy_gmem_to_smem(bias, shared.bias, shared.bias_filled)
+
+            def copy(step: Array, copied: Array) -> Array:
+                b, h, _walk, seen = sharer(step)
+                key_head = lax.div(h, group)
+
+                @pl.when(seen)
+                def _() -> None:
+                    again = copied > 0
+                    pl.when(again)(lambda: plgpu.barrier_wait(shared.key_free))
+                    plgpu.copy_gmem_to_smem(query_ref.at[b, rows, h, key_columns], shared.query, shared.key_filled)
+                    plgpu.copy_gmem_to_smem(key_ref.at[b, keys, key_head, key_columns], shared.key, shared.key_filled)
+                    for name, target in zip(masks, shared.mask, strict=True):
+                        plgpu.copy_gmem_to_smem(call.part(name, b, h).at[rows, keys], target, shared.key_filled)
+                    pl.when(again)(lambda: plgpu.barrier_wait(shared.value_free))
+                    plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, h, out_columns], shared.d_out, shared.value_filled)
+                    values = value_ref.at[b, keys, key_head, out_columns]
+                    plgpu.copy_gmem_to_smem(values, shared.value, shared.value_filled)
+
+                return copied + seen.astype(jnp.int32)
+
+            copied = lax.fori_loop(0, steps, copy, jnp.int32(0))
+
+            @pl.when(copied > 0)
+            def _() -> None:
+                plgpu.barrier_wait(shared.key_free)
+                plgpu.barrier_wait(shared.value_free)
+
+    dtype, bias_dtype = query.dtype, sides["bias"].dtype
+    all_done = plgpu.Barrier(num_arrivals=tile.warpgroups)
+    kernel.__name__ = f"jflash_d_bias_{head_dim}_{value_dim}"
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(sides["bias"].shape, bias_dtype),
+        grid=(key_blocks, blocks, bias_heads, bias_batch),
+        grid_names=("keys", "block", "head", "batch"),
+        num_threads=tile.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiles.shared((tile.rows, columns), dtype, head_dim),
+            tiles.shared((tile.keys, columns), dtype, head_dim),
+            tiles.shared((tile.rows, value_columns), dtype, value_dim),
+            tiles.shared((tile.keys, value_columns), dtype, value_dim),
+            tiles.shared((tile.rows, tile.keys), bias_dtype),
+            [tiles.shared((tile.rows, tile.keys), sides[name].dtype) for name in masks],
+            tiles.shared((tile.rows, tile.keys), bias_dtype),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=2 + len(masks)),
+            all_done,
+            plgpu.Barrier(num_arrivals=2),
+            all_done,
+        ],
+        compiler_params=tiles.COMPILER,
+        interpret=operations.interpret,
+    )(
+        *(query, key, value, d_out, lse, delta, *sides.values()),
+        *([] if known_spans is None else [known_spans]),
+    )
