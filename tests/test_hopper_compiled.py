@@ -19,8 +19,8 @@ SPILLS = {
     ),
     "d_bias": (
         64,
-        "At d128 it holds three tiles of 64 x 128. With the fused backward it takes 8.95 ms for two entries of 16 heads "
-        "and 8,192 tokens; two kernels that added up the gradient in device memory took 12.8.",
+        "At d128 it holds three tiles of 64 x 128. With the fused backward it takes 8.95 ms for two entries of 16 "
+        "heads and 8,192 tokens; two kernels that added up the gradient in device memory took 12.8.",
     ),
 }
 """The most bytes that a kernel may spill, and what was measured with them (one H200, jax 0.11.2)."""
