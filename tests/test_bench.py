@@ -156,7 +156,9 @@ def test_refused_case_is_recorded_with_its_sentence(run):
     for row in rows:
         refusal = "NotImplementedError: Causal is not for me." if row.case == "causal" else None
         assert row.figures.refusal == refusal
-        assert (row.figures.ms is None) == (row.tflops is None) == (refusal is not None)
+        assert (row.figures.ms is None) == (refusal is not None)
+        # Of a call as small as this one a difference of two times may come out negative.
+        assert (row.tflops is None) == (row.figures.ms is None or row.figures.ms <= 0)
     assert {row.case for row in rows} == {"full", "causal"}
     assert re.search(r"tokamax refuses causal: .*: NotImplementedError: Causal is not for me\.", run[1])
 
