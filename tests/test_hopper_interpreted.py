@@ -53,7 +53,7 @@ def test_decoding(query_length: int):
     """Heads packed into rows, keys in several parts, lengths for each sequence."""
     case = Case("bfloat16", query_length, 1100, heads=(8, 2), dims=(64, 64), lengths="keys")
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, processors=132, deterministic=True), call)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -69,7 +69,7 @@ def test_parts_that_get_no_keys(segments: str | None):
     """33 tiles in 8 parts are 5 each: the last part has none, and must weigh nothing and read nothing past the end."""
     case = Case("bfloat16", 1, 33 * 128, heads=(2, 1), dims=(8, 8), batch=(), segments=segments)
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, processors=132, deterministic=True), call)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
 def test_groups_that_do_not_fill_a_block():
