@@ -47,7 +47,7 @@ CASES = {
 }
 
 
-TABLED = ("d8", "d64", "d64 deterministic", "d128", "d128 deterministic", "d256")
+TABLED = ("d8", "d64", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
 """Cases that are compiled with all tiles that a search on some device might choose."""
 
 
