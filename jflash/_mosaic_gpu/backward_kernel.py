@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.spans import Walk
@@ -126,10 +126,10 @@ def backward(
 
             @pl.when(warpgroup == 0)
             def _() -> None:
-                keys = key_ref.at[b, pl.ds(first_key, tile.keys), key_head, key_columns]
-                values = value_ref.at[b, pl.ds(first_key, tile.keys), key_head, out_columns]
-                plgpu.copy_gmem_to_smem(keys, shared.key.at[0], shared.keys_filled)
-                plgpu.copy_gmem_to_smem(values, shared.value.at[0], shared.keys_filled)
+                keys = Rows(b, first_key, tile.keys, key_head, key_columns)
+                call.copy_rows("key", key_ref, keys, shared.key.at[0], shared.keys_filled)
+                values = keys._replace(columns=out_columns)
+                call.copy_rows("value", value_ref, values, shared.value.at[0], shared.keys_filled)
 
             plgpu.barrier_wait(shared.keys_filled)
 
@@ -247,6 +247,7 @@ def visit_tile(
             operations.multiply(d_weights, value.at[own], d_out.T)
             logits, pull_back = call.with_gradients(operations.read(products, behind=1), place, shape, pairs, wanted)
             weights = call.exponent(logits, along_columns(lse, shape))
+            weights = call.hide_masked(weights, place, shape, pairs, 0.0)
             weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
             operations.multiply(d_value, weights.astype(dtype), d_out)
             made = operations.read(d_weights, behind=1)

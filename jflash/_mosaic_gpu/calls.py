@@ -1,7 +1,7 @@
 """A call through the kernels: its operands put into the form that they take, and what they return back into the call's.
 
-What padding holds is made zero, short queries that share keys are packed into the rows of one tile, rows and head dims
-are rounded up to what copies of tiles ask for, and parameters' gradients are summed to their own shapes.
+Short queries that share keys are packed into the rows of one tile, rows and head dims are rounded up to what copies of
+tiles ask for, and parameters' gradients are summed to their own shapes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash import _tile
 from jflash._mosaic_gpu import (
     backward_kernel,
     d_bias_kernel,
@@ -35,13 +34,10 @@ def forward(
     spec: Spec, operands: Operands, operations: Operations
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    value = operands.value
-    if operands.key_lengths is not None:
-        value = _tile.zero_padding(value, operands.key_lengths)
-    sides = inputs.prepare(spec, operands)
     packed = spec.group if _packs(spec) else 1
     query = operands.query if packed == 1 else _pack(operands.query, packed)
-    query, key, value = (_whole_tiles(array) for array in (query, operands.key, value))
+    query, key, value = (_whole_tiles(array) for array in (query, operands.key, operands.value))
+    sides = inputs.prepare(spec, operands) | inputs.edges(operands, {"value": value})
     rows = spec.query_length * packed
     tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows)
     blocks = spec.batch * query.shape[2] * -(-rows // tile.rows)
@@ -66,11 +62,6 @@ def forward(
 def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
     out, lse, d_out, d_lse = residuals
-    query, key, value = operands.query, operands.key, operands.value
-    if operands.query_lengths is not None:
-        query, d_out = (_tile.zero_padding(array, operands.query_lengths) for array in (query, d_out))
-    if operands.key_lengths is not None:
-        key, value = (_tile.zero_padding(array, operands.key_lengths) for array in (key, value))
     unseen = lse == -jnp.inf
     products = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = jnp.where(unseen, 0, products.transpose(0, 2, 1) - d_lse)
@@ -79,8 +70,10 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     reference = seen_lse if exponent.exact else seen_lse * math.log2(math.e)
     room = [(0, 0), (0, 0), (0, -lse.shape[2] % 8 + inputs.MARGIN)]
     rows = jnp.pad(reference, room, constant_values=jnp.inf), jnp.pad(delta, room)
-    arrays = (_whole_tiles(query), _whole_tiles(key), _whole_tiles(value), _whole_tiles(d_out))
-    sides = inputs.prepare(spec, operands)
+    query, key, value, d_out = map(_whole_tiles, (operands.query, operands.key, operands.value, d_out))
+    arrays = query, key, value, d_out
+    edges = inputs.edges(operands, {"query": query, "key": key, "value": value, "d_out": d_out})
+    sides = inputs.prepare(spec, operands) | edges
     differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
     d_bias = None
     if "bias" in differentiated and pairs.bias_kind(spec) == "tile":
@@ -101,9 +94,9 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
 
     sums = {name: _reduced(spec, name, total, getattr(operands, name)) for name, total in sums.items()}
     return Operands(
-        query=trimmed(d_query, query),
-        key=trimmed(d_key, key),
-        value=trimmed(d_value, value),
+        query=trimmed(d_query, operands.query),
+        key=trimmed(d_key, operands.key),
+        value=trimmed(d_value, operands.value),
         bias=sums.get("bias", d_bias),
         scale=sums.get("scale"),
         alibi_slopes=sums.get("alibi_slopes"),
@@ -163,8 +156,9 @@ def _d_bias(
 ) -> Float[Array, "#B #N T S"]:
     """The gradient of a bias that has a query and a key axis."""
     assert spec.bias_shape is not None
-    pair_bytes = _pair_bytes(spec, sides) + sides["bias"].dtype.itemsize
-    tile = tiles.bias_tiles(arrays[0].shape[3], arrays[2].shape[3], pair_bytes)
+    bias_bytes = sides["bias"].dtype.itemsize
+    mask_bytes = _pair_bytes(spec, sides) - bias_bytes
+    tile = tiles.bias_tiles(arrays[0].shape[3], arrays[2].shape[3], bias_bytes, mask_bytes)
     known = spans.table(spec, operands, tile.rows)
     d_bias = d_bias_kernel.d_bias(spec, *arrays, *rows, sides, known, tile, operations)
     return d_bias[:, :, : spec.bias_shape[2], : spec.bias_shape[3]]

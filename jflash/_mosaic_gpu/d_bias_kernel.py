@@ -1,10 +1,11 @@
-"""The gradient of a bias with a query and a key axis: a block owns a tile of it and meets all who share that tile.
+"""The gradient of a bias with a query and a key axis: a block owns tiles of it and in each meets all who share it.
 
-    each warpgroup that computes, on 64 rows of queries, for each batch entry and head that share the bias:
-      S  = Q K^T
-      dP = dO V^T                    the matrix unit runs this, while the warpgroup goes on with
-      P  = exp(S - lse)
-      dB = dB + P (dP - delta)
+    each warpgroup that computes, on 64 rows of queries, for each tile of keys:
+      for each batch entry and head that share the bias:
+        S  = Q K^T
+        dP = dO V^T                  the matrix unit runs this, while the warpgroup goes on with
+        P  = exp(S - lse)
+        dB = dB + P (dP - delta)
     the last warpgroup copies tiles ahead of them into shared memory
 
 Two products again, of the backward's five: what they cost is less than what it would to add up, in device memory, an
@@ -26,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu import spans, tiles
-from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.tiles import ROWS, BiasTiles
 from jflash._spec import Spec
@@ -44,6 +45,7 @@ class Buffers(NamedTuple):
     """A tile of the mask, if the call has one with both axes; it comes and goes with the queries and keys."""
     d_bias: Ref
     bias_filled: Ref
+    bias_free: Ref
     key_filled: Ref
     key_free: Ref
     value_filled: Ref
@@ -70,7 +72,12 @@ def d_bias(
     group = heads // key_heads
     bias_batch, bias_heads = sides["bias"].shape[:2]
     shared_batch, shared_heads = batch // bias_batch, heads // bias_heads
-    blocks, key_blocks = -(-length // tile.rows), -(-key.shape[1] // tile.keys)
+    blocks, key_tiles = -(-length // tile.rows), -(-key.shape[1] // tile.keys)
+    parts = key_tiles
+    if operations.processors is not None:
+        # As many keys in one block as leave two blocks for every processor.
+        parts = min(-(-2 * operations.processors // (blocks * bias_heads * bias_batch)), key_tiles)
+    each = -(-key_tiles // parts)
     masks = [name for name in bias_and_mask.tiled(spec) if name == "mask"]
     names = [*sides, *([] if known_spans is None else ["spans"])]
 
@@ -81,11 +88,12 @@ def d_bias(
         shared = Buffers(*scratch)
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)))
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        first_row, first_key = block * tile.rows, lax.axis_index("keys") * tile.keys
-        rows, keys = pl.ds(first_row, tile.rows), pl.ds(first_key, tile.keys)
+        first_row, first_tile = block * tile.rows, lax.axis_index("part") * each
+        rows = pl.ds(first_row, tile.rows)
+        last_tile = jnp.minimum(first_tile + each, key_tiles)
 
-        def sharer(step: Array) -> tuple[Array, Array, spans.Walk, Array]:
-            """A batch entry and head, and of this tile the walk, and whether anything in it is seen."""
+        def sharer(step: Array, first_key: Array) -> tuple[Array, Array, spans.Walk, Array]:
+            """A batch entry and head, and of their tile the walk, and whether anything in it is seen."""
             b = lax.axis_index("batch") + lax.div(step, shared_heads)
             h = lax.axis_index("head") + lax.rem(step, shared_heads)
             walk = spans.walk_keys(call, b, block, tile.rows, tile.keys)
@@ -100,10 +108,23 @@ def d_bias(
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_rows = pl.ds(first_row + warpgroup * ROWS, ROWS)
             shape = (ROWS, tile.keys)
-            plgpu.barrier_wait(shared.bias_filled)
 
-            def visit(step: Array, total: Array) -> Array:
-                b, h, walk, seen = sharer(step)
+            def own_tile(index: Array, carry: int) -> int:
+                slot = lax.rem(index - first_tile, tile.stages)
+                plgpu.barrier_wait(shared.bias_filled.at[slot])
+                visit = lambda step, total: add_sharer(step, index * tile.keys, shared.bias.at[slot], total)
+                total = lax.fori_loop(0, steps, visit, operations.full(shape, 0))
+                plgpu.barrier_arrive(shared.bias_free.at[slot])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                shared.d_bias[own] = total.astype(shared.d_bias.dtype)
+                operations.commit()
+                keys = pl.ds(index * tile.keys, tile.keys)
+                target = d_bias_ref.at[lax.axis_index("batch"), lax.axis_index("head"), own_rows, keys]
+                plgpu.copy_smem_to_gmem(shared.d_bias.at[own], target)
+                return carry
+
+            def add_sharer(step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
+                b, h, walk, seen = sharer(step, first_key)
 
                 def add(total: Array) -> Array:
                     place = Place(b, h, first_row + warpgroup * ROWS, first_key)
@@ -116,12 +137,13 @@ def d_bias(
                         plgpu.barrier_wait(shared.value_filled)
                         operations.multiply(d_weights, shared.d_out.at[own], shared.value.T)
                         logits = operations.read(products, behind=1)
-                        pairs = {"bias": operations.load(shared.bias.at[own])}
+                        pairs = {"bias": operations.load(bias.at[own])}
                         for name, ref in zip(masks, shared.mask, strict=True):
                             pairs[name] = operations.load(ref.at[own])
                         plgpu.barrier_arrive(shared.key_free)
                         logits, pull_back = call.with_gradients(logits, place, shape, pairs, ("bias",))
                         weights = call.exponent(logits, along_rows(lse, shape))
+                        weights = call.hide_masked(weights, place, shape, pairs, 0.0)
                         hide = lambda weights: call.hide(weights, place, shape, pairs, 0.0)
                         weights = walk.masked(jnp.int32(0), weights, hide)
                         made = operations.read(d_weights)
@@ -131,13 +153,9 @@ def d_bias(
 
                     return total + operations.accumulators(differentiate, shape, shape)
 
-                return lax.cond(seen, add, lambda total: total, total)
+                return add(total) if walk.whole is None else lax.cond(seen, add, lambda total: total, total)
 
-            total = lax.fori_loop(0, steps, visit, operations.full(shape, 0))
-            shared.d_bias[own] = total.astype(shared.d_bias.dtype)
-            operations.commit()
-            target = d_bias_ref.at[lax.axis_index("batch"), lax.axis_index("head"), own_rows, keys]
-            plgpu.copy_smem_to_gmem(shared.d_bias.at[own], target)
+            lax.fori_loop(first_tile, last_tile, own_tile, 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == tile.warpgroups)
@@ -146,29 +164,40 @@ def d_bias(
             zero = lax.axis_index("batch")
             key_columns = tiles.columns(columns, head_dim, zero)
             out_columns = tiles.columns(value_columns, value_dim, zero)
-            bias = call.refs["bias"].at[lax.axis_index("batch"), lax.axis_index("head"), rows, keys]
-            plgpu.copy_gmem_to_smem(bias, shared.bias, shared.bias_filled)
+            bias_ref = call.refs["bias"].at[lax.axis_index("batch"), lax.axis_index("head")]
 
-            def copy(step: Array, copied: Array) -> Array:
-                b, h, _walk, seen = sharer(step)
+            def copy_tile(index: Array, copied: Array) -> Array:
+                number = index - first_tile
+                slot = lax.rem(number, tile.stages)
+                pl.when(number >= tile.stages)(lambda: plgpu.barrier_wait(shared.bias_free.at[slot]))
+                bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
+                plgpu.copy_gmem_to_smem(bias, shared.bias.at[slot], shared.bias_filled.at[slot])
+                return lax.fori_loop(0, steps, lambda step, copied: copy(step, index * tile.keys, copied), copied)
+
+            def copy(step: Array, first_key: Array, copied: Array) -> Array:
+                b, h, _walk, seen = sharer(step, first_key)
                 key_head = lax.div(h, group)
+                keys = pl.ds(first_key, tile.keys)
 
                 @pl.when(seen)
                 def _() -> None:
                     again = copied > 0
                     pl.when(again)(lambda: plgpu.barrier_wait(shared.key_free))
-                    plgpu.copy_gmem_to_smem(query_ref.at[b, rows, h, key_columns], shared.query, shared.key_filled)
-                    plgpu.copy_gmem_to_smem(key_ref.at[b, keys, key_head, key_columns], shared.key, shared.key_filled)
+                    query_tile = Rows(b, first_row, tile.rows, h, key_columns)
+                    key_tile = Rows(b, first_key, tile.keys, key_head, key_columns)
+                    call.copy_rows("query", query_ref, query_tile, shared.query, shared.key_filled)
+                    call.copy_rows("key", key_ref, key_tile, shared.key, shared.key_filled)
                     for name, target in zip(masks, shared.mask, strict=True):
                         plgpu.copy_gmem_to_smem(call.part(name, b, h).at[rows, keys], target, shared.key_filled)
                     pl.when(again)(lambda: plgpu.barrier_wait(shared.value_free))
-                    plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, h, out_columns], shared.d_out, shared.value_filled)
-                    values = value_ref.at[b, keys, key_head, out_columns]
-                    plgpu.copy_gmem_to_smem(values, shared.value, shared.value_filled)
+                    d_out_tile, value_tile = (tile._replace(columns=out_columns) for tile in (query_tile, key_tile))
+                    call.copy_rows("d_out", d_out_ref, d_out_tile, shared.d_out, shared.value_filled)
+                    call.copy_rows("value", value_ref, value_tile, shared.value, shared.value_filled)
 
                 return copied + seen.astype(jnp.int32)
 
-            copied = lax.fori_loop(0, steps, copy, jnp.int32(0))
+            copied = lax.fori_loop(first_tile, last_tile, copy_tile, jnp.int32(0))
+            tiles.drain(shared.bias_free, last_tile - first_tile, tile.stages)
 
             @pl.when(copied > 0)
             def _() -> None:
@@ -181,8 +210,8 @@ def d_bias(
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(sides["bias"].shape, bias_dtype),
-        grid=(key_blocks, blocks, bias_heads, bias_batch),
-        grid_names=("keys", "block", "head", "batch"),
+        grid=(parts, blocks, bias_heads, bias_batch),
+        grid_names=("part", "block", "head", "batch"),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
@@ -190,10 +219,11 @@ def d_bias(
             tiles.shared((tile.keys, columns), dtype, head_dim),
             tiles.shared((tile.rows, value_columns), dtype, value_dim),
             tiles.shared((tile.keys, value_columns), dtype, value_dim),
-            tiles.shared((tile.rows, tile.keys), bias_dtype),
+            tiles.shared((tile.stages, tile.rows, tile.keys), bias_dtype),
             [tiles.shared((tile.rows, tile.keys), sides[name].dtype) for name in masks],
             tiles.shared((tile.rows, tile.keys), bias_dtype),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=tile.stages),
+            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=tile.warpgroups),
             plgpu.Barrier(num_arrivals=2 + len(masks)),
             all_done,
             plgpu.Barrier(num_arrivals=2),

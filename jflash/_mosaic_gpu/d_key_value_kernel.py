@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.tiles import ROWS
@@ -112,8 +112,10 @@ def d_key_value(
         @pl.when(warpgroup == 0)
         def _() -> None:
             tiles.registers(2, copies=False)
-            plgpu.copy_gmem_to_smem(key_ref.at[b, own_keys, key_head, key_columns], shared.key, shared.keys_filled)
-            plgpu.copy_gmem_to_smem(value_ref.at[b, own_keys, key_head, out_columns], shared.value, shared.keys_filled)
+            keys = Rows(b, first_key, ROWS, key_head, key_columns)
+            call.copy_rows("key", key_ref, keys, shared.key, shared.keys_filled)
+            values = keys._replace(columns=out_columns)
+            call.copy_rows("value", value_ref, values, shared.value, shared.keys_filled)
             plgpu.barrier_wait(shared.keys_filled)
 
             def visit(head: Array, index: Array, step: Array, sums: Array) -> Array:
@@ -124,7 +126,7 @@ def d_key_value(
                 lse = along_columns(operations.load(shared.lse.at[slot], 1), shape)
                 pairs = {name: operations.load(ref.at[slot].T) for name, ref in zip(tiled, shared.pairs, strict=True)}
                 logits, pull_back = call.with_gradients(products, place, shape, pairs, ("bias",) if bends else ())
-                weights = call.exponent(logits, lse)
+                weights = call.hide_masked(call.exponent(logits, lse), place, shape, pairs, 0.0)
                 weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
                 plgpu.barrier_arrive(shared.query_free.at[slot])
                 pl.when(step > 0)(lambda: plgpu.barrier_wait(shared.weights_free))
@@ -141,7 +143,7 @@ def d_key_value(
                 return sums
 
             sums = for_each_tile(visit, operations.full((ROWS, value_columns), 0), lambda head, sums: sums)
-            plgpu.barrier_wait(shared.weights_free)
+            pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.weights_free))
             store(operations, sums, shared.value, d_value_ref.at[b, own_keys, key_head, out_columns], shared.finished)
 
         @pl.when(warpgroup == 1)

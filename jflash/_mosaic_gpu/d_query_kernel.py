@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.tiles import ROWS, QueryTiles
 from jflash._spec import Spec
@@ -92,8 +92,10 @@ def d_query(
             tiles.registers(tile.warpgroups, copies=False)
             own = pl.ds(first_row + warpgroup * ROWS, ROWS)
             filled = shared.rows_filled.at[warpgroup]
-            plgpu.copy_gmem_to_smem(query_ref.at[b, own, h, key_columns], shared.query.at[warpgroup], filled)
-            plgpu.copy_gmem_to_smem(d_out_ref.at[b, own, h, out_columns], shared.d_out.at[warpgroup], filled)
+            rows = Rows(b, own.start, ROWS, h, key_columns)
+            call.copy_rows("query", query_ref, rows, shared.query.at[warpgroup], filled)
+            rows = rows._replace(columns=out_columns)
+            call.copy_rows("d_out", d_out_ref, rows, shared.d_out.at[warpgroup], filled)
             shape = (ROWS, tile.keys)
             lse = operations.load(lse_ref.at[b, h, own], 0)
             delta = operations.load(delta_ref.at[b, h, own], 0)
@@ -119,6 +121,7 @@ def d_query(
                     logits = operations.read(products, behind=1)
                     logits, pull_back = call.with_gradients(logits, place, shape, pairs, wanted)
                     weights = call.exponent(logits, along_rows(lse, shape))
+                    weights = call.hide_masked(weights, place, shape, pairs, 0.0)
                     hide = lambda weights: call.hide(weights, place, shape, pairs, 0.0)
                     weights = walk.masked(index, weights, hide)
                     d_logits = weights * (operations.read(d_weights) - along_rows(delta, shape))
@@ -151,15 +154,15 @@ def d_query(
                 own = pl.ds(walk.start(index), tile.keys)
                 wait = lambda free, slot: plgpu.barrier_wait(free.at[slot])
                 pl.when(index >= tile.key_stages)(lambda: wait(shared.key_free, key_slot))
-                source = key_ref.at[b, own, key_head, key_columns]
-                plgpu.copy_gmem_to_smem(source, shared.key.at[key_slot], shared.key_filled.at[key_slot])
+                rows = Rows(b, own.start, tile.keys, key_head, key_columns)
+                call.copy_rows("key", key_ref, rows, shared.key.at[key_slot], shared.key_filled.at[key_slot])
                 pl.when(index >= tile.value_stages)(lambda: wait(shared.value_free, value_slot))
                 filled = shared.value_filled.at[value_slot]
                 for name, target in zip(tiled, shared.pairs, strict=True):
                     source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), own]
                     plgpu.copy_gmem_to_smem(source, target.at[value_slot], filled)
-                source = value_ref.at[b, own, key_head, out_columns]
-                plgpu.copy_gmem_to_smem(source, shared.value.at[value_slot], filled)
+                rows = rows._replace(columns=out_columns)
+                call.copy_rows("value", value_ref, rows, shared.value.at[value_slot], filled)
                 return carry
 
             lax.fori_loop(0, walk.count, copy, 0)

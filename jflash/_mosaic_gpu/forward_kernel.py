@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu import spans, tiles
-from jflash._mosaic_gpu.inputs import Inputs, Place
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.tiles import ROWS, ForwardTiles
@@ -144,8 +144,8 @@ def forward(
                     source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), own]
                     plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
                 pl.when(again)(lambda: plgpu.barrier_wait(shared.value_free.at[slot]))
-                source = value_ref.at[b, own, key_head, tiles.columns(value_columns, value_dim, b)]
-                plgpu.copy_gmem_to_smem(source, shared.value.at[slot], shared.value_filled.at[slot])
+                values = Rows(b, own.start, tile.keys, key_head, tiles.columns(value_columns, value_dim, b))
+                call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
                 return carry
 
             lax.fori_loop(0, walk.count, copy, 0)
@@ -208,7 +208,7 @@ def attend(
         pairs = {n: operations.load(ref.at[slot, own]) for n, ref in zip(names, shared.pairs, strict=True)}
         plgpu.barrier_arrive(shared.key_free.at[slot])
         at = place._replace(key=walk.start(index))
-        logits = call.logits(products, at, shape, pairs)
+        logits = call.hide_masked(call.logits(products, at, shape, pairs), at, shape, pairs, -jnp.inf)
         logits = walk.masked(index, logits, lambda logits: call.hide(logits, at, shape, pairs, -jnp.inf))
         return step(call, logits, before, dtype)
 

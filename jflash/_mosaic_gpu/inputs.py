@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
 from jflash import _scores, _tile, _visibility
 from jflash._mosaic_gpu import elementwise, pairs
@@ -22,6 +23,11 @@ from jflash._spec import Operands, Spec
 
 MARGIN = 256
 """Elements past the end of a vector that a tile at its end may read."""
+
+LARGEST = 128
+"""Rows of the largest tile that is copied from an array with lengths."""
+
+_LENGTHS = {"query": "query_lengths", "d_out": "query_lengths", "key": "key_lengths", "value": "key_lengths"}
 
 
 def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
@@ -62,6 +68,25 @@ def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
     return prepared
 
 
+def edges(operands: Operands, arrays: Mapping[str, Float[Array, "B L N H"]]) -> dict[str, Array]:
+    """Of each array with lengths the rows of the largest tile in which padding begins, padding as zeros: see
+    `Inputs.copy_rows`."""
+    found: dict[str, Array] = {}
+    for name, array in arrays.items():
+        lengths = getattr(operands, _LENGTHS[name])
+        if lengths is not None:
+            first = _edge(jnp.broadcast_to(lengths, array.shape[:1]))
+            rows = first[:, None] + jnp.arange(LARGEST + 8)
+            tile = array.at[jnp.arange(len(array))[:, None], rows].get(mode="clip")
+            found[f"{name}_edge"] = _tile.zero_padding(tile, lengths - first)
+    return found
+
+
+def _edge(length: Array) -> Array:
+    """A row, multiple of 8, before which no tile begins in which padding does, when the length is `length`."""
+    return lax.div(jnp.maximum(length - LARGEST, 0), 8) * 8
+
+
 def _with_margin(array: Array, axes: tuple[int, ...]) -> Array:
     widths = [(0, MARGIN + -size % 8 if axis in axes else 0) for axis, size in enumerate(array.shape)]
     return jnp.pad(array, widths)
@@ -74,6 +99,20 @@ class Place(NamedTuple):
     head: Int[Array, ""]
     query: Int[Array, ""] | int
     key: Int[Array, ""] | int
+
+
+class Rows(NamedTuple):
+    """A tile of an array `[B, L, N, H]`."""
+
+    batch: Int[Array, ""]
+    first: Int[Array, ""]
+    size: int
+    head: Int[Array, ""]
+    columns: Any
+
+    def of(self, ref: Ref) -> Ref:
+        """The tile's part of the array."""
+        return ref.at[self.batch, pl.ds(self.first, self.size), self.head, self.columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +138,22 @@ class Inputs:
         """What one batch entry and head have of an operand `[#B, #N, ...]`."""
         ref = self.refs[name]
         return ref.at[index(ref, batch, head)]
+
+    def copy_rows(self, name: str, source: Ref, rows: Rows, target: Ref, filled: Ref) -> None:
+        """Copy a tile of queries, keys, values or d_out to shared memory, with zeros for padding: 0 * NaN is NaN.
+
+        A tile in which padding begins comes from the array's edge, past whose end all is read as zero.
+        """
+        edge = self.refs.get(f"{name}_edge")
+        copy = lambda ref, rows: plgpu.copy_gmem_to_smem(rows.of(ref), target, filled)
+        if edge is None:
+            copy(source, rows)
+            return
+        length = self.value(_LENGTHS[name], rows.batch)
+        assert length is not None
+        inside = rows.first + rows.size <= length
+        pl.when(inside)(lambda: copy(source, rows))
+        pl.when(~inside)(lambda: copy(edge, rows._replace(first=rows.first - _edge(length))))
 
     def tile(self, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array]) -> _tile.Tile:
         """What `_scores` and `_visibility` need of the tile of `shape` at `place`.
@@ -194,8 +249,16 @@ class Inputs:
     def hide(
         self, values: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], hidden: float
     ) -> Array:
-        """`values` of a tile where the query sees the key, `hidden` elsewhere."""
-        return jnp.where(self.visible(self.tile(place, shape, tiles)), values, hidden)
+        """`values` of a tile where, but for a dense mask, the query sees the key, `hidden` elsewhere."""
+        tile = self.tile(place, shape, tiles)._replace(mask=None)
+        return jnp.where(self.visible(tile), values, hidden)
+
+    def hide_masked(
+        self, values: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], hidden: float
+    ) -> Array:
+        """`values` of a tile where a dense mask, if the call has one, lets the query see the key, `hidden` elsewhere."""
+        mask = self.tile(place, shape, tiles).mask
+        return values if mask is None else jnp.where(mask, values, hidden)
 
     def visible(self, tile: _tile.Tile) -> Array:
         """Which logits of a tile count."""

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from jflash._mosaic_gpu import pairs, tiles
-from jflash._mosaic_gpu.inputs import Inputs
+from jflash._mosaic_gpu.inputs import Inputs, Rows
 from jflash._mosaic_gpu.operations import Ref
 from jflash._mosaic_gpu.spans import Walk
 
@@ -65,19 +65,20 @@ def copy_all(
     def copy(step: Array, carry: int) -> int:
         slot = lax.rem(step, stages)
         head = first_head + lax.div(step, walk.count)
-        rows = pl.ds(walk.start(lax.rem(step, walk.count)), queries)
+        first = walk.start(lax.rem(step, walk.count))
+        rows = pl.ds(first, queries)
+        tile = Rows(batch, first, queries, head, sources.key_columns)
         again = step >= stages
         pl.when(again)(lambda: plgpu.barrier_wait(shared.query_free.at[slot]))
         filled = shared.query_filled.at[slot]
-        query = sources.query.at[batch, rows, head, sources.key_columns]
-        plgpu.copy_gmem_to_smem(query, shared.query.at[slot], filled)
+        call.copy_rows("query", sources.query, tile, shared.query.at[slot], filled)
         plgpu.copy_gmem_to_smem(sources.lse.at[batch, head, rows], shared.lse.at[slot], filled)
         for name, target in zip(pairs.tiled(call.spec), shared.pairs, strict=True):
             plgpu.copy_gmem_to_smem(call.part(name, batch, head).at[rows, keys], target.at[slot], filled)
         pl.when(again)(lambda: plgpu.barrier_wait(shared.d_out_free.at[slot]))
         filled = shared.d_out_filled.at[slot]
-        d_out = sources.d_out.at[batch, rows, head, sources.out_columns]
-        plgpu.copy_gmem_to_smem(d_out, shared.d_out.at[slot], filled)
+        tile = tile._replace(columns=sources.out_columns)
+        call.copy_rows("d_out", sources.d_out, tile, shared.d_out.at[slot], filled)
         plgpu.copy_gmem_to_smem(sources.delta.at[batch, head, rows], shared.delta.at[slot], filled)
         return carry
 

@@ -29,7 +29,8 @@ def table(spec: Spec, operands: Operands, size: int, *, of_keys: bool = False) -
     if _DYNAMIC.isdisjoint(spec.operands):
         return None
     find, length = _find(of_keys), spec.key_length if of_keys else spec.query_length
-    one = lambda batch, block: jnp.stack(find(spec, operands, batch, 1, block * size, min(size, length)))
+    unmasked = operands._replace(mask=None)
+    one = lambda batch, block: jnp.stack(find(spec, unmasked, batch, 1, block * size, min(size, length)))
     every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
     return every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))
 
@@ -42,7 +43,8 @@ def _find(of_keys: bool) -> Callable[..., Spans]:
 class Walk:
     """The tiles that a block visits, of `size` each, from `first` on.
 
-    Those outside [whole_start, whole_stop) need a mask; `None` if there is none such.
+    In those outside [whole_start, whole_stop) not everybody sees everything, apart from what a dense mask says; `None`
+    if there is none such.
     """
 
     first: Int[Array, ""]
@@ -69,11 +71,11 @@ class Walk:
     def part(self, index: Int[Array, ""], parts: int) -> Walk:
         """The tiles that fall to one of several blocks that share the walk; at least one, which may be past the end."""
         if parts == 1:
-            return self
+            return dataclasses.replace(self, count=jnp.maximum(self.count, 1))
         stop = self.first + self.count * self.size
         each = lax.div(self.count + parts - 1, parts)
         first = jnp.minimum(self.first + index * each * self.size, stop)
-        count = jnp.clip(self.count - index * each, 1, each)
+        count = jnp.maximum(jnp.minimum(self.count - index * each, each), 1)
         whole = self.whole if self.whole is not None else (self.first, stop)
         return dataclasses.replace(self, first=first, count=count, whole=whole)
 
@@ -98,11 +100,11 @@ def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys
         found = _find(of_keys)(spec, nothing, 0, 1, block * rows, rows)
     alignment = 64 if bias_and_mask.tiled(spec) else 8
     first = lax.div(found.start, alignment) * alignment
-    # At least one tile: what nobody sees then comes out as what sees nothing.
-    count = jnp.maximum(lax.div(found.stop - first + size - 1, size), 1)
-    whole = found.full_start, (first if "mask" in spec.operands else found.full_stop)
+    count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
+    whole = found.full_start, found.full_stop
     ragged = spec.key_length % (rows if of_keys else size) != 0
     if ragged and of_keys:
         # What is read as keys past the end is 0, and would have weights.
         whole = whole[0], jnp.where((block + 1) * rows > spec.key_length, first, whole[1])
-    return Walk(first, count, whole if ragged or _visibility.limited(spec) else None, size)
+    limited = known is not None or spec.bounds != (None, None)
+    return Walk(first, count, whole if ragged or limited else None, size)

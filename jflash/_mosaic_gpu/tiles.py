@@ -216,27 +216,31 @@ def query_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> QueryTiles:
 
 @dataclasses.dataclass(frozen=True)
 class BiasTiles:
-    """Tiles of the kernel that makes a bias's gradient: one of each array at a time."""
+    """Tiles of the kernel that makes a bias's gradient: one of each array at a time, but for the bias."""
 
     warpgroups: int
     """Warpgroups that compute, each on 64 rows of queries."""
     keys: int
+    stages: int
+    """Tiles of the bias that are in shared memory together."""
 
     @property
     def rows(self) -> int:
         """Query rows of one block."""
         return ROWS * self.warpgroups
 
-    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
-        """Shared memory, with elements of 2 bytes and for each logit those of tiles of bias, mask and d_bias."""
-        return (self.rows + self.keys) * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
+    def bytes(self, head_dim: int, value_dim: int, bias_bytes: int, mask_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes and so many for each logit of a tile of bias (or d_bias) and mask."""
+        pairs = self.rows * self.keys * ((self.stages + 1) * bias_bytes + mask_bytes)
+        return (self.rows + self.keys) * (head_dim + value_dim) * 2 + pairs
 
 
-def bias_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BiasTiles:
+def bias_tiles(head_dim: int, value_dim: int, bias_bytes: int, mask_bytes: int) -> BiasTiles:
     """The fastest tiles that fit in shared memory."""
-    candidates = [BiasTiles(*size) for size in ((2, 128), (2, 64), (1, 64))]
-    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes) <= SHARED_MEMORY]
-    return _tuning.choose(Question("mosaic_gpu d_bias", (head_dim, value_dim, pair_bytes)), fitting)
+    candidates = [BiasTiles(*size) for size in ((2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1))]
+    sizes = head_dim, value_dim, bias_bytes, mask_bytes
+    fitting = [t for t in candidates if t.bytes(*sizes) <= SHARED_MEMORY]
+    return _tuning.choose(Question("mosaic_gpu d_bias", sizes), fitting)
 
 
 def key_value_stages(head_dim: int, value_dim: int, pair_bytes: int) -> int:
