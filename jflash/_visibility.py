@@ -22,14 +22,21 @@ def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
     """True where the query of a tile may see the key; `None` when all may."""
     left, right = spec.bounds
     conditions: list[Array] = []
-    if left is not None:
-        conditions.append(tile.key >= tile.position - left)
+    # What all rules that name a query's last key come to, and then a window's first: kernels compare every key with it.
+    last: list[Array] = []
     if right is not None:
-        conditions.append(tile.key <= tile.position + right)
-    if tile.query_lengths is not None:
-        conditions.append(tile.query < tile.query_lengths)
+        last.append(tile.position + right)
     if tile.key_lengths is not None:
-        conditions.append(tile.key < tile.key_lengths)
+        last.append(tile.key_lengths - 1)
+    if tile.query_lengths is not None:
+        last.append(jnp.where(tile.query < tile.query_lengths, spec.key_length - 1, -1))
+    if left is None and last:
+        conditions.append(tile.key <= functools.reduce(jnp.minimum, last))
+    elif left is not None:
+        first = jnp.maximum(tile.position - left, 0)
+        count = functools.reduce(jnp.minimum, last, jnp.int32(spec.key_length - 1)) - first + 1
+        # In unsigned numbers those before the first are past the last.
+        conditions.append((tile.key - first).astype(jnp.uint32) < jnp.maximum(count, 0).astype(jnp.uint32))
     if tile.query_segments is not None and tile.key_segments is not None:
         conditions.append(tile.query_segments == tile.key_segments)
     if tile.mask is not None:
@@ -101,17 +108,23 @@ def key_spans(
 ) -> Spans:
     """The keys that query rows [first, first + rows) of batch entries [batch, batch + batches) see.
 
-    Exact for causal, windows and lengths; for segment ids exact when they are sorted, and never too small.
+    Exact for causal, windows and lengths; for segment ids exact when they are sorted, and never too small. Offsets and
+    lengths may also be scalars: those of the one entry that is asked for.
     """
     int32 = jnp.int32
     last = first + rows - 1
-    take = lambda array: cut(array, (batch,), (batches,))
+
+    def extremes(array: Array) -> tuple[Array, Array]:
+        if array.ndim == 0:
+            return array, array
+        taken = cut(array, (batch,), (batches,))
+        return jnp.min(taken), jnp.max(taken)
+
     start, stop = jnp.zeros((), int32), jnp.full((), spec.key_length, int32)
     full_start, full_stop = start, stop
     least_offset = most_offset = spec.query_offset
     if operands.query_offset is not None:
-        offsets = take(operands.query_offset).astype(int32)
-        least_offset, most_offset = jnp.min(offsets), jnp.max(offsets)
+        least_offset, most_offset = extremes(operands.query_offset.astype(int32))
     assert least_offset is not None
     assert most_offset is not None
     left, right = spec.bounds
@@ -122,13 +135,13 @@ def key_spans(
         stop = jnp.minimum(stop, last + most_offset + right + 1)
         full_stop = jnp.minimum(full_stop, first + least_offset + right + 1)
     if operands.key_lengths is not None:
-        lengths = take(operands.key_lengths)
-        stop = jnp.minimum(stop, jnp.max(lengths))
-        full_stop = jnp.minimum(full_stop, jnp.min(lengths))
+        least, most = extremes(operands.key_lengths)
+        stop = jnp.minimum(stop, most)
+        full_stop = jnp.minimum(full_stop, least)
     if operands.query_lengths is not None:
-        lengths = take(operands.query_lengths)
-        stop = jnp.where(first < jnp.max(lengths), stop, start)
-        full_stop = jnp.where(last < jnp.min(lengths), full_stop, start)
+        least, most = extremes(operands.query_lengths)
+        stop = jnp.where(first < most, stop, start)
+        full_stop = jnp.where(last < least, full_stop, start)
     if operands.query_segments is not None and operands.key_segments is not None:
         queries = cut(operands.query_segments, (batch, first), (batches, rows))
         keys = cut(operands.key_segments, (batch, 0), (batches, spec.key_length))

@@ -27,7 +27,6 @@ from jflash._mosaic_gpu.operations import Hardware
 from jflash._spec import Residuals
 
 DIRECTORY = Path(sys.argv[1])
-HARDWARE = Hardware(processors=132)
 bfloat16, float32 = jnp.bfloat16, jnp.float32
 LENGTH = 1024
 PAIRS = (1, 4, LENGTH, LENGTH)
@@ -42,11 +41,15 @@ CASES = {
     "bias float32": (128, 128, {}, dict(bias=(PAIRS, float32))),
     "bias of keys": (128, 128, {}, dict(bias=((1, 4, 1, LENGTH), bfloat16))),
     "mask": (128, 128, {}, dict(mask=(PAIRS, jnp.bool_))),
+    "mask of heads": (128, 128, {}, dict(mask=((1, 4, 1, 1), jnp.bool_))),
+    "mask of keys": (128, 128, {}, dict(mask=((1, 4, 1, LENGTH), jnp.bool_))),
     "lengths": (128, 128, {}, dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32))),
     "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
 }
 
 
+ROUNDS = ("d64", "d64 causal", "d128", "d128 causal", "window", "bias")
+"""Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 TABLED = ("d8", "d64", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
 """Cases that are compiled with all tiles that a search on some device might choose."""
 
@@ -60,6 +63,9 @@ def main() -> None:
     for name in CASES:
         kernels, asked = compiled(name, sharding, {})
         reports |= {f"{name}: {kernel}": report for kernel, report in kernels.items()}
+        if name in ROUNDS:
+            kernels, _ = compiled(name, sharding, {}, processors=1)
+            reports |= {f"{name}, rounds: {kernel}": report for kernel, report in kernels.items()}
         for place in range(1, max(map(len, asked.values())) if name in TABLED else 1):
             answers = {question: tiles[min(place, len(tiles) - 1)] for question, tiles in asked.items()}
             kernels, _ = compiled(name, sharding, answers)
@@ -67,15 +73,16 @@ def main() -> None:
     print(json.dumps(reports))
 
 
-def compiled(name: str, sharding: jax.sharding.Sharding, answers: dict) -> tuple[dict, dict]:
+def compiled(name: str, sharding: jax.sharding.Sharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
     """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
+    hardware = Hardware(processors)
     head_dim, value_dim, options, arrays = CASES[name]
     array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
-        out, lse = calls.forward(spec, operands, HARDWARE)
-        return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse), HARDWARE)
+        out, lse = calls.forward(spec, operands, hardware)
+        return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse), hardware)
 
     for path in DIRECTORY.iterdir():
         path.unlink()

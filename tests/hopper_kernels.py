@@ -38,9 +38,9 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
     return spec, operands
 
 
-def run(call: Call, **options: object) -> Results:
-    """The kernels' results for a call, in its own shapes."""
-    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors=132)
+def run(call: Call, processors: int = 132, **options: object) -> Results:
+    """The kernels' results for a call, in its own shapes, as on a device with so many processors."""
+    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors)
     spec, operands = canonical(call, **options)
     reason = _mosaic_gpu.unsupported_call(spec)
     assert reason is None, reason

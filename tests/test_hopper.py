@@ -112,6 +112,29 @@ def test_deterministic(dims, options):
         jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True, sinks=True),
+        dict(window=(150, 0)),
+        dict(window=(40, 90), offset="each"),
+        dict(lengths="both", causal=True),
+        dict(segments="sorted"),
+        dict(bias="full", mask="queries"),
+        dict(mask="full", alibi=True),
+    ],
+    ids=str,
+)
+def test_rounds(dims, options):
+    """So many short rows that a block of the grid takes several blocks of queries."""
+    case = Case("bfloat16", 400, 150, heads=(16, 4), dims=dims, batch=(25,), **options)
+    call = cases.build(case)
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
 @pytest.mark.parametrize("seed", range(10))
 @hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(data=hypothesis.strategies.data())

@@ -48,6 +48,26 @@ def test_split(case: Case):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@pytest.mark.parametrize("processors", [1, 2])
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        (64, {}),
+        (64, dict(causal=True, offset="end")),
+        (64, dict(window=(150, 10))),
+        (128, dict(causal=True, lengths="both")),
+        (80, dict(bias="full", mask="full", causal=True, sinks=True)),
+        (40, dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
+    ],
+    ids=str,
+)
+def test_rounds(dims: int, options: dict, processors: int):
+    """So few processors that each block of the grid takes several of queries, the last ones fewer than others."""
+    case = Case("bfloat16", 452, 300, heads=(4, 2), dims=(dims, dims), batch=(), **options)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
+
+
 @pytest.mark.parametrize("query_length", [1, 3])
 def test_decoding(query_length: int):
     """Heads packed into rows, keys in several parts, lengths for each sequence."""

@@ -119,19 +119,20 @@ def backward(
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
+            tiles.release(tile.stages, shared.query_free, shared.d_out_free)
             tiles.registers(WARPGROUPS, copies=False)
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_keys = pl.ds(first_key + warpgroup * ROWS, ROWS)
             own_columns = key_columns if tile.by_rows else pl.ds(warpgroup * width, width)
 
-            @pl.when(warpgroup == 0)
+            @pl.when((warpgroup == 0) & (walk.count > 0))
             def _() -> None:
                 keys = Rows(b, first_key, tile.keys, key_head, key_columns)
                 call.copy_rows("key", key_ref, keys, shared.key.at[0], shared.keys_filled)
                 values = keys._replace(columns=out_columns)
                 call.copy_rows("value", value_ref, values, shared.value.at[0], shared.keys_filled)
 
-            plgpu.barrier_wait(shared.keys_filled)
+            pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
 
             def visit(head: Array, index: Array, sums: Sums, others: tuple[Array, ...]) -> Any:
                 step = head * walk.count + index

@@ -35,19 +35,25 @@ def forward(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
     packed = spec.group if _packs(spec) else 1
-    query = operands.query if packed == 1 else _pack(operands.query, packed)
-    query, key, value = (_whole_tiles(array) for array in (query, operands.key, operands.value))
+    query = _whole_tiles(operands.query) if packed == 1 else _whole_tiles(_pack(operands.query, packed), axis=2)
+    key, value = _whole_tiles(operands.key), _whole_tiles(operands.value)
     sides = inputs.prepare(spec, operands) | inputs.edges(operands, {"value": value})
     rows = spec.query_length * packed
     tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows)
-    blocks = spec.batch * query.shape[2] * -(-rows // tile.rows)
-    splits = 1
-    if rows <= tile.rows and operations.processors is not None:
-        splits = max(1, min(2 * operations.processors // blocks, spec.key_length // (4 * tile.keys)))
+    blocks = spec.batch * (spec.heads // packed) * -(-rows // tile.rows)
+    splits = rounds = 1
+    if operations.processors is not None:
+        if rows <= tile.rows:
+            splits = max(1, min(operations.processors // blocks, spec.key_length // (4 * tile.keys)))
+        else:
+            sizes = query.shape[3], value.shape[3], _pair_bytes(spec, sides)
+            rounds = tile.rounds(*sizes, _seen_keys(spec, tile.rows), blocks // operations.processors)
     known = spans.table(spec, operands, max(tile.rows // packed, 1))
     out, lse = forward_kernel.forward(
-        spec, query, key, value, sides, known, tile, operations, packed=packed, splits=splits
+        spec, query, key, value, sides, known, tile, operations, packed=packed, splits=splits, rounds=rounds
     )
+    if packed > 1:
+        out = out.swapaxes(2, 3)
     if splits == 1:
         out, lse = out[0], lse[0]
     else:
@@ -102,6 +108,12 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
         alibi_slopes=sums.get("alibi_slopes"),
         sinks=sinks_gradient(operands.sinks, seen_lse, delta),
     )
+
+
+def _seen_keys(spec: Spec, rows: int) -> int:
+    """How many keys a block of so many queries sees at most, by what is known before the call."""
+    left, right = spec.bounds
+    return spec.key_length if left is None or right is None else min(spec.key_length, left + right + rows)
 
 
 def _pair_bytes(spec: Spec, sides: dict[str, Array]) -> int:
@@ -181,12 +193,12 @@ def _reduced(spec: Spec, name: str, total: Array, like: Array) -> Array:
     return total.sum(axis=shared, keepdims=True).astype(like.dtype)
 
 
-def _whole_tiles(array: Array) -> Array:
-    """`[B, L, N, H]` with L a multiple of 8 and H of 16 (or 8): what copies of tiles ask of device memory."""
-    rows, columns = -array.shape[1] % 8, -array.shape[3] % 16 if array.shape[3] > 8 else 0
-    if rows == 0 and columns == 0:
-        return array
-    return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns)))
+def _whole_tiles(array: Array, axis: int = 1) -> Array:
+    """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H of 16 (or 8): what copies of tiles ask of memory."""
+    room = [(0, 0)] * 4
+    room[axis] = 0, -array.shape[axis] % 8
+    room[3] = 0, -array.shape[3] % 16 if array.shape[3] > 8 else 0
+    return jnp.pad(array, room)
 
 
 def _packs(spec: Spec) -> bool:
@@ -198,14 +210,14 @@ def _packs(spec: Spec) -> bool:
 
 
 def _pack(array: Array, group: int) -> Array:
-    """`[B, T, K * G, H]` as `[B, T * G, K, H]`."""
+    """`[B, T, K * G, H]` as `[B, K, T * G, H]`."""
     batch, rows, heads, dim = array.shape
     split = array.reshape(batch, rows, heads // group, group, dim)
-    return jnp.moveaxis(split, 3, 2).reshape(batch, rows * group, heads // group, dim)
+    return jnp.moveaxis(split, 2, 1).reshape(batch, heads // group, rows * group, dim)
 
 
 def _unpack(array: Array, group: int) -> Array:
-    """The inverse of `_pack`, for `[B, T * G, K, ...]`."""
+    """`[B, T * G, K, ...]` as `[B, T, K * G, ...]`."""
     batch, rows, heads, *rest = array.shape
     split = array.reshape(batch, rows // group, group, heads, *rest)
     return jnp.moveaxis(split, 2, 3).reshape(batch, rows // group, heads * group, *rest)

@@ -104,6 +104,9 @@ def d_bias(
 
         @pl.when(warpgroup < tile.warpgroups)
         def _() -> None:
+            tiles.release(tile.stages, shared.bias_free)
+            plgpu.barrier_arrive(shared.key_free)
+            plgpu.barrier_arrive(shared.value_free)
             tiles.registers(tile.warpgroups, copies=False)
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_rows = pl.ds(first_row + warpgroup * ROWS, ROWS)
@@ -114,6 +117,7 @@ def d_bias(
                 plgpu.barrier_wait(shared.bias_filled.at[slot])
                 visit = lambda step, total: add_sharer(step, index * tile.keys, shared.bias.at[slot], total)
                 total = lax.fori_loop(0, steps, visit, operations.full(shape, 0))
+                operations.commit()
                 plgpu.barrier_arrive(shared.bias_free.at[slot])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 shared.d_bias[own] = total.astype(shared.d_bias.dtype)
@@ -140,6 +144,8 @@ def d_bias(
                         pairs = {"bias": operations.load(bias.at[own])}
                         for name, ref in zip(masks, shared.mask, strict=True):
                             pairs[name] = operations.load(ref.at[own])
+                        if masks:
+                            operations.commit()
                         plgpu.barrier_arrive(shared.key_free)
                         logits, pull_back = call.with_gradients(logits, place, shape, pairs, ("bias",))
                         weights = call.exponent(logits, along_rows(lse, shape))
@@ -166,43 +172,37 @@ def d_bias(
             out_columns = tiles.columns(value_columns, value_dim, zero)
             bias_ref = call.refs["bias"].at[lax.axis_index("batch"), lax.axis_index("head")]
 
-            def copy_tile(index: Array, copied: Array) -> Array:
-                number = index - first_tile
+            def copy_tile(number: Array) -> None:
+                index = first_tile + number
                 slot = lax.rem(number, tile.stages)
-                pl.when(number >= tile.stages)(lambda: plgpu.barrier_wait(shared.bias_free.at[slot]))
+                plgpu.barrier_wait(shared.bias_free.at[slot])
                 bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
                 plgpu.copy_gmem_to_smem(bias, shared.bias.at[slot], shared.bias_filled.at[slot])
-                return lax.fori_loop(0, steps, lambda step, copied: copy(step, index * tile.keys, copied), copied)
+                tiles.for_each_copy(steps, lambda step: copy(step, index * tile.keys))
 
-            def copy(step: Array, first_key: Array, copied: Array) -> Array:
+            def copy(step: Array, first_key: Array) -> None:
                 b, h, _walk, seen = sharer(step, first_key)
                 key_head = lax.div(h, group)
                 keys = pl.ds(first_key, tile.keys)
 
                 @pl.when(seen)
                 def _() -> None:
-                    again = copied > 0
-                    pl.when(again)(lambda: plgpu.barrier_wait(shared.key_free))
+                    plgpu.barrier_wait(shared.key_free)
                     query_tile = Rows(b, first_row, tile.rows, h, key_columns)
                     key_tile = Rows(b, first_key, tile.keys, key_head, key_columns)
                     call.copy_rows("query", query_ref, query_tile, shared.query, shared.key_filled)
                     call.copy_rows("key", key_ref, key_tile, shared.key, shared.key_filled)
                     for name, target in zip(masks, shared.mask, strict=True):
                         plgpu.copy_gmem_to_smem(call.part(name, b, h).at[rows, keys], target, shared.key_filled)
-                    pl.when(again)(lambda: plgpu.barrier_wait(shared.value_free))
+                    plgpu.barrier_wait(shared.value_free)
                     d_out_tile, value_tile = (tile._replace(columns=out_columns) for tile in (query_tile, key_tile))
                     call.copy_rows("d_out", d_out_ref, d_out_tile, shared.d_out, shared.value_filled)
                     call.copy_rows("value", value_ref, value_tile, shared.value, shared.value_filled)
 
-                return copied + seen.astype(jnp.int32)
-
-            copied = lax.fori_loop(first_tile, last_tile, copy_tile, jnp.int32(0))
-            tiles.drain(shared.bias_free, last_tile - first_tile, tile.stages)
-
-            @pl.when(copied > 0)
-            def _() -> None:
-                plgpu.barrier_wait(shared.key_free)
-                plgpu.barrier_wait(shared.value_free)
+            tiles.for_each_copy(last_tile - first_tile, copy_tile)
+            tiles.drain(tile.stages, shared.bias_free)
+            plgpu.barrier_wait(shared.key_free)
+            plgpu.barrier_wait(shared.value_free)
 
     dtype, bias_dtype = query.dtype, sides["bias"].dtype
     all_done = plgpu.Barrier(num_arrivals=tile.warpgroups)

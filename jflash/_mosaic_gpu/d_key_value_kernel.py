@@ -111,6 +111,7 @@ def d_key_value(
 
         @pl.when(warpgroup == 0)
         def _() -> None:
+            tiles.release(stages, shared.query_free, shared.d_out_free)
             tiles.registers(2, copies=False)
             keys = Rows(b, first_key, ROWS, key_head, key_columns)
             call.copy_rows("key", key_ref, keys, shared.key, shared.keys_filled)
@@ -128,14 +129,14 @@ def d_key_value(
                 logits, pull_back = call.with_gradients(products, place, shape, pairs, ("bias",) if bends else ())
                 weights = call.hide_masked(call.exponent(logits, lse), place, shape, pairs, 0.0)
                 weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
-                plgpu.barrier_arrive(shared.query_free.at[slot])
-                pl.when(step > 0)(lambda: plgpu.barrier_wait(shared.weights_free))
+                plgpu.barrier_wait(shared.weights_free)
                 shared.weights[...] = weights.astype(dtype)
                 if shared.slopes:
                     slope, slopes = pull_back(operations.full(shape, 1))
                     for ref, values in zip(shared.slopes, [slope, *slopes.values()], strict=True):
                         ref[...] = values.astype(dtype)
                 operations.commit()
+                plgpu.barrier_arrive(shared.query_free.at[slot])
                 plgpu.barrier_arrive(shared.weights_filled)
                 plgpu.barrier_wait(shared.d_out_filled.at[slot])
                 sums = operations.add_product(sums, weights.astype(dtype), shared.d_out.at[slot])
@@ -143,11 +144,13 @@ def d_key_value(
                 return sums
 
             sums = for_each_tile(visit, operations.full((ROWS, value_columns), 0), lambda head, sums: sums)
-            pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.weights_free))
+            plgpu.barrier_wait(shared.weights_free)
             store(operations, sums, shared.value, d_value_ref.at[b, own_keys, key_head, out_columns], shared.finished)
 
         @pl.when(warpgroup == 1)
         def _() -> None:
+            tiles.release(stages, shared.query_free, shared.d_out_free)
+            plgpu.barrier_arrive(shared.weights_free)
             tiles.registers(2, copies=False)
             plgpu.barrier_wait(shared.keys_filled)
 
@@ -157,6 +160,7 @@ def d_key_value(
                 plgpu.barrier_wait(shared.d_out_filled.at[slot])
                 d_weights = operations.product(shared.value, shared.d_out.at[slot].T, shape)
                 delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
+                operations.commit()
                 plgpu.barrier_arrive(shared.d_out_free.at[slot])
                 plgpu.barrier_wait(shared.weights_filled)
                 d_logits = operations.load(shared.weights).astype(jnp.float32) * (d_weights - delta)

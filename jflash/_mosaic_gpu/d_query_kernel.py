@@ -89,6 +89,8 @@ def d_query(
 
         @pl.when(warpgroup < tile.warpgroups)
         def _() -> None:
+            tiles.release(tile.key_stages, shared.key_free)
+            tiles.release(tile.value_stages, shared.value_free)
             tiles.registers(tile.warpgroups, copies=False)
             own = pl.ds(first_row + warpgroup * ROWS, ROWS)
             filled = shared.rows_filled.at[warpgroup]
@@ -130,6 +132,8 @@ def d_query(
                     return d_products.astype(query.dtype), added
 
                 d_products, added = operations.accumulators(differentiate, shape, shape)
+                if tiled:
+                    operations.commit()
                 plgpu.barrier_arrive(shared.value_free.at[value_slot])
                 sums = operations.add_product(sums, d_products, key)
                 plgpu.barrier_arrive(shared.key_free.at[key_slot])
@@ -149,25 +153,23 @@ def d_query(
             tiles.registers(tile.warpgroups, copies=True)
             key_head = lax.div(h, group)
 
-            def copy(index: Array, carry: int) -> int:
+            def copy(index: Array) -> None:
                 key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
                 own = pl.ds(walk.start(index), tile.keys)
-                wait = lambda free, slot: plgpu.barrier_wait(free.at[slot])
-                pl.when(index >= tile.key_stages)(lambda: wait(shared.key_free, key_slot))
+                plgpu.barrier_wait(shared.key_free.at[key_slot])
                 rows = Rows(b, own.start, tile.keys, key_head, key_columns)
                 call.copy_rows("key", key_ref, rows, shared.key.at[key_slot], shared.key_filled.at[key_slot])
-                pl.when(index >= tile.value_stages)(lambda: wait(shared.value_free, value_slot))
+                plgpu.barrier_wait(shared.value_free.at[value_slot])
                 filled = shared.value_filled.at[value_slot]
                 for name, target in zip(tiled, shared.pairs, strict=True):
                     source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), own]
                     plgpu.copy_gmem_to_smem(source, target.at[value_slot], filled)
                 rows = rows._replace(columns=out_columns)
                 call.copy_rows("value", value_ref, rows, shared.value.at[value_slot], filled)
-                return carry
 
-            lax.fori_loop(0, walk.count, copy, 0)
-            tiles.drain(shared.key_free, walk.count, tile.key_stages)
-            tiles.drain(shared.value_free, walk.count, tile.value_stages)
+            tiles.for_each_copy(walk.count, copy)
+            tiles.drain(tile.key_stages, shared.key_free)
+            tiles.drain(tile.value_stages, shared.value_free)
 
     dtype = query.dtype
     bar = lambda stages, arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)

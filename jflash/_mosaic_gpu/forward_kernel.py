@@ -16,7 +16,7 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu import spans, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
+from jflash._mosaic_gpu.rounds import Rounds
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.tiles import ROWS, ForwardTiles
 from jflash._spec import Spec
@@ -40,7 +41,7 @@ class Buffers(NamedTuple):
 
     query: Ref
     out: Ref
-    """In the place of `query`, by then `query_free`."""
+    """In the place of `query`, by then `query_free`; its own if there are several rounds."""
     key: Ref
     value: Ref
     pairs: Sequence[Ref]
@@ -77,17 +78,20 @@ def forward(
     *,
     packed: int = 1,
     splits: int = 1,
+    rounds: int = 1,
 ) -> tuple[Float[Array, "splits B T N D"], Float[Array, "splits B N L"]]:
     """The kernel's call. T, S, H and D are multiples of 8 here; L is T rounded up to whole blocks.
 
-    With `packed` heads in the rows, T counts rows and N heads of keys. With several `splits` each takes its part of
-    the keys; the outputs are float32 then, and sinks are left to whoever merges them.
+    With `packed` heads in the rows, T counts rows and N heads of keys, and queries and output are `[B, N, T, ...]`. With
+    several `splits` each takes its part of the keys; the outputs are float32 then, and sinks are left to whoever merges
+    them. A block of the grid takes as many blocks of queries as there are `rounds`.
     """
-    batch, rows, heads, head_dim = query.shape
+    batch, rows, heads, head_dim = query.shape if packed == 1 else (query.shape[i] for i in (0, 2, 1, 3))
     value_dim = value.shape[3]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key.shape[2]
     blocks = -(-rows // tile.rows)
+    work = Rounds(blocks, rounds)
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
@@ -95,37 +99,54 @@ def forward(
     def kernel(query_ref: Ref, key_ref: Ref, value_ref: Ref, *refs: Any) -> None:
         side_refs, (out_ref, lse_ref, query_or_out, *scratch) = refs[: len(names)], refs[len(names) :]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), packed)
-        shared = Buffers(*(query_or_out if is_union else (query_or_out, query_or_out)), *scratch)
+        shared = Buffers(*(query_or_out if is_union or rounds > 1 else (query_or_out, query_or_out)), *scratch)
         b, h, split = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("split")
-        warpgroup = lax.axis_index("warpgroup")
-        # The blocks that see most keys come first, so that none of them is left at the end alone.
-        block = lax.axis_size("block") - 1 - lax.axis_index("block")
-        first_row = block * tile.rows
-        walk = spans.walk_keys(call, b, block, tile.rows, tile.keys).part(split, splits)
+        warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("block")
+
+        def taken(place: Array) -> tuple[Array, Walk]:
+            """A block of queries, and its walk. The blocks that see most keys come first, so that none of them is left
+            at the end alone."""
+            block = blocks - 1 - place
+            return block, spans.walk_keys(call, b, block, tile.rows, tile.keys).part(split, splits)
 
         @pl.when(warpgroup < tile.warpgroups)
         def _() -> None:
+            tiles.release(tile.stages, shared.key_free, shared.value_free)
             tiles.registers(tile.warpgroups, copies=False)
-            own = pl.ds(first_row + warpgroup * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(
-                query_ref.at[b, own, h, tiles.columns(columns, head_dim, b)],
-                shared.query.at[warpgroup],
-                shared.query_filled.at[warpgroup],
-            )
-            plgpu.barrier_wait(shared.query_filled.at[warpgroup])
-            place = Place(b, h, first_row + warpgroup * ROWS, 0)
-            state, sums = attend(call, tile, shared, walk, place, warpgroup, value_columns, query.dtype)
-            sink = None if splits > 1 else call.value("sinks", b, h)
-            out, lse = finish(call, state, sums, sink)
-            if is_union:
-                plgpu.barrier_arrive(shared.query_free)
-                plgpu.barrier_wait(shared.query_free)
-            shared.out[warpgroup] = out.astype(out_dtype)
-            lse_ref[split, b, h, own] = lse
-            operations.commit()
-            plgpu.copy_smem_to_gmem(
-                shared.out.at[warpgroup], out_ref.at[split, b, own, h, tiles.columns(value_columns, value_dim, b)]
-            )
+            own_query, own_out = shared.query.at[warpgroup], shared.out.at[warpgroup]
+            part = lambda ref, rows, columns: ref.at[rows, h, columns] if packed == 1 else ref.at[h, rows, columns]
+            own = lambda block: pl.ds(block * tile.rows + warpgroup * ROWS, ROWS)
+
+            def copy_query(block: Array) -> None:
+                source = part(query_ref.at[b], own(block), tiles.columns(columns, head_dim, b))
+                plgpu.copy_gmem_to_smem(source, own_query, shared.query_filled.at[warpgroup])
+
+            copy_query(taken(work.block(member, 0))[0])
+
+            def attend_block(index: Any, visited: Any) -> Any:
+                block, walk = taken(work.block(member, index))
+                plgpu.barrier_wait(shared.query_filled.at[warpgroup])
+                place = Place(b, h, own(block).start, 0)
+
+                copy_next = lambda: work.then(member, index, lambda place: copy_query(taken(place)[0]))
+                state, sums = attend(
+                    call, tile, shared, walk, place, warpgroup, value_columns, query.dtype, visited, copy_next
+                )
+                sink = None if splits > 1 else call.value("sinks", b, h)
+                out, lse = finish(call, state, sums, sink)
+                if rounds > 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                elif is_union:
+                    plgpu.barrier_arrive(shared.query_free)
+                    plgpu.barrier_wait(shared.query_free)
+                own_out[...] = out.astype(out_dtype)
+                lse_ref[split, b, h, own(block)] = lse
+                operations.commit()
+                target = part(out_ref.at[split, b], own(block), tiles.columns(value_columns, value_dim, b))
+                plgpu.copy_smem_to_gmem(own_out, target)
+                return visited + walk.count
+
+            work.each(member, attend_block)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == tile.warpgroups)
@@ -133,27 +154,31 @@ def forward(
             tiles.registers(tile.warpgroups, copies=True)
             key_head = lax.div(h, group)
 
-            def copy(index: Array, carry: int) -> int:
-                slot = lax.rem(index, tile.stages)
-                own = pl.ds(walk.start(index), tile.keys)
-                again = index >= tile.stages
-                pl.when(again)(lambda: plgpu.barrier_wait(shared.key_free.at[slot]))
-                source = key_ref.at[b, own, key_head, tiles.columns(columns, head_dim, b)]
-                plgpu.copy_gmem_to_smem(source, shared.key.at[slot], shared.key_filled.at[slot])
-                for name, target in zip(tiled, shared.pairs, strict=True):
-                    source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), own]
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
-                pl.when(again)(lambda: plgpu.barrier_wait(shared.value_free.at[slot]))
-                values = Rows(b, own.start, tile.keys, key_head, tiles.columns(value_columns, value_dim, b))
-                call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
-                return carry
+            def copy_block(index: Any, visited: Any) -> Any:
+                block, walk = taken(work.block(member, index))
 
-            lax.fori_loop(0, walk.count, copy, 0)
-            tiles.drain(shared.key_free, walk.count, tile.stages)
-            tiles.drain(shared.value_free, walk.count, tile.stages)
+                def copy(index: Array) -> None:
+                    slot = lax.rem(visited + index, tile.stages)
+                    own = pl.ds(walk.start(index), tile.keys)
+                    plgpu.barrier_wait(shared.key_free.at[slot])
+                    source = key_ref.at[b, own, key_head, tiles.columns(columns, head_dim, b)]
+                    plgpu.copy_gmem_to_smem(source, shared.key.at[slot], shared.key_filled.at[slot])
+                    for name, target in zip(tiled, shared.pairs, strict=True):
+                        source = call.part(name, b, h).at[pl.ds(block * tile.rows, tile.rows), own]
+                        plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
+                    plgpu.barrier_wait(shared.value_free.at[slot])
+                    values = Rows(b, own.start, tile.keys, key_head, tiles.columns(value_columns, value_dim, b))
+                    call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
+
+                tiles.for_each_copy(walk.count, copy)
+                return visited + walk.count
+
+            work.each(member, copy_block)
+            tiles.drain(tile.stages, shared.key_free, shared.value_free)
 
     filled = plgpu.Barrier(num_barriers=tile.stages)
     free = plgpu.Barrier(num_barriers=tile.stages, num_arrivals=tile.warpgroups)
+    order = (rows, heads) if packed == 1 else (heads, rows)
     out_rows = tiles.shared((tile.warpgroups, ROWS, value_columns), out_dtype)
     query_rows = tiles.shared((tile.warpgroups, ROWS, columns), query.dtype)
     is_union = (columns, query.dtype) != (value_columns, out_dtype)
@@ -161,15 +186,15 @@ def forward(
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((splits, batch, rows, heads, value_dim), out_dtype),
+            jax.ShapeDtypeStruct((splits, batch, *order, value_dim), out_dtype),
             jax.ShapeDtypeStruct((splits, batch, heads, blocks * tile.rows), jnp.float32),
         ),
-        grid=(heads, blocks, batch, splits),
+        grid=(heads, work.grid, batch, splits),
         grid_names=("head", "block", "batch", "split"),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.RefUnion(query_rows, out_rows) if is_union else query_rows,
+            (query_rows, out_rows) if rounds > 1 else plgpu.RefUnion(query_rows, out_rows) if is_union else query_rows,
             tiles.shared((tile.stages, tile.keys, columns), key.dtype),
             tiles.shared((tile.stages, tile.keys, value_columns), value.dtype),
             [tiles.shared((tile.stages, tile.rows, tile.keys), sides[name].dtype) for name in tiled],
@@ -196,30 +221,54 @@ def attend(
     warpgroup: Int[Array, ""],
     value_columns: int,
     dtype: Any,
+    visited: Int[Array, ""] | int,
+    queries_read: Callable[[], None],
 ) -> tuple[Softmax, Float[Array, "rows D"]]:
-    """One warpgroup's rows after all their tiles: the softmax, and the weighted sums of the values."""
+    """One warpgroup's rows after all their tiles: the softmax, and the weighted sums of the values.
+
+    `visited` tiles came before, in other rounds; `queries_read` is called when the queries are not needed any more.
+    """
     operations, shape = call.operations, (ROWS, tile.keys)
     query = shared.query.at[warpgroup]
 
+    slot_of = lambda index: lax.rem(visited + index, tile.stages)
+    start, stop = 0, walk.count
+    if tile.rows > tile.keys:
+        start, stop, walk = spans.own_keys(call, walk, place.batch, place.query, ROWS)
+
     def softmax(products: Float[Array, "rows keys"], index: Any, before: Softmax | None) -> Softmax:
-        slot = lax.rem(index, tile.stages)
+        slot = slot_of(index)
         own = pl.ds(warpgroup * ROWS, ROWS)
         names = bias_and_mask.tiled(call.spec)
         pairs = {n: operations.load(ref.at[slot, own]) for n, ref in zip(names, shared.pairs, strict=True)}
+        if pairs:
+            # What threads have read, a copy may overwrite.
+            operations.commit()
         plgpu.barrier_arrive(shared.key_free.at[slot])
         at = place._replace(key=walk.start(index))
         logits = call.hide_masked(call.logits(products, at, shape, pairs), at, shape, pairs, -jnp.inf)
         logits = walk.masked(index, logits, lambda logits: call.hide(logits, at, shape, pairs, -jnp.inf))
         return step(call, logits, before, dtype)
 
-    plgpu.barrier_wait(shared.key_filled.at[0])
-    products = operations.product(query, shared.key.at[0].T, shape)
-    state = softmax(products, jnp.int32(0), None)
+    def leave(index: Array, carry: int) -> int:
+        slot = slot_of(index)
+        plgpu.barrier_wait(shared.key_filled.at[slot])
+        plgpu.barrier_arrive(shared.key_free.at[slot])
+        plgpu.barrier_wait(shared.value_filled.at[slot])
+        plgpu.barrier_arrive(shared.value_free.at[slot])
+        return carry
+
+    if tile.rows > tile.keys:
+        lax.fori_loop(0, start, leave, 0)
+    first = slot_of(jnp.int32(start))
+    plgpu.barrier_wait(shared.key_filled.at[first])
+    products = operations.product(query, shared.key.at[first].T, shape)
+    state = softmax(products, jnp.int32(start), None)
     sums = operations.full((ROWS, value_columns), 0)
 
     def body(index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, sums = carry
-        slot, last = lax.rem(index, tile.stages), lax.rem(index - 1, tile.stages)
+        slot, last = slot_of(index), slot_of(index - 1)
         plgpu.barrier_wait(shared.key_filled.at[slot])
 
         def attend_tile(sums: Any) -> Softmax:
@@ -240,11 +289,14 @@ def attend(
         plgpu.barrier_arrive(shared.value_free.at[last])
         return state, sums * along_rows(state.correction, sums.shape)
 
-    state, sums = lax.fori_loop(1, walk.count, body, (state, sums))
-    last = lax.rem(walk.count - 1, tile.stages)
+    state, sums = lax.fori_loop(start + 1, stop, body, (state, sums))
+    queries_read()
+    last = slot_of(stop - 1)
     plgpu.barrier_wait(shared.value_filled.at[last])
     sums = operations.add_product(sums, state.weights, shared.value.at[last])
     plgpu.barrier_arrive(shared.value_free.at[last])
+    if tile.rows > tile.keys:
+        lax.fori_loop(stop, walk.count, leave, 0)
     return state, sums
 
 

@@ -256,15 +256,17 @@ class Inputs:
     def hide_masked(
         self, values: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], hidden: float
     ) -> Array:
-        """`values` of a tile where a dense mask, if the call has one, lets the query see the key, `hidden` elsewhere."""
+        """`values` of a tile where a dense mask, if there is one, lets the query see the key, `hidden` elsewhere."""
         mask = self.tile(place, shape, tiles).mask
-        return values if mask is None else jnp.where(mask, values, hidden)
+        return values if mask is None else jnp.where(jnp.broadcast_to(mask, shape), values, hidden)
 
     def visible(self, tile: _tile.Tile) -> Array:
-        """Which logits of a tile count."""
+        """Which logits of a tile count; those of keys past the end do not."""
+        if tile.key_lengths is None:
+            tile = tile._replace(key_lengths=jnp.int32(self.spec.key_length))
         seen = _visibility.visible(self.spec, tile)
-        inside = tile.key < self.spec.key_length
-        return inside if seen is None else inside & seen
+        assert seen is not None
+        return seen
 
 
 def index(ref: Ref, batch: Any, head: Any) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ class Hardware:
         plgpu.copy_smem_to_gmem(source, destination, reduction_op="add")
 
     def commit(self) -> None:
-        """Let copies and products see what was written to shared memory."""
+        """Let copies and products see what was written to shared memory, and overwrite what was read of it."""
         plgpu.commit_smem()
 
 

@@ -62,27 +62,23 @@ def copy_all(
     """Every tile of the walk, for each of the `group` heads from `first_head` on; `keys` are the block's own."""
     stages, queries = shared.query.shape[:2]
 
-    def copy(step: Array, carry: int) -> int:
+    def copy(step: Array) -> None:
         slot = lax.rem(step, stages)
         head = first_head + lax.div(step, walk.count)
         first = walk.start(lax.rem(step, walk.count))
         rows = pl.ds(first, queries)
         tile = Rows(batch, first, queries, head, sources.key_columns)
-        again = step >= stages
-        pl.when(again)(lambda: plgpu.barrier_wait(shared.query_free.at[slot]))
+        plgpu.barrier_wait(shared.query_free.at[slot])
         filled = shared.query_filled.at[slot]
         call.copy_rows("query", sources.query, tile, shared.query.at[slot], filled)
         plgpu.copy_gmem_to_smem(sources.lse.at[batch, head, rows], shared.lse.at[slot], filled)
         for name, target in zip(pairs.tiled(call.spec), shared.pairs, strict=True):
             plgpu.copy_gmem_to_smem(call.part(name, batch, head).at[rows, keys], target.at[slot], filled)
-        pl.when(again)(lambda: plgpu.barrier_wait(shared.d_out_free.at[slot]))
+        plgpu.barrier_wait(shared.d_out_free.at[slot])
         filled = shared.d_out_filled.at[slot]
         tile = tile._replace(columns=sources.out_columns)
         call.copy_rows("d_out", sources.d_out, tile, shared.d_out.at[slot], filled)
         plgpu.copy_gmem_to_smem(sources.delta.at[batch, head, rows], shared.delta.at[slot], filled)
-        return carry
 
-    count = walk.count * group
-    lax.fori_loop(0, count, copy, 0)
-    tiles.drain(shared.query_free, count, stages)
-    tiles.drain(shared.d_out_free, count, stages)
+    tiles.for_each_copy(walk.count * group, copy)
+    tiles.drain(stages, shared.query_free, shared.d_out_free)

@@ -1,7 +1,6 @@
 """Where a block of queries finds the keys it can see, and a block of keys the queries that can see it.
 
-Known from the block's index alone where all that limits sight is static; from a small table, made beforehand, where
-offsets, lengths or segments are arrays.
+Known from the block's index and its batch entry's offset and lengths; with segments from a small table, made before.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from jflash._mosaic_gpu.inputs import Inputs
 from jflash._spec import Operands, Spec
 from jflash._visibility import Spans
 
-_DYNAMIC = frozenset({"query_offset", "query_lengths", "key_lengths", "query_segments"})
+_LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
 
 
 def table(spec: Spec, operands: Operands, size: int, *, of_keys: bool = False) -> Int[Array, "B blocks 4"] | None:
-    """The spans of every block of `size` queries (or, `of_keys`, keys); `None` where they are static."""
-    if _DYNAMIC.isdisjoint(spec.operands):
+    """The spans of every block of `size` queries (or, `of_keys`, keys); `None` where a kernel finds them itself."""
+    if "query_segments" not in spec.operands:
         return None
     find, length = _find(of_keys), spec.key_length if of_keys else spec.query_length
     unmasked = operands._replace(mask=None)
@@ -80,9 +79,30 @@ class Walk:
         return dataclasses.replace(self, first=first, count=count, whole=whole)
 
 
+def _spans(call: Inputs, batch: Any, first: Any, rows: int, *, of_keys: bool) -> Spans:
+    """The spans of some rows of queries (or, `of_keys`, keys) in a call without segments."""
+    limits: Any = {name: call.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
+    nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
+    return _find(of_keys)(call.spec, nothing, 0, 1, first, rows)
+
+
 def walk_keys(call: Inputs, batch: Any, block: Any, rows: int, size: int) -> Walk:
     """The tiles of keys that a block of `rows` queries visits."""
     return _walk(call, batch, block, max(rows // call.packed, 1), size, of_keys=False)
+
+
+def own_keys(call: Inputs, walk: Walk, batch: Any, row: Any, rows: int) -> tuple[Any, Any, Walk]:
+    """Of a block's walk over keys, from where to where some of its rows see any, at least one tile; and the walk with
+    what is whole for them. All of it where that is not known beforehand."""
+    spec = call.spec
+    if "spans" in call.refs or call.packed > 1:
+        return 0, walk.count, walk
+    found = _spans(call, batch, row, rows, of_keys=False)
+    seen_stop = jnp.where(row < spec.query_length, found.stop, found.start)
+    start = jnp.clip(lax.div(found.start - walk.first, walk.size), 0, walk.count - 1)
+    stop = jnp.clip(lax.div(seen_stop - walk.first + walk.size - 1, walk.size), start + 1, walk.count)
+    whole = None if walk.whole is None else (found.full_start, jnp.minimum(found.full_stop, walk.whole[1]))
+    return start, stop, dataclasses.replace(walk, whole=whole)
 
 
 def walk_queries(call: Inputs, batch: Any, block: Any, keys: int, size: int) -> Walk:
@@ -96,8 +116,7 @@ def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys
     if known is not None:
         found = Spans(*(known[batch, block, part] for part in range(4)))
     else:
-        nothing: Any = Operands(query=None, key=None, value=None)  # pyright: ignore[reportArgumentType]
-        found = _find(of_keys)(spec, nothing, 0, 1, block * rows, rows)
+        found = _spans(call, batch, block * rows, rows, of_keys=of_keys)
     alignment = 64 if bias_and_mask.tiled(spec) else 8
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
@@ -106,5 +125,5 @@ def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys
     if ragged and of_keys:
         # What is read as keys past the end is 0, and would have weights.
         whole = whole[0], jnp.where((block + 1) * rows > spec.key_length, first, whole[1])
-    limited = known is not None or spec.bounds != (None, None)
+    limited = spec.bounds != (None, None) or not _LIMITS.isdisjoint(spec.operands)
     return Walk(first, count, whole if ragged or limited else None, size)

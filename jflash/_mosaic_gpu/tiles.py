@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -90,14 +91,36 @@ def moving_zero(step: Any, warpgroup: Any) -> Any:
     return lax.shift_right_logical(step + warpgroup, 30)
 
 
-def drain(free: Any, count: Any, stages: int) -> None:
-    """Wait until the last tiles of `count` have been read: a barrier may not end in the middle of its phase."""
+def for_each_copy(count: Any, copy: Callable[[Any], None]) -> None:
+    """`copy(index)` for `count` tiles, of which the compiler cannot know how many they are.
 
-    def wait(step: Any, carry: int) -> int:
-        plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+    It would write out some of them one by one. From that, ptxas (CUDA 13.5) once made a copy from a wrong place: a
+    coordinate that is 0 was taken from a register that still held an address.
+    """
+
+    def body(index: Any, carry: int) -> int:
+        copy(index)
         return carry
 
-    lax.fori_loop(jnp.maximum(count - stages, 0), count, wait, 0)
+    number = lax.axis_index("batch") + lax.axis_index("block")
+    lax.fori_loop(0, count + lax.bitwise_and(number * (number + 1), 1), body, 0)
+
+
+def release(stages: int, *free: Any) -> None:
+    """Nothing of a block's tiles is in use at first; called once by each warpgroup that will read them.
+
+    So copies wait for every tile alike, the first ones too.
+    """
+    for barriers in free:
+        for slot in range(stages):
+            plgpu.barrier_arrive(barriers.at[slot])
+
+
+def drain(stages: int, *free: Any) -> None:
+    """Wait until the last tiles have been read: a barrier may not end in the middle of its phase."""
+    for barriers in free:
+        for slot in range(stages):
+            plgpu.barrier_wait(barriers.at[slot])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +145,21 @@ class ForwardTiles:
         stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
         return queries + self.stages * stage
 
+    def rounds(self, head_dim: int, value_dim: int, pair_bytes: int, seen_keys: int, blocks: int) -> int:
+        """Blocks of queries that one block of the grid should take: several where each visits so few tiles that its
+        beginning and end take long, unless too few are left for every processor.
+
+        Args:
+          head_dim, value_dim, pair_bytes: as for `bytes`.
+          seen_keys: keys that a block of queries sees at most.
+          blocks: of queries, for every processor.
+        """
+        if self.bytes(head_dim, value_dim, pair_bytes, 2) + self.rows * value_dim * 2 > SHARED_MEMORY:
+            return 1
+        visited = seen_keys // self.keys
+        wanted = 4 if visited <= 9 else 2 if visited <= 16 else 1
+        return max(number for number in (1, 2, 4) if number <= wanted and (number == 1 or blocks >= 3 * number))
+
 
 def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> ForwardTiles:
     """The fastest tiles that fit in shared memory.
@@ -132,7 +170,9 @@ def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> 
       rows: query rows that there are.
     """
     narrow = max(head_dim, value_dim) <= 64 and not pair_bytes
-    warpgroups = [1] if rows <= ROWS else [3, 2] if narrow else [2]
+    # How fast warpgroups are together; and how many rows they make, of which some may not be there.
+    speed = {1: 1.0} if rows <= ROWS else {3: 1.2, 2: 1.0} if narrow else {2: 1.0}
+    warpgroups = sorted(speed, key=lambda count: round_up(rows, count * ROWS) / speed[count])
     candidates = [ForwardTiles(count, *size) for count in warpgroups for size in ((128, 2), (64, 2), (64, 1))]
     # What one block does alone it may have to share with others, in float32.
     out_bytes = lambda t: 4 if rows <= t.rows else 2
