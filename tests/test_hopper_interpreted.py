@@ -7,7 +7,7 @@ import pytest
 from cases import Case
 
 from jflash import _tuning
-from jflash._mosaic_gpu import tiles
+from jflash._mosaic_gpu import rounds, tiles
 
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
@@ -46,6 +46,15 @@ def test_fused(case: Case):
 def test_split(case: Case):
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 8, 13])
+def test_rounds_take_every_block_once(blocks: int, number: int):
+    work = rounds.Rounds(blocks, number)
+    members = [[int(work.block(member, index)) for index in range(number)] for member in range(work.grid)]
+    assert all(turns == sorted(turns) for turns in members)
+    assert sorted(turn for turns in members for turn in turns if turn < blocks) == list(range(blocks))
 
 
 @pytest.mark.parametrize("processors", [1, 2])

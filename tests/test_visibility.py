@@ -49,6 +49,20 @@ bounds = st.fixed_dictionaries(
 )
 
 
+@hypothesis.given(blocks(), bounds)
+def test_one_entry_by_its_scalars(block, options):
+    """What a kernel finds that knows one batch entry's offset and lengths."""
+    array = lambda length: jnp.zeros((2, length, 1, 4))
+    spec, operands, _ = _canonical.canonicalize(array(QUERIES), array(KEYS), array(KEYS), **options)
+    for entry in range(2):
+        names = ("query_offset", "query_lengths", "key_lengths")
+        limits = {name: getattr(operands, name) for name in names if getattr(operands, name) is not None}
+        scalars = {name: jnp.broadcast_to(array, 2)[entry] for name, array in limits.items()}
+        assert _visibility.key_spans(spec, operands._replace(**scalars), 0, 1, *block) == _visibility.key_spans(
+            spec, operands, entry, 1, *block
+        )
+
+
 def sorted_ids(length: int):
     ids = st.lists(st.integers(0, 4), min_size=length, max_size=length).map(sorted)
     return st.lists(ids, min_size=2, max_size=2).map(np.array)

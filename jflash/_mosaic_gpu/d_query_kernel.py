@@ -92,9 +92,10 @@ def d_query(
             tiles.release(tile.key_stages, shared.key_free)
             tiles.release(tile.value_stages, shared.value_free)
             tiles.registers(tile.warpgroups, copies=False)
-            own = pl.ds(first_row + warpgroup * ROWS, ROWS)
+            own_row = first_row + warpgroup * ROWS
+            own = pl.ds(own_row, ROWS)
             filled = shared.rows_filled.at[warpgroup]
-            rows = Rows(b, own.start, ROWS, h, key_columns)
+            rows = Rows(b, own_row, ROWS, h, key_columns)
             call.copy_rows("query", query_ref, rows, shared.query.at[warpgroup], filled)
             rows = rows._replace(columns=out_columns)
             call.copy_rows("d_out", d_out_ref, rows, shared.d_out.at[warpgroup], filled)
@@ -155,14 +156,14 @@ def d_query(
 
             def copy(index: Array) -> None:
                 key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
-                own = pl.ds(walk.start(index), tile.keys)
+                first_key = walk.start(index)
                 plgpu.barrier_wait(shared.key_free.at[key_slot])
-                rows = Rows(b, own.start, tile.keys, key_head, key_columns)
+                rows = Rows(b, first_key, tile.keys, key_head, key_columns)
                 call.copy_rows("key", key_ref, rows, shared.key.at[key_slot], shared.key_filled.at[key_slot])
                 plgpu.barrier_wait(shared.value_free.at[value_slot])
                 filled = shared.value_filled.at[value_slot]
                 for name, target in zip(tiled, shared.pairs, strict=True):
-                    source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), own]
+                    source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), pl.ds(first_key, tile.keys)]
                     plgpu.copy_gmem_to_smem(source, target.at[value_slot], filled)
                 rows = rows._replace(columns=out_columns)
                 call.copy_rows("value", value_ref, rows, shared.value.at[value_slot], filled)

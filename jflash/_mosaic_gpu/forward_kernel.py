@@ -82,9 +82,9 @@ def forward(
 ) -> tuple[Float[Array, "splits B T N D"], Float[Array, "splits B N L"]]:
     """The kernel's call. T, S, H and D are multiples of 8 here; L is T rounded up to whole blocks.
 
-    With `packed` heads in the rows, T counts rows and N heads of keys, and queries and output are `[B, N, T, ...]`. With
-    several `splits` each takes its part of the keys; the outputs are float32 then, and sinks are left to whoever merges
-    them. A block of the grid takes as many blocks of queries as there are `rounds`.
+    With `packed` heads in the rows, T counts rows and N heads of keys, and queries and output are `[B, N, T, ...]`.
+    With several `splits` each takes its part of the keys; the outputs are float32 then, and sinks are left to whoever
+    merges them. A block of the grid takes as many blocks of queries as there are `rounds`.
     """
     batch, rows, heads, head_dim = query.shape if packed == 1 else (query.shape[i] for i in (0, 2, 1, 3))
     value_dim = value.shape[3]
@@ -103,10 +103,10 @@ def forward(
         b, h, split = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("split")
         warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("block")
 
-        def taken(place: Array) -> tuple[Array, Walk]:
-            """A block of queries, and its walk. The blocks that see most keys come first, so that none of them is left
-            at the end alone."""
-            block = blocks - 1 - place
+        def taken(turn: Array) -> tuple[Array, Walk]:
+            """A block of queries, and its walk. Those that see most keys have the first turns, so that none of them is
+            left at the end alone."""
+            block = blocks - 1 - turn
             return block, spans.walk_keys(call, b, block, tile.rows, tile.keys).part(split, splits)
 
         @pl.when(warpgroup < tile.warpgroups)
@@ -128,7 +128,7 @@ def forward(
                 plgpu.barrier_wait(shared.query_filled.at[warpgroup])
                 place = Place(b, h, own(block).start, 0)
 
-                copy_next = lambda: work.then(member, index, lambda place: copy_query(taken(place)[0]))
+                copy_next = lambda: work.then(member, index, lambda turn: copy_query(taken(turn)[0]))
                 state, sums = attend(
                     call, tile, shared, walk, place, warpgroup, value_columns, query.dtype, visited, copy_next
                 )
@@ -159,15 +159,15 @@ def forward(
 
                 def copy(index: Array) -> None:
                     slot = lax.rem(visited + index, tile.stages)
-                    own = pl.ds(walk.start(index), tile.keys)
+                    keys = Rows(b, walk.start(index), tile.keys, key_head, tiles.columns(columns, head_dim, b))
                     plgpu.barrier_wait(shared.key_free.at[slot])
-                    source = key_ref.at[b, own, key_head, tiles.columns(columns, head_dim, b)]
-                    plgpu.copy_gmem_to_smem(source, shared.key.at[slot], shared.key_filled.at[slot])
+                    plgpu.copy_gmem_to_smem(keys.of(key_ref), shared.key.at[slot], shared.key_filled.at[slot])
                     for name, target in zip(tiled, shared.pairs, strict=True):
-                        source = call.part(name, b, h).at[pl.ds(block * tile.rows, tile.rows), own]
+                        own = pl.ds(block * tile.rows, tile.rows), pl.ds(keys.first, tile.keys)
+                        source = call.part(name, b, h).at[own]
                         plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
                     plgpu.barrier_wait(shared.value_free.at[slot])
-                    values = Rows(b, own.start, tile.keys, key_head, tiles.columns(value_columns, value_dim, b))
+                    values = keys._replace(columns=tiles.columns(value_columns, value_dim, b))
                     call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
 
                 tiles.for_each_copy(walk.count, copy)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 
@@ -44,4 +45,4 @@ class Rounds:
         """`body` for what comes after a round, if anything does."""
         if self.number > 1:
             block = self.block(member, index + 1)
-            lax.cond((index + 1 < self.number) & (block < self.blocks), lambda: body(block), lambda: None)
+            pl.when((index + 1 < self.number) & (block < self.blocks))(lambda: body(block))
