@@ -17,6 +17,11 @@ SPILLS = {
         "The fused backward holds dK, dV and two tiles. It spills where a tile needs a mask, or parameters have "
         "gradients: at d128 and 16,384 tokens causal makes 627 TFLOP/s so, and full, without a spill, 597 to 645.",
     ),
+    "d_query": (
+        32,
+        "At d256 it keeps, where a tile needs a mask, what the rows' last keys are: the backward at 16,384 tokens has "
+        "530 TFLOP/s so, and full, without a spill, 524.",
+    ),
     "d_bias": (
         128,
         "At d128 it holds three tiles of 64 x 128. With the fused backward it takes 8.4 ms for two entries of 16 "

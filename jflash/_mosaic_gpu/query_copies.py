@@ -61,11 +61,13 @@ def copy_all(
 ) -> None:
     """Every tile of the walk, for each of the `group` heads from `first_head` on; `keys` are the block's own."""
     stages, queries = shared.query.shape[:2]
+    # The same number for the loop and for its remainders: with one head, they are no divisions then.
+    count = tiles.unknown(walk.count)
 
-    def copy(step: Array) -> None:
+    def copy(step: Array, carry: int) -> int:
         slot = lax.rem(step, stages)
-        head = first_head + lax.div(step, walk.count)
-        first = walk.start(lax.rem(step, walk.count))
+        head = first_head + lax.div(step, count)
+        first = walk.start(lax.rem(step, count))
         rows = pl.ds(first, queries)
         tile = Rows(batch, first, queries, head, sources.key_columns)
         plgpu.barrier_wait(shared.query_free.at[slot])
@@ -79,6 +81,7 @@ def copy_all(
         tile = tile._replace(columns=sources.out_columns)
         call.copy_rows("d_out", sources.d_out, tile, shared.d_out.at[slot], filled)
         plgpu.copy_gmem_to_smem(sources.delta.at[batch, head, rows], shared.delta.at[slot], filled)
+        return carry
 
-    tiles.for_each_copy(walk.count * group, copy)
+    lax.fori_loop(0, count * group, copy, 0)
     tiles.drain(stages, shared.query_free, shared.d_out_free)
