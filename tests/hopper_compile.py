@@ -37,6 +37,7 @@ CASES = {
     "d192/128 causal": (192, 128, dict(is_causal=True), {}),
     "window": (128, 128, dict(is_causal=True, local_window_size=(1023, 0)), {}),
     "soft cap": (128, 128, dict(logits_soft_cap=50.0), {}),
+    "soft cap and scale": (128, 128, dict(logits_soft_cap=50.0, deterministic=True), dict(scale=((), float32))),
     "bias": (128, 128, {}, dict(bias=(PAIRS, bfloat16))),
     "bias float32": (128, 128, {}, dict(bias=(PAIRS, float32))),
     "bias of keys": (128, 128, {}, dict(bias=((1, 4, 1, LENGTH), bfloat16))),

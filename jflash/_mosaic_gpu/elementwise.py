@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as core
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 
 def soft_cap(products: jax.Array, scale: jax.Array | float, cap: float) -> jax.Array:
@@ -31,11 +32,14 @@ def _soft_cap_jvp(cap: float, primals: tuple[Any, Any], tangents: tuple[Any, Any
     (products, scale), (d_products, d_scale) = primals, tangents
     result = _soft_cap(products, scale, cap)
     slope = 1 - jnp.square(result * (1 / cap))
-    return result, slope * (scale * d_products + products * d_scale)
+    changes = [(scale, d_products), (products, d_scale)]
+    parts = [by * change for by, change in changes if not isinstance(change, SymbolicZero)]
+    return result, slope * sum(parts[1:], start=parts[0])
 
 
 _capped = jax.custom_jvp(_soft_cap, nondiff_argnums=(2,))
-_capped.defjvp(_soft_cap_jvp)
+# Zeros that JAX made itself would be placed on a mesh, where there is one, and a kernel cannot do that.
+_capped.defjvp(_soft_cap_jvp, symbolic_zeros=True)
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
