@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import io
 import itertools
 import json
@@ -123,6 +124,16 @@ def run(tmp_path_factory):
     with two_peers_less(), contextlib.redirect_stdout(io.StringIO()) as printed:
         bench.main([*(f"--{name}={value}" for name, value in options.items()), f"--output={folder}"])
     return folder, printed.getvalue()
+
+
+def test_version_of_what_was_never_installed(monkeypatch):
+    """A checkout on the path; the run must not fail for it, after all was measured."""
+
+    def nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert peers.versions(["jflash"])["jflash"] == "from a folder on the path"
 
 
 def test_run_records_every_case_and_peer(run):

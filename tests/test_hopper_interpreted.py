@@ -1,5 +1,7 @@
 """The Hopper kernels in Pallas' interpreter: right, and free of races, over a short product of features."""
 
+import dataclasses
+
 import cases
 import hopper_kernels
 import oracle
@@ -91,6 +93,15 @@ def test_no_weight_on_keys_past_the_end(deterministic: bool):
     case = Case("bfloat16", 131, 17, dims=(80, 80), alibi=True, bias="heads", scale="traced", sinks=True)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18])
+@pytest.mark.parametrize("mask", [None, "full"])
+def test_small_scales(scale: float, mask: str | None):
+    """Logits that are all but 0, and gradients far below what the products are."""
+    case = Case("bfloat16", 40, 17, dims=(64, 64), lengths="queries", mask=mask)
+    call = dataclasses.replace(cases.build(case), scale=scale)
+    oracle.assert_right(hopper_kernels.run(call), call)
 
 
 @pytest.mark.parametrize("segments", [None, "sorted"])

@@ -60,4 +60,11 @@ PEERS: dict[Name, Peer] = {
 def versions(peers: Sequence[Name]) -> dict[str, str]:
     """Of jflash, JAX and the packages of these peers."""
     packages = dict.fromkeys(["jflash", "jax", "jaxlib", *(PEERS[name].package for name in peers)])
-    return {name: importlib.metadata.version(name) for name in packages}
+    return {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "from a folder on the path"
