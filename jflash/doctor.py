@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflash
-from jflash import _dispatch, _platform, _tuning
+from jflash import _dispatch, _platform, _tuning, _versions
 from jflash_metal import _ffi
 
 PACKAGES = ("jflash", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-metal", "jax-mps")
@@ -48,7 +47,7 @@ def report() -> Iterator[str]:
     """Versions, devices, implementations, the native library: a line each."""
     yield f"python {platform.python_version()} on {platform.platform()}, {platform.machine()}"
     for name in PACKAGES:
-        version = _version(name)
+        version = _versions.installed(name)
         if version is not None:
             yield f"{name} {version}"
     yield f"platform: {_platform.current()}"
@@ -63,13 +62,6 @@ def report() -> Iterator[str]:
     yield f"tuned tiles: {_tuning.path(device) if _tuning.is_tuned(device) else 'none'}"
     reason = _ffi.available()
     yield f"native library: {f'loaded; it runs shaders on: {_ffi.host()}' if reason is None else reason}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import io
 import json
 
@@ -110,6 +111,16 @@ def test_search_keeps_what_is_faster(monkeypatch, folder):
     tune.store(found)
     assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
     assert _tuning.choose(Question("xla backward", ("alike",)), [LARGE, SMALL]) == SMALL
+
+
+def test_search_from_a_checkout_that_was_never_installed(monkeypatch, folder):
+    """It must not fail for it when all was measured."""
+
+    def nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert "from a folder on the path" in tune.store([]).read_text()
 
 
 def test_command_tunes_this_machine(monkeypatch, folder):

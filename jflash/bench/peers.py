@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 
 import jflash
+from jflash import _versions
 from jflash._platform import Platform
 from jflash.bench.cases import Case, Data, Work
 from jflash.bench.clocks import Prepared
@@ -60,11 +61,9 @@ PEERS: dict[Name, Peer] = {
 def versions(peers: Sequence[Name]) -> dict[str, str]:
     """Of jflash, JAX and the packages of these peers."""
     packages = dict.fromkeys(["jflash", "jax", "jaxlib", *(PEERS[name].package for name in peers)])
-    return {name: _version(name) for name in packages}
+    return {name: version(name) for name in packages}
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "from a folder on the path"
+def version(package: str) -> str:
+    """What a record says of a package that takes part."""
+    return _versions.installed(package) or "from a folder on the path"

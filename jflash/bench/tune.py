@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from jflash import _platform, _tuning
 from jflash._tuning import Question
-from jflash.bench import clocks
+from jflash.bench import clocks, peers
 from jflash.bench.cases import Case, Work, data, flops
 from jflash.bench.in_jax import function_of_arrays
 from jflash.bench.report import short
@@ -101,7 +100,7 @@ def _left_open(cases: Sequence[Case]) -> Iterator[Open]:
 def store(found: Sequence[Found]) -> Path:
     """Keep what is faster than the backends' own choices, for all later calls on this device."""
     better = {one.open.question: one.tiles for one in found if one.fastest}
-    versions = {name: importlib.metadata.version(name) for name in ("jflash", "jax")}
+    versions = {name: peers.version(name) for name in ("jflash", "jax")}
     return _tuning.store(_platform.device_name(), better, dict(date=str(datetime.date.today()), **versions))
 
 
