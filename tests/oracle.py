@@ -83,10 +83,12 @@ def _roundings(terms: float, dtype: np.dtype, accumulator: np.dtype) -> float:
 
 def error(got: Any, truth: np.ndarray) -> float:
     """The largest absolute difference. Infinities must be the same; a NaN, or another shape, is an infinite error."""
-    got = np.asarray(got).astype(truth.dtype)
+    got = np.asarray(got)
     if got.shape != truth.shape:
         return math.inf
+    # The cast too: it warns of a signaling NaN.
     with np.errstate(invalid="ignore"):
+        got = got.astype(truth.dtype)
         difference = np.where(got == truth, 0, np.abs(got - truth))
     return float(np.max(np.where(np.isnan(difference), np.inf, difference), initial=0))
 

@@ -1,6 +1,7 @@
 """The oracle itself: against `jax.nn`, and its gradients, derived by hand, against differences of its own results."""
 
 import dataclasses
+import math
 
 import cases
 import jax
@@ -74,3 +75,9 @@ def test_gradients_are_differences(case: Case):
         expected = sum(map(np.vdot, jax.tree.leaves(gradient), jax.tree.leaves(direction)))
         # The difference is off by step**2 times a third derivative, and by the rounding of results of size up to 100.
         np.testing.assert_allclose((ahead - behind) / (2 * step), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_signaling_nan_is_an_infinite_error():
+    """Memory that nobody wrote may hold one, and its cast warns."""
+    signaling = np.array([0x7F800001], np.uint32).view(np.float32)
+    assert oracle.error(signaling, np.zeros(1)) == math.inf
