@@ -4,12 +4,17 @@ import dataclasses
 
 import cases
 import hopper_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
 import oracle
 import pytest
 from cases import Case
 
 from jflash import _tuning
-from jflash._mosaic_gpu import rounds, tiles
+from jflash._mosaic_gpu import calls, rounds, statistics, tiles
+from jflash._mosaic_gpu.operations import Hardware
+from jflash._spec import Residuals
 
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
@@ -98,10 +103,43 @@ def test_no_weight_on_keys_past_the_end(deterministic: bool):
 @pytest.mark.parametrize("scale", [1e-30, 1e-18])
 @pytest.mark.parametrize("mask", [None, "full"])
 def test_small_scales(scale: float, mask: str | None):
-    """Logits that are all but 0, and gradients far below what the products are."""
+    """The backward divides the log-sum-exp by the scale, and adds products to what is left."""
     case = Case("bfloat16", 40, 17, dims=(64, 64), lengths="queries", mask=mask)
     call = dataclasses.replace(cases.build(case), scale=scale)
     oracle.assert_right(hopper_kernels.run(call), call)
+
+
+def test_three_numbers_of_bfloat16_make_one_of_float32():
+    generator = np.random.default_rng(0)
+    values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
+    pieces = [np.asarray(piece) for piece in statistics._pieces(jnp.asarray(values))]
+    for piece in pieces:
+        np.testing.assert_array_equal(piece, np.asarray(jnp.asarray(piece, jnp.bfloat16), np.float32))
+    np.testing.assert_array_equal(sum(piece.astype(np.float64) for piece in pieces), values)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True, lengths="both", sinks=True),
+        dict(bias="full", mask="full", segments="sorted"),
+        dict(bias="queries", alibi=True, scale="traced", soft_cap=1.5),
+        dict(bias="keys", window=(40, 10), offset="each", score_mod="indices"),
+    ],
+    ids=str,
+)
+def test_no_arrays_but_the_operands(options: dict, deterministic: bool):
+    """`custom_partitioning`, through which every call goes on a device, takes no function that holds others."""
+    call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(64, 64), batch=(2,), **options))
+    spec, operands = hopper_kernels.canonical(call, deterministic=deterministic)
+    hardware = Hardware(processors=132)
+    forward = jax.make_jaxpr(lambda operands: calls.forward(spec, operands, hardware), return_shape=True)
+    closed, (out, lse) = forward(operands)
+    assert not closed.consts
+    residuals = Residuals(out, lse, out, lse)
+    assert not jax.make_jaxpr(lambda *args: calls.backward(spec, *args, hardware))(operands, residuals).consts
 
 
 @pytest.mark.parametrize("segments", [None, "sorted"])

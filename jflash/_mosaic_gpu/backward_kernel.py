@@ -7,8 +7,11 @@
       dV   = dV + P^T dO             and this, during
       dS^T = P^T (dP^T - delta)      into shared memory, for both
       dK   = dK + dS^T Q
-      dQ   = dS K                    one half of it from all keys, added to what is in device memory
+      dQ   = dS K                    of the tile before: one half of it from all keys, added to what is in device memory
     the last warpgroup copies tiles of queries ahead of them into shared memory
+
+A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
+beside the other's products. `statistics` tells how lse and delta come.
 
 delta is what the forward's softmax takes from every dP of a row: sum(dO * O) - d_lse. The additions to dQ come in any
 order; `d_query_kernel` and `d_key_value_kernel` are the backward in which every sum has one.
@@ -19,7 +22,7 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +32,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu import inputs, spans, statistics, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
-from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
+from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.spans import Walk
+from jflash._mosaic_gpu.statistics import Statistics
 from jflash._mosaic_gpu.tiles import ROWS, BackwardTiles
 from jflash._spec import Spec
 
@@ -50,8 +54,10 @@ class Buffers(NamedTuple):
     d_out: Ref
     pairs: Sequence[Ref]
     """Tiles of bias and mask; they come and go with the queries."""
-    lse: Ref
-    delta: Ref
+    statistics: Sequence[Ref]
+    """Columns, or vectors of lse and delta: see `statistics`."""
+    ones: Ref | None
+    """What columns are multiplied with; it comes with the keys."""
     d_products: Ref
     """dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
     d_query: Ref
@@ -61,7 +67,16 @@ class Buffers(NamedTuple):
     d_out_filled: Ref
     d_out_free: Ref
     d_products_filled: Ref
+    d_products_free: Ref
     finished: Ref
+
+
+class Step(NamedTuple):
+    """Where a step's queries are."""
+
+    head: Int[Array, ""]
+    eighth: Int[Array, ""]
+    """An eighth of the first one's index, so that the compiler knows that it is a multiple."""
 
 
 class Sums(NamedTuple):
@@ -77,8 +92,7 @@ def backward(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K D"],
     d_out: Float[Array, "B T N D"],
-    lse: Float[Array, "B N L"],
-    delta: Float[Array, "B N L"],
+    beginnings: tuple[Array, Array],
     sides: dict[str, Array],
     known_spans: Int[Array, "B blocks 4"] | None,
     wanted: tuple[str, ...],
@@ -87,8 +101,7 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K D"], dict[str, Array]]:
     """The kernel's call: dQ in float32, dK, dV, and for each parameter `wanted` its gradient's sums `[B, N, keys]`.
 
-    T, S, H and D are multiples of 8 here. `lse` is as the exponent subtracts it and +inf where there is no query or it
-    sees nothing, `delta` 0 there; L is T and room for a tile.
+    T, S, H and D are multiples of 8 here; `beginnings` are those of `statistics`.
     """
     batch, length, heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
@@ -98,15 +111,17 @@ def backward(
     blocks = -(-key.shape[1] // tile.keys)
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
+    as_columns = statistics.are_columns(spec)
     margin = operations.margin
     d_query = jax.new_ref(jnp.zeros((batch, length + margin, heads, head_dim + margin), jnp.float32))
 
     def kernel(
-        query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, lse_ref: Ref, delta_ref: Ref, *refs: Any
+        query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, first_ref: Ref, second_ref: Ref, *refs: Any
     ) -> None:
         side_refs, (d_query_ref, *rest) = refs[: len(names)], refs[len(names) :]
         d_key_ref, d_value_ref, *wanted_refs = rest[: 2 + len(wanted)]
         shared = Buffers(*rest[2 + len(wanted) :])
+        beginning_refs = [first_ref] if as_columns else [first_ref, second_ref]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
         b, key_head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
         first_key = lax.axis_index("block") * tile.keys
@@ -120,6 +135,7 @@ def backward(
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
             tiles.release(tile.stages, shared.query_free, shared.d_out_free)
+            plgpu.barrier_arrive(shared.d_products_free.at[0])
             tiles.registers(WARPGROUPS, copies=False)
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_keys = pl.ds(first_key + warpgroup * ROWS, ROWS)
@@ -131,28 +147,43 @@ def backward(
                 call.copy_rows("key", key_ref, keys, shared.key.at[0], shared.keys_filled)
                 values = keys._replace(columns=out_columns)
                 call.copy_rows("value", value_ref, values, shared.value.at[0], shared.keys_filled)
+                if shared.ones is not None:
+                    plgpu.copy_gmem_to_smem(second_ref, shared.ones, shared.keys_filled)
 
             pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
 
-            def visit(head: Array, index: Array, sums: Sums, others: tuple[Array, ...]) -> Any:
-                step = head * walk.count + index
-                query_head = key_head * group + head
-                first_query = walk.start(index)
-                place = Place(b, query_head, first_query, first_key + warpgroup * ROWS)
-                rows = pl.ds(first_query + warpgroup * ROWS, ROWS) if tile.by_rows else pl.ds(first_query, tile.queries)
-                target = d_query_ref.at[b, rows, query_head, own_columns]
-                return visit_tile(call, tile, shared, walk, place, index, step, warpgroup, wanted, sums, others, target)
+            def add_d_query(step: Array, at: Step, made: Callable[[], None]) -> None:
+                first = at.eighth * 8
+                rows = pl.ds(first + warpgroup * ROWS, ROWS) if tile.by_rows else pl.ds(first, tile.queries)
+                target = d_query_ref.at[b, rows, at.head, own_columns]
+                add_half(tile, operations, shared, step, warpgroup, target, made)
 
-            def attend_head(head: Array, sums: Sums) -> Sums:
+            def visit(head: Array, index: Array, sums: Sums, others: tuple[Array, ...], before: Step) -> Any:
+                step = head * walk.count + index
+                place = Place(b, key_head * group + head, walk.start(index), first_key + warpgroup * ROWS)
+                last = lambda made: add_d_query(step - 1, before, made)
+                sums, others = visit_tile(
+                    call, tile, shared, walk, place, index, step, warpgroup, wanted, sums, others, last
+                )
+                return sums, others, Step(place.head, lax.div(walk.start(index), 8))
+
+            def attend_head(head: Array, carry: tuple[Sums, Step]) -> tuple[Sums, Step]:
+                sums, before = carry
                 zeros = tuple(operations.full((ROWS,), 0) for _ in wanted)
                 body = lambda index, carry: visit(head, index, *carry)
-                sums, others = lax.fori_loop(0, walk.count, body, (sums, zeros))
+                sums, others, before = lax.fori_loop(0, walk.count, body, (sums, zeros, before))
                 for ref, total in zip(wanted_refs, others, strict=True):
                     ref[b, key_head * group + head, own_keys] = total
-                return sums
+                return sums, before
 
             sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
-            sums = lax.fori_loop(0, group, attend_head, sums) if group > 1 else attend_head(jnp.int32(0), sums)
+            carry = sums, Step(jnp.int32(0), jnp.int32(0))
+            carry = lax.fori_loop(0, group, attend_head, carry) if group > 1 else attend_head(jnp.int32(0), carry)
+            sums, before = carry
+            steps = walk.count * group
+            pl.when(steps > 0)(lambda: add_d_query(steps - 1, before, lambda: None))
+            # No barrier may end in the middle of its phase.
+            plgpu.barrier_wait(shared.d_products_free.at[lax.rem(steps, 2)])
             # The other warpgroup reads these keys too.
             plgpu.barrier_arrive(shared.finished)
             plgpu.barrier_wait(shared.finished)
@@ -167,12 +198,12 @@ def backward(
         def _() -> None:
             tiles.registers(WARPGROUPS, copies=True)
 
-            sources = Sources(query_ref, d_out_ref, lse_ref, delta_ref, key_columns, out_columns)
+            sources = Sources(query_ref, d_out_ref, beginning_refs, key_columns, out_columns)
             copy_all(call, walk, sources, shared, b, key_head * group, group, pl.ds(first_key, tile.keys))
 
     dtype, stages = query.dtype, tile.stages
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
-    all_done = plgpu.Barrier(num_arrivals=WARPGROUPS)
+    handed = plgpu.Barrier(num_barriers=2, num_arrivals=WARPGROUPS)
     kernel.__name__ = f"jflash_backward_{head_dim}_{value_dim}"
     d_key, d_value, *others = plgpu.kernel(
         kernel,
@@ -191,22 +222,23 @@ def backward(
             tiles.shared((stages, tile.queries, columns), dtype, head_dim, part=width),
             tiles.shared((stages, tile.queries, value_columns), dtype, value_dim),
             [tiles.shared((stages, tile.queries, tile.keys), sides[name].dtype) for name in tiled],
-            tiles.vectors((stages, tile.queries)),
-            tiles.vectors((stages, tile.queries)),
+            statistics.shared(as_columns, stages, tile.queries),
+            tiles.shared((2, ROWS, statistics.COLUMNS), jnp.bfloat16) if as_columns else None,
             tiles.shared((2, tile.keys, tile.queries), dtype, head_dim, part=width),
             tiles.shared((WARPGROUPS, ROWS, width), jnp.float32, head_dim),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=3 if as_columns else 2),
             plgpu.Barrier(num_barriers=stages, num_arrivals=2 + len(tiled)),
             free,
-            plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=1 if as_columns else 2),
             free,
-            all_done,
-            all_done,
+            handed,
+            handed,
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(
-        *(query, key, value, d_out, lse, delta, *sides.values()),
+        *(query, key, value, d_out, *beginnings, *sides.values()),
         *([] if known_spans is None else [known_spans]),
         d_query,
     )
@@ -225,63 +257,83 @@ def visit_tile(
     wanted: tuple[str, ...],
     sums: Sums,
     others: tuple[Float[Array, "keys"], ...],
-    target: Ref,
+    add_last_d_query: Callable[[Callable[[], None]], None],
 ) -> tuple[Sums, tuple[Float[Array, "keys"], ...]]:
-    """Add one tile's part to all sums; dQ's, of which this warpgroup makes one half, to `target`."""
+    """Add one tile's part to the sums, and the last one's to dQ.
+
+    `add_last_d_query` is not called in the first step; it is given what to call when all products are made.
+    """
     operations, shape = call.operations, (ROWS, tile.queries)
     dtype = call.spec.dtype
     own = pl.ds(warpgroup * ROWS, ROWS)
-    slot = lax.rem(step, tile.stages)
+    slot, parity = lax.rem(step, tile.stages), lax.rem(step, 2)
     still = tiles.moving_zero(step, warpgroup)
     query, d_out = shared.query.at[slot], shared.d_out.at[slot]
     key, value = shared.key.at[still], shared.value.at[still]
-    staged = shared.d_products.at[lax.rem(step, 2)]
     plgpu.barrier_wait(shared.query_filled.at[slot])
-    lse = operations.load(shared.lse.at[slot], 1)
+    numbers = Statistics.of(call, shape, [ref.at[slot] for ref in shared.statistics], shared.ones)
     names = bias_and_mask.tiled(call.spec)
     pairs = {n: operations.load(ref.at[slot, :, own].T) for n, ref in zip(names, shared.pairs, strict=True)}
 
     def add(d_key: Any, d_value: Any) -> tuple[Array, ...]:
         def differentiate(d_weights: Any, products: Any) -> tuple[Array, tuple[Array, ...]]:
-            operations.multiply(products, key.at[own], query.T)
+            numbers.multiply(products, key.at[own], query.T, 0)
             plgpu.barrier_wait(shared.d_out_filled.at[slot])
-            operations.multiply(d_weights, value.at[own], d_out.T)
-            logits, pull_back = call.with_gradients(operations.read(products, behind=1), place, shape, pairs, wanted)
-            weights = call.exponent(logits, along_columns(lse, shape))
-            weights = call.hide_masked(weights, place, shape, pairs, 0.0)
+            numbers.multiply(d_weights, value.at[own], d_out.T, 1)
+            products = operations.read(products, behind=numbers.products)
+            logits, pull_back = call.with_gradients(products, place, shape, pairs, wanted)
+            weights = call.hide_masked(numbers.weights(logits), place, shape, pairs, 0.0)
             weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
             operations.multiply(d_value, weights.astype(dtype), d_out)
-            made = operations.read(d_weights, behind=1)
-            delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
-            d_products, d_parameters = pull_back(weights * (made - delta))
+            d_products, d_parameters = pull_back(weights * operations.read(d_weights, behind=1))
             totals = tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(wanted, others, strict=True))
             d_products = d_products.astype(dtype)
-            staged[own] = d_products
+            plgpu.barrier_wait(shared.d_products_free.at[parity])
+            shared.d_products.at[parity][own] = d_products
             operations.commit()
-            plgpu.barrier_arrive(shared.d_products_filled)
+            plgpu.barrier_arrive(shared.d_products_filled.at[parity])
             return d_products, totals
 
         d_products, totals = operations.accumulators(differentiate, shape, shape)
         operations.multiply(d_key, d_products, query)
 
-        def finish(d_query: Any) -> None:
-            # The other warpgroup's half of the keys is needed only now.
-            plgpu.barrier_wait(shared.d_products_filled)
-            if tile.by_rows:
-                operations.multiply(d_query, staged.at[:, own].T, key)
-            else:
-                width = shared.d_query.shape[-1]
-                operations.multiply(d_query, staged.T, key.at[:, pl.ds(warpgroup * width, width)])
-            half = operations.read(d_query)
+        def free() -> None:
+            plgpu.barrier_arrive(shared.d_products_free.at[1 - parity])
             plgpu.barrier_arrive(shared.d_out_free.at[slot])
             plgpu.barrier_arrive(shared.query_free.at[slot])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            shared.d_query[warpgroup] = half
-            operations.commit()
-            operations.add_to(target, shared.d_query.at[warpgroup])
 
-        operations.accumulators(finish, (ROWS, shared.d_query.shape[-1]))
+        operations.choose(step > 0, lambda: add_last_d_query(free), free)
         return totals
 
     others, (d_key, d_value) = operations.accumulate(add, sums.d_key, sums.d_value, like=others)
     return Sums(d_key, d_value), others
+
+
+def add_half(
+    tile: BackwardTiles,
+    operations: Operations,
+    shared: Buffers,
+    step: Array,
+    warpgroup: Array,
+    target: Ref,
+    made: Callable[[], None],
+) -> None:
+    """Add a warpgroup's half of a step's dQ to `target`; calls `made` when all products are made."""
+    parity = lax.rem(step, 2)
+    plgpu.barrier_wait(shared.d_products_filled.at[parity])
+    staged, width = shared.d_products.at[parity], shared.d_query.shape[-1]
+    key = shared.key.at[tiles.moving_zero(step, warpgroup)]
+
+    def multiply(d_query: Any) -> Array:
+        if tile.by_rows:
+            operations.multiply(d_query, staged.at[:, pl.ds(warpgroup * ROWS, ROWS)].T, key)
+        else:
+            operations.multiply(d_query, staged.T, key.at[:, pl.ds(warpgroup * width, width)])
+        return operations.read(d_query)
+
+    half = operations.accumulators(multiply, (ROWS, width))
+    made()
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    shared.d_query[warpgroup] = half
+    operations.commit()
+    operations.add_to(target, shared.d_query.at[warpgroup])

@@ -6,8 +6,6 @@ tiles ask for, and parameters' gradients are summed to their own shapes.
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,6 +18,7 @@ from jflash._mosaic_gpu import (
     inputs,
     pairs,
     spans,
+    statistics,
     tiles,
 )
 from jflash._mosaic_gpu.operations import Operations
@@ -71,11 +70,8 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     unseen = lse == -jnp.inf
     products = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = jnp.where(unseen, 0, products.transpose(0, 2, 1) - d_lse)
-    exponent = inputs.exponent(spec)
     seen_lse = jnp.where(unseen, jnp.inf, lse)
-    reference = seen_lse if exponent.exact else seen_lse * math.log2(math.e)
-    room = [(0, 0), (0, 0), (0, -lse.shape[2] % 8 + inputs.MARGIN)]
-    rows = jnp.pad(reference, room, constant_values=jnp.inf), jnp.pad(delta, room)
+    rows = statistics.subtrahends(spec, seen_lse, delta)
     query, key, value, d_out = map(_whole_tiles, (operands.query, operands.key, operands.value, d_out))
     arrays = query, key, value, d_out
     edges = inputs.edges(operands, {"query": query, "key": key, "value": value, "d_out": d_out})
@@ -90,8 +86,9 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
         d_query, d_key, d_value, sums = _split(spec, operands, arrays, rows, sides, differentiated, operations)
     else:
         known = spans.table(spec, operands, tile.keys, of_keys=True)
+        beginnings = statistics.beginnings(spec, seen_lse, delta)
         d_query, d_key, d_value, sums = backward_kernel.backward(
-            spec, *arrays, *rows, sides, known, tuple(differentiated), tile, operations
+            spec, *arrays, beginnings, sides, known, tuple(differentiated), tile, operations
         )
         d_query = d_query * inputs.sums_scale(spec)
 

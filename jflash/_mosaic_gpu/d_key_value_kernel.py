@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._mosaic_gpu import inputs, spans, tiles
+from jflash._mosaic_gpu import inputs, spans, statistics, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
@@ -45,8 +45,8 @@ class Buffers(NamedTuple):
     d_out: Ref
     pairs: Sequence[Ref]
     """Tiles of bias and mask; they come and go with the queries."""
-    lse: Ref
-    delta: Ref
+    statistics: Sequence[Ref]
+    """Vectors of lse and delta."""
     weights: Ref
     slopes: Sequence[Ref]
     """The derivatives of logits by products, of a call that is not plain, and by a bias that `score_mod` changes."""
@@ -124,7 +124,7 @@ def d_key_value(
                 place = Place(b, key_head * group + head, walk.start(index), first_key)
                 plgpu.barrier_wait(shared.query_filled.at[slot])
                 products = operations.product(shared.key, shared.query.at[slot].T, shape)
-                lse = along_columns(operations.load(shared.lse.at[slot], 1), shape)
+                lse = along_columns(operations.load(shared.statistics[0].at[slot], 1), shape)
                 pairs = {name: operations.load(ref.at[slot].T) for name, ref in zip(tiled, shared.pairs, strict=True)}
                 logits, pull_back = call.with_gradients(products, place, shape, pairs, ("bias",) if bends else ())
                 weights = call.hide_masked(call.exponent(logits, lse), place, shape, pairs, 0.0)
@@ -159,7 +159,7 @@ def d_key_value(
                 slot = lax.rem(step, stages)
                 plgpu.barrier_wait(shared.d_out_filled.at[slot])
                 d_weights = operations.product(shared.value, shared.d_out.at[slot].T, shape)
-                delta = along_columns(operations.load(shared.delta.at[slot], 1), shape)
+                delta = along_columns(operations.load(shared.statistics[1].at[slot], 1), shape)
                 operations.commit()
                 plgpu.barrier_arrive(shared.d_out_free.at[slot])
                 plgpu.barrier_wait(shared.weights_filled)
@@ -189,7 +189,7 @@ def d_key_value(
         def _() -> None:
             tiles.registers(2, copies=True)
 
-            sources = Sources(query_ref, d_out_ref, lse_ref, delta_ref, key_columns, out_columns)
+            sources = Sources(query_ref, d_out_ref, (lse_ref, delta_ref), key_columns, out_columns)
             copy_all(call, walk, sources, shared, b, key_head * group, group, own_keys)
 
     bar = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
@@ -213,8 +213,7 @@ def d_key_value(
             tiles.shared((stages, QUERIES, columns), dtype, head_dim),
             tiles.shared((stages, QUERIES, value_columns), dtype, value_dim),
             [tiles.shared((stages, QUERIES, ROWS), sides[name].dtype) for name in tiled],
-            tiles.vectors((stages, QUERIES)),
-            tiles.vectors((stages, QUERIES)),
+            statistics.shared(False, stages, QUERIES),
             tiles.shared((ROWS, QUERIES), dtype),
             [tiles.shared((ROWS, QUERIES), dtype) for _ in range(slopes + bends)],
             plgpu.Barrier(num_arrivals=2),

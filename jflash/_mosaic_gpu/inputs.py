@@ -283,10 +283,10 @@ def sums_scale(spec: Spec) -> float:
 
 
 def is_plain(spec: Spec) -> bool:
-    """Whether a logit is its product times a positive number known beforehand."""
+    """Whether a logit is its product times a positive number known beforehand, which float32 can be divided by."""
     features = {"bias", "alibi_slopes"} & spec.operands
     unmodified = not features and spec.score_mod is None and spec.logits_soft_cap is None
-    return unmodified and spec.scale is not None and spec.scale > 0
+    return unmodified and spec.scale is not None and spec.scale > 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +303,10 @@ class Exponent:
         if self.exact:
             return jnp.exp2((logits - reference) * self.factor)
         return jnp.exp2(logits * self.factor - reference)
+
+    def of_difference(self, products: Array) -> Array:
+        """Weights of a plain call from products less their reference, in their own units."""
+        return jnp.exp2(products * self.factor)
 
     def of(self, reference: Array) -> Array:
         """A reference, in the units of logits, as it is subtracted."""

@@ -90,6 +90,10 @@ class Hardware:
         done: Any = pl.run_state(store)((*map(plgpu.ACC.init, sums), *leaves))
         return jax.tree.unflatten(tree, done[len(sums) :]), tuple(done[: len(sums)])
 
+    def begin(self, accumulator: Any, sums: Float[Array, "rows columns"]) -> None:
+        """Let an accumulator to which nothing was added begin at `sums`."""
+        accumulator[...] = sums
+
     def multiply(self, accumulator: Any, left: Any, right: Ref) -> None:
         """Add left @ right to an accumulator, in the background; products are made in their order."""
         plgpu.wgmma(accumulator, left, right)
@@ -97,6 +101,15 @@ class Hardware:
     def read(self, accumulator: Any, behind: int = 0) -> Float[Array, "rows columns"]:
         """An accumulator, when all products but the last `behind` are made."""
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=behind)
+
+    def choose(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
+        """`last`, which makes products and reads them all, or else `nothing`, when all products are made."""
+
+        def wait() -> None:
+            plgpu.wgmma_wait(0)
+            nothing()
+
+        lax.cond(condition, last, wait)
 
     def add_to(self, destination: Ref, source: Ref) -> None:
         """Add shared memory to device memory, in the background."""
@@ -161,12 +174,19 @@ class Interpreter:
         self._finish(0)
         return results, tuple(accumulator.value for accumulator in accumulators)
 
+    def begin(self, accumulator: Sums, sums: Float[Array, "rows columns"]) -> None:
+        accumulator.value = sums
+
     def multiply(self, accumulator: Sums, left: Any, right: Ref) -> None:
         self.pending.append((accumulator, left, right))
 
     def read(self, accumulator: Sums, behind: int = 0) -> Float[Array, "rows columns"]:
         self._finish(behind)
         return accumulator.value
+
+    def choose(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
+        self._finish(0)
+        lax.cond(condition, last, nothing)
 
     def _finish(self, behind: int) -> None:
         while len(self.pending) > behind:

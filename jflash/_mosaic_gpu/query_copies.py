@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jax import lax
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from jflash._mosaic_gpu import pairs, tiles
+from jflash._mosaic_gpu import pairs, statistics, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Rows
 from jflash._mosaic_gpu.operations import Ref
 from jflash._mosaic_gpu.spans import Walk
@@ -25,9 +26,7 @@ class Buffers(Protocol):
     @property
     def pairs(self) -> Any: ...
     @property
-    def lse(self) -> Ref: ...
-    @property
-    def delta(self) -> Ref: ...
+    def statistics(self) -> Sequence[Ref]: ...
     @property
     def query_filled(self) -> Ref: ...
     @property
@@ -43,8 +42,8 @@ class Sources(NamedTuple):
 
     query: Ref
     d_out: Ref
-    lse: Ref
-    delta: Ref
+    statistics: Sequence[Ref]
+    """Columns, or vectors of lse and delta: see `statistics`."""
     key_columns: Any
     out_columns: Any
 
@@ -73,14 +72,16 @@ def copy_all(
         plgpu.barrier_wait(shared.query_free.at[slot])
         filled = shared.query_filled.at[slot]
         call.copy_rows("query", sources.query, tile, shared.query.at[slot], filled)
-        plgpu.copy_gmem_to_smem(sources.lse.at[batch, head, rows], shared.lse.at[slot], filled)
+        early, *late = statistics.parts(sources.statistics, batch, head, rows)
+        plgpu.copy_gmem_to_smem(early, shared.statistics[0].at[slot], filled)
         for name, target in zip(pairs.tiled(call.spec), shared.pairs, strict=True):
             plgpu.copy_gmem_to_smem(call.part(name, batch, head).at[rows, keys], target.at[slot], filled)
         plgpu.barrier_wait(shared.d_out_free.at[slot])
         filled = shared.d_out_filled.at[slot]
         tile = tile._replace(columns=sources.out_columns)
         call.copy_rows("d_out", sources.d_out, tile, shared.d_out.at[slot], filled)
-        plgpu.copy_gmem_to_smem(sources.delta.at[batch, head, rows], shared.delta.at[slot], filled)
+        for source, target in zip(late, shared.statistics[1:], strict=True):
+            plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
         return carry
 
     lax.fori_loop(0, count * group, copy, 0)

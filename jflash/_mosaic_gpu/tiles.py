@@ -212,9 +212,11 @@ class BackwardTiles:
     def bytes(self, head_dim: int, value_dim: int, pair_bytes: int) -> int:
         """Shared memory, with elements of 2 bytes and `pair_bytes` for each logit of a tile of bias and mask."""
         head_dim, value_dim = self.columns(head_dim), self.columns(value_dim)
-        stage = self.queries * ((head_dim + value_dim) * 2 + 8 + self.keys * pair_bytes)
+        # Without bias and mask, lse and delta may be columns: see `statistics`.
+        numbers, ones = (8, 0) if pair_bytes else (32, 2 * ROWS * 32)
+        stage = self.queries * ((head_dim + value_dim) * 2 + numbers + self.keys * pair_bytes)
         d_products, d_query = 2 * self.keys * self.queries * 2, self.queries * head_dim * 4
-        return self.keys * (head_dim + value_dim) * 2 + d_products + d_query + self.stages * stage
+        return self.keys * (head_dim + value_dim) * 2 + ones + d_products + d_query + self.stages * stage
 
 
 def backward_tiles(head_dim: int, value_dim: int, pair_bytes: int) -> BackwardTiles | None:

@@ -1,0 +1,140 @@
+"""The two numbers of a query that the backward takes from its products: lse from S, and delta from dP.
+
+Where queries are a tile's columns, every thread needs those of a quarter of them. The fused backward has them taken off
+while products are made, in one of two ways:
+
+Columns: the matrix unit takes them off, as three more columns of each product.
+
+    S^T - lse / scale = [K, 1, 1, 1] [Q, -high, -middle, -low]^T      lse / scale = high + middle + low, in bfloat16
+
+Vectors, where tiles of bias and mask leave no room for that, or a logit is more than a product times the scale: every
+thread reads them from shared memory, and sums begin there instead of at 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jflash._mosaic_gpu import inputs, pairs, tiles
+from jflash._mosaic_gpu.inputs import Inputs
+from jflash._mosaic_gpu.operations import Ref, along_columns
+from jflash._mosaic_gpu.tiles import ROWS
+from jflash._spec import Spec
+
+PIECES = 3
+"""Numbers of bfloat16 that together have the 24 bits of one of float32."""
+STORED = 8
+"""Columns in device memory: the pieces of both, in rows of 16 bytes, the least that copies take."""
+COLUMNS = 16
+"""Columns in shared memory: as many as one product takes. What is not stored is read as 0."""
+
+PerQuery = Float[Array, "B N L"]
+"""One number for each query, and room for a tile that begins at the last one."""
+
+
+def are_columns(spec: Spec) -> bool:
+    """Whether a call's products take them as columns."""
+    return inputs.is_plain(spec) and not pairs.tiled(spec)
+
+
+def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[PerQuery, PerQuery]:
+    """For kernels that subtract them when products are made: lse as the call's exponent has it, and delta.
+
+    `lse` is +inf where there is no query or it sees nothing, and `delta` 0 there.
+    """
+    exact = inputs.exponent(spec).exact
+    return _with_margin(lse if exact else lse * math.log2(math.e), jnp.inf), _with_margin(delta, 0)
+
+
+def beginnings(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[Array, Array]:
+    """For the fused backward: columns `[B, N, L, 8]` and what they are multiplied with, or two vectors."""
+    if not inputs.is_plain(spec):
+        lse, _ = subtrahends(spec, lse, delta)
+        return lse, _with_margin(-delta, 0)
+    assert spec.scale is not None
+    vectors = _with_margin(-lse / spec.scale, -jnp.inf), _with_margin(-delta, 0)
+    if not are_columns(spec):
+        return vectors
+    # Infinity times 0, for the other product, would be NaN.
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    pieces = _pieces(jnp.maximum(vectors[0], -largest)) + _pieces(vectors[1])
+    columns = jnp.zeros((*pieces[0].shape, STORED), jnp.float32)
+    for place, piece in enumerate(pieces):
+        columns = jnp.where(jnp.arange(STORED) == place, piece[..., None], columns)
+    number, column = (lax.broadcasted_iota(jnp.int32, (2, ROWS, COLUMNS), axis) for axis in (0, 2))
+    return columns.astype(jnp.bfloat16), (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
+
+
+def _pieces(rest: PerQuery) -> list[PerQuery]:
+    """Numbers that bfloat16 has, whose sum is the given one."""
+    found: list[PerQuery] = []
+    for _ in range(PIECES):
+        # A conversion to bfloat16 and back the compiler may leave out.
+        found.append(lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        rest = rest - found[-1]
+    return found
+
+
+def _with_margin(values: Float[Array, "B N T"], fill: float) -> PerQuery:
+    room = [(0, 0), (0, 0), (0, -values.shape[2] % 8 + inputs.MARGIN)]
+    return jnp.pad(values, room, constant_values=fill)
+
+
+def shared(as_columns: bool, stages: int, queries: int) -> list[Any]:
+    """Shared memory for some tiles' columns, or their vectors."""
+    if as_columns:
+        return [tiles.shared((stages, queries, COLUMNS), jnp.bfloat16, STORED)]
+    return [tiles.vectors((stages, queries)), tiles.vectors((stages, queries))]
+
+
+def parts(arrays: Sequence[Ref], batch: Any, head: Any, rows: Any) -> list[Ref]:
+    """Some queries' columns, or their vectors, in device memory."""
+    if len(arrays) == 1:
+        return [arrays[0].at[batch, head, rows, tiles.columns(COLUMNS, STORED, batch)]]
+    return [array.at[batch, head, rows] for array in arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """A tile's, in shared memory."""
+
+    call: Inputs
+    shape: tuple[int, int]
+    refs: Sequence[Ref]
+    ones: Ref | None
+    """For columns."""
+    lse: Float[Array, "keys queries"] | None
+    """If it is not taken off before the exponent."""
+
+    @staticmethod
+    def of(call: Inputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> Statistics:
+        """Those of a tile whose columns, or first vector, have arrived."""
+        plain = inputs.is_plain(call.spec)
+        lse = None if plain else along_columns(call.operations.load(refs[0], 1), shape)
+        return Statistics(call, shape, refs, ones, lse)
+
+    @property
+    def products(self) -> int:
+        """How many products `multiply` makes."""
+        return 1 if self.ones is None else 2
+
+    def multiply(self, accumulator: Any, left: Any, right: Ref, number: int) -> None:
+        """Make left @ right less lse / scale (number 0; of a plain call) or less delta (1)."""
+        operations = self.call.operations
+        if self.ones is None and (number == 1 or self.lse is None):
+            operations.begin(accumulator, along_columns(operations.load(self.refs[number], 1), self.shape))
+        operations.multiply(accumulator, left, right)
+        if self.ones is not None:
+            operations.multiply(accumulator, self.ones.at[number], self.refs[0].T)
+
+    def weights(self, logits: Float[Array, "keys queries"]) -> Float[Array, "keys queries"]:
+        """P^T, from what `multiply` made of a plain call, or the logits of another."""
+        exponent = self.call.exponent
+        return exponent.of_difference(logits) if self.lse is None else exponent(logits, self.lse)
