@@ -163,7 +163,7 @@ def test_groups_that_do_not_fill_a_block():
 def test_any_tiles(dims: int, place: int, deterministic: bool):
     """Those too that only a search on some device would choose."""
     with _tuning.trying({}) as trial:
-        tiles.forward_tiles(dims, dims, 0, 131)
+        tiles.forward_tiles(dims, dims, 0, 131, lambda rows, keys: -(-131 // rows))
         tiles.backward_tiles(dims, dims, 0)
         tiles.query_tiles(dims, dims, 0)
     answers = {question: candidates[min(place, len(candidates) - 1)] for question, candidates in trial.asked.items()}

@@ -7,6 +7,7 @@ tiles ask for, and parameters' gradients are summed to their own shapes.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jflash._mosaic_gpu import (
@@ -38,7 +39,8 @@ def forward(
     key, value = _whole_tiles(operands.key), _whole_tiles(operands.value)
     sides = inputs.prepare(spec, operands) | inputs.edges(operands, {"value": value})
     rows = spec.query_length * packed
-    tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows)
+    visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
+    tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows, visits)
     blocks = spec.batch * (spec.heads // packed) * -(-rows // tile.rows)
     splits = rounds = 1
     if operations.processors is not None:
@@ -111,6 +113,16 @@ def _seen_keys(spec: Spec, rows: int) -> int:
     """How many keys a block of so many queries sees at most, by what is known before the call."""
     left, right = spec.bounds
     return spec.key_length if left is None or right is None else min(spec.key_length, left + right + rows)
+
+
+def _visits(spec: Spec, rows: int, keys: int) -> int:
+    """How many tiles of so many keys all blocks of so many queries visit, by what is known before the call."""
+    left, right = spec.bounds
+    first = np.arange(0, spec.query_length, rows) + (spec.query_offset or 0)
+    start = np.zeros_like(first) if left is None else np.maximum(first - left, 0)
+    stop = np.full_like(first, spec.key_length) if right is None else first + rows + right
+    seen = np.minimum(stop, spec.key_length) - start
+    return int(np.maximum(-(-seen // keys), 1).sum())
 
 
 def _pair_bytes(spec: Spec, sides: dict[str, Array]) -> int:

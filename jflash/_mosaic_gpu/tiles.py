@@ -166,18 +166,21 @@ class ForwardTiles:
         return max(number for number in (1, 2, 4) if number <= wanted and (number == 1 or blocks >= 3 * number))
 
 
-def forward_tiles(head_dim: int, value_dim: int, pair_bytes: int, rows: int) -> ForwardTiles:
+def forward_tiles(
+    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Callable[[int, int], int]
+) -> ForwardTiles:
     """The fastest tiles that fit in shared memory.
 
     Args:
       head_dim, value_dim: columns of the tiles of keys and values.
       pair_bytes: bytes for each logit that tiles of bias and mask take.
       rows: query rows that there are.
+      visits: how many tiles of so many keys all blocks of so many rows visit, about.
     """
     narrow = max(head_dim, value_dim) <= 64 and not pair_bytes
-    # How fast warpgroups are together; and how many rows they make, of which some may not be there.
-    speed = {1: 1.0} if rows <= ROWS else {3: 1.2, 2: 1.0} if narrow else {2: 1.0}
-    warpgroups = sorted(speed, key=lambda count: round_up(rows, count * ROWS) / speed[count])
+    # How fast warpgroups are together; and how many tiles they make, of which parts may not be there, or not be seen.
+    speed = {1: 1.0} if rows <= ROWS else {3: 1.25, 2: 1.0} if narrow else {2: 1.0}
+    warpgroups = sorted(speed, key=lambda count: visits(count * ROWS, 128) * count / speed[count])
     candidates = [ForwardTiles(count, *size) for count in warpgroups for size in ((128, 2), (64, 2), (64, 1))]
     # What one block does alone it may have to share with others, in float32.
     out_bytes = lambda t: 4 if rows <= t.rows else 2
