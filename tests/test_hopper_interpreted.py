@@ -1,6 +1,7 @@
 """The Hopper kernels in Pallas' interpreter: right, and free of races, over a short product of features."""
 
 import dataclasses
+import itertools
 
 import cases
 import hopper_kernels
@@ -55,13 +56,21 @@ def test_split(case: Case):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("number", [1, 2, 4, 8])
+@pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 8, 13])
-def test_rounds_take_every_block_once(blocks: int, number: int):
-    work = rounds.Rounds(blocks, number)
-    members = [[int(work.block(member, index)) for index in range(number)] for member in range(work.grid)]
-    assert all(turns == sorted(turns) for turns in members)
-    assert sorted(turn for turns in members for turn in turns if turn < blocks) == list(range(blocks))
+def test_rounds_take_every_block_once(blocks: int, batch: int, number: int):
+    work = rounds.Rounds(blocks, batch, number)
+    seen = []
+    for member in itertools.product(*map(range, work.grid)):
+
+        def take(index, carry, member=member):
+            seen.append(tuple(map(int, work.taken(member, index))))
+            return carry
+
+        with jax.disable_jit():
+            work.each(member, take)
+    assert sorted(seen) == list(itertools.product(range(batch), range(blocks)))
 
 
 @pytest.mark.parametrize("processors", [1, 2])
@@ -84,12 +93,22 @@ def test_rounds(dims: int, options: dict, processors: int):
     oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
 
 
-@pytest.mark.parametrize("query_length", [1, 3])
-def test_decoding(query_length: int):
-    """Heads packed into rows, keys in several parts, lengths for each sequence."""
-    case = Case("bfloat16", query_length, 1100, heads=(8, 2), dims=(64, 64), lengths="keys")
+@pytest.mark.parametrize("query_length", [60, 150])
+@pytest.mark.parametrize("options", [dict(lengths="both", causal=True), dict(bias="full", segments="sorted")], ids=str)
+def test_rounds_over_batch_entries(query_length: int, options: dict):
+    """So few blocks of queries that one of the grid takes those of several entries; the last one has fewer."""
+    case = Case("bfloat16", query_length, 200, heads=(4, 2), dims=(64, 64), batch=(5,), **options)
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    oracle.assert_right(hopper_kernels.run(call, 1, deterministic=True), call)
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("query_length", [1, 3])
+def test_decoding(query_length: int, processors: int):
+    """Heads packed into rows, keys in several parts or batch entries in rounds, lengths for each sequence."""
+    case = Case("bfloat16", query_length, 1100, heads=(8, 2), dims=(64, 64), lengths="keys", batch=(2,))
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -23,6 +23,7 @@ from jflash._mosaic_gpu import (
     tiles,
 )
 from jflash._mosaic_gpu.operations import Operations
+from jflash._mosaic_gpu.rounds import Rounds
 from jflash._softmax import finite_or_zero, sinks_gradient
 from jflash._spec import Operands, Residuals, Spec
 
@@ -41,17 +42,18 @@ def forward(
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
     tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows, visits)
-    blocks = spec.batch * (spec.heads // packed) * -(-rows // tile.rows)
-    splits = rounds = 1
+    blocks, heads = -(-rows // tile.rows), spec.heads // packed
+    splits, rounds = 1, Rounds(blocks, spec.batch, 1)
     if operations.processors is not None:
-        if rows <= tile.rows:
-            splits = max(1, min(operations.processors // blocks, spec.key_length // (4 * tile.keys)))
-        else:
+        if blocks == 1:
+            splits = max(1, min(operations.processors // (spec.batch * heads), spec.key_length // (4 * tile.keys)))
+        if splits == 1:
             sizes = query.shape[3], value.shape[3], _pair_bytes(spec, sides)
-            rounds = tile.rounds(*sizes, _seen_keys(spec, tile.rows), blocks // operations.processors)
+            visited = visits(tile.rows, tile.keys) / blocks
+            rounds = tile.rounds(*sizes, visited, blocks, spec.batch, heads, operations.processors)
     known = spans.table(spec, operands, max(tile.rows // packed, 1))
     out, lse = forward_kernel.forward(
-        spec, query, key, value, sides, known, tile, operations, packed=packed, splits=splits, rounds=rounds
+        spec, query, key, value, sides, known, tile, rounds, operations, packed=packed, splits=splits
     )
     if packed > 1:
         out = out.swapaxes(2, 3)
@@ -107,12 +109,6 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
         alibi_slopes=sums.get("alibi_slopes"),
         sinks=sinks_gradient(operands.sinks, seen_lse, delta),
     )
-
-
-def _seen_keys(spec: Spec, rows: int) -> int:
-    """How many keys a block of so many queries sees at most, by what is known before the call."""
-    left, right = spec.bounds
-    return spec.key_length if left is None or right is None else min(spec.key_length, left + right + rows)
 
 
 def _visits(spec: Spec, rows: int, keys: int) -> int:

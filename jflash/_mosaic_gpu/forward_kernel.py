@@ -74,24 +74,23 @@ def forward(
     sides: dict[str, Array],
     known_spans: Int[Array, "B blocks 4"] | None,
     tile: ForwardTiles,
+    work: Rounds,
     operations: Operations,
     *,
     packed: int = 1,
     splits: int = 1,
-    rounds: int = 1,
 ) -> tuple[Float[Array, "splits B T N D"], Float[Array, "splits B N L"]]:
     """The kernel's call. T, S, H and D are multiples of 8 here; L is T rounded up to whole blocks.
 
     With `packed` heads in the rows, T counts rows and N heads of keys, and queries and output are `[B, N, T, ...]`.
     With several `splits` each takes its part of the keys; the outputs are float32 then, and sinks are left to whoever
-    merges them. A block of the grid takes as many blocks of queries as there are `rounds`.
+    merges them.
     """
     batch, rows, heads, head_dim = query.shape if packed == 1 else (query.shape[i] for i in (0, 2, 1, 3))
     value_dim = value.shape[3]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key.shape[2]
-    blocks = -(-rows // tile.rows)
-    work = Rounds(blocks, rounds)
+    blocks, rounds = work.blocks, work.number
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
@@ -100,14 +99,17 @@ def forward(
         side_refs, (out_ref, lse_ref, query_or_out, *scratch) = refs[: len(names)], refs[len(names) :]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), packed)
         shared = Buffers(*(query_or_out if is_union or rounds > 1 else (query_or_out, query_or_out)), *scratch)
-        b, h, split = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("split")
-        warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("block")
+        h, split, warpgroup = lax.axis_index("head"), lax.axis_index("split"), lax.axis_index("warpgroup")
+        member = lax.axis_index("block"), lax.axis_index("batch")
+        key_columns = tiles.columns(columns, head_dim, h)
+        out_columns = tiles.columns(value_columns, value_dim, h)
 
-        def taken(turn: Array) -> tuple[Array, Walk]:
-            """A block of queries, and its walk. Those that see most keys have the first turns, so that none of them is
-            left at the end alone."""
+        def taken(index: Any) -> tuple[Array, Array, Walk]:
+            """A round's batch entry and block of queries, and its walk. Those that see most keys have the first turns,
+            so that none of them is left at the end alone."""
+            b, turn = work.taken(member, index)
             block = blocks - 1 - turn
-            return block, spans.walk_keys(call, b, block, tile.rows, tile.keys).part(split, splits)
+            return b, block, spans.walk_keys(call, b, block, tile.rows, tile.keys).part(split, splits)
 
         @pl.when(warpgroup < tile.warpgroups)
         def _() -> None:
@@ -117,18 +119,19 @@ def forward(
             part = lambda ref, rows, columns: ref.at[rows, h, columns] if packed == 1 else ref.at[h, rows, columns]
             own = lambda block: pl.ds(block * tile.rows + warpgroup * ROWS, ROWS)
 
-            def copy_query(block: Array) -> None:
-                source = part(query_ref.at[b], own(block), tiles.columns(columns, head_dim, b))
+            def copy_query(index: Any) -> None:
+                b, block, _ = taken(index)
+                source = part(query_ref.at[b], own(block), key_columns)
                 plgpu.copy_gmem_to_smem(source, own_query, shared.query_filled.at[warpgroup])
 
-            copy_query(taken(work.block(member, 0))[0])
+            copy_query(0)
 
             def attend_block(index: Any, visited: Any) -> Any:
-                block, walk = taken(work.block(member, index))
+                b, block, walk = taken(index)
                 plgpu.barrier_wait(shared.query_filled.at[warpgroup])
                 place = Place(b, h, own(block).start, 0)
 
-                copy_next = lambda: work.then(member, index, lambda turn: copy_query(taken(turn)[0]))
+                copy_next = lambda: work.then(member, index, copy_query)
                 state, sums = attend(
                     call, tile, shared, walk, place, warpgroup, value_columns, query.dtype, visited, copy_next
                 )
@@ -142,8 +145,7 @@ def forward(
                 own_out[...] = out.astype(out_dtype)
                 lse_ref[split, b, h, own(block)] = lse
                 operations.commit()
-                target = part(out_ref.at[split, b], own(block), tiles.columns(value_columns, value_dim, b))
-                plgpu.copy_smem_to_gmem(own_out, target)
+                plgpu.copy_smem_to_gmem(own_out, part(out_ref.at[split, b], own(block), out_columns))
                 return visited + walk.count
 
             work.each(member, attend_block)
@@ -155,11 +157,11 @@ def forward(
             key_head = lax.div(h, group)
 
             def copy_block(index: Any, visited: Any) -> Any:
-                block, walk = taken(work.block(member, index))
+                b, block, walk = taken(index)
 
                 def copy(index: Array) -> None:
                     slot = lax.rem(visited + index, tile.stages)
-                    keys = Rows(b, walk.start(index), tile.keys, key_head, tiles.columns(columns, head_dim, b))
+                    keys = Rows(b, walk.start(index), tile.keys, key_head, key_columns)
                     plgpu.barrier_wait(shared.key_free.at[slot])
                     plgpu.copy_gmem_to_smem(keys.of(key_ref), shared.key.at[slot], shared.key_filled.at[slot])
                     for name, target in zip(tiled, shared.pairs, strict=True):
@@ -167,7 +169,7 @@ def forward(
                         source = call.part(name, b, h).at[own]
                         plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
                     plgpu.barrier_wait(shared.value_free.at[slot])
-                    values = keys._replace(columns=tiles.columns(value_columns, value_dim, b))
+                    values = keys._replace(columns=out_columns)
                     call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
 
                 tiles.for_each_copy(walk.count, copy)
@@ -189,7 +191,7 @@ def forward(
             jax.ShapeDtypeStruct((splits, batch, *order, value_dim), out_dtype),
             jax.ShapeDtypeStruct((splits, batch, heads, blocks * tile.rows), jnp.float32),
         ),
-        grid=(heads, work.grid, batch, splits),
+        grid=(heads, *work.grid, splits),
         grid_names=("head", "block", "batch", "split"),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash import _tuning
+from jflash._mosaic_gpu.rounds import Rounds
 from jflash._tuning import Question
 
 ROWS = 64
 """Rows of a tile that one warpgroup works on: the matrix unit's own number."""
 SHARED_MEMORY = 227 * 1024 - 256
 """Bytes that a block may have on Hopper (CUDA programming guide, compute capability 9.0), less what barriers need."""
+
+CACHE = 30 * 2**20
+"""Bytes of keys and values, of all heads at work, that stay in Hopper's second-level cache (50 MiB) beside all else."""
 
 COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 """How all kernels are compiled.
@@ -150,20 +155,38 @@ class ForwardTiles:
         stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
         return queries + self.stages * stage
 
-    def rounds(self, head_dim: int, value_dim: int, pair_bytes: int, seen_keys: int, blocks: int) -> int:
-        """Blocks of queries that one block of the grid should take: several where each visits so few tiles that its
-        beginning and end take long, unless too few are left for every processor.
+    def rounds(
+        self,
+        head_dim: int,
+        value_dim: int,
+        pair_bytes: int,
+        visited: float,
+        blocks: int,
+        batch: int,
+        heads: int,
+        processors: int,
+    ) -> Rounds:
+        """Several blocks of queries for each of the grid where they visit so few tiles that beginning and ending takes
+        long, unless that would leave processors without any, or keys would not stay in the cache.
 
         Args:
           head_dim, value_dim, pair_bytes: as for `bytes`.
-          seen_keys: keys that a block of queries sees at most.
-          blocks: of queries, for every processor.
+          visited: tiles of keys that a block of queries visits, on average.
+          blocks: of queries, for each head and batch entry.
+          batch, heads: how many there are.
+          processors: of the device.
         """
-        if self.bytes(head_dim, value_dim, pair_bytes, 2) + self.rows * value_dim * 2 > SHARED_MEMORY:
-            return 1
-        visited = seen_keys // self.keys
-        wanted = 4 if visited <= 9 else 2 if visited <= 16 else 1
-        return max(number for number in (1, 2, 4) if number <= wanted and (number == 1 or blocks >= 3 * number))
+        room = self.bytes(head_dim, value_dim, pair_bytes, 2) + self.rows * value_dim * 2 <= SHARED_MEMORY
+        wanted = (8 if visited <= 5 else 4 if visited <= 9 else 2 if visited <= 16 else 1) if room else 1
+
+        def pays(rounds: Rounds) -> bool:
+            turns = heads * math.prod(rounds.grid)
+            busy = turns / round_up(turns, processors)
+            seen = visited * self.keys * (head_dim + value_dim) * 2
+            return busy >= 0.9 and processors * min(rounds.number / blocks, 1) * seen <= CACHE
+
+        several = (Rounds(blocks, batch, number) for number in (8, 4, 2) if number <= min(wanted, blocks * batch))
+        return next(filter(pays, several), Rounds(blocks, batch, 1))
 
 
 def forward_tiles(
