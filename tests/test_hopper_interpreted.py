@@ -93,6 +93,14 @@ def test_rounds(dims: int, options: dict, processors: int):
     oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
 
 
+@pytest.mark.parametrize("processors", [1, 132])
+def test_heads_a_few_at_a_time(processors: int):
+    """12 causal heads are worked on 4 at a time."""
+    case = Case("bfloat16", 260, 150, heads=(12, 4), dims=(64, 64), batch=(), causal=True)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
+
+
 @pytest.mark.parametrize("query_length", [60, 150])
 @pytest.mark.parametrize("options", [dict(lengths="both", causal=True), dict(bias="full", segments="sorted")], ids=str)
 def test_rounds_over_batch_entries(query_length: int, options: dict):
