@@ -43,17 +43,17 @@ def forward(
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
     tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows, visits)
     blocks, heads = -(-rows // tile.rows), spec.heads // packed
-    splits, rounds = 1, Rounds(blocks, spec.batch, 1)
+    splits, work = 1, Rounds(blocks, spec.batch, 1)
     if operations.processors is not None:
         if blocks == 1:
             splits = max(1, min(operations.processors // (spec.batch * heads), spec.key_length // (4 * tile.keys)))
         if splits == 1:
             sizes = query.shape[3], value.shape[3], _pair_bytes(spec, sides)
             visited = visits(tile.rows, tile.keys) / blocks
-            rounds = tile.rounds(*sizes, visited, blocks, spec.batch, heads, operations.processors)
+            work = tile.rounds(*sizes, visited, blocks, spec.batch, heads, operations.processors)
     known = spans.table(spec, operands, max(tile.rows // packed, 1))
     out, lse = forward_kernel.forward(
-        spec, query, key, value, sides, known, tile, rounds, operations, packed=packed, splits=splits
+        spec, query, key, value, sides, known, tile, work, operations, packed=packed, splits=splits
     )
     if packed > 1:
         out = out.swapaxes(2, 3)

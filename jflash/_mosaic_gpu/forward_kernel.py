@@ -84,7 +84,7 @@ def forward(
 
     With `packed` heads in the rows, T counts rows and N heads of keys, and queries and output are `[B, N, T, ...]`.
     With several `splits` each takes its part of the keys; the outputs are float32 then, and sinks are left to whoever
-    merges them.
+    merges them. Which blocks of queries a block of the grid takes, `work` says.
     """
     batch, rows, heads, head_dim = query.shape if packed == 1 else (query.shape[i] for i in (0, 2, 1, 3))
     value_dim = value.shape[3]
