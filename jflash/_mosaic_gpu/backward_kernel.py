@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, statistics, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
+from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.spans import Walk
@@ -88,12 +88,8 @@ class Sums(NamedTuple):
 
 def backward(
     spec: Spec,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
-    d_out: Float[Array, "B T N D"],
+    arrays: Arrays,
     beginnings: tuple[Array, Array],
-    sides: dict[str, Array],
     known_spans: Int[Array, "B blocks 4"] | None,
     wanted: tuple[str, ...],
     tile: BackwardTiles,
@@ -101,8 +97,9 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K D"], dict[str, Array]]:
     """The kernel's call: dQ in float32, dK, dV, and for each parameter `wanted` its gradient's sums `[B, N, keys]`.
 
-    T, S, H and D are multiples of 8 here; `beginnings` are those of `statistics`.
+    `beginnings` are those of `statistics`.
     """
+    query, key, value, d_out, sides = arrays
     batch, length, heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
     columns, value_columns = tile.columns(head_dim), tile.columns(value_dim)

@@ -22,6 +22,7 @@ from jflash._mosaic_gpu import (
     statistics,
     tiles,
 )
+from jflash._mosaic_gpu.inputs import Arrays
 from jflash._mosaic_gpu.operations import Operations
 from jflash._mosaic_gpu.rounds import Rounds
 from jflash._softmax import finite_or_zero, sinks_gradient
@@ -77,22 +78,21 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     seen_lse = jnp.where(unseen, jnp.inf, lse)
     rows = statistics.subtrahends(spec, seen_lse, delta)
     query, key, value, d_out = map(_whole_tiles, (operands.query, operands.key, operands.value, d_out))
-    arrays = query, key, value, d_out
     edges = inputs.edges(operands, {"query": query, "key": key, "value": value, "d_out": d_out})
-    sides = inputs.prepare(spec, operands) | edges
+    arrays = Arrays(query, key, value, d_out, inputs.prepare(spec, operands) | edges)
     differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
     d_bias = None
     if "bias" in differentiated and pairs.bias_kind(spec) == "tile":
         differentiated.remove("bias")
-        d_bias = _d_bias(spec, operands, arrays, rows, sides, operations)
-    tile = _fused_tiles(spec, arrays, sides, differentiated)
+        d_bias = _d_bias(spec, operands, arrays, rows, operations)
+    tile = _fused_tiles(spec, arrays, differentiated)
     if tile is None:
-        d_query, d_key, d_value, sums = _split(spec, operands, arrays, rows, sides, differentiated, operations)
+        d_query, d_key, d_value, sums = _split(spec, operands, arrays, rows, differentiated, operations)
     else:
         known = spans.table(spec, operands, tile.keys, of_keys=True)
         beginnings = statistics.beginnings(spec, seen_lse, delta)
         d_query, d_key, d_value, sums = backward_kernel.backward(
-            spec, *arrays, beginnings, sides, known, tuple(differentiated), tile, operations
+            spec, arrays, beginnings, known, tuple(differentiated), tile, operations
         )
         d_query = d_query * inputs.sums_scale(spec)
 
@@ -125,21 +125,17 @@ def _pair_bytes(spec: Spec, sides: dict[str, Array]) -> int:
     return sum(sides[name].dtype.itemsize for name in pairs.tiled(spec))
 
 
-Arrays = tuple[Array, Array, Array, Array]
-"""Query, key, value and the output's cotangent."""
 Gradients = tuple[Array, Array, Array, dict[str, Array]]
 """dQ, dK, dV, and by name what the parameters' gradients are summed from."""
 
 
-def _fused_tiles(
-    spec: Spec, arrays: Arrays, sides: dict[str, Array], differentiated: list[str]
-) -> tiles.BackwardTiles | None:
+def _fused_tiles(spec: Spec, arrays: Arrays, differentiated: list[str]) -> tiles.BackwardTiles | None:
     """Tiles of the one kernel that makes all gradients. `None` where two have to: an order of sums is promised, one
     over keys is wanted, or it does not fit."""
     by_query = "bias" in differentiated and pairs.bias_kind(spec) == "row"
     if spec.deterministic or by_query:
         return None
-    return tiles.backward_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides))
+    return tiles.backward_tiles(arrays.query.shape[3], arrays.value.shape[3], _pair_bytes(spec, arrays.sides))
 
 
 def _split(
@@ -147,17 +143,16 @@ def _split(
     operands: Operands,
     arrays: Arrays,
     rows: tuple[Array, Array],
-    sides: dict[str, Array],
     differentiated: list[str],
     operations: Operations,
 ) -> Gradients:
-    tile = tiles.query_tiles(arrays[0].shape[3], arrays[2].shape[3], _pair_bytes(spec, sides))
+    tile = tiles.query_tiles(arrays.query.shape[3], arrays.value.shape[3], _pair_bytes(spec, arrays.sides))
     by_key = "bias" in differentiated and pairs.bias_kind(spec) == "column"
     known = spans.table(spec, operands, tile.rows)
     wanted = tuple(name for name in differentiated if name != "bias" or not by_key)
-    d_query, sums = d_query_kernel.d_query(spec, *arrays, *rows, sides, known, wanted, tile, operations)
+    d_query, sums = d_query_kernel.d_query(spec, arrays, rows, known, wanted, tile, operations)
     known = spans.table(spec, operands, tiles.ROWS, of_keys=True)
-    d_key, d_value, d_columns = d_key_value_kernel.d_key_value(spec, *arrays, *rows, sides, known, by_key, operations)
+    d_key, d_value, d_columns = d_key_value_kernel.d_key_value(spec, arrays, rows, known, by_key, operations)
     if by_key:
         (sums["bias"],) = d_columns
     return d_query, d_key, d_value, sums
@@ -168,16 +163,15 @@ def _d_bias(
     operands: Operands,
     arrays: Arrays,
     rows: tuple[Array, Array],
-    sides: dict[str, Array],
     operations: Operations,
 ) -> Float[Array, "#B #N T S"]:
     """The gradient of a bias that has a query and a key axis."""
     assert spec.bias_shape is not None
-    bias_bytes = sides["bias"].dtype.itemsize
-    mask_bytes = _pair_bytes(spec, sides) - bias_bytes
-    tile = tiles.bias_tiles(arrays[0].shape[3], arrays[2].shape[3], bias_bytes, mask_bytes)
+    bias_bytes = arrays.sides["bias"].dtype.itemsize
+    mask_bytes = _pair_bytes(spec, arrays.sides) - bias_bytes
+    tile = tiles.bias_tiles(arrays.query.shape[3], arrays.value.shape[3], bias_bytes, mask_bytes)
     known = spans.table(spec, operands, tile.rows)
-    d_bias = d_bias_kernel.d_bias(spec, *arrays, *rows, sides, known, tile, operations)
+    d_bias = d_bias_kernel.d_bias(spec, arrays, rows, known, tile, operations)
     return d_bias[:, :, : spec.bias_shape[2], : spec.bias_shape[3]]
 
 

@@ -27,8 +27,9 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu import spans, tiles
-from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
+from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
+from jflash._mosaic_gpu.statistics import PerQuery
 from jflash._mosaic_gpu.tiles import ROWS, BiasTiles
 from jflash._spec import Spec
 
@@ -60,18 +61,14 @@ class Buffers(NamedTuple):
 
 def d_bias(
     spec: Spec,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
-    d_out: Float[Array, "B T N D"],
-    lse: Float[Array, "B N L"],
-    delta: Float[Array, "B N L"],
-    sides: dict[str, Array],
+    arrays: Arrays,
+    rows: tuple[PerQuery, PerQuery],
     known_spans: Int[Array, "B blocks 4"] | None,
     tile: BiasTiles,
     operations: Operations,
 ) -> Float[Array, "#B #N T S"]:
     """The kernel's call: the gradient in the shape and dtype of the bias in `sides`, whose axes are rounded up."""
+    query, key, value, d_out, sides = arrays
     batch, length, heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
@@ -238,6 +235,6 @@ def d_bias(
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(
-        *(query, key, value, d_out, lse, delta, *sides.values()),
+        *(query, key, value, d_out, *rows, *sides.values()),
         *([] if known_spans is None else [known_spans]),
     )

@@ -26,9 +26,10 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, statistics, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
+from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
+from jflash._mosaic_gpu.statistics import PerQuery
 from jflash._mosaic_gpu.tiles import ROWS
 from jflash._spec import Spec
 
@@ -62,18 +63,14 @@ class Buffers(NamedTuple):
 
 def d_key_value(
     spec: Spec,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
-    d_out: Float[Array, "B T N D"],
-    lse: Float[Array, "B N L"],
-    delta: Float[Array, "B N L"],
-    sides: dict[str, Array],
+    arrays: Arrays,
+    rows: tuple[PerQuery, PerQuery],
     known_spans: Int[Array, "B blocks 4"] | None,
     wants_bias: bool,
     operations: Operations,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K D"], list[Array]]:
     """The kernel's call: dK, dV, and if wanted the sums over queries of the bias's gradient, `[B, N, keys]`."""
+    query, key, value, d_out, sides = arrays
     batch, _, heads, head_dim = query.shape
     length, key_heads, value_dim = value.shape[1:]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
@@ -228,7 +225,7 @@ def d_key_value(
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(
-        *(query, key, value, d_out, lse, delta, *sides.values()),
+        *(query, key, value, d_out, *rows, *sides.values()),
         *([] if known_spans is None else [known_spans]),
     )
     return d_key, d_value, d_bias

@@ -27,8 +27,9 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import inputs, spans, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
+from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
+from jflash._mosaic_gpu.statistics import PerQuery
 from jflash._mosaic_gpu.tiles import ROWS, QueryTiles
 from jflash._spec import Spec
 
@@ -51,19 +52,15 @@ class Buffers(NamedTuple):
 
 def d_query(
     spec: Spec,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
-    d_out: Float[Array, "B T N D"],
-    lse: Float[Array, "B N L"],
-    delta: Float[Array, "B N L"],
-    sides: dict[str, Array],
+    arrays: Arrays,
+    rows: tuple[PerQuery, PerQuery],
     known_spans: Int[Array, "B blocks 4"] | None,
     wanted: tuple[str, ...],
     tile: QueryTiles,
     operations: Operations,
 ) -> tuple[Float[Array, "B T N H"], dict[str, Array]]:
     """The kernel's call: dQ, and for each parameter `wanted` its gradient's sums over keys, `[B, N, rows]`."""
+    query, key, value, d_out, sides = arrays
     batch, length, heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
@@ -200,7 +197,7 @@ def d_query(
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
     )(
-        *(query, key, value, d_out, lse, delta, *sides.values()),
+        *(query, key, value, d_out, *rows, *sides.values()),
         *([] if known_spans is None else [known_spans]),
     )
     return result, dict(zip(wanted, totals, strict=True))

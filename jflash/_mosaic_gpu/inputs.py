@@ -30,6 +30,19 @@ LARGEST = 128
 _LENGTHS = {"query": "query_lengths", "d_out": "query_lengths", "key": "key_lengths", "value": "key_lengths"}
 
 
+class Arrays(NamedTuple):
+    """What a backward kernel takes its tiles from, and what else `prepare` and `edges` made of its call, by name.
+
+    T, S, H and D are multiples of 8 here.
+    """
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    d_out: Float[Array, "B T N D"]
+    sides: dict[str, Array]
+
+
 def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
     """The operands but query, key and value, as kernels take them, by name.
 
