@@ -14,7 +14,7 @@ from plain_attention import Call, Results
 import jflash
 from jflash import _api, _canonical, _mosaic_gpu
 from jflash._mosaic_gpu import calls
-from jflash._mosaic_gpu.operations import Interpreter
+from jflash._mosaic_gpu.operations import Hardware, Interpreter
 from jflash._spec import Operands, Residuals, Spec
 
 
@@ -57,6 +57,16 @@ def run(call: Call, processors: int = 132, **options: object) -> Results:
         lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
         {name: getattr(gradients, name).reshape(array.shape) for name, array in smooth.items()},
     )
+
+
+def traced(call: Call, **options: object) -> tuple[jax.core.ClosedJaxpr, jax.core.ClosedJaxpr]:
+    """A call's forward and backward as on the hardware, not compiled."""
+    spec, operands = canonical(call, **options)
+    hardware = Hardware(processors=132)
+    trace = jax.make_jaxpr(lambda operands: calls.forward(spec, operands, hardware), return_shape=True)
+    forward, (out, lse) = trace(operands)
+    residuals = Residuals(out, lse, out, lse)
+    return forward, jax.make_jaxpr(lambda *args: calls.backward(spec, *args, hardware))(operands, residuals)
 
 
 def races_found() -> bool:

@@ -13,9 +13,7 @@ import pytest
 from cases import Case
 
 from jflash import _tuning
-from jflash._mosaic_gpu import calls, rounds, statistics, tiles
-from jflash._mosaic_gpu.operations import Hardware
-from jflash._spec import Residuals
+from jflash._mosaic_gpu import rounds, statistics
 
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
@@ -160,13 +158,7 @@ def test_three_numbers_of_bfloat16_make_one_of_float32():
 def test_no_arrays_but_the_operands(options: dict, deterministic: bool):
     """`custom_partitioning`, through which every call goes on a device, takes no function that holds others."""
     call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(64, 64), batch=(2,), **options))
-    spec, operands = hopper_kernels.canonical(call, deterministic=deterministic)
-    hardware = Hardware(processors=132)
-    forward = jax.make_jaxpr(lambda operands: calls.forward(spec, operands, hardware), return_shape=True)
-    closed, (out, lse) = forward(operands)
-    assert not closed.consts
-    residuals = Residuals(out, lse, out, lse)
-    assert not jax.make_jaxpr(lambda *args: calls.backward(spec, *args, hardware))(operands, residuals).consts
+    assert not any(closed.consts for closed in hopper_kernels.traced(call, deterministic=deterministic))
 
 
 @pytest.mark.parametrize("segments", [None, "sorted"])
@@ -185,17 +177,21 @@ def test_groups_that_do_not_fill_a_block():
 
 
 @pytest.mark.parametrize(
-    ("dims", "place", "deterministic"), [*((64, place, True) for place in range(1, 6)), (80, 1, True), (80, 1, False)]
+    ("dims", "options", "place", "deterministic"),
+    [
+        *((64, dict(causal=True, lengths="both"), place, True) for place in range(1, 6)),
+        *((80, dict(causal=True, lengths="both"), 1, deterministic) for deterministic in (False, True)),
+        *((40, dict(bias="full", mask="keys"), place, False) for place in range(1, 5)),
+    ],
+    ids=str,
 )
-def test_any_tiles(dims: int, place: int, deterministic: bool):
+def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
     """Those too that only a search on some device would choose."""
+    call = cases.build(Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), **options))
     with _tuning.trying({}) as trial:
-        tiles.forward_tiles(dims, dims, 0, 131, lambda rows, keys: -(-131 // rows))
-        tiles.backward_tiles(dims, dims, 0)
-        tiles.query_tiles(dims, dims, 0)
+        hopper_kernels.traced(call, deterministic=deterministic)
     answers = {question: candidates[min(place, len(candidates) - 1)] for question, candidates in trial.asked.items()}
-    case = Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), causal=True, lengths="both")
-    call = cases.build(case)
     with _tuning.trying(answers) as trial:
         oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
-    assert answers.keys() & trial.asked.keys()
+    assert answers.keys() == trial.asked.keys()
+    assert max(map(len, trial.asked.values())) > place
