@@ -68,6 +68,7 @@ def beginnings(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N 
     columns = jnp.zeros((*pieces[0].shape, STORED), jnp.float32)
     for place, piece in enumerate(pieces):
         columns = jnp.where(jnp.arange(STORED) == place, piece[..., None], columns)
+    # By operations: `custom_partitioning` takes no function that holds an array.
     number, column = (lax.broadcasted_iota(jnp.int32, (2, ROWS, COLUMNS), axis) for axis in (0, 2))
     return columns.astype(jnp.bfloat16), (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
 
