@@ -13,6 +13,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 
 import functools
+import importlib.metadata
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -68,3 +69,13 @@ def skip_refused(backend: str, *args: Any, **kwargs: Any) -> None:
     verdict, *refusals = jflash.explain(*args, implementation=backend, **kwargs).splitlines()
     if refusals:
         pytest.skip(f"{verdict} {refusals[0].strip()}")
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No distribution is known, as from a checkout on the path."""
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import io
 import itertools
 import json
@@ -126,13 +125,8 @@ def run(tmp_path_factory):
     return folder, printed.getvalue()
 
 
-def test_version_of_what_was_never_installed(monkeypatch):
+def test_version_of_what_was_never_installed(nothing_installed):
     """A checkout on the path; the run must not fail for it, after all was measured."""
-
-    def nothing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", nothing)
     assert peers.versions(["jflash"])["jflash"] == "from a folder on the path"
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.metadata
 import io
 import json
 
@@ -113,13 +112,8 @@ def test_search_keeps_what_is_faster(monkeypatch, folder):
     assert _tuning.choose(Question("xla backward", ("alike",)), [LARGE, SMALL]) == SMALL
 
 
-def test_search_from_a_checkout_that_was_never_installed(monkeypatch, folder):
+def test_search_from_a_checkout_that_was_never_installed(nothing_installed, folder):
     """It must not fail for it when all was measured."""
-
-    def nothing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", nothing)
     assert "from a folder on the path" in tune.store([]).read_text()
 
 
