@@ -38,9 +38,13 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
     return spec, operands
 
 
-def run(call: Call, processors: int = 132, **options: object) -> Results:
-    """The kernels' results for a call, in its own shapes, as on a device with so many processors."""
-    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors)
+def run(call: Call, processors: int = 132, *, detect_races: bool = True, **options: object) -> Results:
+    """The kernels' results for a call, in its own shapes, as on a device with so many processors.
+
+    Races are found between the warpgroups of a block. Where blocks add to the same numbers, or wait for each other, the
+    interpreter would report a race too: it has no atomic additions, and runs one block after the other.
+    """
+    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=detect_races), processors)
     spec, operands = canonical(call, **options)
     reason = _mosaic_gpu.unsupported_call(spec)
     assert reason is None, reason

@@ -116,6 +116,23 @@ def test_rounds_over_batch_entries(query_length: int, options: dict):
     oracle.assert_right(hopper_kernels.run(call, 1, deterministic=True), call)
 
 
+@pytest.mark.parametrize(
+    ("key_length", "heads", "batch", "options"),
+    [
+        (100, (5, 5), 2, {}),
+        (100, (3, 3), 1, dict(causal=True, lengths="both")),
+        (60, (4, 2), 1, dict(window=(40, 10))),
+        (200, (3, 3), 1, dict(causal=True, offset="end")),
+    ],
+    ids=str,
+)
+def test_sums_of_few_heads_at_a_time(key_length: int, heads: tuple[int, int], batch: int, options: dict):
+    """So few processors that heads take each other's place in the sums of dQ, and are rounded by later ones."""
+    case = Case("bfloat16", 300, key_length, heads=heads, dims=(64, 64), batch=(batch,), **options)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, 1, detect_races=False), call)
+
+
 @pytest.mark.parametrize("processors", [1, 132])
 @pytest.mark.parametrize("query_length", [1, 3])
 def test_decoding(query_length: int, processors: int):

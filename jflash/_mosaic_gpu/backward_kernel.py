@@ -37,6 +37,7 @@ from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
+from jflash._mosaic_gpu.query_sums import QuerySums, Turns
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.statistics import Statistics
 from jflash._mosaic_gpu.tiles import ROWS, BackwardTiles
@@ -95,7 +96,7 @@ def backward(
     tile: BackwardTiles,
     operations: Operations,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K D"], dict[str, Array]]:
-    """The kernel's call: dQ in float32, dK, dV, and for each parameter `wanted` its gradient's sums `[B, N, keys]`.
+    """The kernel's call: dQ, dK, dV, and for each parameter `wanted` its gradient's sums `[B, N, keys]`.
 
     `beginnings` are those of `statistics`.
     """
@@ -105,54 +106,71 @@ def backward(
     columns, value_columns = tile.columns(head_dim), tile.columns(value_dim)
     width = columns if tile.by_rows else columns // 2
     group = heads // key_heads
+    order = ("block", "head") if group > 1 else ("head", "block")
     blocks = -(-key.shape[1] // tile.keys)
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     as_columns = statistics.are_columns(spec)
     margin = operations.margin
-    d_query = jax.new_ref(jnp.zeros((batch, length + margin, heads, head_dim + margin), jnp.float32))
+    turns = Turns.of(heads, group, blocks, batch, operations.processors)
+    whole = tiles.round_up(length, ROWS)
+    sums = jax.new_ref(jnp.zeros((batch, turns.places, whole + margin, head_dim + margin), jnp.float32))
+    finished = jax.new_ref(jnp.zeros((batch, key_heads), jnp.int32))
 
     def kernel(
         query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, first_ref: Ref, second_ref: Ref, *refs: Any
     ) -> None:
-        side_refs, (d_query_ref, *rest) = refs[: len(names)], refs[len(names) :]
-        d_key_ref, d_value_ref, *wanted_refs = rest[: 2 + len(wanted)]
-        shared = Buffers(*rest[2 + len(wanted) :])
+        side_refs, (sums_ref, finished_ref, *rest) = refs[: len(names)], refs[len(names) :]
+        d_query_ref, d_key_ref, d_value_ref, *wanted_refs = rest[: 3 + len(wanted)]
+        shared = Buffers(*rest[3 + len(wanted) :])
         beginning_refs = [first_ref] if as_columns else [first_ref, second_ref]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
-        b, key_head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-        first_key = lax.axis_index("block") * tile.keys
-        walk = spans.walk_queries(call, b, lax.axis_index("block"), tile.keys, tile.queries)
+        b, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
+        turn = lax.axis_index(order[0])
+        adds = turn < turns.number
+        block, key_head = lax.axis_index("block"), lax.axis_index("head")
+        d_query = QuerySums(
+            *(turns, operations, sums_ref, finished_ref, d_query_ref),
+            *(b, turn, key_head, block, group, blocks, WARPGROUPS + 1, inputs.sums_scale(spec)),
+        )
+        first_key = block * tile.keys
+        walk = spans.walk_queries(call, b, jnp.minimum(block, blocks - 1), tile.keys, tile.queries)
         if group > 1:
             # Blocks of one head begin at different tiles: adding to one dQ at once, they would wait for each other.
-            walk = dataclasses.replace(walk, turn=lax.axis_index("block"))
+            walk = dataclasses.replace(walk, turn=block)
+        # As many as there are copies that a part can be rounded after; none in turns that only round.
+        left = jnp.where(adds, lax.div(walk.count * group, d_query.parts), 0)
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
-            tiles.release(tile.stages, shared.query_free, shared.d_out_free)
-            plgpu.barrier_arrive(shared.d_products_free.at[0])
             tiles.registers(WARPGROUPS, copies=False)
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_keys = pl.ds(first_key + warpgroup * ROWS, ROWS)
             own_columns = key_columns if tile.by_rows else pl.ds(warpgroup * width, width)
 
-            @pl.when((warpgroup == 0) & (walk.count > 0))
+            @pl.when(adds)
             def _() -> None:
-                keys = Rows(b, first_key, tile.keys, key_head, key_columns)
-                call.copy_rows("key", key_ref, keys, shared.key.at[0], shared.keys_filled)
-                values = keys._replace(columns=out_columns)
-                call.copy_rows("value", value_ref, values, shared.value.at[0], shared.keys_filled)
-                if shared.ones is not None:
-                    plgpu.copy_gmem_to_smem(second_ref, shared.ones, shared.keys_filled)
+                tiles.release(tile.stages, shared.query_free, shared.d_out_free)
+                plgpu.barrier_arrive(shared.d_products_free.at[0])
 
-            pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
+                @pl.when((warpgroup == 0) & (walk.count > 0))
+                def _() -> None:
+                    keys = Rows(b, first_key, tile.keys, key_head, key_columns)
+                    call.copy_rows("key", key_ref, keys, shared.key.at[0], shared.keys_filled)
+                    values = keys._replace(columns=out_columns)
+                    call.copy_rows("value", value_ref, values, shared.value.at[0], shared.keys_filled)
+                    if shared.ones is not None:
+                        plgpu.copy_gmem_to_smem(second_ref, shared.ones, shared.keys_filled)
+
+            d_query.wait()
+            d_query.round(left + WARPGROUPS - 1 - warpgroup, d_query.tiles, WARPGROUPS)
 
             def add_d_query(step: Array, at: Step, made: Callable[[], None]) -> None:
                 first = at.eighth * 8
                 rows = pl.ds(first + warpgroup * ROWS, ROWS) if tile.by_rows else pl.ds(first, tile.queries)
-                target = d_query_ref.at[b, rows, at.head, own_columns]
+                target = d_query.target(at.head, rows, own_columns)
                 add_half(tile, operations, shared, step, warpgroup, target, made)
 
             def visit(head: Array, index: Array, sums: Sums, others: tuple[Array, ...], before: Step) -> Any:
@@ -173,44 +191,61 @@ def backward(
                     ref[b, key_head * group + head, own_keys] = total
                 return sums, before
 
-            sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
-            carry = sums, Step(jnp.int32(0), jnp.int32(0))
-            carry = lax.fori_loop(0, group, attend_head, carry) if group > 1 else attend_head(jnp.int32(0), carry)
-            sums, before = carry
-            steps = walk.count * group
-            pl.when(steps > 0)(lambda: add_d_query(steps - 1, before, lambda: None))
-            # No barrier may end in the middle of its phase.
-            plgpu.barrier_wait(shared.d_products_free.at[lax.rem(steps, 2)])
-            # The other warpgroup reads these keys too.
-            plgpu.barrier_arrive(shared.finished)
-            plgpu.barrier_wait(shared.finished)
-            shared.key[0, own] = (sums.d_key * inputs.sums_scale(spec)).astype(key.dtype)
-            shared.value[0, own] = sums.d_value.astype(value.dtype)
-            operations.commit()
-            plgpu.copy_smem_to_gmem(shared.key.at[0, own], d_key_ref.at[b, own_keys, key_head, key_columns])
-            plgpu.copy_smem_to_gmem(shared.value.at[0, own], d_value_ref.at[b, own_keys, key_head, out_columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            @pl.when(adds)
+            def _() -> None:
+                pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
+                sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
+                carry = sums, Step(jnp.int32(0), jnp.int32(0))
+                carry = lax.fori_loop(0, group, attend_head, carry) if group > 1 else attend_head(jnp.int32(0), carry)
+                sums, before = carry
+                steps = walk.count * group
+                pl.when(steps > 0)(lambda: add_d_query(steps - 1, before, lambda: None))
+                # No barrier may end in the middle of its phase.
+                plgpu.barrier_wait(shared.d_products_free.at[lax.rem(steps, 2)])
+                # The other warpgroup reads these keys too.
+                plgpu.barrier_arrive(shared.finished)
+                plgpu.barrier_wait(shared.finished)
+                shared.key[0, own] = (sums.d_key * inputs.sums_scale(spec)).astype(key.dtype)
+                shared.value[0, own] = sums.d_value.astype(value.dtype)
+                operations.commit()
+                plgpu.copy_smem_to_gmem(shared.key.at[0, own], d_key_ref.at[b, own_keys, key_head, key_columns])
+                plgpu.copy_smem_to_gmem(shared.value.at[0, own], d_value_ref.at[b, own_keys, key_head, out_columns])
+                # All but these two.
+                plgpu.wait_smem_to_gmem(2)
+                d_query.finish()
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
             tiles.registers(WARPGROUPS, copies=True)
 
-            sources = Sources(query_ref, d_out_ref, beginning_refs, key_columns, out_columns)
-            copy_all(call, walk, sources, shared, b, key_head * group, group, pl.ds(first_key, tile.keys))
+            def round_part(step: Array) -> None:
+                pl.when(step == 0)(d_query.wait)
+                d_query.round(
+                    step, jnp.minimum(step + 1, jnp.minimum(left, d_query.tiles) * d_query.parts), parts=d_query.parts
+                )
+
+            @pl.when(adds)
+            def _() -> None:
+                sources = Sources(query_ref, d_out_ref, beginning_refs, key_columns, out_columns)
+                keys = pl.ds(first_key, tile.keys)
+                copy_all(call, walk, sources, shared, b, key_head * group, group, keys, round_part)
+                d_query.finish()
 
     dtype, stages = query.dtype, tile.stages
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
     handed = plgpu.Barrier(num_barriers=2, num_arrivals=WARPGROUPS)
     kernel.__name__ = f"jflash_backward_{head_dim}_{value_dim}"
-    d_key, d_value, *others = plgpu.kernel(
+    d_query, d_key, d_value, *others = plgpu.kernel(
         kernel,
         out_type=(
+            jax.ShapeDtypeStruct((batch, whole, heads, head_dim), dtype),
             jax.ShapeDtypeStruct(key.shape, key.dtype),
             jax.ShapeDtypeStruct(value.shape, value.dtype),
             *(jax.ShapeDtypeStruct((batch, heads, blocks * tile.keys), jnp.float32) for _ in wanted),
         ),
-        grid=(blocks, key_heads, batch) if group > 1 else (key_heads, blocks, batch),
-        grid_names=("block", "head", "batch") if group > 1 else ("head", "block", "batch"),
+        grid=(turns.number + turns.lag, key_heads if group > 1 else blocks, batch),
+        grid_names=(*order, "batch"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
@@ -237,9 +272,9 @@ def backward(
     )(
         *(query, key, value, d_out, *beginnings, *sides.values()),
         *([] if known_spans is None else [known_spans]),
-        d_query,
+        *(sums, finished),
     )
-    return d_query[:, :length, :, :head_dim], d_key, d_value, dict(zip(wanted, others, strict=True))
+    return d_query[:, :length], d_key, d_value, dict(zip(wanted, others, strict=True))
 
 
 def visit_tile(

@@ -94,7 +94,6 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
         d_query, d_key, d_value, sums = backward_kernel.backward(
             spec, arrays, beginnings, known, tuple(differentiated), tile, operations
         )
-        d_query = d_query * inputs.sums_scale(spec)
 
     def trimmed(gradient: Array, like: Array) -> Array:
         return gradient[:, : like.shape[1], :, : like.shape[3]].astype(like.dtype)

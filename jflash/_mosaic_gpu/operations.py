@@ -7,6 +7,7 @@ layouts, and neither products in the background nor copies that add: `Interprete
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
@@ -56,6 +58,14 @@ class Hardware:
         """A tile; or a vector along a tile's rows (axis 0) or columns (1)."""
         layout = _TILE if axis is None else (_ROWS, _COLUMNS)[axis]
         return plgpu.load(ref, layout=layout, optimized=False)
+
+    def load_rows(self, ref: Ref) -> Array:
+        """Rows of device memory, a multiple of 128 numbers, to be stored as they are."""
+        return plgpu.load(ref, layout=_strided(ref.shape), optimized=False)
+
+    def zero_rows(self, shape: tuple[int, ...]) -> Array:
+        """Zeros where `load_rows` has numbers."""
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _strided(shape))
 
     def product(self, left: Any, right: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
         """left @ right."""
@@ -119,6 +129,39 @@ class Hardware:
         """Let copies and products see what was written to shared memory, and overwrite what was read of it."""
         plgpu.commit_smem()
 
+    def count(self, number: Ref) -> None:
+        """Add 1 to an integer in device memory, when all that this warpgroup did is to be seen by who waits for it."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def add(_: Any, number: Any) -> None:
+            utils = mgpu.utils
+            mgpu.warpgroup_barrier()
+            with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+                add = "red.release.gpu.global.add.s32 [$0], 1;"
+                utils.inline_ptx(add, utils.memref_ptr(number), has_side_effects=True)
+
+        add(number)
+
+    def wait_until(self, number: Ref, value: int) -> None:
+        """Wait until an integer in device memory has a value."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def wait(_: Any, number: Any) -> None:
+            utils = mgpu.utils
+            poll = """{ .reg .pred other; .reg .b32 now;
+            again: ld.acquire.gpu.global.s32 now, [$0]; setp.ne.s32 other, now, $1; @other bra again; }"""
+            wanted = mgpu.c(value, utils.ir.IntegerType.get_signless(32))
+            utils.inline_ptx(poll, utils.memref_ptr(number), wanted, has_side_effects=True)
+            # What threads wrote themselves comes before what copies do now.
+            utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+        wait(number)
+
+
+def _strided(shape: tuple[int, ...]) -> Any:
+    """Numbers that are beside each other for each thread, up to four."""
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(4, math.prod(shape) // 128))
+
 
 @dataclasses.dataclass
 class Sums:
@@ -150,6 +193,12 @@ class Interpreter:
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         return ref[...]
 
+    def load_rows(self, ref: Ref) -> Array:
+        return ref[...]
+
+    def zero_rows(self, shape: tuple[int, ...]) -> Array:
+        return jnp.zeros(shape, jnp.float32)
+
     def product(self, left: Any, right: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
         return self.add_product(jnp.zeros(shape, jnp.float32), left, right)
 
@@ -164,6 +213,12 @@ class Interpreter:
 
     def commit(self) -> None:
         plgpu.commit_smem()
+
+    def count(self, number: Ref) -> None:
+        """Nothing: nobody has to wait, since blocks are run one after the other."""
+
+    def wait_until(self, number: Ref, value: int) -> None:
+        """Nothing."""
 
     def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
         return body(*(Sums(jnp.zeros(shape, jnp.float32)) for shape in shapes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jax import lax
@@ -57,8 +57,12 @@ def copy_all(
     first_head: Int[Array, ""],
     group: int,
     keys: Any,
+    then: Callable[[Array], None] = lambda step: None,
 ) -> None:
-    """Every tile of the walk, for each of the `group` heads from `first_head` on; `keys` are the block's own."""
+    """Every tile of the walk, for each of the `group` heads from `first_head` on; `keys` are the block's own.
+
+    `then` is called after each step.
+    """
     stages, queries = shared.query.shape[:2]
     # The same number for the loop and for its remainders: with one head, they are no divisions then.
     count = tiles.unknown(walk.count)
@@ -82,6 +86,7 @@ def copy_all(
         call.copy_rows("d_out", sources.d_out, tile, shared.d_out.at[slot], filled)
         for source, target in zip(late, shared.statistics[1:], strict=True):
             plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
+        then(step)
         return carry
 
     lax.fori_loop(0, count * group, copy, 0)
