@@ -126,20 +126,17 @@ def backward(
         beginning_refs = [first_ref] if as_columns else [first_ref, second_ref]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
         b, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
-        turn = lax.axis_index(order[0])
-        adds = turn < turns.number
         block, key_head = lax.axis_index("block"), lax.axis_index("head")
-        d_query = QuerySums(
-            *(turns, operations, sums_ref, finished_ref, d_query_ref),
-            *(b, turn, key_head, block, group, blocks, WARPGROUPS + 1, inputs.sums_scale(spec)),
-        )
         first_key = block * tile.keys
         walk = spans.walk_queries(call, b, jnp.minimum(block, blocks - 1), tile.keys, tile.queries)
         if group > 1:
             # Blocks of one head begin at different tiles: adding to one dQ at once, they would wait for each other.
             walk = dataclasses.replace(walk, turn=block)
-        # As many as there are copies that a part can be rounded after; none in turns that only round.
-        left = jnp.where(adds, lax.div(walk.count * group, d_query.parts), 0)
+        d_query = QuerySums(
+            *(turns, operations, sums_ref, finished_ref, d_query_ref, inputs.sums_scale(spec)),
+            *(group, blocks, WARPGROUPS),
+            *(b, lax.axis_index(order[0]), key_head, block, walk.count * group),
+        )
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
 
@@ -150,7 +147,7 @@ def backward(
             own_keys = pl.ds(first_key + warpgroup * ROWS, ROWS)
             own_columns = key_columns if tile.by_rows else pl.ds(warpgroup * width, width)
 
-            @pl.when(adds)
+            @pl.when(d_query.adds)
             def _() -> None:
                 tiles.release(tile.stages, shared.query_free, shared.d_out_free)
                 plgpu.barrier_arrive(shared.d_products_free.at[0])
@@ -164,8 +161,7 @@ def backward(
                     if shared.ones is not None:
                         plgpu.copy_gmem_to_smem(second_ref, shared.ones, shared.keys_filled)
 
-            d_query.wait()
-            d_query.round(left + WARPGROUPS - 1 - warpgroup, d_query.tiles, WARPGROUPS)
+            d_query.begin(warpgroup)
 
             def add_d_query(step: Array, at: Step, made: Callable[[], None]) -> None:
                 first = at.eighth * 8
@@ -191,7 +187,7 @@ def backward(
                     ref[b, key_head * group + head, own_keys] = total
                 return sums, before
 
-            @pl.when(adds)
+            @pl.when(d_query.adds)
             def _() -> None:
                 pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
                 sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
@@ -219,17 +215,11 @@ def backward(
         def _() -> None:
             tiles.registers(WARPGROUPS, copies=True)
 
-            def round_part(step: Array) -> None:
-                pl.when(step == 0)(d_query.wait)
-                d_query.round(
-                    step, jnp.minimum(step + 1, jnp.minimum(left, d_query.tiles) * d_query.parts), parts=d_query.parts
-                )
-
-            @pl.when(adds)
+            @pl.when(d_query.adds)
             def _() -> None:
                 sources = Sources(query_ref, d_out_ref, beginning_refs, key_columns, out_columns)
                 keys = pl.ds(first_key, tile.keys)
-                copy_all(call, walk, sources, shared, b, key_head * group, group, keys, round_part)
+                copy_all(call, walk, sources, shared, b, key_head * group, group, keys, d_query.after_copy)
                 d_query.finish()
 
     dtype, stages = query.dtype, tile.stages

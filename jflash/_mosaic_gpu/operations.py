@@ -133,29 +133,31 @@ class Hardware:
         """Add 1 to an integer in device memory, when all that this warpgroup did is to be seen by who waits for it."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def add(_: Any, number: Any) -> None:
+        def add_one(_: Any, number: Any) -> None:
             utils = mgpu.utils
             mgpu.warpgroup_barrier()
             with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
                 add = "red.release.gpu.global.add.s32 [$0], 1;"
                 utils.inline_ptx(add, utils.memref_ptr(number), has_side_effects=True)
 
-        add(number)
+        call: Any = add_one
+        call(number)
 
     def wait_until(self, number: Ref, value: int) -> None:
-        """Wait until an integer in device memory has a value."""
+        """Wait until an integer in device memory has a value, and see what was done before it had."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def wait(_: Any, number: Any) -> None:
+        def poll(_: Any, number: Any) -> None:
             utils = mgpu.utils
-            poll = """{ .reg .pred other; .reg .b32 now;
+            loop = """{ .reg .pred other; .reg .b32 now;
             again: ld.acquire.gpu.global.s32 now, [$0]; setp.ne.s32 other, now, $1; @other bra again; }"""
             wanted = mgpu.c(value, utils.ir.IntegerType.get_signless(32))
-            utils.inline_ptx(poll, utils.memref_ptr(number), wanted, has_side_effects=True)
+            utils.inline_ptx(loop, utils.memref_ptr(number), wanted, has_side_effects=True)
             # What threads wrote themselves comes before what copies do now.
             utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
-        wait(number)
+        call: Any = poll
+        call(number)
 
 
 def _strided(shape: tuple[int, ...]) -> Any:
