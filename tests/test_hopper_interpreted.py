@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import cases
 import hopper_kernels
@@ -13,7 +14,7 @@ import pytest
 from cases import Case
 
 from jflash import _tuning
-from jflash._mosaic_gpu import rounds, statistics
+from jflash._mosaic_gpu import query_sums, rounds, statistics
 
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
@@ -94,14 +95,14 @@ def test_rounds(dims: int, options: dict, processors: int):
     oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
 
 
-def test_heads_a_few_at_a_time():
-    """6 causal heads are worked on 2 at a time, where three warpgroups compute."""
+def test_heads_in_sections():
+    """6 causal heads are worked on 3 at a time, where three warpgroups compute."""
     case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
     call = cases.build(case)
     with _tuning.trying({}) as trial:
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
     chosen = next(found[0] for question, found in trial.asked.items() if question.kind == "mosaic_gpu forward")
-    assert chosen.heads_together(6, lengths_differ=True) == 2
+    assert chosen.sections(6, lengths_differ=True) == 3
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,72 @@ def test_rounds_over_batch_entries(query_length: int, options: dict):
     case = Case("bfloat16", query_length, 140, heads=(1, 1), dims=(64, 64), batch=(5,), **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, 1, deterministic=True), call)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(query_sums.QuerySums):
+    """What one block rounds, and whom it waits for."""
+
+    awaited: set[int] = dataclasses.field(default_factory=set)
+    rounded: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+
+    def _wait(self):
+        if self._earlier >= 0:
+            self.awaited.add(int(self._earlier if self.group == 1 else self.key_head))
+
+    def _round_rows(self, head, rows):
+        self.rounded.append((int(head), int(rows.start), rows.size))
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
+    [
+        (5, 1, 3, 2, 384, 64, 1),
+        (4, 1, 1, 3, 64, 128, 2),
+        (6, 1, 8, 1, 192, 80, 8),
+        (7, 1, 2, 4, 1024, 72, 132),
+        (9, 1, 4, 3, 256, 8, 12),
+        (6, 3, 5, 2, 640, 64, 4),
+    ],
+)
+def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
+    """By a block that began after all those that add to it, and before any that has its place in memory."""
+    turns = query_sums.Turns.of(heads, group, blocks, batch, processors)
+    shape = lambda *sizes: types.SimpleNamespace(shape=sizes)
+    key_heads = heads // group
+    begun: list[tuple[int, int]] = []
+    rounded: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for turn in range(turns.number + turns.lag):
+        for other, entry in itertools.product(range(blocks if group == 1 else key_heads), range(batch)):
+            key_head, block = (turn, other) if group == 1 else (other, turn)
+            copies = (block * 5 + entry) % 17
+            sums = shape(batch, turns.places, rows, head_dim)
+            outputs = shape(batch, rows, heads, head_dim)
+            taken = Recorded(
+                *(turns, None, sums, None, outputs, 1.0, group, blocks, 2),
+                *(entry, turn, key_head, block, copies),
+            )
+            with jax.disable_jit():
+                for warpgroup in range(2):
+                    taken.begin(warpgroup)
+                for index in range(copies if taken.adds else 0):
+                    taken.after_copy(index)
+            for head in taken.awaited:
+                assert begun.count((entry, head)) == blocks
+            for head, first, size in taken.rounded:
+                assert {head // group} == taken.awaited
+                rounded.setdefault((entry, head), []).append((first, size))
+            if taken.adds:
+                begun.append((entry, key_head))
+                for head in range(key_head * group, key_head * group + group):
+                    if head >= turns.places:
+                        # What a block waits for was begun after its place was to be rounded, and has done that.
+                        assert taken.awaited == {head - turns.lag}
+                        assert sum(size for _, size in rounded[entry, head - turns.places]) == rows
+    assert rounded.keys() == set(itertools.product(range(batch), range(heads)))
+    for parts in rounded.values():
+        covered = [row for first, size in parts for row in range(first, first + size)]
+        assert sorted(covered) == list(range(rows))
 
 
 @pytest.mark.parametrize(

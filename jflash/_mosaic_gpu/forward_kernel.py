@@ -91,7 +91,7 @@ def forward(
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key.shape[2]
     blocks, rounds = work.blocks, work.number
-    together = tile.heads_together(heads, lengths_differ=spec.bounds[0] is None and spec.bounds[1] is not None)
+    sections = tile.sections(heads, lengths_differ=spec.bounds[0] is None and spec.bounds[1] is not None)
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
@@ -100,7 +100,7 @@ def forward(
         side_refs, (out_ref, lse_ref, query_or_out, *scratch) = refs[: len(names)], refs[len(names) :]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), packed)
         shared = Buffers(*(query_or_out if is_union or rounds > 1 else (query_or_out, query_or_out)), *scratch)
-        h = lax.axis_index("section") * together + lax.axis_index("head")
+        h = lax.axis_index("section") * (heads // sections) + lax.axis_index("head")
         split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
         member = lax.axis_index("block"), lax.axis_index("batch")
         key_columns = tiles.columns(columns, head_dim, h)
@@ -193,7 +193,8 @@ def forward(
             jax.ShapeDtypeStruct((splits, batch, *order, value_dim), out_dtype),
             jax.ShapeDtypeStruct((splits, batch, heads, blocks * tile.rows), jnp.float32),
         ),
-        grid=(together, work.grid[0], heads // together, work.grid[1], splits),
+        # The last axis is the fastest.
+        grid=(heads // sections, work.grid[0], sections, work.grid[1], splits),
         grid_names=("head", "block", "section", "batch", "split"),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
