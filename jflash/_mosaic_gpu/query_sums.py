@@ -86,6 +86,7 @@ class QuerySums:
     def begin(self, warpgroup: Any) -> None:
         """For a warpgroup that computes, before it adds: round what the copies leave no time for."""
         self._wait()
+        # The last one comes first: the first is still at the copies of the block's keys.
         self._round(self._beside_copies + self.warpgroups - 1 - warpgroup, self._tiles, self.warpgroups)
 
     def after_copy(self, index: Any) -> None:
