@@ -149,7 +149,7 @@ def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, 
     shape = lambda *sizes: types.SimpleNamespace(shape=sizes)
     key_heads = heads // group
     begun: list[tuple[int, int]] = []
-    rounded: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    rounded: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for turn in range(turns.number + turns.lag):
         for other, entry in itertools.product(range(blocks if group == 1 else key_heads), range(batch)):
             key_head, block = (turn, other) if group == 1 else (other, turn)
@@ -169,17 +169,18 @@ def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, 
                 assert begun.count((entry, head)) == blocks
             for head, first, size in taken.rounded:
                 assert {head // group} == taken.awaited
-                rounded.setdefault((entry, head), []).append((first, size))
+                rounded.setdefault((entry, head), []).append((first, size, turn))
             if taken.adds:
                 begun.append((entry, key_head))
                 for head in range(key_head * group, key_head * group + group):
                     if head >= turns.places:
-                        # What a block waits for was begun after its place was to be rounded, and has done that.
-                        assert taken.awaited == {head - turns.lag}
-                        assert sum(size for _, size in rounded[entry, head - turns.places]) == rows
+                        # Who had the place was rounded by those that this block waits for, or before them.
+                        (awaited,) = taken.awaited
+                        parts = rounded[entry, head - turns.places]
+                        assert sum(size for _, size, by in parts if by <= awaited) == rows
     assert rounded.keys() == set(itertools.product(range(batch), range(heads)))
     for parts in rounded.values():
-        covered = [row for first, size in parts for row in range(first, first + size)]
+        covered = [row for first, size, _ in parts for row in range(first, first + size)]
         assert sorted(covered) == list(range(rows))
 
 
