@@ -106,6 +106,7 @@ def backward(
     columns, value_columns = tile.columns(head_dim), tile.columns(value_dim)
     width = columns if tile.by_rows else columns // 2
     group = heads // key_heads
+    # Turns, which are the grid's slowest axis (see `query_sums`), and the next one.
     order = ("block", "head") if group > 1 else ("head", "block")
     blocks = -(-key.shape[1] // tile.keys)
     tiled = bias_and_mask.tiled(spec)
@@ -128,6 +129,7 @@ def backward(
         b, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
         block, key_head = lax.axis_index("block"), lax.axis_index("head")
         first_key = block * tile.keys
+        # Turns that only round are past the last block, whose walk they read and do not take.
         walk = spans.walk_queries(call, b, jnp.minimum(block, blocks - 1), tile.keys, tile.queries)
         if group > 1:
             # Blocks of one head begin at different tiles: adding to one dQ at once, they would wait for each other.
