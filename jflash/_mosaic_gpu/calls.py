@@ -42,17 +42,18 @@ def forward(
     sides = inputs.prepare(spec, operands) | inputs.edges(operands, {"value": value})
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
-    tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows, visits)
+    total = lambda rows, keys: sum(visits(rows, keys))
+    tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows, total)
     blocks, heads = -(-rows // tile.rows), spec.heads // packed
-    splits, work = 1, Rounds(blocks, spec.batch, 1)
+    splits, work = 1, Rounds(blocks, spec.batch)
     if operations.processors is not None:
         if blocks == 1:
             splits = max(1, min(operations.processors // (spec.batch * heads), spec.key_length // (4 * tile.keys)))
         if splits == 1:
             sizes = query.shape[3], value.shape[3], _pair_bytes(spec, sides)
-            visited = visits(tile.rows, tile.keys) / blocks
-            work = tile.rounds(*sizes, visited, blocks, spec.batch, heads, operations.processors)
-    known = spans.table(spec, operands, max(tile.rows // packed, 1))
+            visited = visits(tile.rows, tile.keys)
+            work = tile.rounds(*sizes, rows, visited, (spec.batch, heads), operations.processors)
+    known = spans.table(spec, operands, max(tile.rows // packed, 1), tile.missing(rows) // packed)
     out, lse = forward_kernel.forward(
         spec, query, key, value, sides, known, tile, work, operations, packed=packed, splits=splits
     )
@@ -110,14 +111,16 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     )
 
 
-def _visits(spec: Spec, rows: int, keys: int) -> int:
-    """How many tiles of so many keys all blocks of so many queries visit, by what is known before the call."""
+def _visits(spec: Spec, rows: int, keys: int) -> list[int]:
+    """How many tiles of so many keys each block of so many queries visits, by what is known before the call."""
     left, right = spec.bounds
-    first = np.arange(0, spec.query_length, rows) + (spec.query_offset or 0)
-    start = np.zeros_like(first) if left is None else np.maximum(first - left, 0)
-    stop = np.full_like(first, spec.key_length) if right is None else first + rows + right
-    seen = np.minimum(stop, spec.key_length) - start
-    return int(np.maximum(-(-seen // keys), 1).sum())
+    stop = np.arange(spec.query_length, 0, -rows)[::-1]
+    first = np.maximum(stop - rows, 0)
+    offset = spec.query_offset or 0
+    first_key = np.zeros_like(first) if left is None else np.maximum(first + offset - left, 0)
+    stop_key = np.full_like(stop, spec.key_length) if right is None else stop + offset + right
+    seen = np.minimum(stop_key, spec.key_length) - first_key
+    return np.maximum(-(-seen // keys), 1).tolist()
 
 
 def _pair_bytes(spec: Spec, sides: dict[str, Array]) -> int:

@@ -91,10 +91,13 @@ def forward(
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key.shape[2]
     blocks, rounds = work.blocks, work.number
+    missing = tile.missing(rows)
     sections = tile.sections(heads, lengths_differ=spec.bounds[0] is None and spec.bounds[1] is not None)
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
+
+    beginning = lambda block: spans.beginning(block, tile.rows, missing)
 
     def kernel(query_ref: Ref, key_ref: Ref, value_ref: Ref, *refs: Any) -> None:
         side_refs, (out_ref, lse_ref, query_or_out, *scratch) = refs[: len(names)], refs[len(names) :]
@@ -111,7 +114,7 @@ def forward(
             so that none of them is left at the end alone."""
             b, turn = work.taken(member, index)
             block = blocks - 1 - turn
-            return b, block, spans.walk_keys(call, b, block, tile.rows, tile.keys).part(split, splits)
+            return b, block, spans.walk_keys(call, b, block, tile.rows, tile.keys, missing).part(split, splits)
 
         @pl.when(warpgroup < tile.warpgroups)
         def _() -> None:
@@ -119,7 +122,14 @@ def forward(
             tiles.registers(tile.warpgroups, copies=False)
             own_query, own_out = shared.query.at[warpgroup], shared.out.at[warpgroup]
             part = lambda ref, rows, columns: ref.at[rows, h, columns] if packed == 1 else ref.at[h, rows, columns]
-            own = lambda block: pl.ds(block * tile.rows + warpgroup * ROWS, ROWS)
+
+            def own(block: Any) -> Any:
+                """The rows of this warpgroup; past the end of all, where a block has fewer."""
+                start = beginning(block) + warpgroup * ROWS
+                if missing:
+                    there = start < (block + 1) * tile.rows - missing
+                    start = jnp.where(there, start, (blocks - 1) * tile.rows + warpgroup * ROWS)
+                return pl.ds(start, ROWS)
 
             def copy_query(index: Any) -> None:
                 b, block, _ = taken(index)
@@ -167,7 +177,7 @@ def forward(
                     plgpu.barrier_wait(shared.key_free.at[slot])
                     plgpu.copy_gmem_to_smem(keys.of(key_ref), shared.key.at[slot], shared.key_filled.at[slot])
                     for name, target in zip(tiled, shared.pairs, strict=True):
-                        own = pl.ds(block * tile.rows, tile.rows), pl.ds(keys.first, tile.keys)
+                        own = pl.ds(beginning(block), tile.rows), pl.ds(keys.first, tile.keys)
                         source = call.part(name, b, h).at[own]
                         plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
                     plgpu.barrier_wait(shared.value_free.at[slot])

@@ -23,13 +23,22 @@ from jflash._visibility import Spans
 _LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
 
 
-def table(spec: Spec, operands: Operands, size: int, *, of_keys: bool = False) -> Int[Array, "B blocks 4"] | None:
+def beginning(block: Any, size: int, missing: int = 0) -> Any:
+    """Where a block of `size` begins, if the first one has so many less."""
+    return jnp.maximum(block * size - missing, 0) if missing else block * size
+
+
+def table(
+    spec: Spec, operands: Operands, size: int, missing: int = 0, *, of_keys: bool = False
+) -> Int[Array, "B blocks 4"] | None:
     """The spans of every block of `size` queries (or, `of_keys`, keys); `None` where a kernel finds them itself."""
     if "query_segments" not in spec.operands:
         return None
     find, length = _find(of_keys), spec.key_length if of_keys else spec.query_length
     unmasked = operands._replace(mask=None)
-    one = lambda batch, block: jnp.stack(find(spec, unmasked, batch, 1, block * size, min(size, length)))
+    one = lambda batch, block: jnp.stack(
+        find(spec, unmasked, batch, 1, beginning(block, size, missing), min(size, length))
+    )
     every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
     return every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))
 
@@ -86,9 +95,10 @@ def _spans(call: Inputs, batch: Any, first: Any, rows: int, *, of_keys: bool) ->
     return _find(of_keys)(call.spec, nothing, 0, 1, first, rows)
 
 
-def walk_keys(call: Inputs, batch: Any, block: Any, rows: int, size: int) -> Walk:
-    """The tiles of keys that a block of `rows` queries visits."""
-    return _walk(call, batch, block, max(rows // call.packed, 1), size, of_keys=False)
+def walk_keys(call: Inputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0) -> Walk:
+    """The tiles of keys that a block of `rows` queries visits, of which the first one has so many less."""
+    rows, missing = max(rows // call.packed, 1), missing // call.packed
+    return _walk(call, batch, block, beginning(block, rows, missing), rows, size, of_keys=False)
 
 
 def own_keys(call: Inputs, walk: Walk, batch: Any, row: Any, rows: int) -> tuple[Any, Any, Walk]:
@@ -107,16 +117,16 @@ def own_keys(call: Inputs, walk: Walk, batch: Any, row: Any, rows: int) -> tuple
 
 def walk_queries(call: Inputs, batch: Any, block: Any, keys: int, size: int) -> Walk:
     """The tiles of queries that a block of keys visits."""
-    return _walk(call, batch, block, keys, size, of_keys=True)
+    return _walk(call, batch, block, block * keys, keys, size, of_keys=True)
 
 
-def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys: bool) -> Walk:
+def _walk(call: Inputs, batch: Any, block: Any, row: Any, rows: int, size: int, *, of_keys: bool) -> Walk:
     spec = call.spec
     known = call.refs.get("spans")
     if known is not None:
         found = Spans(*(known[batch, block, part] for part in range(4)))
     else:
-        found = _spans(call, batch, block * rows, rows, of_keys=of_keys)
+        found = _spans(call, batch, row, rows, of_keys=of_keys)
     alignment = 64 if bias_and_mask.tiled(spec) else 8
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
@@ -124,6 +134,6 @@ def _walk(call: Inputs, batch: Any, block: Any, rows: int, size: int, *, of_keys
     ragged = spec.key_length % (rows if of_keys else size) != 0
     if ragged and of_keys:
         # What is read as keys past the end is 0, and would have weights.
-        whole = whole[0], jnp.where((block + 1) * rows > spec.key_length, first, whole[1])
+        whole = whole[0], jnp.where(row + rows > spec.key_length, first, whole[1])
     limited = spec.bounds != (None, None) or not _LIMITS.isdisjoint(spec.operands)
     return Walk(first, count, whole if ragged or limited else None, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,16 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash import _tuning
-from jflash._mosaic_gpu.rounds import Rounds
+from jflash._mosaic_gpu.rounds import Rounds, plan
 from jflash._tuning import Question
 
 ROWS = 64
 """Rows of a tile that one warpgroup works on: the matrix unit's own number."""
 SHARED_MEMORY = 227 * 1024 - 256
 """Bytes that a block may have on Hopper (CUDA programming guide, compute capability 9.0), less what barriers need."""
-
-CACHE = 30 * 2**20
-"""Bytes of keys and values, of all heads at work, that stay in Hopper's second-level cache (50 MiB) beside all else."""
 
 COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 """How all kernels are compiled.
@@ -164,42 +161,45 @@ class ForwardTiles:
         """
         return heads // math.gcd(heads, 8) if lengths_differ and self.warpgroups > 2 else 1
 
+    def missing(self, rows: int) -> int:
+        """How many of its rows the first of a head's blocks does without, if there are so many rows.
+
+        Not the last: where queries see what is before them, the first one has least to do.
+        """
+        return -round_up(rows, ROWS) % self.rows
+
     def rounds(
         self,
         head_dim: int,
         value_dim: int,
         pair_bytes: int,
-        visited: float,
-        blocks: int,
-        batch: int,
-        heads: int,
+        rows: int,
+        visits: Sequence[int],
+        work: tuple[int, int],
         processors: int,
     ) -> Rounds:
-        """Several blocks of queries for each of the grid where they visit so few tiles that beginning and ending takes
-        long, unless that would leave processors without any, or keys would not stay in the cache.
+        """How many blocks of queries each block of the grid takes.
 
         Args:
           head_dim, value_dim, pair_bytes: as for `bytes`.
-          visited: tiles of keys that a block of queries visits, on average.
-          blocks: of queries, for each head and batch entry.
-          batch, heads: how many there are.
+          rows: query rows that there are.
+          visits: how many tiles of keys each block of queries visits.
+          work: batch entries and heads.
           processors: of the device.
         """
-        room = self.bytes(head_dim, value_dim, pair_bytes, 2) + self.rows * value_dim * 2 <= SHARED_MEMORY
-        wanted = (8 if visited <= 5 else 4 if visited <= 9 else 2 if visited <= 16 else 1) if room else 1
-
-        def pays(rounds: Rounds) -> bool:
-            turns = heads * math.prod(rounds.grid)
-            busy = turns / round_up(turns, processors)
-            seen = visited * self.keys * (head_dim + value_dim) * 2
-            return busy >= 0.9 and processors * min(rounds.number / blocks, 1) * seen <= CACHE
-
-        several = (Rounds(blocks, batch, number) for number in (8, 4, 2) if number <= min(wanted, blocks * batch))
-        return next(filter(pays, several), Rounds(blocks, batch, 1))
+        batch, heads = work
+        if self.bytes(head_dim, value_dim, pair_bytes, 2) + self.rows * value_dim * 2 > SHARED_MEMORY:
+            return Rounds(len(visits), batch)
+        # Tiles of fewer rows take less time, if not in proportion.
+        first = visits[0] * (1 - 0.6 * self.missing(rows) / self.rows)
+        times = *visits[:0:-1], first
+        # Three warpgroups wait for the slowest.
+        beginning = 3.0 if self.warpgroups > 2 else 0.5
+        return plan(times, batch, heads, processors, self.keys * (head_dim + value_dim) * 2, beginning)
 
 
 def forward_tiles(
-    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Callable[[int, int], int]
+    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Callable[[int, int], float]
 ) -> ForwardTiles:
     """The fastest tiles that fit in shared memory.
 
