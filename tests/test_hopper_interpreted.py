@@ -1,6 +1,7 @@
 """The Hopper kernels in Pallas' interpreter: right, and free of races, over a short product of features."""
 
 import dataclasses
+import heapq
 import itertools
 import types
 
@@ -14,7 +15,7 @@ import pytest
 from cases import Case
 
 from jflash import _tuning
-from jflash._mosaic_gpu import query_sums, rounds, statistics
+from jflash._mosaic_gpu import query_sums, rounds, statistics, tiles
 
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
@@ -55,11 +56,11 @@ def test_split(case: Case):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4, 8])
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize(("batch", "entries"), [(1, 1), (3, 1), (3, 3), (8, 4)])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 8, 13])
-def test_rounds_take_every_block_once(blocks: int, batch: int, number: int):
-    work = rounds.Rounds(blocks, batch, number)
+def test_rounds_take_every_block_once(blocks: int, batch: int, entries: int, number: int):
+    work = rounds.Rounds(blocks, batch, number, entries)
     everything = []
     for member in itertools.product(*map(range, work.grid)):
         turns = []
@@ -75,7 +76,33 @@ def test_rounds_take_every_block_once(blocks: int, batch: int, number: int):
     assert sorted(everything) == list(itertools.product(range(batch), range(blocks)))
 
 
-@pytest.mark.parametrize("processors", [1, 2])
+def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: float) -> float:
+    """When the last of 132 processors is done, each of which takes the next block of the grid when it is free."""
+    free = [0.0] * 132
+    for _, member, _ in itertools.product(range(heads), range(work.grid[0]), range(work.grid[1])):
+        places = (int(work._place(member, index)) for index in range(work.number))
+        time = sum(visits[place % len(visits)] for place in places if place < len(visits) * work.entries)
+        heapq.heapreplace(free, free[0] + beginning + time)
+    return max(free)
+
+
+@pytest.mark.parametrize("beginning", [0.5, 3.0])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 3), (16, 16), (12, 40), (1, 300)])
+@pytest.mark.parametrize("visits", [(8,) * 8, (9, 7, 5, 3, 1), (32,) * 43, (2.5,) * 7, (1,)], ids=len)
+def test_rounds_leave_no_processor_waiting(visits: tuple[float, ...], batch: int, heads: int, beginning: float):
+    work = rounds.plan(visits, batch, heads, 132, 2**16, beginning)
+    assert work.batch % work.entries == 0
+    without = ends(rounds.Rounds(len(visits), batch), visits, heads, beginning)
+    assert ends(work, visits, heads, beginning) <= 1.02 * without
+
+
+def test_long_sequences_take_no_rounds_and_short_ones_many():
+    long, short = (128,) * 128, (4,) * 4
+    assert rounds.plan(long, 1, 16, 132, 2**16, 0.5).number == 1
+    assert rounds.plan(short, 32, 16, 132, 2**16, 0.5).number == 16
+
+
+@pytest.mark.parametrize(("number", "entries"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
@@ -88,11 +115,16 @@ def test_rounds_take_every_block_once(blocks: int, batch: int, number: int):
     ],
     ids=str,
 )
-def test_rounds(dims: int, options: dict, processors: int):
-    """So few processors that each block of the grid takes several of queries, the last ones fewer than others."""
-    case = Case("bfloat16", 452, 300, heads=(4, 2), dims=(dims, dims), batch=(), **options)
+def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: int, options: dict, number: int, entries: int):
+    """Each block of the grid takes several of queries, of one or two batch entries, and some take fewer than others.
+
+    The first block of a head is not whole, and of 2 heads each has its own keys.
+    """
+    planned = lambda visits, batch, *_: rounds.Rounds(len(visits), batch, number, entries)
+    monkeypatch.setattr(tiles, "plan", planned)
+    case = Case("bfloat16", 260, 140, heads=(2, 2), dims=(dims, dims), batch=(2,), **options)
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
 def test_heads_in_sections():
@@ -103,18 +135,6 @@ def test_heads_in_sections():
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
     chosen = next(found[0] for question, found in trial.asked.items() if question.kind == "mosaic_gpu forward")
     assert chosen.sections(6, lengths_differ=True) == 3
-
-
-@pytest.mark.parametrize(
-    ("query_length", "options"),
-    [(60, dict(bias="full", segments="sorted")), (150, dict(lengths="both", causal=True))],
-    ids=str,
-)
-def test_rounds_over_batch_entries(query_length: int, options: dict):
-    """So few blocks of queries that one of the grid takes those of several entries; the last one has fewer."""
-    case = Case("bfloat16", query_length, 140, heads=(1, 1), dims=(64, 64), batch=(5,), **options)
-    call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, 1, deterministic=True), call)
 
 
 @dataclasses.dataclass(frozen=True)

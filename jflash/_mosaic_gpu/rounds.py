@@ -44,19 +44,19 @@ class Rounds:
     batch: int
     number: int = 1
     entries: int = 1
-    """Batch entries whose blocks make one list."""
+    """Batch entries whose blocks make one list; a divisor of all."""
 
     @property
     def grid(self) -> tuple[int, int]:
         """Blocks of the grid: for the blocks of some entries, and for all entries."""
-        return -(-self.blocks * self.entries // self.number), -(-self.batch // self.entries)
+        return -(-self.blocks * self.entries // self.number), self.batch // self.entries
 
     def taken(self, member: tuple[Any, Any], index: Any) -> tuple[Any, Any]:
         """The batch entry, and which of its blocks, that a block of the grid takes in a round."""
-        block = self._place(member[0], index)
+        place = self._place(member[0], index)
         if self.entries == 1:
-            return member[1], block
-        return member[1] * self.entries + lax.div(block, self.blocks), lax.rem(block, self.blocks)
+            return member[1], place
+        return member[1] * self.entries + lax.div(place, self.blocks), lax.rem(place, self.blocks)
 
     def _place(self, member: Any, index: Any) -> Any:
         """Where in the list of blocks: every other round in the opposite order, so that all have as much to do; past
@@ -67,8 +67,7 @@ class Rounds:
         return index * self.grid[0] + jnp.where(backwards, self.grid[0] - 1 - member, member)
 
     def _is_left(self, member: tuple[Any, Any], index: Any) -> Any:
-        entries = jnp.minimum(self.entries, self.batch - member[1] * self.entries)
-        return self._place(member[0], index) < self.blocks * entries
+        return self._place(member[0], index) < self.blocks * self.entries
 
     def each(self, member: tuple[Any, Any], body: Callable[[Any, Any], Any]) -> Any:
         """`carry = body(index, carry)` for every round, from 0 on."""
