@@ -52,8 +52,8 @@ class Buffers(NamedTuple):
     value_filled: Ref
     value_free: Ref
     query_free: Ref
-    totals: Sequence[Ref]
-    """What rows sum to, which nobody reads: see `attend`."""
+    mark: Ref
+    """A number for each row, which nobody reads: see `attend`."""
 
 
 class Softmax(NamedTuple):
@@ -219,8 +219,7 @@ def forward(
             filled,
             free,
             plgpu.Barrier(num_arrivals=tile.warpgroups),
-            # Two warpgroups take turns anyway: one's exponentials run beside the other's products.
-            [tiles.vectors((tile.warpgroups, ROWS))] if tile.warpgroups > 2 else [],
+            tiles.vectors((tile.warpgroups, ROWS)),
         ],
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
@@ -292,10 +291,10 @@ def attend(
                 plgpu.barrier_wait(shared.value_filled.at[last])
                 operations.multiply(sums, state.weights, shared.value.at[last])
                 new = softmax(operations.read(products, behind=1), index, state)
-                for ref in shared.totals:
-                    # The compiler would put the exponentials after the wait for the second product, if nothing that it
-                    # may not move needed them before. (Four threads write one number, which racecheck reports.)
-                    ref[warpgroup] = new.total
+                # The compiler puts all after the wait for the second product that nothing it may not move needs before.
+                # The maxima should come before it; of three warpgroups the exponentials too, while of two one's run
+                # beside the other's products. (Four threads write one number, which racecheck reports.)
+                shared.mark[warpgroup] = new.largest if tile.warpgroups <= 2 else new.correction
                 return new
 
             return operations.accumulators(weigh, shape)

@@ -150,7 +150,8 @@ class ForwardTiles:
         tile of bias and mask."""
         queries = self.rows * max(head_dim * 2, value_dim * out_bytes)
         stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
-        return queries + self.stages * stage
+        mark = self.rows * 4
+        return queries + mark + self.stages * stage
 
     def sections(self, heads: int, *, lengths_differ: bool) -> int:
         """Into how many sections heads are divided, of each of which one is worked on at the same time.
