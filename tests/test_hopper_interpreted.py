@@ -90,16 +90,17 @@ def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 3), (16, 16), (12, 40), (1, 300)])
 @pytest.mark.parametrize("visits", [(8,) * 8, (9, 7, 5, 3, 1), (32,) * 43, (2.5,) * 7, (1,)], ids=len)
 def test_rounds_leave_no_processor_waiting(visits: tuple[float, ...], batch: int, heads: int, beginning: float):
-    work = rounds.plan(visits, batch, heads, 132, 2**16, beginning)
+    one = rounds.Rounds(len(visits), batch)
+    work = rounds.plan(one, visits, heads, rounds.Device(132, beginning, 2**16))
     assert work.batch % work.entries == 0
-    without = ends(rounds.Rounds(len(visits), batch), visits, heads, beginning)
+    without = ends(one, visits, heads, beginning)
     assert ends(work, visits, heads, beginning) <= 1.02 * without
 
 
 def test_long_sequences_take_no_rounds_and_short_ones_many():
-    long, short = (128,) * 128, (4,) * 4
-    assert rounds.plan(long, 1, 16, 132, 2**16, 0.5).number == 1
-    assert rounds.plan(short, 32, 16, 132, 2**16, 0.5).number == 16
+    device = rounds.Device(132, 0.5, 2**16)
+    assert rounds.plan(rounds.Rounds(128, 1), (128,) * 128, 16, device).number == 1
+    assert rounds.plan(rounds.Rounds(4, 32), (4,) * 4, 16, device).number == 16
 
 
 @pytest.mark.parametrize(("number", "entries"), [(2, 1), (3, 2)])
@@ -120,21 +121,21 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: int, options: dict, numbe
 
     The first block of a head is not whole, and of 2 heads each has its own keys.
     """
-    planned = lambda visits, batch, *_: rounds.Rounds(len(visits), batch, number, entries)
+    planned = lambda one, *_: dataclasses.replace(one, number=number, entries=entries)
     monkeypatch.setattr(tiles, "plan", planned)
     case = Case("bfloat16", 260, 140, heads=(2, 2), dims=(dims, dims), batch=(2,), **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-def test_heads_in_sections():
+def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch):
     """6 causal heads are worked on 3 at a time, where three warpgroups compute."""
+    planned = []
+    monkeypatch.setattr(tiles, "plan", lambda one, *_: planned.append(one) or one)
     case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
     call = cases.build(case)
-    with _tuning.trying({}) as trial:
-        oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
-    chosen = next(found[0] for question, found in trial.asked.items() if question.kind == "mosaic_gpu forward")
-    assert chosen.sections(6, lengths_differ=True) == 3
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    assert [one.sections for one in planned] == [3]
 
 
 @dataclasses.dataclass(frozen=True)

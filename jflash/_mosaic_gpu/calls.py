@@ -43,16 +43,16 @@ def forward(
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
     total = lambda rows, keys: sum(visits(rows, keys))
-    tile = tiles.forward_tiles(query.shape[3], value.shape[3], _pair_bytes(spec, sides), rows, total)
-    blocks, heads = -(-rows // tile.rows), spec.heads // packed
-    splits, work = 1, Rounds(blocks, spec.batch)
-    if operations.processors is not None:
-        if blocks == 1:
-            splits = max(1, min(operations.processors // (spec.batch * heads), spec.key_length // (4 * tile.keys)))
-        if splits == 1:
-            sizes = query.shape[3], value.shape[3], _pair_bytes(spec, sides)
-            visited = visits(tile.rows, tile.keys)
-            work = tile.rounds(*sizes, rows, visited, (spec.batch, heads), operations.processors)
+    sizes = query.shape[3], value.shape[3], _pair_bytes(spec, sides)
+    tile = tiles.forward_tiles(*sizes, rows, total)
+    heads, processors, splits = spec.heads // packed, operations.processors, 1
+    if processors is not None and rows <= tile.rows:
+        splits = max(1, min(processors // (spec.batch * heads), spec.key_length // (4 * tile.keys)))
+    if splits > 1:
+        work = Rounds(1, spec.batch)
+    else:
+        visited, differ = visits(tile.rows, tile.keys), spec.bounds[0] is None and spec.bounds[1] is not None
+        work = tile.rounds(sizes, visited, rows, spec.batch, heads, processors, lengths_differ=differ)
     known = spans.table(spec, operands, max(tile.rows // packed, 1), tile.missing(rows) // packed)
     out, lse = forward_kernel.forward(
         spec, query, key, value, sides, known, tile, work, operations, packed=packed, splits=splits

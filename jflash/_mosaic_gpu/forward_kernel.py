@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu import spans, tiles
-from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows, is_plain
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.rounds import Rounds
 from jflash._mosaic_gpu.spans import Walk
@@ -92,7 +92,7 @@ def forward(
     group = heads // key.shape[2]
     blocks, rounds = work.blocks, work.number
     missing = tile.missing(rows)
-    sections = tile.sections(heads, lengths_differ=spec.bounds[0] is None and spec.bounds[1] is not None)
+    sections = work.sections
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
@@ -246,6 +246,9 @@ def attend(
     query = shared.query.at[warpgroup]
 
     slot_of = lambda index: lax.rem(visited + index, tile.stages)
+    # Where logits take more arithmetic, and in the small tiles of large head dims, the compiler does better by itself.
+    simple = is_plain(call.spec) and not bias_and_mask.tiled(call.spec)
+    marked = tile.warpgroups > 2 or (simple and (tile.keys == 128 or walk.whole is not None))
     start, stop = 0, walk.count
     if tile.rows > tile.keys:
         start, stop, walk = spans.own_keys(call, walk, place.batch, place.query, ROWS)
@@ -291,10 +294,11 @@ def attend(
                 plgpu.barrier_wait(shared.value_filled.at[last])
                 operations.multiply(sums, state.weights, shared.value.at[last])
                 new = softmax(operations.read(products, behind=1), index, state)
-                # The compiler puts all after the wait for the second product that nothing it may not move needs before.
-                # The maxima should come before it; of three warpgroups the exponentials too, while of two one's run
-                # beside the other's products. (Four threads write one number, which racecheck reports.)
-                shared.mark[warpgroup] = new.largest if tile.warpgroups <= 2 else new.correction
+                if marked:
+                    # The compiler puts behind the wait for the second product whatever nothing needs before that it may
+                    # not move. The maxima should come before it; of three warpgroups the exponentials too, while of two
+                    # one's run beside the other's products. (Four threads write one number: racecheck reports it.)
+                    shared.mark[warpgroup] = new.largest if tile.warpgroups <= 2 else new.correction
                 return new
 
             return operations.accumulators(weigh, shape)

@@ -14,7 +14,7 @@ import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,16 +23,16 @@ from jax.experimental import pallas as pl
 MOST = 32
 """The most rounds, and the most batch entries whose blocks make one list."""
 
-# How long things take, in visits to a tile of keys. With these, of what was measured for 23 calls by up to 10 kinds of
-# rounds, the fastest is chosen for each, or one that is 0.2% slower on average and 1.5% at most.
+# How long things take, in visits to a tile of keys. With these, for 12 calls that were measured with up to 10 kinds of
+# rounds, those chosen are the fastest or 0.7% slower on average (one H200, head dims 64 and 128).
 _ROUND = 0.3
 _SPREAD = 0.05
 """How much longer the slowest multiprocessor takes than the fastest."""
 _CACHE = 10 * 2**20
-"""Bytes of keys and values, of all heads at work, that are read as fast as any; for every 25 MiB more 2% are lost."""
-_MISSES = 0.02 / (25 * 2**20)
-_ENOUGH = 1.005
-"""The fewest rounds that are as good as that take the least time."""
+"""Bytes of keys and values, of all heads at work, that are read as fast as any; for every MiB more 0.08% is lost."""
+_MISSES = 0.0008 / 2**20
+_WORTH, _ENOUGH = 1.025, 1.006
+"""Rounds are taken where a call takes so much longer without, and the fewest of those that are as good as the best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Rounds:
     number: int = 1
     entries: int = 1
     """Batch entries whose blocks make one list; a divisor of all."""
+    sections: int = 1
+    """Into how many sections heads are divided, of each of which one is worked on at the same time."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -82,59 +84,66 @@ class Rounds:
             pl.when((index + 1 < self.number) & self._is_left(member, index + 1))(lambda: body(index + 1))
 
 
+class Device(NamedTuple):
+    """What a call runs on, and how."""
+
+    processors: int
+    """Each runs one block of the grid at a time."""
+    beginning: float
+    """How long a block of the grid takes to begin and end, in visits to a tile."""
+    tile_bytes: int
+    """Of a tile of keys and values."""
+
+
 @functools.cache
-def plan(
-    visits: tuple[float, ...], batch: int, heads: int, processors: int, tile_bytes: int, beginning: float
-) -> Rounds:
+def plan(one: Rounds, visits: tuple[float, ...], heads: int, device: Device) -> Rounds:
     """The rounds that take the least time, by what is known of the device.
 
     Args:
+      one: the call, without rounds.
       visits: how many tiles of keys each block of a head visits, in the order in which they should be begun.
-      batch, heads: how many there are.
-      processors: of the device; each runs one block of the grid at a time.
-      tile_bytes: of a tile of keys and values.
-      beginning: of a block of the grid, and its end: how long they take, in visits to a tile.
+      heads: how many there are.
+      device: what the call runs on.
     """
-    candidates = _candidates(visits, batch)
-    times = {rounds: _time(rounds, visits, heads, processors, tile_bytes, beginning) for rounds in candidates}
-    enough = _ENOUGH * min(times.values())
-    return next(rounds for rounds, time in times.items() if time <= enough)
+    times = {rounds: _time(rounds, visits, heads, device) for rounds in _candidates(one)}
+    least = min(times.values())
+    if times[one] <= _WORTH * least:
+        return one
+    return next(rounds for rounds, time in times.items() if time <= _ENOUGH * least)
 
 
-def _candidates(visits: tuple[float, ...], batch: int) -> Iterator[Rounds]:
+def _candidates(one: Rounds) -> Iterator[Rounds]:
     """Those in which all take about the same number of blocks, the fewest rounds first."""
-    entries = [number for number in range(1, min(batch, MOST) + 1) if batch % number == 0]
+    entries = [number for number in range(1, min(one.batch, MOST) + 1) if one.batch % number == 0]
     for number, together in itertools.product(range(1, MOST + 1), entries):
-        rounds = Rounds(len(visits), batch, number, together)
+        rounds = dataclasses.replace(one, number=number, entries=together)
         places = number * rounds.grid[0]
         if (places - rounds.blocks * together) * 32 <= places:
             yield rounds
 
 
-def _time(
-    rounds: Rounds, visits: tuple[float, ...], heads: int, processors: int, tile_bytes: int, beginning: float
-) -> float:
+def _time(rounds: Rounds, visits: tuple[float, ...], heads: int, device: Device) -> float:
     """How long a call takes, in visits to a tile."""
     members, groups = rounds.grid
-    turns = [beginning] * members
+    turns = [device.beginning] * members
     for index, member in itertools.product(range(rounds.number), range(members)):
         place = index * members + (members - 1 - member if index % 2 else member)
         if place < rounds.blocks * rounds.entries:
             turns[member] += _ROUND + visits[place % rounds.blocks]
-    at_work = min(heads * rounds.batch, processors / min(members, rounds.blocks))
-    read = at_work * tile_bytes * sum(visits) / len(visits)
-    return _last(turns, heads, groups, processors) * (1 + _MISSES * max(0, read - _CACHE))
+    at_work = min(heads * rounds.batch, device.processors / min(members, rounds.blocks))
+    read = at_work * device.tile_bytes * sum(visits) / len(visits)
+    together = [turn for turn in turns for _ in range(rounds.sections * groups)]
+    return _last(together, heads // rounds.sections, device.processors) * (1 + _MISSES * max(0, read - _CACHE))
 
 
-def _last(turns: list[float], heads: int, groups: int, processors: int) -> float:
-    """When the last turn ends, if each processor that is free takes the next one."""
-    if heads * groups * len(turns) > 32 * processors:
-        return heads * groups * sum(turns) / processors + max(turns)
+def _last(turns: list[float], times: int, processors: int) -> float:
+    """When the last turn ends, if each processor that is free takes the next one, all turns so many times."""
+    if times * len(turns) > 32 * processors:
+        return times * sum(turns) / processors + max(turns)
     # In no order: neighbours differ as much as any two.
-    speeds = [1 + _SPREAD * (index * 0.618 % 1) for index in range(processors)]
-    free = [(0.0, speed) for speed in speeds]
+    free = [(0.0, 1 + _SPREAD * (index * 0.618 % 1)) for index in range(processors)]
     last = 0.0
-    for turn in itertools.chain.from_iterable(itertools.repeat([turn for turn in turns for _ in range(groups)], heads)):
+    for turn in itertools.chain.from_iterable(itertools.repeat(turns, times)):
         start, speed = free[0]
         heapq.heapreplace(free, (start + turn * speed, speed))
         last = max(last, start + turn * speed)

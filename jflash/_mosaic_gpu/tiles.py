@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash import _tuning
-from jflash._mosaic_gpu.rounds import Rounds, plan
+from jflash._mosaic_gpu.rounds import Device, Rounds, plan
 from jflash._tuning import Question
 
 ROWS = 64
@@ -153,15 +153,6 @@ class ForwardTiles:
         mark = self.rows * 4
         return queries + mark + self.stages * stage
 
-    def sections(self, heads: int, *, lengths_differ: bool) -> int:
-        """Into how many sections heads are divided, of each of which one is worked on at the same time.
-
-        Longest blocks begin first. Where blocks differ in length, those of several heads leave fewer processors waiting
-        for the last one. At head dim 64, with 32 heads, 4 sections are 3% faster than one; at 128 and 256 all are as
-        good.
-        """
-        return heads // math.gcd(heads, 8) if lengths_differ and self.warpgroups > 2 else 1
-
     def missing(self, rows: int) -> int:
         """How many of its rows the first of a head's blocks does without, if there are so many rows.
 
@@ -171,32 +162,36 @@ class ForwardTiles:
 
     def rounds(
         self,
-        head_dim: int,
-        value_dim: int,
-        pair_bytes: int,
-        rows: int,
+        sizes: tuple[int, int, int],
         visits: Sequence[int],
-        work: tuple[int, int],
-        processors: int,
+        rows: int,
+        batch: int,
+        heads: int,
+        processors: int | None,
+        *,
+        lengths_differ: bool,
     ) -> Rounds:
-        """How many blocks of queries each block of the grid takes.
+        """Which blocks of queries each block of the grid takes.
 
         Args:
-          head_dim, value_dim, pair_bytes: as for `bytes`.
-          rows: query rows that there are.
+          sizes: head_dim, value_dim and pair_bytes, as for `bytes`.
           visits: how many tiles of keys each block of queries visits.
-          work: batch entries and heads.
-          processors: of the device.
+          rows: query rows that there are.
+          batch, heads: how many there are.
+          processors: of the device; `None`: nobody knows.
+          lengths_differ: whether each block visits more keys than the one before.
         """
-        batch, heads = work
-        if self.bytes(head_dim, value_dim, pair_bytes, 2) + self.rows * value_dim * 2 > SHARED_MEMORY:
-            return Rounds(len(visits), batch)
+        # Longest blocks begin first. Where they differ, those of several heads leave fewer processors waiting for the
+        # last one: at head dim 64, with 32 heads, 4 sections are 3% faster than one; at 128 and 256 all are as good.
+        sections = heads // math.gcd(heads, 8) if lengths_differ and self.warpgroups > 2 else 1
+        one = Rounds(len(visits), batch, sections=sections)
+        if processors is None or self.bytes(*sizes, 2) + self.rows * sizes[1] * 2 > SHARED_MEMORY:
+            return one
         # Tiles of fewer rows take less time, if not in proportion.
         first = visits[0] * (1 - 0.6 * self.missing(rows) / self.rows)
-        times = *visits[:0:-1], first
         # Three warpgroups wait for the slowest.
-        beginning = 3.0 if self.warpgroups > 2 else 0.5
-        return plan(times, batch, heads, processors, self.keys * (head_dim + value_dim) * 2, beginning)
+        beginning = 3.0 if self.warpgroups > 2 else 1.0
+        return plan(one, (*visits[:0:-1], first), heads, Device(processors, beginning, self.keys * sum(sizes[:2]) * 2))
 
 
 def forward_tiles(
