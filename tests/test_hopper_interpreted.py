@@ -98,7 +98,7 @@ def test_rounds_leave_no_processor_waiting(visits: tuple[float, ...], batch: int
 
 
 def test_long_sequences_take_no_rounds_and_short_ones_many():
-    device = rounds.Device(132, 0.5, 2**16)
+    device = rounds.Device(132, 1.0, 2**16)
     assert rounds.plan(rounds.Rounds(128, 1), (128,) * 128, 16, device).number == 1
     assert rounds.plan(rounds.Rounds(4, 32), (4,) * 4, 16, device).number == 16
 
