@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-ROUNDS = ("d64", "d64 causal", "d128", "d128 causal", "window", "bias")
+ROUNDS = ("d64", "d64 causal", "d128", "d128 causal", "d256", "d256 causal", "window", "bias")
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 TABLED = ("d8", "d64", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
 """Cases that are compiled with all tiles that a search on some device might choose."""

@@ -112,7 +112,7 @@ def test_deterministic(dims, options):
         jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [

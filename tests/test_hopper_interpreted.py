@@ -111,6 +111,8 @@ def test_long_sequences_take_no_rounds_and_short_ones_many():
         (64, dict(causal=True, offset="end")),
         (64, dict(window=(150, 10))),
         (128, dict(causal=True, lengths="both")),
+        (128, dict(bias="full", window=(100, 0))),
+        (256, dict(causal=True, offset="end")),
         (80, dict(bias="full", mask="full", causal=True, sinks=True)),
         (40, dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
     ],

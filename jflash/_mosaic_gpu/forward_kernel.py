@@ -41,7 +41,7 @@ class Buffers(NamedTuple):
 
     query: Ref
     out: Ref
-    """In the place of `query`, by then `query_free`; its own if there are several rounds."""
+    """In the place of `query`, by then `query_free`; its own if there are several rounds, and room."""
     key: Ref
     value: Ref
     pairs: Sequence[Ref]
@@ -102,7 +102,7 @@ def forward(
     def kernel(query_ref: Ref, key_ref: Ref, value_ref: Ref, *refs: Any) -> None:
         side_refs, (out_ref, lse_ref, query_or_out, *scratch) = refs[: len(names)], refs[len(names) :]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), packed)
-        shared = Buffers(*(query_or_out if is_union or rounds > 1 else (query_or_out, query_or_out)), *scratch)
+        shared = Buffers(*(query_or_out if is_union or apart else (query_or_out, query_or_out)), *scratch)
         h = lax.axis_index("section") * (heads // sections) + lax.axis_index("head")
         split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
         member = lax.axis_index("block"), lax.axis_index("batch")
@@ -144,12 +144,13 @@ def forward(
                 place = Place(b, h, own(block).start, 0)
 
                 copy_next = lambda: work.then(member, index, copy_query)
+                read = copy_next if apart else lambda: None
                 state, sums = attend(
-                    call, tile, shared, walk, place, warpgroup, value_columns, query.dtype, visited, copy_next
+                    call, tile, shared, walk, place, warpgroup, value_columns, query.dtype, visited, read
                 )
                 sink = None if splits > 1 else call.value("sinks", b, h)
                 out, lse = finish(call, state, sums, sink)
-                if rounds > 1:
+                if apart:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 elif is_union:
                     plgpu.barrier_arrive(shared.query_free)
@@ -158,6 +159,9 @@ def forward(
                 lse_ref[split, b, h, own(block)] = lse
                 operations.commit()
                 plgpu.copy_smem_to_gmem(own_out, part(out_ref.at[split, b], own(block), out_columns))
+                if rounds > 1 and not apart:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    copy_next()
                 return visited + walk.count
 
             work.each(member, attend_block)
@@ -196,6 +200,7 @@ def forward(
     out_rows = tiles.shared((tile.warpgroups, ROWS, value_columns), out_dtype)
     query_rows = tiles.shared((tile.warpgroups, ROWS, columns), query.dtype)
     is_union = (columns, query.dtype) != (value_columns, out_dtype)
+    apart = rounds > 1 and tile.has_room((head_dim, value_dim, sum(sides[name].dtype.itemsize for name in tiled)))
     kernel.__name__ = f"jflash_forward_{head_dim}_{value_dim}"
     return plgpu.kernel(
         kernel,
@@ -209,7 +214,7 @@ def forward(
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            (query_rows, out_rows) if rounds > 1 else plgpu.RefUnion(query_rows, out_rows) if is_union else query_rows,
+            (query_rows, out_rows) if apart else plgpu.RefUnion(query_rows, out_rows) if is_union else query_rows,
             tiles.shared((tile.stages, tile.keys, columns), key.dtype),
             tiles.shared((tile.stages, tile.keys, value_columns), value.dtype),
             [tiles.shared((tile.stages, tile.rows, tile.keys), sides[name].dtype) for name in tiled],
