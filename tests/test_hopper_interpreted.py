@@ -80,7 +80,7 @@ def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: 
     """When the last of 132 processors is done, each of which takes the next block of the grid when it is free."""
     free = [0.0] * 132
     for _, member, _ in itertools.product(range(heads), range(work.grid[0]), range(work.grid[1])):
-        places = (int(work._place(member, index)) for index in range(work.number))
+        places = (int(work.place(member, index)) for index in range(work.number))
         time = sum(visits[place % len(visits)] for place in places if place < len(visits) * work.entries)
         heapq.heapreplace(free, free[0] + beginning + time)
     return max(free)

@@ -251,7 +251,7 @@ def attend(
     query = shared.query.at[warpgroup]
 
     slot_of = lambda index: lax.rem(visited + index, tile.stages)
-    # Where logits take more arithmetic, and in the small tiles of large head dims, the compiler does better by itself.
+    # Where logits take more arithmetic, and in tiles of 64 keys that need no mask, the compiler does better by itself.
     simple = is_plain(call.spec) and not bias_and_mask.tiled(call.spec)
     marked = tile.warpgroups > 2 or (simple and (tile.keys == 128 or walk.whole is not None))
     start, stop = 0, walk.count

@@ -55,12 +55,12 @@ class Rounds:
 
     def taken(self, member: tuple[Any, Any], index: Any) -> tuple[Any, Any]:
         """The batch entry, and which of its blocks, that a block of the grid takes in a round."""
-        place = self._place(member[0], index)
+        place = self.place(member[0], index)
         if self.entries == 1:
             return member[1], place
         return member[1] * self.entries + lax.div(place, self.blocks), lax.rem(place, self.blocks)
 
-    def _place(self, member: Any, index: Any) -> Any:
+    def place(self, member: Any, index: Any) -> Any:
         """Where in the list of blocks: every other round in the opposite order, so that all have as much to do; past
         the end where nothing is left."""
         if self.number == 1:
@@ -69,7 +69,7 @@ class Rounds:
         return index * self.grid[0] + jnp.where(backwards, self.grid[0] - 1 - member, member)
 
     def _is_left(self, member: tuple[Any, Any], index: Any) -> Any:
-        return self._place(member[0], index) < self.blocks * self.entries
+        return self.place(member[0], index) < self.blocks * self.entries
 
     def each(self, member: tuple[Any, Any], body: Callable[[Any, Any], Any]) -> Any:
         """`carry = body(index, carry)` for every round, from 0 on."""
