@@ -113,13 +113,16 @@ def plan(one: Rounds, visits: tuple[float, ...], heads: int, device: Device) -> 
 
 
 def _candidates(one: Rounds) -> Iterator[Rounds]:
-    """Those in which all take about the same number of blocks, the fewest rounds first."""
-    entries = [number for number in range(1, min(one.batch, MOST) + 1) if one.batch % number == 0]
-    for number, together in itertools.product(range(1, MOST + 1), entries):
-        rounds = dataclasses.replace(one, number=number, entries=together)
-        places = number * rounds.grid[0]
-        if (places - rounds.blocks * together) * 32 <= places:
-            yield rounds
+    """Those in which all take about the same number of blocks, the fewest rounds first.
+
+    Of no more entries than there are rounds: then what a list's members take at the same time is of one entry or two.
+    """
+    for number in range(1, MOST + 1):
+        for entries in (entries for entries in range(1, number + 1) if one.batch % entries == 0):
+            rounds = dataclasses.replace(one, number=number, entries=entries)
+            places = number * rounds.grid[0]
+            if (places - rounds.blocks * entries) * 32 <= places:
+                yield rounds
 
 
 def _time(rounds: Rounds, visits: tuple[float, ...], heads: int, device: Device) -> float:
@@ -130,7 +133,7 @@ def _time(rounds: Rounds, visits: tuple[float, ...], heads: int, device: Device)
         place = index * members + (members - 1 - member if index % 2 else member)
         if place < rounds.blocks * rounds.entries:
             turns[member] += _ROUND + visits[place % rounds.blocks]
-    at_work = min(heads * rounds.batch, device.processors / min(members, rounds.blocks))
+    at_work = min(heads * rounds.batch, device.processors / members)
     read = at_work * device.tile_bytes * sum(visits) / len(visits)
     together = [turn for turn in turns for _ in range(rounds.sections * groups)]
     return _last(together, heads // rounds.sections, device.processors) * (1 + _MISSES * max(0, read - _CACHE))
