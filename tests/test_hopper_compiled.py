@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 SPILLS = {
-    "forward": (
-        48,
-        "At d256 in rounds it keeps where the next blocks are: with 16 to 36 bytes it is 11, 8 and 1 to 2% faster at "
-        "256, 512 and 1,024 causal tokens than without rounds, where nothing is spilled.",
+    **dict.fromkeys(
+        ("d256, rounds: forward", "d256 causal, rounds: forward"),
+        (
+            48,
+            "It keeps where the next blocks are: with 16 to 36 bytes it is 11, 8 and 1 to 2% faster at 256, 512 and "
+            "1,024 causal tokens than without rounds, where nothing is spilled.",
+        ),
     ),
     "backward": (
         400,
@@ -34,7 +37,8 @@ SPILLS = {
         "heads and 8,192 tokens; two kernels that added up the gradient in device memory took 12.8.",
     ),
 }
-"""The most bytes that a kernel may spill, and what was measured with them (one H200, jax 0.11.2)."""
+"""The most bytes that a kernel, of one case or of all, may spill, and what was measured with them (one H200, jax
+0.11.2)."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def test_spills(reports: dict[str, dict]):
     over = {
         name: report["spills"]
         for name, report in reports.items()
-        if report["spills"] > SPILLS.get(name.split(": ")[1], (0, ""))[0]
+        if report["spills"] > SPILLS.get(name, SPILLS.get(name.split(": ")[1], (0, "")))[0]
     }
     assert not over
 

@@ -119,7 +119,7 @@ def test_long_sequences_take_no_rounds_and_short_ones_many():
     ids=str,
 )
 def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: int, options: dict, number: int, entries: int):
-    """Each block of the grid takes several of queries, of one or two batch entries, and some take fewer than others.
+    """Each block of the grid takes several of queries, of one or two batch entries; in the last round not all have one.
 
     The first block of a head is not whole, and of 2 heads each has its own keys.
     """

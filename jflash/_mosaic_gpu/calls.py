@@ -42,9 +42,8 @@ def forward(
     sides = inputs.prepare(spec, operands) | inputs.edges(operands, {"value": value})
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
-    total = lambda rows, keys: sum(visits(rows, keys))
-    sizes = query.shape[3], value.shape[3], _pair_bytes(spec, sides)
-    tile = tiles.forward_tiles(*sizes, rows, total)
+    sizes = query.shape[3], value.shape[3], pairs.tile_bytes(spec, sides)
+    tile = tiles.forward_tiles(*sizes, rows, visits)
     heads, processors, splits = spec.heads // packed, operations.processors, 1
     if processors is not None and rows <= tile.rows:
         splits = max(1, min(processors // (spec.batch * heads), spec.key_length // (4 * tile.keys)))
@@ -123,10 +122,6 @@ def _visits(spec: Spec, rows: int, keys: int) -> list[int]:
     return np.maximum(-(-seen // keys), 1).tolist()
 
 
-def _pair_bytes(spec: Spec, sides: dict[str, Array]) -> int:
-    return sum(sides[name].dtype.itemsize for name in pairs.tiled(spec))
-
-
 Gradients = tuple[Array, Array, Array, dict[str, Array]]
 """dQ, dK, dV, and by name what the parameters' gradients are summed from."""
 
@@ -137,7 +132,7 @@ def _fused_tiles(spec: Spec, arrays: Arrays, differentiated: list[str]) -> tiles
     by_query = "bias" in differentiated and pairs.bias_kind(spec) == "row"
     if spec.deterministic or by_query:
         return None
-    return tiles.backward_tiles(arrays.query.shape[3], arrays.value.shape[3], _pair_bytes(spec, arrays.sides))
+    return tiles.backward_tiles(arrays.query.shape[3], arrays.value.shape[3], pairs.tile_bytes(spec, arrays.sides))
 
 
 def _split(
@@ -148,7 +143,7 @@ def _split(
     differentiated: list[str],
     operations: Operations,
 ) -> Gradients:
-    tile = tiles.query_tiles(arrays.query.shape[3], arrays.value.shape[3], _pair_bytes(spec, arrays.sides))
+    tile = tiles.query_tiles(arrays.query.shape[3], arrays.value.shape[3], pairs.tile_bytes(spec, arrays.sides))
     by_key = "bias" in differentiated and pairs.bias_kind(spec) == "column"
     known = spans.table(spec, operands, tile.rows)
     wanted = tuple(name for name in differentiated if name != "bias" or not by_key)
@@ -170,7 +165,7 @@ def _d_bias(
     """The gradient of a bias that has a query and a key axis."""
     assert spec.bias_shape is not None
     bias_bytes = arrays.sides["bias"].dtype.itemsize
-    mask_bytes = _pair_bytes(spec, arrays.sides) - bias_bytes
+    mask_bytes = pairs.tile_bytes(spec, arrays.sides) - bias_bytes
     tile = tiles.bias_tiles(arrays.query.shape[3], arrays.value.shape[3], bias_bytes, mask_bytes)
     known = spans.table(spec, operands, tile.rows)
     d_bias = d_bias_kernel.d_bias(spec, arrays, rows, known, tile, operations)

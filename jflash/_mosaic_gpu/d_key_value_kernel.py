@@ -77,7 +77,7 @@ def d_key_value(
     group = heads // key_heads
     blocks = -(-length // ROWS)
     tiled = bias_and_mask.tiled(spec)
-    stages = tiles.key_value_stages(columns, value_columns, sum(sides[name].dtype.itemsize for name in tiled))
+    stages = tiles.key_value_stages(columns, value_columns, bias_and_mask.tile_bytes(spec, sides))
     slopes = 0 if inputs.is_plain(spec) else 1
     bends = wants_bias and spec.score_mod is not None
     names = [*sides, *([] if known_spans is None else ["spans"])]

@@ -200,7 +200,7 @@ def forward(
     out_rows = tiles.shared((tile.warpgroups, ROWS, value_columns), out_dtype)
     query_rows = tiles.shared((tile.warpgroups, ROWS, columns), query.dtype)
     is_union = (columns, query.dtype) != (value_columns, out_dtype)
-    apart = rounds > 1 and tile.has_room((head_dim, value_dim, sum(sides[name].dtype.itemsize for name in tiled)))
+    apart = rounds > 1 and tile.has_room((head_dim, value_dim, bias_and_mask.tile_bytes(spec, sides)))
     kernel.__name__ = f"jflash_forward_{head_dim}_{value_dim}"
     return plgpu.kernel(
         kernel,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from jaxtyping import Array
+
 from jflash._spec import Spec
 
 
@@ -21,6 +25,11 @@ def pair_shapes(spec: Spec) -> dict[str, tuple[int, int, int, int]]:
 def tiled(spec: Spec) -> tuple[str, ...]:
     """Which of bias and mask come in tiles."""
     return tuple(name for name, shape in pair_shapes(spec).items() if kind(shape) == "tile")
+
+
+def tile_bytes(spec: Spec, arrays: Mapping[str, Array]) -> int:
+    """Bytes for each logit that tiles of bias and mask, which are among the arrays, take."""
+    return sum(arrays[name].dtype.itemsize for name in tiled(spec))
 
 
 def bias_kind(spec: Spec) -> str | None:

@@ -201,7 +201,7 @@ class ForwardTiles:
 
 
 def forward_tiles(
-    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Callable[[int, int], float]
+    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Callable[[int, int], Sequence[int]]
 ) -> ForwardTiles:
     """The fastest tiles that fit in shared memory.
 
@@ -209,12 +209,12 @@ def forward_tiles(
       head_dim, value_dim: columns of the tiles of keys and values.
       pair_bytes: bytes for each logit that tiles of bias and mask take.
       rows: query rows that there are.
-      visits: how many tiles of so many keys all blocks of so many rows visit, about.
+      visits: how many tiles of so many keys each block of so many rows visits, about.
     """
     narrow = max(head_dim, value_dim) <= 64 and not pair_bytes
     # How fast warpgroups are together; and how many tiles they make, of which parts may not be there, or not be seen.
     speed = {1: 1.0} if rows <= ROWS else {3: 1.25, 2: 1.0} if narrow else {2: 1.0}
-    warpgroups = sorted(speed, key=lambda count: visits(count * ROWS, 128) * count / speed[count])
+    warpgroups = sorted(speed, key=lambda count: sum(visits(count * ROWS, 128)) * count / speed[count])
     candidates = [ForwardTiles(count, *size) for count in warpgroups for size in ((128, 2), (64, 2), (64, 1))]
     # What one block does alone it may have to share with others, in float32.
     out_bytes = lambda t: 4 if rows <= t.rows else 2
