@@ -15,14 +15,14 @@ import pytest
 from cases import Case
 
 from jflash import _tuning
-from jflash._mosaic_gpu import query_sums, rounds, statistics, tiles
+from jflash._mosaic_gpu import elementwise, query_sums, rounds, statistics, tiles
 
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
     query_length=(1, 40, 131),
     heads=((1, 1), (2, 1)),
     scale=(None, "static", "traced"),
-    soft_cap=(None, 1.5),
+    soft_cap=(None, 1.5, 40.0),
     bias=(None, "full", "keys", "queries", "heads"),
     alibi=(False, True),
     score_mod=(None, "indices"),
@@ -103,6 +103,21 @@ def test_long_sequences_take_no_rounds_and_short_ones_many():
     assert rounds.plan(rounds.Rounds(4, 32), (4,) * 4, 16, device).number == 16
 
 
+def test_tiles_by_length():
+    """Four warpgroups where a block visits few tiles, three where it visits many, two where processors would wait."""
+
+    def warpgroups(length: int, causal: bool, heads: int) -> int:
+        stop = lambda rows: np.arange(length, 0, -rows)[::-1]
+        visits = lambda rows, keys: (-(-(stop(rows) if causal else 0 * stop(rows) + length) // keys)).tolist()
+        return tiles.forward_tiles(64, 64, 0, length, visits, 132 / heads, 4).warpgroups
+
+    assert [warpgroups(256, causal, 1024) for causal in (False, True)] == [4, 4]
+    assert [warpgroups(4096, causal, 1024) for causal in (False, True)] == [3, 3]
+    assert [warpgroups(128, causal, 1024) for causal in (False, True)] == [2, 2]
+    assert warpgroups(1024, True, 1024) == 4
+    assert warpgroups(1024, True, 16) == 2
+
+
 @pytest.mark.parametrize(("number", "entries"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -130,13 +145,15 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: int, options: dict, numbe
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch):
-    """6 causal heads are worked on 3 at a time, where three warpgroups compute."""
+@pytest.mark.parametrize("tile", [tiles.ForwardTiles(3, 128, 2), tiles.ForwardTiles(4, 64, 3)], ids=str)
+def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch, tile: tiles.ForwardTiles):
+    """6 causal heads are worked on 3 at a time, where more than two warpgroups compute."""
     planned = []
     monkeypatch.setattr(tiles, "plan", lambda one, *_: planned.append(one) or one)
     case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    with _tuning.trying({_tuning.Question("mosaic_gpu forward", (64, 64, 0, "long")): tile}):
+        oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
     assert [one.sections for one in planned] == [3]
 
 
@@ -250,6 +267,41 @@ def test_small_scales(scale: float, mask: str | None):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
+@pytest.mark.parametrize("cap", [1.5, 50.0])
+@pytest.mark.parametrize("scale", [0.125, 1e-6, 40.0])
+def test_soft_cap_by_size(cap: float, scale: float):
+    """Less than 5e-7 of the cap from tanh where all products are small, where none is, and in between."""
+    below_two = lambda x: jnp.all(jnp.abs(x) < 2)
+    for most in (0.01, 0.499, 0.501, 3.0, 1e6):
+        products = (np.linspace(-most, most, 20_001) * (cap / scale)).astype(np.float32)
+        capped = elementwise.soft_cap_by_size(jnp.asarray(products), scale, cap, below_two)
+        expected = cap * np.tanh(products.astype(np.float64) * scale / cap)
+        np.testing.assert_allclose(capped, expected, rtol=0, atol=5e-7 * cap)
+
+
+LEAST = float(np.finfo(np.float32).min)
+LARGE = {
+    "all the least": lambda key: np.full_like(key, LEAST),
+    "one a little larger": lambda key: np.where(key == 150, np.nextafter(np.float32(LEAST), np.float32(0)), LEAST),
+    "first tile hidden": lambda key: np.where(key < 128, -1e9, 0),
+    "first tile hidden most": lambda key: np.where(key < 128, LEAST, -1e9),
+    "up to 2**28": lambda key: np.where(key < 128, 2.0**28 - 16, 2.0**28),
+    "up from -2**30": lambda key: np.where(key < 128, -(2.0**30), -(2.0**30) + 64),
+    "past 2**29": lambda key: np.where(key < 128, 2.0**29 - 32, 2.0**29 + 64),
+    "up to the greatest": lambda key: np.where(key == 199, -LEAST, key),
+}
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "keys"), ("float16", "full")])
+@pytest.mark.parametrize("values", LARGE)
+def test_large_biases(values: str, dtype: str, kind: str):
+    """Their logits differ by much or by nothing, in one tile and from tile to tile."""
+    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(64, 64), batch=(), bias=kind))
+    bias = LARGE[values](np.arange(200, dtype=np.float32)).astype(np.float32)
+    call = dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
 def test_three_numbers_of_bfloat16_make_one_of_float32():
     generator = np.random.default_rng(0)
     values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
@@ -295,7 +347,7 @@ def test_groups_that_do_not_fill_a_block():
 @pytest.mark.parametrize(
     ("dims", "options", "place", "deterministic"),
     [
-        *((64, dict(causal=True, lengths="both"), place, True) for place in range(1, 6)),
+        *((64, dict(causal=True, lengths="both"), place, True) for place in range(1, 5)),
         *((80, dict(causal=True, lengths="both"), 1, deterministic) for deterministic in (False, True)),
         *((40, dict(bias="full", mask="keys"), place, False) for place in range(1, 5)),
     ],

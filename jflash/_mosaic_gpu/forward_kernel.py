@@ -251,14 +251,21 @@ def attend(
     query = shared.query.at[warpgroup]
 
     slot_of = lambda index: lax.rem(visited + index, tile.stages)
-    # Where logits take more arithmetic, and in tiles of 64 keys that need no mask, the compiler does better by itself.
-    simple = is_plain(call.spec) and not bias_and_mask.tiled(call.spec)
-    marked = tile.warpgroups > 2 or (simple and (tile.keys == 128 or walk.whole is not None))
+    mark = _mark(call, tile, is_masked=walk.whole is not None)
     start, stop = 0, walk.count
     if tile.rows > tile.keys:
         start, stop, walk = spans.own_keys(call, walk, place.batch, place.query, ROWS)
 
-    def softmax(products: Float[Array, "rows keys"], index: Any, before: Softmax | None) -> Softmax:
+    def place_of(index: Any) -> Place:
+        return place._replace(key=walk.start(index))
+
+    def early(index: Any) -> dict[str, Array]:
+        """What is loaded before a tile's products are asked for, so that nobody waits: where there are registers."""
+        return call.along_keys(place_of(index), shape) if tile.warpgroups <= 2 else {}
+
+    def softmax(
+        products: Float[Array, "rows keys"], index: Any, before: Softmax | None, along_keys: dict[str, Array]
+    ) -> Softmax:
         slot = slot_of(index)
         own = pl.ds(warpgroup * ROWS, ROWS)
         names = bias_and_mask.tiled(call.spec)
@@ -267,7 +274,7 @@ def attend(
             # What threads have read, a copy may overwrite.
             operations.commit()
         plgpu.barrier_arrive(shared.key_free.at[slot])
-        at = place._replace(key=walk.start(index))
+        at, pairs = place_of(index), pairs | along_keys
         logits = call.hide_masked(call.logits(products, at, shape, pairs), at, shape, pairs, -jnp.inf)
         logits = walk.masked(index, logits, lambda logits: call.hide(logits, at, shape, pairs, -jnp.inf))
         return step(call, logits, before, dtype)
@@ -282,15 +289,16 @@ def attend(
 
     if tile.rows > tile.keys:
         lax.fori_loop(0, start, leave, 0)
-    first = slot_of(jnp.int32(start))
+    first, along_keys = slot_of(jnp.int32(start)), early(start)
     plgpu.barrier_wait(shared.key_filled.at[first])
     products = operations.product(query, shared.key.at[first].T, shape)
-    state = softmax(products, jnp.int32(start), None)
+    state = softmax(products, jnp.int32(start), None, along_keys)
     sums = operations.full((ROWS, value_columns), 0)
 
     def body(index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, sums = carry
         slot, last = slot_of(index), slot_of(index - 1)
+        along_keys = early(index)
         plgpu.barrier_wait(shared.key_filled.at[slot])
 
         def attend_tile(sums: Any) -> Softmax:
@@ -298,12 +306,10 @@ def attend(
                 operations.multiply(products, query, shared.key.at[slot].T)
                 plgpu.barrier_wait(shared.value_filled.at[last])
                 operations.multiply(sums, state.weights, shared.value.at[last])
-                new = softmax(operations.read(products, behind=1), index, state)
-                if marked:
-                    # The compiler puts behind the wait for the second product whatever nothing needs before that it may
-                    # not move. The maxima should come before it; of three warpgroups the exponentials too, while of two
-                    # one's run beside the other's products. (Four threads write one number: racecheck reports it.)
-                    shared.mark[warpgroup] = new.largest if tile.warpgroups <= 2 else new.correction
+                new = softmax(operations.read(products, behind=1), index, state, along_keys)
+                if mark is not None:
+                    # Four threads write one number: racecheck reports it.
+                    shared.mark[warpgroup] = getattr(new, mark)
                 return new
 
             return operations.accumulators(weigh, shape)
@@ -323,18 +329,39 @@ def attend(
     return state, sums
 
 
+def _mark(call: Inputs, tile: ForwardTiles, *, is_masked: bool) -> str | None:
+    """Which part of the softmax is stored for nobody to read, if any.
+
+    The compiler puts behind the wait for the second product whatever nothing needs before that it may not move. The
+    maxima should come before it; of three warpgroups the exponentials too, while of two one's run beside the other's
+    products. Where logits take more arithmetic, and in tiles of 64 keys that need no mask, it does better by itself.
+    """
+    if tile.warpgroups == 3:
+        return "correction"
+    if bias_and_mask.tiled(call.spec):
+        return None
+    if is_plain(call.spec):
+        return "largest" if tile.keys == 128 or tile.warpgroups == 4 or is_masked else None
+    return "correction" if bias_and_mask.bias_kind(call.spec) == "column" and tile.keys == 128 else None
+
+
 def step(call: Inputs, logits: Float[Array, "rows keys"], before: Softmax | None, dtype: Any) -> Softmax:
     """Show the rows the logits of more keys."""
     largest = logits.max(axis=1)
     if before is not None:
         largest = jnp.maximum(before.largest, largest)
-    exponent = call.exponent
-    reference = exponent.of(_finite_or_zero(largest))
-    weights = exponent(logits, along_rows(reference, logits.shape))
+    reference = _finite_or_zero(largest)
+    factor, subtrahend = call.exponent.relative_to(reference)
+    scaled = logits * (along_rows(factor, logits.shape) if isinstance(factor, jax.Array) else factor)
+    weights = jnp.exp2(scaled - along_rows(subtrahend, logits.shape))
     total = weights.sum(axis=1)
     if before is None:
         return Softmax(weights.astype(dtype), largest, total, total)
-    correction = exponent(before.largest, reference)
+    factor_before, subtrahend_before = call.exponent.relative_to(before.largest)
+    difference = subtrahend_before - subtrahend
+    if isinstance(factor, jax.Array):
+        difference = jnp.where(factor_before == factor, difference, before.largest - reference)
+    correction = jnp.exp2(difference)
     return Softmax(weights.astype(dtype), largest, before.total * correction + total, correction)
 
 

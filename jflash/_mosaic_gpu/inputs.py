@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -168,10 +170,19 @@ class Inputs:
         pl.when(inside)(lambda: copy(source, rows))
         pl.when(~inside)(lambda: copy(edge, rows._replace(first=rows.first - _edge(length))))
 
+    def along_keys(self, place: Place, shape: tuple[int, int]) -> dict[str, Array]:
+        """The bias of a tile if there is one value for each key, by name, like the `tiles` of others.
+
+        For who has something else to do until it is there.
+        """
+        if self.keys_first or pairs.bias_kind(self.spec) != "column":
+            return {}
+        return {"bias": self._vector("bias", place, place.key, shape, 1)}
+
     def tile(self, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array]) -> _tile.Tile:
         """What `_scores` and `_visibility` need of the tile of `shape` at `place`.
 
-        `tiles` are those of bias and mask, of which there are those named by `tiled`.
+        `tiles` are those of bias and mask, of which there are those named by `tiled`, and maybe `along_keys`.
         """
         spec, operations = self.spec, self.operations
         query_axis, key_axis = (1, 0) if self.keys_first else (0, 1)
@@ -237,7 +248,8 @@ class Inputs:
         if is_plain(self.spec):
             return products
         tile = self.tile(place, shape, tiles)
-        return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, elementwise.soft_cap))(products)
+        soft_cap = functools.partial(elementwise.soft_cap_by_size, below_two=self.operations.below_two)
+        return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, soft_cap))(products)
 
     def with_gradients(
         self, products: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], wanted: Sequence[str]
@@ -310,12 +322,25 @@ class Exponent:
     """From a logit, or of a plain call a product, to base 2."""
     exact: bool
     """Subtract first: a bias may be as large as its dtype allows."""
+    limit: float = math.inf
+    """Of references: up to it, rounding half a unit scales weights by no more than their dtype has room for."""
 
     def __call__(self, logits: Array, reference: Array) -> Array:
         """Weights from logits and, broadcast to them, what `of` returned for their reference."""
         if self.exact:
             return jnp.exp2((logits - reference) * self.factor)
         return jnp.exp2(logits * self.factor - reference)
+
+    def relative_to(self, reference: Array) -> tuple[Array | float, Array]:
+        """Two numbers for a row, with which exp2(logits * factor - subtrahend) are its weights.
+
+        Rounding the subtrahend scales all of them alike, and they are divided by their sum. Past the limit the factor is
+        1, and nothing is rounded: logits are so far from each other that the largest has all the weight either way.
+        """
+        if not self.exact:
+            return self.factor, reference * self.factor
+        factor = jnp.where(jnp.abs(reference) < self.limit, self.factor, 1.0)
+        return factor, reference * factor
 
     def of_difference(self, products: Array) -> Array:
         """Weights of a plain call from products less their reference, in their own units."""
@@ -330,5 +355,8 @@ def exponent(spec: Spec) -> Exponent:
     """The call's way from logits to weights."""
     if is_plain(spec):
         assert spec.scale is not None
-        return Exponent(spec.scale * float(np.log2(np.e)), exact=False)
-    return Exponent(float(np.log2(np.e)), exact="bias" in spec.operands or spec.score_mod is not None)
+        return Exponent(spec.scale * math.log2(math.e), exact=False)
+    exact = "bias" in spec.operands or spec.score_mod is not None
+    # Where weights are off by 2**8 and 2**32, and logits 8 and 32 from each other at least.
+    limit = 2.0**27 if spec.dtype == jnp.float16 else 2.0**29
+    return Exponent(math.log2(math.e), exact, limit)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -129,6 +129,29 @@ class Hardware:
         """Let copies and products see what was written to shared memory, and overwrite what was read of it."""
         plgpu.commit_smem()
 
+    def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
+        """Whether all that a thread's warp has of a tile is between -2 and 2; other warps may be told otherwise."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
+        )
+        def vote(_: Any, tile: Any) -> Any:
+            utils: Any = mgpu.utils
+            arith, vector = utils.arith, utils.vector
+            integer = utils.ir.IntegerType.get_signless(32)
+            element = lambda pair, at: vector.extract(pair, [], utils.ir.DenseI64ArrayAttr.get([at]))
+            bits = [arith.bitcast(integer, element(pair, at)) for pair in tile.registers.flat for at in range(2)]
+            while len(bits) > 1:
+                bits = [arith.ori(*two) for two in zip(bits[::2], bits[1::2], strict=True)]
+            # The exponent has its highest bit from 2 on, for infinities and NaN too.
+            highest = arith.andi(bits[0], utils.c(1 << 30, integer))
+            below = arith.cmpi(arith.CmpIPredicate.eq, highest, utils.c(0, integer))
+            voted = utils.nvvm.vote_sync(utils.c(0xFFFFFFFF, integer), below, "all")
+            return mgpu.FragmentedArray.splat(voted, (), is_signed=False)
+
+        call: Any = vote
+        return call(tile)
+
     def count(self, number: Ref) -> None:
         """Add 1 to an integer in device memory, when all that this warpgroup did is to be seen by who waits for it."""
 
@@ -215,6 +238,9 @@ class Interpreter:
 
     def commit(self) -> None:
         plgpu.commit_smem()
+
+    def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
+        return jnp.all(jnp.abs(tile) < 2)
 
     def count(self, number: Ref) -> None:
         """Nothing: nobody has to wait, since blocks are run one after the other."""

@@ -73,11 +73,12 @@ def vectors(shape: tuple[int, ...]) -> Any:
 def registers(warpgroups: int, *, copies: bool) -> None:
     """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
 
-    Together all that a multiprocessor has: 512 for four threads of different warpgroups, 504 for three.
+    Together all that a block has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
+    three warpgroups, 128 for four, 96 for five. Who asked for more would wait forever.
     """
     if warpgroups == 1:
         return
-    compute, copy = {2: (240, 24), 3: (160, 32)}[warpgroups]
+    compute, copy = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
     if copies:
         plgpu.set_max_registers(copy, action="decrease")
     else:
@@ -130,6 +131,14 @@ def drain(stages: int, *free: Any) -> None:
             plgpu.barrier_wait(barriers.at[slot])
 
 
+Visits = Callable[[int, int], Sequence[int]]
+"""How many tiles of so many keys each block of so many rows visits, the first rows' first."""
+
+_PACE = {2: (0.61, 0.52), 3: (0.51, 0.55), 4: (0.59, 0.35)}
+"""How long 64 rows take for 128 keys, and to begin and end, with so many warpgroups: microseconds of one multiprocessor
+at head dim 64. Three have the matrix unit at work most, four wait least for what takes its time."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
     """Tiles of the forward kernel."""
@@ -156,6 +165,22 @@ class ForwardTiles:
     def has_room(self, sizes: tuple[int, int, int]) -> bool:
         """Whether the output may have a place of its own; `sizes` are head_dim, value_dim and pair_bytes."""
         return self.bytes(*sizes, 2) + self.rows * sizes[1] * 2 <= SHARED_MEMORY
+
+    def times(self, rows: int, visits: Visits) -> list[float]:
+        """How long each block takes, if `rows` are all there are; in units for tiles of the same head dim."""
+        visit, beginning = _PACE[self.warpgroups]
+        if self.rows > self.keys:
+            # Each warpgroup leaves out what its own rows do not see.
+            visited = visits(ROWS, self.keys)
+        else:
+            each = visits(self.rows, self.keys)
+            visited = [count for count in each for _ in range(self.warpgroups)][self.missing(rows) // ROWS :]
+        own = [visit * self.keys / 128 * count + beginning for count in visited]
+        absent = self.missing(rows) // ROWS
+        # The others wait for some of what a warpgroup without rows would have done.
+        first = sum(own[: self.warpgroups - absent]) * (1 + 0.6 * absent / (self.warpgroups - absent))
+        rest = own[self.warpgroups - absent :]
+        return [first, *(sum(rest[at : at + self.warpgroups]) for at in range(0, len(rest), self.warpgroups))]
 
     def missing(self, rows: int) -> int:
         """How many of its rows the first of a head's blocks does without, if there are so many rows.
@@ -201,21 +226,31 @@ class ForwardTiles:
 
 
 def forward_tiles(
-    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Callable[[int, int], Sequence[int]]
+    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Visits, processors: float, most: int
 ) -> ForwardTiles:
-    """The fastest tiles that fit in shared memory.
+    """The fastest tiles that fit in shared memory and registers.
 
     Args:
       head_dim, value_dim: columns of the tiles of keys and values.
       pair_bytes: bytes for each logit that tiles of bias and mask take.
       rows: query rows that there are.
       visits: how many tiles of so many keys each block of so many rows visits, about.
+      processors: of the device, for each head of a batch entry; 0: nobody knows.
+      most: warpgroups for which the call leaves registers.
     """
-    narrow = max(head_dim, value_dim) <= 64 and not pair_bytes
-    # How fast warpgroups are together; and how many tiles they make, of which parts may not be there, or not be seen.
-    speed = {1: 1.0} if rows <= ROWS else {3: 1.25, 2: 1.0} if narrow else {2: 1.0}
-    warpgroups = sorted(speed, key=lambda count: sum(visits(count * ROWS, 128)) * count / speed[count])
-    candidates = [ForwardTiles(count, *size) for count in warpgroups for size in ((128, 2), (64, 2), (64, 1))]
+    if rows <= ROWS:
+        candidates = [ForwardTiles(1, *size) for size in ((128, 2), (64, 2), (64, 1))]
+    else:
+        candidates = [ForwardTiles(2, *size) for size in ((128, 2), (64, 2), (64, 1))]
+        if max(head_dim, value_dim) <= 64 and not pair_bytes:
+            differ = len(set(visits(4 * ROWS, 64))) > 1
+            several = (candidates[0], ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3 if differ else 4))
+
+            def time(tile: ForwardTiles) -> float:
+                each = tile.times(rows, visits)
+                return max(sum(each), max(each) * processors)
+
+            candidates = sorted((tile for tile in several if tile.warpgroups <= most), key=time)
     # What one block does alone it may have to share with others, in float32.
     out_bytes = lambda t: 4 if rows <= t.rows else 2
     fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, out_bytes(t)) <= SHARED_MEMORY]
