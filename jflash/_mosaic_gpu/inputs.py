@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -334,8 +333,8 @@ class Exponent:
     def relative_to(self, reference: Array) -> tuple[Array | float, Array]:
         """Two numbers for a row, with which exp2(logits * factor - subtrahend) are its weights.
 
-        Rounding the subtrahend scales all of them alike, and they are divided by their sum. Past the limit the factor is
-        1, and nothing is rounded: logits are so far from each other that the largest has all the weight either way.
+        Rounding the subtrahend scales all of them alike, and they are divided by their sum. Past the limit the factor
+        is 1, and nothing is rounded: logits are so far from each other that the largest has all the weight either way.
         """
         if not self.exact:
             return self.factor, reference * self.factor
