@@ -142,7 +142,8 @@ def _fused_tiles(spec: Spec, arrays: Arrays, differentiated: list[str]) -> tiles
     by_query = "bias" in differentiated and pairs.bias_kind(spec) == "row"
     if spec.deterministic or by_query:
         return None
-    return tiles.backward_tiles(arrays.query.shape[3], arrays.value.shape[3], pairs.tile_bytes(spec, arrays.sides))
+    sizes = arrays.query.shape[3], arrays.value.shape[3], pairs.tile_bytes(spec, arrays.sides)
+    return tiles.backward_tiles(*sizes, plain=inputs.is_plain(spec))
 
 
 def _split(
