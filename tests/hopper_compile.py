@@ -36,6 +36,7 @@ CASES = {
     "d64 causal, soft cap": (64, 64, dict(is_causal=True, logits_soft_cap=50.0), {}),
     "d64 causal, bias of keys": (64, 64, dict(is_causal=True), dict(bias=((1, 4, 1, LENGTH), bfloat16))),
     "d64 causal, alibi": (64, 64, dict(is_causal=True), dict(alibi_slopes=((4,), float32))),
+    "d64 causal, segments": (64, 64, dict(is_causal=True), dict(segment_ids=((2, LENGTH), jnp.int32))),
     **{f"d{d} deterministic": (d, d, dict(deterministic=True), {}) for d in (64, 128)},
     "d192/128 causal": (192, 128, dict(is_causal=True), {}),
     "window": (128, 128, dict(is_causal=True, local_window_size=(1023, 0)), {}),
@@ -52,7 +53,10 @@ CASES = {
 }
 
 
-ROUNDS = ("d64", "d64 causal", "d64 causal, soft cap", "d128", "d128 causal", "d256", "d256 causal", "window", "bias")
+ROUNDS = (
+    *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, segments"),
+    *("d128", "d128 causal", "d256", "d256 causal", "window", "bias"),
+)
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 TABLED = ("d8", "d64", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
 """Cases that are compiled with all tiles that a search on some device might choose."""

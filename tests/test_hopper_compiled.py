@@ -24,6 +24,10 @@ SPILLS = {
         20,
         "Three warpgroups, all the same 9% faster than two at 1,024 tokens and 22% at 4,096.",
     ),
+    "d64 causal, segments, rounds: forward": (
+        112,
+        "Four warpgroups, all the same 24% faster than three for 1,024 tokens in 4 segments.",
+    ),
     "d64 causal, alibi: forward": (
         80,
         "Two warpgroups; three spill 484 bytes and take 10 to 45% longer.",

@@ -56,11 +56,12 @@ def test_split(case: Case):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 @pytest.mark.parametrize(("batch", "entries"), [(1, 1), (3, 1), (3, 3), (8, 4)])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 8, 13])
-def test_rounds_take_every_block_once(blocks: int, batch: int, entries: int, number: int):
-    work = rounds.Rounds(blocks, batch, number, entries)
+def test_rounds_take_every_block_once(blocks: int, batch: int, entries: int, number: int, turned: bool):
+    work = rounds.Rounds(blocks, batch, number, entries, turned=turned)
     everything = []
     for member in itertools.product(*map(range, work.grid)):
         turns = []
@@ -71,9 +72,18 @@ def test_rounds_take_every_block_once(blocks: int, batch: int, entries: int, num
 
         with jax.disable_jit():
             work.each(member, take)
-        assert turns == sorted(turns)
+        assert turned or turns == sorted(turns)
         everything += turns
     assert sorted(everything) == list(itertools.product(range(batch), range(blocks)))
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2, 3])
+def test_blocks_for_nothing_are_shared_out(empty: int):
+    """Of 4 causal blocks some are past the end of a length that nobody knew: two members still have as much to do."""
+    work = rounds.Rounds(4, 8, 16, 8, turned=True)
+    to_do = lambda turn: 0 if turn < empty else 4 - turn
+    taken = lambda member: (int(work.taken((member, 0), index)[1]) for index in range(16))
+    assert len({sum(map(to_do, taken(member))) for member in range(2)}) == 1
 
 
 def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: float) -> float:

@@ -51,8 +51,16 @@ def forward(
     if splits > 1:
         work = Rounds(1, spec.batch)
     else:
-        visited, differ = visits(tile.rows, tile.keys), spec.bounds[0] is None and spec.bounds[1] is not None
-        work = tile.rounds(sizes, visited, rows, spec.batch, heads, processors, lengths_differ=differ)
+        work = tile.rounds(
+            sizes,
+            visits(tile.rows, tile.keys),
+            rows,
+            spec.batch,
+            heads,
+            processors,
+            lengths_differ=spec.bounds[0] is None and spec.bounds[1] is not None,
+            known_late=not spec.operands.isdisjoint(("query_lengths", "key_lengths", "query_segments")),
+        )
     known = spans.table(spec, operands, max(tile.rows // packed, 1), tile.missing(rows) // packed)
     out, lse = forward_kernel.forward(
         spec, query, key, value, sides, known, tile, work, operations, packed=packed, splits=splits

@@ -47,6 +47,9 @@ class Rounds:
     """Batch entries whose blocks make one list; a divisor of all."""
     sections: int = 1
     """Into how many sections heads are divided, of each of which one is worked on at the same time."""
+    turned: bool = False
+    """Whether in a list each entry begins one block later than the entry before. Then whoever takes of each entry the
+    same place has as much to do as others, whatever blocks there are for nothing."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -58,7 +61,10 @@ class Rounds:
         place = self.place(member[0], index)
         if self.entries == 1:
             return member[1], place
-        return member[1] * self.entries + lax.div(place, self.blocks), lax.rem(place, self.blocks)
+        entry, block = lax.div(place, self.blocks), lax.rem(place, self.blocks)
+        if self.turned:
+            block = lax.rem(block + entry, self.blocks)
+        return member[1] * self.entries + entry, block
 
     def place(self, member: Any, index: Any) -> Any:
         """Where in the list of blocks: every other round in the opposite order, so that all have as much to do; past

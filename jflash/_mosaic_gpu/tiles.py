@@ -199,6 +199,7 @@ class ForwardTiles:
         processors: int | None,
         *,
         lengths_differ: bool,
+        known_late: bool,
     ) -> Rounds:
         """Which blocks of queries each block of the grid takes.
 
@@ -209,11 +210,12 @@ class ForwardTiles:
           batch, heads: how many there are.
           processors: of the device; `None`: nobody knows.
           lengths_differ: whether each block visits more keys than the one before.
+          known_late: whether arrays, and not the call alone, say what a block visits.
         """
         # Longest blocks begin first. Where they differ, those of several heads leave fewer processors waiting for the
         # last one: at head dim 64, with 32 heads, 4 sections are 3% faster than one; at 128 and 256 all are as good.
         sections = heads // math.gcd(heads, 8) if lengths_differ and self.warpgroups > 2 else 1
-        one = Rounds(len(visits), batch, sections=sections)
+        one = Rounds(len(visits), batch, sections=sections, turned=known_late)
         apart = self.has_room(sizes)
         if processors is None or not (apart or sizes[0] == sizes[1]):
             return one
