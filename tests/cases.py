@@ -5,12 +5,13 @@ All pairs, because a defect nearly always needs two things at once; with the dee
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -281,3 +282,31 @@ def _by_arrays(by_head: Any, by_distance: Any) -> Any:
         return logit + by_head[head] + by_distance[(query - key) & 63]
 
     return score_mod
+
+
+_LEAST = np.finfo(np.float32).min
+
+LARGE_BIASES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "all the least": lambda key: np.full(key.shape, _LEAST),
+    "one a little larger": lambda key: np.where(key == 150, np.nextafter(_LEAST, np.float32(0)), _LEAST),
+    "first tile hidden": lambda key: np.where(key < 128, -1e9, 0),
+    "first tile hidden most": lambda key: np.where(key < 128, _LEAST, -1e9),
+    "up to 2**28": lambda key: np.where(key < 128, 2.0**28 - 16, 2.0**28),
+    "up from -2**30": lambda key: np.where(key < 128, -(2.0**30), -(2.0**30) + 64),
+    "past 2**29": lambda key: np.where(key < 128, 2.0**29 - 32, 2.0**29 + 64),
+    "up to the greatest": lambda key: np.where(key == 199, -_LEAST, key),
+}
+"""Of a key's index: biases that differ by much or by nothing, in a tile of 128 keys and from one to the next."""
+
+
+def with_large_bias(call: Call, values: str) -> Call:
+    """The call with one of `LARGE_BIASES` for its bias, which is all that there is to a logit."""
+    bias = LARGE_BIASES[values](np.arange(call.key.shape[-3])).astype(np.float32)
+    return dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
+
+
+def with_large_products(call: Call) -> Call:
+    """The call with every 37th query 30 times as large: so that some warps have products that others do not."""
+    large = np.arange(call.query.shape[-3]) % 37 == 0
+    query = call.query * np.where(large, 30, 1).astype(call.query.dtype)[:, None, None]
+    return dataclasses.replace(call, query=query)

@@ -13,7 +13,8 @@ import pytest
 from cases import Case
 
 import jflash
-from jflash import _mosaic_gpu, _platform
+from jflash import _mosaic_gpu, _platform, _tuning
+from jflash._mosaic_gpu.tiles import ForwardTiles
 from jflash._spec import Spec
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +134,43 @@ def test_rounds(dims, options):
     call = cases.build(case)
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize("tile", [ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3), ForwardTiles(4, 64, 4)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True, sinks=True),
+        dict(window=(150, 0), lengths="both"),
+        dict(causal=True, lengths="both", mask="keys"),
+        dict(segments="sorted"),
+    ],
+    ids=str,
+)
+def test_narrow_tiles(tile: ForwardTiles, options: dict):
+    """Those that are for more blocks than other tests have."""
+    call = cases.build(Case("bfloat16", 390 + tile.warpgroups + tile.stages, 500, (6, 3), (64, 64), (3,), **options))
+    poison()
+    with _tuning.trying({_tuning.Question("mosaic_gpu forward", (64, 64, 0, "long")): tile}) as trial:
+        oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+    assert trial.asked
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_soft_cap_of_few_large_products(dims: tuple[int, int], dtype: str):
+    call = cases.build(Case(dtype, 300, 400, (2, 1), dims, (2,), soft_cap=20.0, causal=True, offset="end"))
+    call = cases.with_large_products(call)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "keys"), ("float16", "full")])
+@pytest.mark.parametrize("values", cases.LARGE_BIASES)
+def test_large_biases(values: str, dtype: str, kind: str):
+    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(128, 128), batch=(), bias=kind))
+    call = cases.with_large_bias(call, values)
+    oracle.assert_right(oracle.run(attention, call), call)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -289,26 +289,11 @@ def test_soft_cap_by_size(cap: float, scale: float):
         np.testing.assert_allclose(capped, expected, rtol=0, atol=5e-7 * cap)
 
 
-LEAST = float(np.finfo(np.float32).min)
-LARGE = {
-    "all the least": lambda key: np.full_like(key, LEAST),
-    "one a little larger": lambda key: np.where(key == 150, np.nextafter(np.float32(LEAST), np.float32(0)), LEAST),
-    "first tile hidden": lambda key: np.where(key < 128, -1e9, 0),
-    "first tile hidden most": lambda key: np.where(key < 128, LEAST, -1e9),
-    "up to 2**28": lambda key: np.where(key < 128, 2.0**28 - 16, 2.0**28),
-    "up from -2**30": lambda key: np.where(key < 128, -(2.0**30), -(2.0**30) + 64),
-    "past 2**29": lambda key: np.where(key < 128, 2.0**29 - 32, 2.0**29 + 64),
-    "up to the greatest": lambda key: np.where(key == 199, -LEAST, key),
-}
-
-
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "keys"), ("float16", "full")])
-@pytest.mark.parametrize("values", LARGE)
+@pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str, dtype: str, kind: str):
-    """Their logits differ by much or by nothing, in one tile and from tile to tile."""
     call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(64, 64), batch=(), bias=kind))
-    bias = LARGE[values](np.arange(200, dtype=np.float32)).astype(np.float32)
-    call = dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
+    call = cases.with_large_bias(call, values)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
