@@ -334,7 +334,8 @@ def _mark(call: Inputs, tile: ForwardTiles, *, is_masked: bool) -> str | None:
 
     The compiler puts behind the wait for the second product whatever nothing needs before that it may not move. The
     maxima should come before it; of three warpgroups the exponentials too, while of two one's run beside the other's
-    products. Where logits take more arithmetic, and in tiles of 64 keys that need no mask, it does better by itself.
+    products. Where logits take more arithmetic than a bias that was loaded ahead, and in tiles of 64 keys that need no
+    mask, it does better by itself.
     """
     if tile.warpgroups == 3:
         return "correction"

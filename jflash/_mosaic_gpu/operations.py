@@ -132,9 +132,9 @@ class Hardware:
     def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
         """Whether all that a thread's warp has of a tile is between -2 and 2; other warps may be told otherwise."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
-        )
+        answer = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=plgpu.Layout.WG_SPLAT(()))
+
+        @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=answer)
         def vote(_: Any, tile: Any) -> Any:
             utils: Any = mgpu.utils
             arith, vector = utils.arith, utils.vector
