@@ -43,11 +43,11 @@ def forward(
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
     sizes = query.shape[3], value.shape[3], pairs.tile_bytes(spec, sides)
-    heads, processors, splits = spec.heads // packed, operations.processors, 1
-    each = (processors or 0) / (spec.batch * heads)
-    tile = tiles.forward_tiles(*sizes, rows, visits, each, _most_warpgroups(spec))
-    if processors is not None and rows <= tile.rows:
-        splits = max(1, min(processors // (spec.batch * heads), spec.key_length // (4 * tile.keys)))
+    heads, splits = spec.heads // packed, 1
+    share = (operations.processors or 0) / (spec.batch * heads)
+    tile = tiles.forward_tiles(*sizes, rows, visits, share, _most_warpgroups(spec))
+    if rows <= tile.rows:
+        splits = max(1, min(int(share), spec.key_length // (4 * tile.keys)))
     if splits > 1:
         work = Rounds(1, spec.batch)
     else:
@@ -57,9 +57,9 @@ def forward(
             rows,
             spec.batch,
             heads,
-            processors,
+            operations.processors,
             lengths_differ=spec.bounds[0] is None and spec.bounds[1] is not None,
-            known_late=not spec.operands.isdisjoint(("query_lengths", "key_lengths", "query_segments")),
+            known_late=not spec.operands.isdisjoint(spans.LIMITS),
         )
     known = spans.table(spec, operands, max(tile.rows // packed, 1), tile.missing(rows) // packed)
     out, lse = forward_kernel.forward(

@@ -352,17 +352,14 @@ def step(call: Inputs, logits: Float[Array, "rows keys"], before: Softmax | None
     if before is not None:
         largest = jnp.maximum(before.largest, largest)
     reference = _finite_or_zero(largest)
-    factor, subtrahend = call.exponent.relative_to(reference)
+    exponent = call.exponent
+    factor, subtrahend = exponent.relative_to(reference)
     scaled = logits * (along_rows(factor, logits.shape) if isinstance(factor, jax.Array) else factor)
     weights = jnp.exp2(scaled - along_rows(subtrahend, logits.shape))
     total = weights.sum(axis=1)
     if before is None:
         return Softmax(weights.astype(dtype), largest, total, total)
-    factor_before, subtrahend_before = call.exponent.relative_to(before.largest)
-    difference = subtrahend_before - subtrahend
-    if isinstance(factor, jax.Array):
-        difference = jnp.where(factor_before == factor, difference, before.largest - reference)
-    correction = jnp.exp2(difference)
+    correction = exponent.rescaling(before.largest, reference)
     return Softmax(weights.astype(dtype), largest, before.total * correction + total, correction)
 
 

@@ -174,9 +174,9 @@ class Inputs:
 
         For who has something else to do until it is there.
         """
-        if self.keys_first or pairs.bias_kind(self.spec) != "column":
+        if pairs.bias_kind(self.spec) != "column":
             return {}
-        return {"bias": self._vector("bias", place, place.key, shape, 1)}
+        return {"bias": self._vector("bias", place, place.key, shape, 0 if self.keys_first else 1)}
 
     def tile(self, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array]) -> _tile.Tile:
         """What `_scores` and `_visibility` need of the tile of `shape` at `place`.
@@ -337,9 +337,17 @@ class Exponent:
         is 1, and nothing is rounded: logits are so far from each other that the largest has all the weight either way.
         """
         if not self.exact:
-            return self.factor, reference * self.factor
+            return self.factor, self.of(reference)
         factor = jnp.where(jnp.abs(reference) < self.limit, self.factor, 1.0)
         return factor, reference * factor
+
+    def rescaling(self, before: Array, reference: Array) -> Array:
+        """What weights relative to a row's reference before are multiplied with, to be relative to another."""
+        (factor_before, subtrahend_before), (factor, subtrahend) = map(self.relative_to, (before, reference))
+        difference = subtrahend_before - subtrahend
+        if self.exact:
+            difference = jnp.where(factor_before == factor, difference, before - reference)
+        return jnp.exp2(difference)
 
     def of_difference(self, products: Array) -> Array:
         """Weights of a plain call from products less their reference, in their own units."""

@@ -20,7 +20,8 @@ from jflash._mosaic_gpu.inputs import Inputs
 from jflash._spec import Operands, Spec
 from jflash._visibility import Spans
 
-_LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
+LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
+"""Operands that say what is seen: before the call nobody knows."""
 
 
 def beginning(block: Any, size: int, missing: int = 0) -> Any:
@@ -135,5 +136,5 @@ def _walk(call: Inputs, batch: Any, block: Any, row: Any, rows: int, size: int, 
     if ragged and of_keys:
         # What is read as keys past the end is 0, and would have weights.
         whole = whole[0], jnp.where(row + rows > spec.key_length, first, whole[1])
-    limited = spec.bounds != (None, None) or not _LIMITS.isdisjoint(spec.operands)
+    limited = spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
     return Walk(first, count, whole if ragged or limited else None, size)

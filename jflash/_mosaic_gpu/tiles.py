@@ -169,17 +169,17 @@ class ForwardTiles:
     def times(self, rows: int, visits: Visits) -> list[float]:
         """How long each block takes, if `rows` are all there are; in units for tiles of the same head dim."""
         visit, beginning = _PACE[self.warpgroups]
+        absent = self.missing(rows) // ROWS
+        present = self.warpgroups - absent
         if self.rows > self.keys:
             # Each warpgroup leaves out what its own rows do not see.
             visited = visits(ROWS, self.keys)
         else:
             each = visits(self.rows, self.keys)
-            visited = [count for count in each for _ in range(self.warpgroups)][self.missing(rows) // ROWS :]
+            visited = [count for count in each for _ in range(self.warpgroups)][absent:]
         own = [visit * self.keys / 128 * count + beginning for count in visited]
-        absent = self.missing(rows) // ROWS
         # The others wait for some of what a warpgroup without rows would have done.
-        first = sum(own[: self.warpgroups - absent]) * (1 + 0.6 * absent / (self.warpgroups - absent))
-        rest = own[self.warpgroups - absent :]
+        first, rest = sum(own[:present]) * (1 + 0.6 * absent / present), own[present:]
         return [first, *(sum(rest[at : at + self.warpgroups]) for at in range(0, len(rest), self.warpgroups))]
 
     def missing(self, rows: int) -> int:
