@@ -305,6 +305,32 @@ def with_large_bias(call: Call, values: str) -> Call:
     return dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
 
 
+STEPS: dict[str, tuple[float, ...]] = {
+    "small": (0, 0, 0),
+    "up": (0, 0, 1),
+    "down": (0, 0, -1),
+    "down at once": (1, 0, 0),
+    "up from below": (-1, 0, 0),
+    "all below": (-1, -1, -1),
+    "up and down": (-1, 1, 0),
+    "a little up": (0.25, 0, 0.25),
+    "a little below": (-0.25, -0.25, -0.25),
+}
+"""What 7/8 of a soft cap is multiplied with for a logit before it, in one tile of 128 keys after the other."""
+
+
+def with_steps(call: Call, steps: str) -> Call:
+    """The call with one of `STEPS`, and little besides, for its products; every other query sees the last tile only."""
+    queries, keys = call.query.shape[-3], call.key.shape[-3]
+    tile = np.minimum(np.arange(keys) // 128, 2)
+    products = np.asarray(STEPS[steps])[tile] * call.logits_soft_cap * 7 / 8 + np.arange(keys) % 16 / 4
+    query, key = np.zeros_like(call.query), np.zeros_like(call.key)
+    query[..., 0] = 1
+    key[..., 0] = products[:, None]
+    mask = (np.arange(queries)[:, None] % 2 == 0) | (tile == 2)
+    return dataclasses.replace(call, query=query, key=key, scale=1.0, mask=np.broadcast_to(mask, call.mask.shape))
+
+
 def with_large_products(call: Call) -> Call:
     """The call with every 37th query 30 times as large: so that some warps have products that others do not."""
     large = np.arange(call.query.shape[-3]) % 37 == 0

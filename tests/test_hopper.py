@@ -165,6 +165,14 @@ def test_soft_cap_of_few_large_products(dims: tuple[int, int], dtype: str):
     oracle.assert_right(oracle.run(attention, call), call)
 
 
+@pytest.mark.parametrize(("dtype", "cap", "dim"), [("bfloat16", 1024.0, 128), ("float16", 64.0, 64)])
+@pytest.mark.parametrize("steps", cases.STEPS)
+def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float, dim: int):
+    case = Case(dtype, 70, 390, heads=(1, 1), dims=(dim, dim), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
+    call = cases.with_steps(cases.build(case), steps)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "keys"), ("float16", "full")])
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str, dtype: str, kind: str):

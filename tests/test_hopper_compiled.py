@@ -20,11 +20,6 @@ SPILLS = {
             "1,024 causal tokens than without rounds, where nothing is spilled.",
         ),
     ),
-    "d64 causal, soft cap, rounds: forward": (
-        384,
-        "Three warpgroups. All but 12 bytes are spilled where products are large: with small ones it is 9% faster than "
-        "two at 1,024 tokens, and 22% at 4,096.",
-    ),
     "d64 causal, segments, rounds: forward": (
         112,
         "Four warpgroups, all the same 24% faster than three for 1,024 tokens in 4 segments.",

@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import itertools
+import math
 import types
 
 import cases
@@ -284,14 +285,37 @@ def test_soft_cap_by_size(cap: float, scale: float):
     below_two = lambda x: jnp.all(jnp.abs(x) < 2)
     for most in (0.01, 0.499, 0.501, 3.0, 1e6):
         products = (np.linspace(-most, most, 20_001) * (cap / scale)).astype(np.float32)
-        capped = elementwise.soft_cap_by_size(jnp.asarray(products), scale, cap, below_two)
+        capped = elementwise.soft_cap(jnp.asarray(products), scale, cap, below_two)
         expected = cap * np.tanh(products.astype(np.float64) * scale / cap)
         np.testing.assert_allclose(capped, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [1e-6, 1.5, 50.0, 2.0**14])
+@pytest.mark.parametrize("most", [math.inf, 30.0, 13.0])
+def test_forms_of_soft_cap(cap: float, most: float):
+    form = elementwise.SoftCap(cap, 1.5, most)
+    products = np.linspace(-20 * cap, 20 * cap, 200_001).astype(np.float32)
+    numbers = form.numbers(jnp.asarray(products), 0.7)
+    expected = 1.5 * cap * np.tanh(products.astype(np.float64) * 0.7 / cap)
+    np.testing.assert_allclose(form.of_any(numbers), expected, rtol=1e-6)
+    are_small = np.abs(numbers) < 2
+    assert are_small.any()
+    np.testing.assert_allclose(form.of_small(numbers)[are_small], expected[are_small], rtol=1e-6)
+    assert np.abs(expected[are_small]).max() <= most
 
 
 def test_soft_cap_of_few_large_products():
     case = Case("bfloat16", 199, 17, (2, 1), (8, 8), (), soft_cap=40.0, bias="heads", causal=True, window=40)
     call = cases.with_large_products(cases.build(case))
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("bfloat16", 1e5), ("float16", 64.0)])
+@pytest.mark.parametrize("steps", cases.STEPS)
+def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
+    """What weights are relative to changes only where it must."""
+    case = Case(dtype, 70, 390, heads=(1, 1), dims=(64, 64), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
+    call = cases.with_steps(cases.build(case), steps)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,42 +11,64 @@ import jax
 import jax.extend.core as core
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 
-def soft_cap(products: jax.Array, scale: jax.Array | float, cap: float) -> jax.Array:
-    """cap * tanh(products * scale / cap), relative error 1e-6, without the unit that makes exponentials.
+@dataclasses.dataclass(frozen=True)
+class SoftCap:
+    """factor * cap * tanh(x / cap), relative error 1e-6: in few steps where all x are small, or of any.
+
+    Both forms are of numbers, which are x in a unit of which the largest small one has two.
 
     The hardware's own tanh has 1e-5, more than a logit may be off. By way of an exponential what is small would be the
-    difference of what is large, and off by a part of the cap.
+    difference of what is large, and off by a part of the cap; and the unit that makes exponentials is busy.
     """
-    return _capped(products, scale, cap)
+
+    cap: float
+    factor: float = 1.0
+    most: float = math.inf
+    """No result of a small number is larger."""
+
+    @property
+    def unit(self) -> float:
+        """The unit, as a part of the cap."""
+        return min(_SMALL, self.most / (self.factor * self.cap)) / 2
+
+    def numbers(self, products: jax.Array, scale: jax.Array | float) -> jax.Array:
+        return products * (scale * (1 / (self.cap * self.unit)))
+
+    def of_small(self, numbers: jax.Array) -> jax.Array:
+        return _odd(_TANH, numbers, self.unit, self.factor * self.cap)
+
+    def of_any(self, numbers: jax.Array) -> jax.Array:
+        unit, largest = self.unit, _LARGE / self.unit
+        numbers = jnp.minimum(jnp.maximum(numbers, -largest), largest)
+        return _odd(_NUMERATOR, numbers, unit, self.factor * self.cap) * _reciprocal(_even(_DENOMINATOR, numbers, unit))
 
 
-def _soft_cap(products: jax.Array, scale: jax.Array | float, cap: float) -> jax.Array:
-    return _ratio(products * (scale / cap), 1.0, cap)
+Vote = Callable[[jax.Array], jax.Array]
+"""Whether all of a tile is between -2 and 2."""
 
 
-def _soft_cap_jvp(cap: float, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-    (products, scale), (d_products, d_scale) = primals, tangents
-    result = _soft_cap(products, scale, cap)
-    slope = 1 - jnp.square(result * (1 / cap))
-    changes = [(scale, d_products), (products, d_scale)]
-    parts = [by * change for by, change in changes if not isinstance(change, SymbolicZero)]
-    return result, slope * sum(parts[1:], start=parts[0])
+def soft_cap(products: jax.Array, scale: jax.Array | float, cap: float, below_two: Vote) -> jax.Array:
+    """A tile's cap * tanh(products * scale / cap)."""
+    form = SoftCap(cap)
+    return _differentiable(form, below_two, form.numbers(products, scale))
 
 
-def soft_cap_by_size(
-    products: jax.Array, scale: jax.Array | float, cap: float, below_two: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """`soft_cap`, without its derivative, in a third of the steps where all products are small.
+def _capped(form: SoftCap, below_two: Vote, numbers: jax.Array) -> jax.Array:
+    return lax.cond(below_two(numbers), form.of_small, form.of_any, numbers)
 
-    `below_two` tells whether all of a tile is between -2 and 2.
-    """
-    unit = _SMALL / 2
-    small = lambda x: _polynomial(_TANH, x * x, unit, cap * unit) * x
-    x = products * (scale * (1 / unit / cap))
-    return lax.cond(below_two(x), small, lambda x: _ratio(x, unit, cap), x)
+
+def _capped_jvp(
+    form: SoftCap, below_two: Vote, numbers: tuple[jax.Array], changes: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    result = _capped(form, below_two, *numbers)
+    slope = form.cap * form.unit - result * result * (form.unit / form.cap)
+    return result, slope * changes[0]
+
+
+_differentiable = jax.custom_jvp(_capped, nondiff_argnums=(0, 1))
+_differentiable.defjvp(_capped_jvp)
 
 
 # tanh(x) / x as a polynomial in x**2 for |x| <= _SMALL, and as a ratio of two for |x| <= _LARGE, minimax in relative
@@ -56,26 +80,19 @@ _NUMERATOR = (0.99999988, 0.12925662, 0.0029510227, 1.14284173e-5)
 _DENOMINATOR = (1.0, 0.46258879, 0.0238155499, 2.38669032e-4, 2.45920745e-7)
 
 
-def _polynomial(coefficients: Sequence[float], square: jax.Array, unit: float, factor: float) -> jax.Array:
-    """`factor` times a polynomial in x**2, of which `square` is known, x in so many units."""
+def _even(coefficients: Sequence[float], x: jax.Array, unit: float, factor: float = 1.0) -> jax.Array:
+    """`factor` times a polynomial in x**2, x in so many units."""
     scaled = [factor * coefficient * unit ** (2 * power) for power, coefficient in enumerate(coefficients)]
+    square = x * x
     result = jnp.full_like(square, scaled[-1])
     for coefficient in scaled[-2::-1]:
         result = result * square + coefficient
     return result
 
 
-def _ratio(x: jax.Array, unit: float, cap: float) -> jax.Array:
-    """cap * tanh(x * unit)."""
-    x = jnp.minimum(jnp.maximum(x, -_LARGE / unit), _LARGE / unit)
-    square = x * x
-    denominator = _polynomial(_DENOMINATOR, square, unit, 1.0)
-    return _polynomial(_NUMERATOR, square, unit, cap * unit) * x * _reciprocal(denominator)
-
-
-_capped = jax.custom_jvp(_soft_cap, nondiff_argnums=(2,))
-# Zeros that JAX made itself would be placed on a mesh, where there is one, and a kernel cannot do that.
-_capped.defjvp(_soft_cap_jvp, symbolic_zeros=True)
+def _odd(coefficients: Sequence[float], x: jax.Array, unit: float, factor: float) -> jax.Array:
+    """`_even`, times x."""
+    return _even(coefficients, x, unit, factor * unit) * x
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:

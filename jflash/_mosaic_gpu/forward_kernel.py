@@ -15,7 +15,6 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,10 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._mosaic_gpu import pairs as bias_and_mask
-from jflash._mosaic_gpu import spans, tiles
-from jflash._mosaic_gpu.inputs import Inputs, Place, Rows, is_plain
-from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
+from jflash._mosaic_gpu import softmax, spans, tiles
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows, is_capped, is_plain
+from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.rounds import Rounds
+from jflash._mosaic_gpu.softmax import Softmax
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.tiles import ROWS, ForwardTiles
 from jflash._spec import Spec
@@ -54,16 +54,6 @@ class Buffers(NamedTuple):
     query_free: Ref
     mark: Ref
     """A number for each row, which nobody reads: see `attend`."""
-
-
-class Softmax(NamedTuple):
-    """The online softmax of a tile's rows: P of the last tile, and what P is relative to."""
-
-    weights: Float[Array, "rows keys"]
-    largest: Float[Array, "rows"]
-    total: Float[Array, "rows"]
-    correction: Float[Array, "rows"]
-    """From the sums before the last tile to those after it."""
 
 
 def forward(
@@ -149,7 +139,7 @@ def forward(
                     call, tile, shared, walk, place, warpgroup, value_columns, query.dtype, visited, read
                 )
                 sink = None if splits > 1 else call.value("sinks", b, h)
-                out, lse = finish(call, state, sums, sink)
+                out, lse = softmax.finish(call, state, sums, sink)
                 if apart:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 elif is_union:
@@ -263,7 +253,7 @@ def attend(
         """What is loaded before a tile's products are asked for, so that nobody waits: where there are registers."""
         return call.along_keys(place_of(index), shape) if tile.warpgroups <= 2 else {}
 
-    def softmax(
+    def show(
         products: Float[Array, "rows keys"], index: Any, before: Softmax | None, along_keys: dict[str, Array]
     ) -> Softmax:
         slot = slot_of(index)
@@ -275,9 +265,13 @@ def attend(
             operations.commit()
         plgpu.barrier_arrive(shared.key_free.at[slot])
         at, pairs = place_of(index), pairs | along_keys
-        logits = call.hide_masked(call.logits(products, at, shape, pairs), at, shape, pairs, -jnp.inf)
-        logits = walk.masked(index, logits, lambda logits: call.hide(logits, at, shape, pairs, -jnp.inf))
-        return step(call, logits, before, dtype)
+        by_mask = lambda values: call.hide_masked(values, at, shape, pairs, -jnp.inf)
+        by_rest = lambda values: call.hide(values, at, shape, pairs, -jnp.inf)
+        if is_capped(call.spec):
+            hidden = softmax.Hidden(walk.is_partial(index), by_mask, by_rest)
+            return softmax.capped_step(call, products, place.batch, hidden, before, dtype)
+        logits = walk.masked(index, by_mask(call.logits(products, at, shape, pairs)), by_rest)
+        return softmax.step(call, logits, before, dtype)
 
     def leave(index: Array, carry: int) -> int:
         slot = slot_of(index)
@@ -292,7 +286,7 @@ def attend(
     first, along_keys = slot_of(jnp.int32(start)), early(start)
     plgpu.barrier_wait(shared.key_filled.at[first])
     products = operations.product(query, shared.key.at[first].T, shape)
-    state = softmax(products, jnp.int32(start), None, along_keys)
+    state = show(products, jnp.int32(start), None, along_keys)
     sums = operations.full((ROWS, value_columns), 0)
 
     def body(index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
@@ -306,7 +300,7 @@ def attend(
                 operations.multiply(products, query, shared.key.at[slot].T)
                 plgpu.barrier_wait(shared.value_filled.at[last])
                 operations.multiply(sums, state.weights, shared.value.at[last])
-                new = softmax(operations.read(products, behind=1), index, state, along_keys)
+                new = show(operations.read(products, behind=1), index, state, along_keys)
                 if mark is not None:
                     # Four threads write one number: racecheck reports it.
                     shared.mark[warpgroup] = getattr(new, mark)
@@ -316,7 +310,7 @@ def attend(
 
         state, (sums,) = operations.accumulate(attend_tile, sums, like=state)
         plgpu.barrier_arrive(shared.value_free.at[last])
-        return state, sums * along_rows(state.correction, sums.shape)
+        return state, softmax.corrected(call, state, sums)
 
     state, sums = lax.fori_loop(start + 1, stop, body, (state, sums))
     queries_read()
@@ -342,44 +336,5 @@ def _mark(call: Inputs, tile: ForwardTiles, *, is_masked: bool) -> str | None:
     if bias_and_mask.tiled(call.spec):
         return None
     if is_plain(call.spec):
-        return "largest" if tile.keys == 128 or tile.warpgroups == 4 or is_masked else None
+        return "reference" if tile.keys == 128 or tile.warpgroups == 4 or is_masked else None
     return "correction" if bias_and_mask.bias_kind(call.spec) == "column" and tile.keys == 128 else None
-
-
-def step(call: Inputs, logits: Float[Array, "rows keys"], before: Softmax | None, dtype: Any) -> Softmax:
-    """Show the rows the logits of more keys."""
-    largest = logits.max(axis=1)
-    if before is not None:
-        largest = jnp.maximum(before.largest, largest)
-    reference = _finite_or_zero(largest)
-    exponent = call.exponent
-    factor, subtrahend = exponent.relative_to(reference)
-    scaled = logits * (along_rows(factor, logits.shape) if isinstance(factor, jax.Array) else factor)
-    weights = jnp.exp2(scaled - along_rows(subtrahend, logits.shape))
-    total = weights.sum(axis=1)
-    if before is None:
-        return Softmax(weights.astype(dtype), largest, total, total)
-    correction = exponent.rescaling(before.largest, reference)
-    return Softmax(weights.astype(dtype), largest, before.total * correction + total, correction)
-
-
-def _finite_or_zero(largest: Float[Array, "rows"]) -> Float[Array, "rows"]:
-    """A row that has seen no key yet has nothing to be relative to."""
-    return jnp.where(largest == -jnp.inf, 0.0, largest)
-
-
-def finish(
-    call: Inputs, state: Softmax, sums: Float[Array, "rows D"], sink: Float[Array, ""] | None
-) -> tuple[Float[Array, "rows D"], Float[Array, "rows"]]:
-    """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
-    empty = state.total == 0
-    unit = 1.0 if call.exponent.exact else 1 / math.log2(math.e)
-    reference, total = call.exponent.of(_finite_or_zero(state.largest)) * unit, state.total
-    factor = 1 / jnp.where(empty, 1.0, total)
-    if sink is not None:
-        largest = jnp.maximum(reference, sink)
-        shrink = jnp.exp(reference - largest)
-        total = total * shrink + jnp.exp(sink - largest)
-        reference, factor = largest, shrink / total
-    lse = jnp.where(empty, -jnp.inf, reference + jnp.log(jnp.where(empty, 1.0, total)))
-    return sums * along_rows(jnp.where(empty, 0.0, factor), sums.shape), lse

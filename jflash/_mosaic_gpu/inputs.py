@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -247,8 +246,10 @@ class Inputs:
         if is_plain(self.spec):
             return products
         tile = self.tile(place, shape, tiles)
-        soft_cap = functools.partial(elementwise.soft_cap_by_size, below_two=self.operations.below_two)
-        return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, soft_cap))(products)
+        return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, self._soft_cap))(products)
+
+    def _soft_cap(self, products: Array, scale: Array | float, cap: float) -> Array:
+        return elementwise.soft_cap(products, scale, cap, self.operations.below_two)
 
     def with_gradients(
         self, products: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], wanted: Sequence[str]
@@ -264,7 +265,7 @@ class Inputs:
 
         def modify(products: Array, values: dict[str, Array]) -> Array:
             parameters = _scores.without_unseen(self.spec, tile.parameters._replace(**values), self.visible(tile))
-            return _scores.modify(self.spec, products, tile._replace(parameters=parameters), elementwise.soft_cap)
+            return _scores.modify(self.spec, products, tile._replace(parameters=parameters), self._soft_cap)
 
         values = {name: jnp.broadcast_to(getattr(tile.parameters, name), shape) for name in wanted}
         logits, pull_back = jax.vjp(modify, products, values)
@@ -308,9 +309,17 @@ def sums_scale(spec: Spec) -> float:
 
 def is_plain(spec: Spec) -> bool:
     """Whether a logit is its product times a positive number known beforehand, which float32 can be divided by."""
-    features = {"bias", "alibi_slopes"} & spec.operands
-    unmodified = not features and spec.score_mod is None and spec.logits_soft_cap is None
+    unmodified = _follows_products(spec) and spec.logits_soft_cap is None
     return unmodified and spec.scale is not None and spec.scale > 1e-20
+
+
+def is_capped(spec: Spec) -> bool:
+    """Whether a logit is its product scaled and capped, and no more; by as much as `SoftCap` has constants for."""
+    return _follows_products(spec) and spec.logits_soft_cap is not None and spec.logits_soft_cap < 2**14
+
+
+def _follows_products(spec: Spec) -> bool:
+    return spec.score_mod is None and {"bias", "alibi_slopes"}.isdisjoint(spec.operands)
 
 
 @dataclasses.dataclass(frozen=True)

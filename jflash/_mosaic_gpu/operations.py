@@ -7,6 +7,7 @@ layouts, and neither products in the background nor copies that add: `Interprete
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -152,6 +153,32 @@ class Hardware:
         call: Any = vote
         return call(tile)
 
+    def holds(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
+        """Whether it does for all rows of a thread's warp; other warps may be told otherwise."""
+        answer = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=plgpu.Layout.WG_SPLAT(()))
+
+        @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=answer)
+        def vote(_: Any, condition: Any) -> Any:
+            utils: Any = mgpu.utils
+            first = utils.ir.DenseI64ArrayAttr.get([0])
+            own = [utils.vector.extract(row, [], first) for row in condition.registers.flat]
+            own = functools.reduce(utils.arith.andi, own)
+            voted = utils.nvvm.vote_sync(utils.c(0xFFFFFFFF, utils.ir.IntegerType.get_signless(32)), own, "all")
+            return mgpu.FragmentedArray.splat(voted, (), is_signed=False)
+
+        call: Any = vote
+        return call(condition)
+
+    def stay(self) -> None:
+        """Nothing; but of two branches that end alike the compiler takes the end out, unless one has this behind it."""
+
+        @plgpu.inline_mgpu()
+        def nothing(_: Any) -> None:
+            mgpu.utils.inline_ptx("", has_side_effects=True)
+
+        call: Any = nothing
+        call()
+
     def count(self, number: Ref) -> None:
         """Add 1 to an integer in device memory, when all that this warpgroup did is to be seen by who waits for it."""
 
@@ -241,6 +268,12 @@ class Interpreter:
 
     def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
         return jnp.all(jnp.abs(tile) < 2)
+
+    def holds(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
+        return jnp.all(condition)
+
+    def stay(self) -> None:
+        """Nothing."""
 
     def count(self, number: Ref) -> None:
         """Nothing: nobody has to wait, since blocks are run one after the other."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jflash import _visibility
 from jflash._mosaic_gpu import pairs as bias_and_mask
@@ -71,11 +71,15 @@ class Walk:
 
     def masked[Values](self, index: Int[Array, ""], values: Values, mask: Callable[[Values], Values]) -> Values:
         """`mask(values)` for a tile that needs it, `values` for others."""
+        is_partial = self.is_partial(index)
+        return values if is_partial is None else lax.cond(is_partial, mask, lambda values: values, values)
+
+    def is_partial(self, index: Int[Array, ""]) -> Bool[Array, ""] | None:
+        """Whether a tile needs a mask; `None` if none does."""
         if self.whole is None:
-            return values
+            return None
         start = self.start(index)
-        partial = (start < self.whole[0]) | (start + self.size > self.whole[1])
-        return lax.cond(partial, mask, lambda values: values, values)
+        return (start < self.whole[0]) | (start + self.size > self.whole[1])
 
     def part(self, index: Int[Array, ""], parts: int) -> Walk:
         """The tiles that fall to one of several blocks that share the walk; at least one, which may be past the end."""
