@@ -7,6 +7,7 @@ A program of its own: where Mosaic GPU leaves its reports is read from the envir
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -20,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from hopper_kernels import canonical_arguments
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jflash import _tuning
+from jflash import _sharding, _tuning
 from jflash._mosaic_gpu import calls
 from jflash._mosaic_gpu.operations import Hardware
 from jflash._spec import Residuals
@@ -58,16 +60,20 @@ ROUNDS = (
     *("d128", "d128 causal", "d256", "d256 causal", "window", "bias"),
 )
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
+SPLIT = ("d64", "soft cap")
+"""Cases that are compiled for two devices too."""
 TABLED = ("d8", "d64", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
 """Cases that are compiled with all tiles that a search on some device might choose."""
 
 
 def main() -> None:
     """Forward and backward of every case."""
-    config = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    sharding = jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), jax.sharding.PartitionSpec())
+    sharding = over(1, PartitionSpec())
     reports = {}
+    for name in SPLIT:
+        for split in (PartitionSpec("x"), PartitionSpec(None, None, "x")):
+            kernels, _ = compiled(name, over(2, split), {})
+            reports |= {f"{name}, {split}: {kernel}": report for kernel, report in kernels.items()}
     for name in CASES:
         kernels, asked = compiled(name, sharding, {})
         reports |= {f"{name}: {kernel}": report for kernel, report in kernels.items()}
@@ -81,7 +87,14 @@ def main() -> None:
     print(json.dumps(reports))
 
 
-def compiled(name: str, sharding: jax.sharding.Sharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
+def over(devices: int, split: PartitionSpec) -> NamedSharding:
+    """Arrays split over so many H200s."""
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{devices}")
+    return NamedSharding(topologies.make_mesh(topology, (devices,), ("x",)), split)
+
+
+def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
     """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
     hardware = Hardware(processors)
     head_dim, value_dim, options, arrays = CASES[name]
@@ -89,8 +102,11 @@ def compiled(name: str, sharding: jax.sharding.Sharding, answers: dict, processo
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
-        out, lse = calls.forward(spec, operands, hardware)
-        return out, calls.backward(spec, operands, Residuals(out, lse, d_out, d_lse), hardware)
+        shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
+        forward = shard(lambda operands: calls.forward(spec.resized(operands), operands, hardware))
+        backward = shard(lambda operands, *rest: calls.backward(spec.resized(operands), operands, *rest, hardware))
+        out, lse = forward(operands)
+        return out, backward(operands, Residuals(out, lse, d_out, d_lse))
 
     for path in DIRECTORY.iterdir():
         path.unlink()

@@ -1,6 +1,7 @@
 """The Hopper kernels on a Hopper: the same questions as everywhere, over the product of what they take."""
 
 import dataclasses
+import functools
 import random
 
 import cases
@@ -11,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jflash
 from jflash import _mosaic_gpu, _platform, _tuning
@@ -190,6 +192,60 @@ def test_any_lengths(seed: int, data):
     case = drawn(10_000 + seed)._replace(query_length=data.draw(length), key_length=data.draw(length), batch=(2,))
     call = cases.build(case)
     oracle.assert_right(oracle.run(attention, call), call)
+
+
+def over_devices(spec: PartitionSpec, **operands):
+    """Queries, keys and values split over all devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+    for name in ("query", "key", "value"):
+        operands[name] = jax.lax.with_sharding_constraint(operands[name], NamedSharding(mesh, spec))
+    return attention(**operands)
+
+
+over_batch = functools.partial(over_devices, PartitionSpec("x"))
+over_heads = functools.partial(over_devices, PartitionSpec(None, None, "x"))
+
+
+@pytest.mark.parametrize("split", [over_batch, over_heads], ids=["batch", "heads"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True, soft_cap=40.0),
+        dict(causal=True, lengths="both", sinks=True),
+        dict(bias="full", mask="full", scale="traced"),
+        dict(bias="keys", alibi=True, segments="sorted"),
+        dict(score_mod="indices", window=40, offset="each"),
+    ],
+    ids=str,
+)
+def test_several_devices(options: dict, split):
+    if jax.device_count() == 1:
+        pytest.skip("One device.")
+    call = cases.build(Case("bfloat16", 300, 400, (8, 4), (64, 64), (4,), **options))
+    oracle.assert_right(oracle.run(split, call), call)
+
+
+def mapped(query, key, value, **options):
+    return jax.vmap(functools.partial(attention, **options))(query, key, value)
+
+
+def exported(query, key, value, **options):
+    """By way of bytes, with the gradient."""
+    arrays = query, key, value
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    stored = jax.export.export(jax.jit(functools.partial(attention, **options)))(*shapes).serialize(vjp_order=1)
+    return jax.export.deserialize(stored).call(*arrays)
+
+
+def rematerialized(query, key, value, **options):
+    return jax.checkpoint(functools.partial(attention, **options))(query, key, value)
+
+
+@pytest.mark.parametrize("transformed", [mapped, exported, rematerialized])
+@pytest.mark.parametrize("options", [{}, dict(causal=True, soft_cap=40.0), dict(window=40)], ids=str)
+def test_transformations(options: dict, transformed):
+    call = cases.build(Case("bfloat16", 300, 400, (4, 2), (128, 128), (2, 3), **options))
+    oracle.assert_right(oracle.run(transformed, call), call)
 
 
 def test_is_the_default():

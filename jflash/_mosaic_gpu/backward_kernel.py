@@ -115,8 +115,6 @@ def backward(
     margin = operations.margin
     turns = Turns.of(heads, group, blocks, batch, operations.processors)
     whole = tiles.round_up(length, ROWS)
-    sums = jax.new_ref(jnp.zeros((batch, turns.places, whole + margin, head_dim + margin), jnp.float32))
-    finished = jax.new_ref(jnp.zeros((batch, key_heads), jnp.int32))
 
     def kernel(
         query_ref: Ref, key_ref: Ref, value_ref: Ref, d_out_ref: Ref, first_ref: Ref, second_ref: Ref, *refs: Any
@@ -228,14 +226,15 @@ def backward(
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
     handed = plgpu.Barrier(num_barriers=2, num_arrivals=WARPGROUPS)
     kernel.__name__ = f"jflash_backward_{head_dim}_{value_dim}"
-    d_query, d_key, d_value, *others = plgpu.kernel(
+    results = (
+        jax.ShapeDtypeStruct((batch, whole, heads, head_dim), dtype),
+        jax.ShapeDtypeStruct(key.shape, key.dtype),
+        jax.ShapeDtypeStruct(value.shape, value.dtype),
+        *(jax.ShapeDtypeStruct((batch, heads, blocks * tile.keys), jnp.float32) for _ in wanted),
+    )
+    run = plgpu.kernel(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, whole, heads, head_dim), dtype),
-            jax.ShapeDtypeStruct(key.shape, key.dtype),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
-            *(jax.ShapeDtypeStruct((batch, heads, blocks * tile.keys), jnp.float32) for _ in wanted),
-        ),
+        out_type=results,
         grid=(turns.number + turns.lag, key_heads if group > 1 else blocks, batch),
         grid_names=(*order, "batch"),
         num_threads=WARPGROUPS + 1,
@@ -261,11 +260,19 @@ def backward(
         ],
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,
-    )(
-        *(query, key, value, d_out, *beginnings, *sides.values()),
-        *([] if known_spans is None else [known_spans]),
-        *(sums, finished),
     )
+
+    def store(refs: tuple[Ref, ...]) -> None:
+        *result_refs, sums, finished = refs
+        inputs = query, key, value, d_out, *beginnings, *sides.values(), *([] if known_spans is None else [known_spans])
+        for ref, result in zip(result_refs, run(*inputs, sums, finished), strict=True):
+            ref[...] = result
+
+    # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
+    sums = jax.ShapeDtypeStruct((batch, turns.places, whole + margin, head_dim + margin), jnp.float32)
+    states = *results, sums, jax.ShapeDtypeStruct((batch, key_heads), jnp.int32)
+    stored: Any = pl.run_state(store)(tuple(jnp.zeros(state.shape, state.dtype) for state in states))
+    d_query, d_key, d_value, *others = stored[: len(results)]
     return d_query[:, :length], d_key, d_value, dict(zip(wanted, others, strict=True))
 
 

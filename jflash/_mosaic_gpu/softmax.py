@@ -85,7 +85,7 @@ def capped_step(
     soft_cap = SoftCap(cap, _LOG2_E, _SMALL[dtype])
     numbers = soft_cap.numbers(products, scale)
     zeros, ones = operations.full(shape[:1], 0.0), operations.full(shape[:1], 1.0)
-    # More than a large reference would be weights that are too large relative to a small one.
+    # Relative to one below 0 a small logit might weigh too much.
     kept = zeros if before is None else before.reference
     are_small = operations.below_two(numbers)
     if before is not None:
