@@ -264,16 +264,9 @@ def backward(
 
     def store(refs: tuple[Ref, ...]) -> None:
         *result_refs, sums, finished = refs
-        operands = (
-            query,
-            key,
-            value,
-            d_out,
-            *beginnings,
-            *sides.values(),
-            *([] if known_spans is None else [known_spans]),
-        )
-        for ref, result in zip(result_refs, run(*operands, sums, finished), strict=True):
+        known = () if known_spans is None else (known_spans,)
+        made = run(query, key, value, d_out, *beginnings, *sides.values(), *known, sums, finished)
+        for ref, result in zip(result_refs, made, strict=True):
             ref[...] = result
 
     # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
