@@ -21,8 +21,10 @@ from jflash._mosaic_gpu.operations import along_rows
 _LOG2_E = math.log2(math.e)
 
 _SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0}
-"""Weights relative to a logit of 0 whose binary exponents are no further from it need nothing else to be relative to:
-P, in its dtype, has room for them, and float32 for the sums of values that are weighed with them."""
+"""Weights relative to a logit of 0 whose binary exponents are no further from it need nothing else to be relative to.
+
+P, in its dtype, has room for them, and float32 for the sums of values whose sizes add up to no more than 2**97.
+"""
 
 
 class Softmax(NamedTuple):
