@@ -34,12 +34,15 @@ class SoftCap:
         return min(_SMALL, self.most / (self.factor * self.cap)) / 2
 
     def numbers(self, products: jax.Array, scale: jax.Array | float) -> jax.Array:
+        """Those of x = products * scale."""
         return products * (scale * (1 / (self.cap * self.unit)))
 
     def of_small(self, numbers: jax.Array) -> jax.Array:
+        """The results of numbers between -2 and 2."""
         return _odd(_TANH, numbers, self.unit, self.factor * self.cap)
 
     def of_any(self, numbers: jax.Array) -> jax.Array:
+        """The results of any numbers."""
         unit, largest = self.unit, _LARGE / self.unit
         numbers = jnp.minimum(jnp.maximum(numbers, -largest), largest)
         return _odd(_NUMERATOR, numbers, unit, self.factor * self.cap) * _reciprocal(_even(_DENOMINATOR, numbers, unit))

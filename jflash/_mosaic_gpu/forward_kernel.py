@@ -267,11 +267,11 @@ def attend(
         at, pairs = place_of(index), pairs | along_keys
         by_mask = lambda values: call.hide_masked(values, at, shape, pairs, -jnp.inf)
         by_rest = lambda values: call.hide(values, at, shape, pairs, -jnp.inf)
+        hide = lambda values: walk.masked(index, by_mask(values), by_rest)
         if is_capped(call.spec):
-            hidden = softmax.Hidden(walk.is_partial(index), by_mask, by_rest)
+            hidden = softmax.Hidden(walk.is_partial(index), by_mask, hide)
             return softmax.capped_step(call, products, place.batch, hidden, before, dtype)
-        logits = walk.masked(index, by_mask(call.logits(products, at, shape, pairs)), by_rest)
-        return softmax.step(call, logits, before, dtype)
+        return softmax.step(call, hide(call.logits(products, at, shape, pairs)), before, dtype)
 
     def leave(index: Array, carry: int) -> int:
         slot = slot_of(index)

@@ -26,6 +26,8 @@ Ref = Any
 _TILE = plgpu.Layout.WGMMA
 _ROWS = _TILE.reduce(1)
 _COLUMNS = _TILE.reduce(0)
+_ANSWER = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=plgpu.Layout.WG_SPLAT(()))
+"""One truth value for a warp's threads."""
 
 
 def along_rows(vector: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
@@ -133,9 +135,7 @@ class Hardware:
     def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
         """Whether all that a thread's warp has of a tile is between -2 and 2; other warps may be told otherwise."""
 
-        answer = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=plgpu.Layout.WG_SPLAT(()))
-
-        @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=answer)
+        @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=_ANSWER)
         def vote(_: Any, tile: Any) -> Any:
             utils: Any = mgpu.utils
             arith, vector = utils.arith, utils.vector
@@ -147,24 +147,21 @@ class Hardware:
             # The exponent has its highest bit from 2 on, for infinities and NaN too.
             highest = arith.andi(bits[0], utils.c(1 << 30, integer))
             below = arith.cmpi(arith.CmpIPredicate.eq, highest, utils.c(0, integer))
-            voted = utils.nvvm.vote_sync(utils.c(0xFFFFFFFF, integer), below, "all")
-            return mgpu.FragmentedArray.splat(voted, (), is_signed=False)
+            return _vote(below)
 
         call: Any = vote
         return call(tile)
 
     def holds(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
         """Whether it does for all rows of a thread's warp; other warps may be told otherwise."""
-        answer = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=plgpu.Layout.WG_SPLAT(()))
 
-        @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=answer)
+        @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=_ANSWER)
         def vote(_: Any, condition: Any) -> Any:
             utils: Any = mgpu.utils
             first = utils.ir.DenseI64ArrayAttr.get([0])
             own = [utils.vector.extract(row, [], first) for row in condition.registers.flat]
             own = functools.reduce(utils.arith.andi, own)
-            voted = utils.nvvm.vote_sync(utils.c(0xFFFFFFFF, utils.ir.IntegerType.get_signless(32)), own, "all")
-            return mgpu.FragmentedArray.splat(voted, (), is_signed=False)
+            return _vote(own)
 
         call: Any = vote
         return call(condition)
@@ -208,6 +205,13 @@ class Hardware:
 
         call: Any = poll
         call(number)
+
+
+def _vote(own: Any) -> Any:
+    """Whether all threads of a warp say so."""
+    utils: Any = mgpu.utils
+    every = utils.c(0xFFFFFFFF, utils.ir.IntegerType.get_signless(32))
+    return mgpu.FragmentedArray.splat(utils.nvvm.vote_sync(every, own, "all"), (), is_signed=False)
 
 
 def _strided(shape: tuple[int, ...]) -> Any:

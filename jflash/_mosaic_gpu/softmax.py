@@ -44,14 +44,9 @@ class Hidden(NamedTuple):
     is_partial: Bool[Array, ""] | None
     """Whether more than a dense mask hides some of it; `None` if it never does."""
     by_mask: Callable[[Array], Array]
-    """-inf where a dense mask, if there is one, hides a logit."""
-    by_rest: Callable[[Array], Array]
-    """-inf where anything else does."""
-
-    def hide(self, logits: Float[Array, "rows keys"]) -> Float[Array, "rows keys"]:
-        """The logits, -inf where rows do not see them."""
-        logits = self.by_mask(logits)
-        return logits if self.is_partial is None else lax.cond(self.is_partial, self.by_rest, lambda x: x, logits)
+    """Logits, -inf where a dense mask, if there is one, hides them."""
+    hide: Callable[[Array], Array]
+    """Logits, -inf where anything does."""
 
 
 def step(call: Inputs, logits: Float[Array, "rows keys"], before: Softmax | None, dtype: Any) -> Softmax:
@@ -59,7 +54,7 @@ def step(call: Inputs, logits: Float[Array, "rows keys"], before: Softmax | None
     largest = logits.max(axis=1)
     if before is not None:
         largest = jnp.maximum(before.reference, largest)
-    reference, exponent = _finite_or_zero(largest), _exponent(call)
+    reference, exponent = _finite_or_zero(largest), call.exponent
     factor, subtrahend = exponent.relative_to(reference)
     scaled = logits * (along_rows(factor, logits.shape) if isinstance(factor, jax.Array) else factor)
     weights = jnp.exp2(scaled - along_rows(subtrahend, logits.shape))
