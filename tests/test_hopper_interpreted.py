@@ -14,9 +14,12 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash import _tuning
-from jflash._mosaic_gpu import elementwise, query_sums, rounds, statistics, tiles
+from jflash._mosaic_gpu import delta_kernel, elementwise, query_sums, rounds, statistics, tiles
+from jflash._mosaic_gpu.operations import Interpreter
+from jflash._spec import Residuals
 
 FEATURES = dict(
     dtype=("bfloat16", "float16"),
@@ -214,7 +217,7 @@ def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, 
             with jax.disable_jit():
                 for warpgroup in range(2):
                     taken.begin(warpgroup)
-                for index in range(copies if taken.adds else 0):
+                for index in range(copies + query_sums.SPARE if taken.adds else 0):
                     taken.after_copy(index)
             for head in taken.awaited:
                 assert begun.count((entry, head)) == blocks
@@ -330,10 +333,60 @@ def test_large_biases(values: str, dtype: str, kind: str):
 def test_three_numbers_of_bfloat16_make_one_of_float32():
     generator = np.random.default_rng(0)
     values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
-    pieces = [np.asarray(piece) for piece in statistics._pieces(jnp.asarray(values))]
+    operations = Interpreter(plgpu.InterpretGPUParams(), processors=None)
+    pieces = [np.asarray(piece) for piece in statistics._pieces(jnp.asarray(values), operations)]
     for piece in pieces:
         np.testing.assert_array_equal(piece, np.asarray(jnp.asarray(piece, jnp.bfloat16), np.float32))
     np.testing.assert_array_equal(sum(piece.astype(np.float64) for piece in pieces), values)
+
+
+@pytest.mark.parametrize(("queries", "value_dim"), [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)])
+def test_delta(queries: int, value_dim: int):
+    """delta, columns that are lse and delta, and sums of 0; for queries that see nothing, and behind the last one."""
+    rows = -(-queries // 8) * 8
+    generator = np.random.default_rng(0)
+    shape = (2, queries, 3, value_dim)
+    out, d_out = (jnp.asarray(generator.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    lse, d_lse = (generator.normal(size=(2, 3, queries)).astype(np.float32) for _ in range(2))
+    lse[0, 1, -1] = -np.inf
+    spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out, scale=0.3)
+    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors=None)
+    sums = jax.ShapeDtypeStruct((2, 2, -(-rows // 64) * 64, 16), jnp.float32)
+    residuals = Residuals(out, jnp.asarray(lse), d_out, jnp.asarray(d_lse))
+    delta, columns, zeros = delta_kernel.delta(spec, residuals, sums, operations)
+    assert not hopper_kernels.races_found()
+
+    products = np.asarray(out, np.float64) * np.asarray(d_out, np.float64)
+    exact = products.sum(axis=-1).transpose(0, 2, 1) - d_lse
+    error = np.abs(np.asarray(delta) - np.where(lse == -np.inf, 0, exact))
+    size = np.abs(products).sum(axis=-1).transpose(0, 2, 1) + np.abs(d_lse)
+    assert (error <= size * value_dim * 2.0**-24).all()
+    assert delta[0, 1, -1] == 0
+
+    assert columns is not None
+    columns = np.asarray(columns, np.float64)
+    assert columns.shape[2] >= rows + 256, "a tile may begin at the last query"
+    np.testing.assert_array_equal(columns[..., 6:], 0)
+    # exp2 of such a number times any scale that is allowed is 0.
+    behind = columns[:, :, queries:, :3].sum(axis=-1)
+    assert (behind < -3e38).all()
+    assert columns[0, 1, queries - 1, :3].sum() < -3e38
+    seen = lse > -np.inf
+    np.testing.assert_allclose(columns[:, :, :queries, :3].sum(axis=-1)[seen], (-lse / 0.3)[seen], rtol=2.0**-22)
+    np.testing.assert_array_equal(columns[:, :, :queries, 3:6].sum(axis=-1), -np.asarray(delta))
+    np.testing.assert_array_equal(columns[:, :, queries:, 3:6], 0)
+    np.testing.assert_array_equal(zeros, 0)
+
+
+def test_no_columns_where_two_kernels_make_the_gradients():
+    out = jnp.ones((1, 8, 1, 16), jnp.bfloat16)
+    numbers = jnp.zeros((1, 1, 8))
+    spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out)
+    operations = Interpreter(plgpu.InterpretGPUParams(), processors=None)
+    delta, columns, sums = delta_kernel.delta(spec, Residuals(out, numbers, out, numbers), None, operations)
+    np.testing.assert_array_equal(delta, 16)
+    assert columns is None
+    assert sums is None
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -37,7 +37,7 @@ from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
-from jflash._mosaic_gpu.query_sums import QuerySums, Turns
+from jflash._mosaic_gpu.query_sums import SPARE, QuerySums, Turns
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.statistics import Statistics
 from jflash._mosaic_gpu.tiles import ROWS, BackwardTiles
@@ -91,6 +91,7 @@ def backward(
     spec: Spec,
     arrays: Arrays,
     beginnings: tuple[Array, Array],
+    zeros: Float[Array, "B places L H"],
     known_spans: Int[Array, "B blocks 4"] | None,
     wanted: tuple[str, ...],
     tile: BackwardTiles,
@@ -98,7 +99,7 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K D"], dict[str, Array]]:
     """The kernel's call: dQ, dK, dV, and for each parameter `wanted` its gradient's sums `[B, N, keys]`.
 
-    `beginnings` are those of `statistics`.
+    `beginnings` are columns and their factors, or vectors, of `statistics`; `zeros` are of `sums_type`.
     """
     query, key, value, d_out, sides = arrays
     batch, length, heads, head_dim = query.shape
@@ -112,8 +113,7 @@ def backward(
     tiled = bias_and_mask.tiled(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     as_columns = statistics.are_columns(spec)
-    margin = operations.margin
-    turns = Turns.of(heads, group, blocks, batch, operations.processors)
+    turns = _turns(arrays, tile, operations)
     whole = tiles.round_up(length, ROWS)
 
     def kernel(
@@ -219,7 +219,7 @@ def backward(
             def _() -> None:
                 sources = Sources(query_ref, d_out_ref, beginning_refs, key_columns, out_columns)
                 keys = pl.ds(first_key, tile.keys)
-                copy_all(call, walk, sources, shared, b, key_head * group, group, keys, d_query.after_copy)
+                copy_all(call, walk, sources, shared, b, key_head * group, group, keys, d_query.after_copy, SPARE)
                 d_query.finish()
 
     dtype, stages = query.dtype, tile.stages
@@ -270,11 +270,23 @@ def backward(
             ref[...] = result
 
     # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
-    sums = jax.ShapeDtypeStruct((batch, turns.places, whole + margin, head_dim + margin), jnp.float32)
-    states = *results, sums, jax.ShapeDtypeStruct((batch, key_heads), jnp.int32)
-    stored: Any = pl.run_state(store)(tuple(jnp.zeros(state.shape, state.dtype) for state in states))
+    states = tuple(jnp.zeros(result.shape, result.dtype) for result in results)
+    stored: Any = pl.run_state(store)((*states, zeros, jnp.zeros((batch, key_heads), jnp.int32)))
     d_query, d_key, d_value, *others = stored[: len(results)]
     return d_query[:, :length], d_key, d_value, dict(zip(wanted, others, strict=True))
+
+
+def sums_type(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> jax.ShapeDtypeStruct:
+    """In what dQ is summed, `[B, places, L, H]`."""
+    batch, length, _, head_dim = arrays.query.shape
+    rows, columns = tiles.round_up(length, ROWS) + operations.margin, head_dim + operations.margin
+    return jax.ShapeDtypeStruct((batch, _turns(arrays, tile, operations).places, rows, columns), jnp.float32)
+
+
+def _turns(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> Turns:
+    batch, keys, key_heads, _ = arrays.key.shape
+    heads = arrays.query.shape[2]
+    return Turns.of(heads, heads // key_heads, -(-keys // tile.keys), batch, operations.processors)
 
 
 def visit_tile(

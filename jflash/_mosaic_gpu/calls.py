@@ -15,6 +15,7 @@ from jflash._mosaic_gpu import (
     d_bias_kernel,
     d_key_value_kernel,
     d_query_kernel,
+    delta_kernel,
     forward_kernel,
     inputs,
     pairs,
@@ -80,29 +81,28 @@ def forward(
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: Operations) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
-    out, lse, d_out, d_lse = residuals
-    unseen = lse == -jnp.inf
-    products = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    delta = jnp.where(unseen, 0, products.transpose(0, 2, 1) - d_lse)
-    seen_lse = jnp.where(unseen, jnp.inf, lse)
-    rows = statistics.subtrahends(spec, seen_lse, delta)
-    query, key, value, d_out = map(_whole_tiles, (operands.query, operands.key, operands.value, d_out))
+    query, key, value, d_out = map(_whole_tiles, (operands.query, operands.key, operands.value, residuals.d_out))
     edges = inputs.edges(operands, {"query": query, "key": key, "value": value, "d_out": d_out})
     arrays = Arrays(query, key, value, d_out, inputs.prepare(spec, operands) | edges)
     differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
-    d_bias = None
-    if "bias" in differentiated and pairs.bias_kind(spec) == "tile":
+    by_pair = "bias" in differentiated and pairs.bias_kind(spec) == "tile"
+    if by_pair:
         differentiated.remove("bias")
-        d_bias = _d_bias(spec, operands, arrays, rows, operations)
     tile = _fused_tiles(spec, arrays, differentiated)
+    sums_type = None if tile is None else backward_kernel.sums_type(arrays, tile, operations)
+    delta, columns, zeros = delta_kernel.delta(spec, residuals, sums_type, operations)
+    lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
+    rows = statistics.subtrahends(spec, lse, delta)
     if tile is None:
         d_query, d_key, d_value, sums = _split(spec, operands, arrays, rows, differentiated, operations)
     else:
+        assert zeros is not None
         known = spans.table(spec, operands, tile.keys, of_keys=True)
-        beginnings = statistics.beginnings(spec, seen_lse, delta)
+        beginnings = statistics.vectors(spec, lse, delta) if columns is None else (columns, statistics.factors())
         d_query, d_key, d_value, sums = backward_kernel.backward(
-            spec, arrays, beginnings, known, tuple(differentiated), tile, operations
+            spec, arrays, beginnings, zeros, known, tuple(differentiated), tile, operations
         )
+    d_bias = _d_bias(spec, operands, arrays, rows, operations) if by_pair else None
 
     def trimmed(gradient: Array, like: Array) -> Array:
         return gradient[:, : like.shape[1], :, : like.shape[3]].astype(like.dtype)
@@ -115,7 +115,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
         bias=sums.get("bias", d_bias),
         scale=sums.get("scale"),
         alibi_slopes=sums.get("alibi_slopes"),
-        sinks=sinks_gradient(operands.sinks, seen_lse, delta),
+        sinks=sinks_gradient(operands.sinks, lse, delta),
     )
 
 
@@ -207,10 +207,8 @@ def _reduced(spec: Spec, name: str, total: Array, like: Array) -> Array:
 
 
 def _whole_tiles(array: Array, axis: int = 1) -> Array:
-    """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H of 16 (or 8): what copies of tiles ask of memory."""
-    room = [(0, 0)] * 4
-    room[axis] = 0, -array.shape[axis] % 8
-    room[3] = 0, -array.shape[3] % 16 if array.shape[3] > 8 else 0
+    """`[B, L, N, H]` (L at `axis`) in the shape of `tiles.whole`: zeros are added."""
+    room = [(0, more - size) for more, size in zip(tiles.whole(array.shape, axis), array.shape, strict=True)]
     return jnp.pad(array, room)
 
 

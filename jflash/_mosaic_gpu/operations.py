@@ -70,6 +70,10 @@ class Hardware:
         """Zeros where `load_rows` has numbers."""
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _strided(shape))
 
+    def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The nearest numbers that bfloat16 has."""
+        return values.astype(jnp.bfloat16).astype(jnp.float32)
+
     def product(self, left: Any, right: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
         """left @ right."""
 
@@ -254,6 +258,10 @@ class Interpreter:
 
     def zero_rows(self, shape: tuple[int, ...]) -> Array:
         return jnp.zeros(shape, jnp.float32)
+
+    def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
+        # XLA may leave out a conversion to bfloat16 and back.
+        return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
 
     def product(self, left: Any, right: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
         return self.add_product(jnp.zeros(shape, jnp.float32), left, right)

@@ -58,16 +58,17 @@ def copy_all(
     group: int,
     keys: Any,
     then: Callable[[Array], None] = lambda step: None,
+    more: int = 0,
 ) -> None:
     """Every tile of the walk, for each of the `group` heads from `first_head` on; `keys` are the block's own.
 
-    `then` is called after each step.
+    `then` is called after each step, and for so many `more` without a tile while the last ones are read.
     """
     stages, queries = shared.query.shape[:2]
     # The same number for the loop and for its remainders: with one head, they are no divisions then.
     count = tiles.unknown(walk.count)
 
-    def copy(step: Array, carry: int) -> int:
+    def copy(step: Array) -> None:
         slot = lax.rem(step, stages)
         head = first_head + lax.div(step, count)
         first = walk.start(lax.rem(step, count))
@@ -86,8 +87,11 @@ def copy_all(
         call.copy_rows("d_out", sources.d_out, tile, shared.d_out.at[slot], filled)
         for source, target in zip(late, shared.statistics[1:], strict=True):
             plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
+
+    def take(step: Array, carry: int) -> int:
+        pl.when(step < count * group)(lambda: copy(step))
         then(step)
         return carry
 
-    lax.fori_loop(0, count * group, copy, 0)
+    lax.fori_loop(0, count * group + more, take, 0)
     tiles.drain(stages, shared.query_free, shared.d_out_free)

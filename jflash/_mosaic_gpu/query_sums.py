@@ -27,6 +27,9 @@ from jax.experimental import pallas as pl
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.tiles import ROWS
 
+SPARE = 3
+"""Parts that the warpgroup that copies can round while others are at the last tiles."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
@@ -87,12 +90,13 @@ class QuerySums:
         """For a warpgroup that computes, before it adds: round what the copies leave no time for."""
         self._wait()
         # The last one comes first: the first is still at the copies of the block's keys.
-        self._round(self._beside_copies + self.warpgroups - 1 - warpgroup, self._tiles, self.warpgroups)
+        first = lax.div(self._beside_copies, self._portion) + self.warpgroups - 1 - warpgroup
+        self._round(first, self._tiles * (self._parts // self._portion), self._portion, self.warpgroups)
 
     def after_copy(self, index: Any) -> None:
         """For the warpgroup that copies: round a part of a tile, as it has registers for 8 numbers a thread."""
         pl.when(index == 0)(self._wait)
-        self._round(index, jnp.minimum(index + 1, self._beside_copies * self._parts), parts=self._parts)
+        self._round(index, jnp.minimum(index + 1, self._beside_copies))
 
     def finish(self) -> None:
         """A warpgroup has rounded what falls to it, and what it added is there."""
@@ -129,9 +133,15 @@ class QuerySums:
         return ROWS // next((rows for rows, size in numbers.items() if size <= 1024 and size % 128 == 0), 16)
 
     @property
+    def _portion(self) -> int:
+        """Parts that a warpgroup that computes takes at once: 32 numbers for each thread, or a tile."""
+        return min(self._parts, 4)
+
+    @property
     def _beside_copies(self) -> Any:
-        """How many tiles are rounded part by part, one after each copy."""
-        return jnp.where(self.adds, jnp.minimum(lax.div(self.copies, self._parts), self._tiles), 0)
+        """How many parts are rounded one by one, after each copy and after them all."""
+        parts = jnp.minimum(self.copies + SPARE, self._tiles * self._parts)
+        return jnp.where(self.adds, lax.div(parts, self._portion) * self._portion, 0)
 
     def _wait(self) -> None:
         """Until what is rounded here is summed, and there is room for what is added."""
@@ -141,8 +151,9 @@ class QuerySums:
         wait = lambda: self.operations.wait_until(finished, self.blocks * (self.warpgroups + 1))
         pl.when(self._earlier >= 0)(wait)
 
-    def _round(self, first: Any, last: Any, every: int = 1, parts: int = 1) -> None:
-        """Some of this block's tiles, or of their parts."""
+    def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
+        """Some of this block's parts, so many at once."""
+        parts = self._parts // portion
         first_head = self._earlier if self.group == 1 else self.key_head * self.group
         first_tile = self._slice * self._share
         size = ROWS // parts

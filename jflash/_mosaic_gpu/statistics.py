@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from jflash._mosaic_gpu import inputs, pairs, tiles
 from jflash._mosaic_gpu.inputs import Inputs
-from jflash._mosaic_gpu.operations import Ref, along_columns
+from jflash._mosaic_gpu.operations import Operations, Ref, along_columns, along_rows
 from jflash._mosaic_gpu.tiles import ROWS
 from jflash._spec import Spec
 
@@ -53,34 +53,50 @@ def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N
     return _with_margin(lse if exact else lse * math.log2(math.e), jnp.inf), _with_margin(delta, 0)
 
 
-def beginnings(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[Array, Array]:
-    """For the fused backward: columns `[B, N, L, 8]` and what they are multiplied with, or two vectors."""
-    if not inputs.is_plain(spec):
-        lse, _ = subtrahends(spec, lse, delta)
-        return lse, _with_margin(-delta, 0)
+def vectors(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[PerQuery, PerQuery]:
+    """For the fused backward: what its sums begin at, or lse and -delta where a logit is more than its product."""
+    if inputs.is_plain(spec):
+        assert spec.scale is not None
+        first = _with_margin(-lse / spec.scale, -jnp.inf)
+    else:
+        first, _ = subtrahends(spec, lse, delta)
+    return first, _with_margin(-delta, 0)
+
+
+def stored_rows(queries: int) -> int:
+    """How many rows columns have for so many queries: there is room for a tile that begins at the last one."""
+    return tiles.round_up(queries, ROWS) + inputs.MARGIN
+
+
+def columns(
+    spec: Spec, lse: Float[Array, "rows"], delta: Float[Array, "rows"], operations: Operations
+) -> Float[Array, "rows 8"]:
+    """Some queries' columns, made in a kernel. `lse` is -inf where there is no query or it sees nothing."""
     assert spec.scale is not None
-    vectors = _with_margin(-lse / spec.scale, -jnp.inf), _with_margin(-delta, 0)
-    if not are_columns(spec):
-        return vectors
     # Infinity times 0, for the other product, would be NaN.
-    largest = float(jnp.finfo(jnp.bfloat16).max)
-    pieces = _pieces(jnp.maximum(vectors[0], -largest)) + _pieces(vectors[1])
-    columns = jnp.zeros((*pieces[0].shape, STORED), jnp.float32)
-    for place, piece in enumerate(pieces):
-        columns = jnp.where(jnp.arange(STORED) == place, piece[..., None], columns)
-    # By operations: `custom_partitioning` takes no function that holds an array.
-    number, column = (lax.broadcasted_iota(jnp.int32, (2, ROWS, COLUMNS), axis) for axis in (0, 2))
-    return columns.astype(jnp.bfloat16), (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
+    least = -float(jnp.finfo(jnp.bfloat16).max)
+    first = jnp.where(lse == -jnp.inf, least, jnp.maximum(lse * (-1 / spec.scale), least))
+    index = operations.index((lse.shape[0], STORED), 1)
+    made = operations.full(index.shape, 0)
+    for place, piece in enumerate(_pieces(first, operations) + _pieces(-delta, operations)):
+        made = jnp.where(index == place, along_rows(piece, index.shape), made)
+    return made.astype(jnp.bfloat16)
 
 
-def _pieces(rest: PerQuery) -> list[PerQuery]:
+def _pieces(rest: Float[Array, "rows"], operations: Operations) -> list[Float[Array, "rows"]]:
     """Numbers that bfloat16 has, whose sum is the given one."""
-    found: list[PerQuery] = []
+    found: list[Array] = []
     for _ in range(PIECES):
-        # A conversion to bfloat16 and back the compiler may leave out.
-        found.append(lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        found.append(operations.rounded(rest))
         rest = rest - found[-1]
     return found
+
+
+def factors() -> Float[Array, "2 64 16"]:
+    """What columns are multiplied with: 1 for the pieces of lse, and of delta."""
+    # By operations: `custom_partitioning` takes no function that holds an array.
+    number, column = (lax.broadcasted_iota(jnp.int32, (2, ROWS, COLUMNS), axis) for axis in (0, 2))
+    return (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
 
 
 def _with_margin(values: Float[Array, "B N T"], fill: float) -> PerQuery:

@@ -36,6 +36,12 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def whole(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
+    """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H of 16 (or 8): what copies of tiles ask of an array."""
+    rows, columns = round_up(shape[axis], 8), shape[3] if shape[3] <= 8 else round_up(shape[3], 16)
+    return *shape[:axis], rows, *shape[axis + 1 : 3], columns
+
+
 def shared(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = None) -> Any:
     """Shared memory for tiles `[..., rows, columns]`, in the widest swizzle whose columns divide theirs.
 
