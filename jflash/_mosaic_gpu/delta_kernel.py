@@ -5,7 +5,7 @@
     sums    = 0                          of dQ, where the fused backward begins to add
 
 A block takes 64 queries of one head. Neighbours take other heads of the same queries: in device memory those are side
-by side. The pass is bound by what it reads, so that the little that it writes is nearly for nothing.
+by side. The pass is bound by what it reads, and writes little beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Delta(NamedTuple):
     columns: Float[Array, "B N L 8"] | None
     """Of `statistics`."""
     sums: Float[Array, "B places L H"] | None
+    """Zeros."""
 
 
 def delta(spec: Spec, residuals: Residuals, sums: jax.ShapeDtypeStruct | None, operations: Operations) -> Delta:
