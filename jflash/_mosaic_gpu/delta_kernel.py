@@ -76,13 +76,12 @@ def delta(spec: Spec, residuals: Residuals, sums: jax.ShapeDtypeStruct | None, o
                 def _() -> None:
                     more_refs[-1][b, head, own] = zeros
 
-            row_lse, row_delta = (operations.load(ref.at[b, head, own], 0) for ref in (lse_ref, d_lse_ref))
-            row_delta = -row_delta
+            row_lse, row_d_lse = (operations.load(ref.at[b, head, own], 0) for ref in (lse_ref, d_lse_ref))
+            total = operations.full((ROWS, part), 0)
             if factors:
                 plgpu.barrier_wait(filled)
-                total = lax.fori_loop(0, width // part, multiplied, operations.full((ROWS, part), 0))
-                row_delta = total.sum(axis=1) + row_delta
-            row_delta = jnp.where(row_lse == -jnp.inf, 0.0, row_delta)
+                total = lax.fori_loop(0, width // part, multiplied, total)
+            row_delta = jnp.where(row_lse == -jnp.inf, 0.0, total.sum(axis=1) - row_d_lse)
             delta_ref[b, head, own] = row_delta
             if as_columns:
                 more_refs[0][b, head, own] = statistics.columns(spec, row_lse, row_delta, operations)
