@@ -20,7 +20,8 @@ SAMPLE_MS = 200
 REST_S = 0.25
 """The pause before it: threads of the library that ran before may still be looking out for work, and fall asleep."""
 ITERATIONS = 8
-"""How many runs a sample of kernel times has. On an H200 that was idle the first two take 2 to 4% longer."""
+"""How many runs a sample of kernel times has. On an H200 the first two take longer: by 2 to 6% if
+they are short."""
 MIB = 2**20
 
 
