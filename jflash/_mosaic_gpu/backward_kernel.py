@@ -53,8 +53,8 @@ class Buffers(NamedTuple):
     value: Ref
     query: Ref
     d_out: Ref
-    pairs: Sequence[Ref]
-    """Tiles of bias and mask; they come and go with the queries."""
+    bias: Ref | None
+    """Tiles of the bias, if it has any; they come and go with the queries."""
     statistics: Sequence[Ref]
     """Columns, or vectors of lse and delta: see `statistics`."""
     ones: Ref | None
@@ -110,7 +110,7 @@ def backward(
     # Turns, which are the grid's slowest axis (see `query_sums`), and the next one.
     order = ("block", "head") if group > 1 else ("head", "block")
     blocks = -(-key.shape[1] // tile.keys)
-    tiled = bias_and_mask.tiled(spec)
+    has_tiles = bias_and_mask.has_tiles(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     as_columns = statistics.are_columns(spec)
     turns = _turns(arrays, tile, operations)
@@ -244,13 +244,13 @@ def backward(
             tiles.shared((1, tile.keys, value_columns), dtype, value_dim),
             tiles.shared((stages, tile.queries, columns), dtype, head_dim, part=width),
             tiles.shared((stages, tile.queries, value_columns), dtype, value_dim),
-            [tiles.shared((stages, tile.queries, tile.keys), sides[name].dtype) for name in tiled],
+            tiles.shared((stages, tile.queries, tile.keys), sides["bias"].dtype) if has_tiles else None,
             statistics.shared(as_columns, stages, tile.queries),
             tiles.shared((2, ROWS, statistics.COLUMNS), jnp.bfloat16) if as_columns else None,
             tiles.shared((2, tile.keys, tile.queries), dtype, head_dim, part=width),
             tiles.shared((WARPGROUPS, ROWS, width), jnp.float32, head_dim),
             plgpu.Barrier(num_arrivals=3 if as_columns else 2),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=2 + len(tiled)),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=2 + has_tiles),
             free,
             plgpu.Barrier(num_barriers=stages, num_arrivals=1 if as_columns else 2),
             free,
@@ -314,10 +314,11 @@ def visit_tile(
     still = tiles.moving_zero(step, warpgroup)
     query, d_out = shared.query.at[slot], shared.d_out.at[slot]
     key, value = shared.key.at[still], shared.value.at[still]
+    pairs = call.words(place, shape)
     plgpu.barrier_wait(shared.query_filled.at[slot])
     numbers = Statistics.of(call, shape, [ref.at[slot] for ref in shared.statistics], shared.ones)
-    names = bias_and_mask.tiled(call.spec)
-    pairs = {n: operations.load(ref.at[slot, :, own].T) for n, ref in zip(names, shared.pairs, strict=True)}
+    if shared.bias is not None:
+        pairs["bias"] = operations.load(shared.bias.at[slot, :, own].T)
 
     def add(d_key: Any, d_value: Any) -> tuple[Array, ...]:
         def differentiate(d_weights: Any, products: Any) -> tuple[Array, tuple[Array, ...]]:

@@ -40,7 +40,7 @@ def forward(
     packed = spec.group if _packs(spec) else 1
     query = _whole_tiles(operands.query) if packed == 1 else _whole_tiles(_pack(operands.query, packed), axis=2)
     key, value = _whole_tiles(operands.key), _whole_tiles(operands.value)
-    sides = inputs.prepare(spec, operands) | inputs.edges(operands, {"value": value})
+    sides = inputs.prepare(spec, operands, operations) | inputs.edges(operands, {"value": value})
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
     sizes = query.shape[3], value.shape[3], pairs.tile_bytes(spec, sides)
@@ -83,7 +83,8 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     """Gradients of all operands that have one, in their dtypes and shapes."""
     query, key, value, d_out = map(_whole_tiles, (operands.query, operands.key, operands.value, residuals.d_out))
     edges = inputs.edges(operands, {"query": query, "key": key, "value": value, "d_out": d_out})
-    arrays = Arrays(query, key, value, d_out, inputs.prepare(spec, operands) | edges)
+    arrays = Arrays(query, key, value, d_out, inputs.prepare(spec, operands, operations) | edges)
+    keys_first = arrays._replace(sides=inputs.prepare(spec, operands, operations, keys_first=True) | edges)
     differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
     by_pair = "bias" in differentiated and pairs.bias_kind(spec) == "tile"
     if by_pair:
@@ -94,13 +95,13 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
     rows = statistics.subtrahends(spec, lse, delta)
     if tile is None:
-        d_query, d_key, d_value, sums = _split(spec, operands, arrays, rows, differentiated, operations)
+        d_query, d_key, d_value, sums = _split(spec, operands, arrays, keys_first, rows, differentiated, operations)
     else:
         assert zeros is not None
         known = spans.table(spec, operands, tile.keys, of_keys=True)
         beginnings = statistics.vectors(spec, lse, delta) if columns is None else (columns, statistics.factors())
         d_query, d_key, d_value, sums = backward_kernel.backward(
-            spec, arrays, beginnings, zeros, known, tuple(differentiated), tile, operations
+            spec, keys_first, beginnings, zeros, known, tuple(differentiated), tile, operations
         )
     d_bias = _d_bias(spec, operands, arrays, rows, operations) if by_pair else None
 
@@ -156,6 +157,7 @@ def _split(
     spec: Spec,
     operands: Operands,
     arrays: Arrays,
+    keys_first: Arrays,
     rows: tuple[Array, Array],
     differentiated: list[str],
     operations: Operations,
@@ -166,7 +168,7 @@ def _split(
     wanted = tuple(name for name in differentiated if name != "bias" or not by_key)
     d_query, sums = d_query_kernel.d_query(spec, arrays, rows, known, wanted, tile, operations)
     known = spans.table(spec, operands, tiles.ROWS, of_keys=True)
-    d_key, d_value, d_columns = d_key_value_kernel.d_key_value(spec, arrays, rows, known, by_key, operations)
+    d_key, d_value, d_columns = d_key_value_kernel.d_key_value(spec, keys_first, rows, known, by_key, operations)
     if by_key:
         (sums["bias"],) = d_columns
     return d_query, d_key, d_value, sums
@@ -182,8 +184,7 @@ def _d_bias(
     """The gradient of a bias that has a query and a key axis."""
     assert spec.bias_shape is not None
     bias_bytes = arrays.sides["bias"].dtype.itemsize
-    mask_bytes = pairs.tile_bytes(spec, arrays.sides) - bias_bytes
-    tile = tiles.bias_tiles(arrays.query.shape[3], arrays.value.shape[3], bias_bytes, mask_bytes)
+    tile = tiles.bias_tiles(arrays.query.shape[3], arrays.value.shape[3], bias_bytes)
     known = spans.table(spec, operands, tile.rows)
     d_bias = d_bias_kernel.d_bias(spec, arrays, rows, known, tile, operations)
     return d_bias[:, :, : spec.bias_shape[2], : spec.bias_shape[3]]

@@ -15,7 +15,6 @@ array of the bias's size in float32 for every batch entry. A tile has one owner,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu import spans, tiles
 from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
@@ -48,8 +46,6 @@ class Buffers(NamedTuple):
     d_out: Ref
     value: Ref
     bias: Ref
-    mask: Sequence[Ref]
-    """A tile of the mask, if the call has one with both axes; it comes and goes with the queries and keys."""
     d_bias: Ref
     bias_filled: Ref
     bias_free: Ref
@@ -82,7 +78,6 @@ def d_bias(
         tiles_each = key_tiles * blocks * bias_heads * bias_batch // (2 * operations.processors)
         each = max(1, min(tiles_each, MOST))
     parts = -(-key_tiles // each)
-    masks = [name for name in bias_and_mask.tiled(spec) if name == "mask"]
     names = [*sides, *([] if known_spans is None else ["spans"])]
 
     def kernel(
@@ -138,6 +133,7 @@ def d_bias(
                     place = Place(b, h, first_row + warpgroup * ROWS, first_key)
                     lse = operations.load(lse_ref.at[b, h, own_rows], 0)
                     delta = operations.load(delta_ref.at[b, h, own_rows], 0)
+                    words = call.words(place, shape)
 
                     def differentiate(d_weights: Any, products: Any) -> Array:
                         plgpu.barrier_wait(shared.key_filled)
@@ -145,11 +141,7 @@ def d_bias(
                         plgpu.barrier_wait(shared.value_filled)
                         operations.multiply(d_weights, shared.d_out.at[own], shared.value.T)
                         logits = operations.read(products, behind=1)
-                        pairs = {"bias": operations.load(bias.at[own])}
-                        for name, ref in zip(masks, shared.mask, strict=True):
-                            pairs[name] = operations.load(ref.at[own])
-                        if masks:
-                            operations.commit()
+                        pairs = {"bias": operations.load(bias.at[own])} | words
                         plgpu.barrier_arrive(shared.key_free)
                         logits, pull_back = call.with_gradients(logits, place, shape, pairs, ("bias",))
                         weights = call.exponent(logits, along_rows(lse, shape))
@@ -186,7 +178,6 @@ def d_bias(
             def copy(step: Array, first_key: Array) -> None:
                 b, h, _walk, seen = sharer(step, first_key)
                 key_head = lax.div(h, group)
-                keys = pl.ds(first_key, tile.keys)
 
                 @pl.when(seen)
                 def _() -> None:
@@ -195,8 +186,6 @@ def d_bias(
                     tile_of_keys = Rows(b, first_key, tile.keys, key_head, key_columns)
                     call.copy_rows("query", query_ref, query_tile, shared.query, shared.key_filled)
                     call.copy_rows("key", key_ref, tile_of_keys, shared.key, shared.key_filled)
-                    for name, target in zip(masks, shared.mask, strict=True):
-                        plgpu.copy_gmem_to_smem(call.part(name, b, h).at[rows, keys], target, shared.key_filled)
                     plgpu.barrier_wait(shared.value_free)
                     d_out_tile, value_tile = (tile._replace(columns=out_columns) for tile in (query_tile, tile_of_keys))
                     call.copy_rows("d_out", d_out_ref, d_out_tile, shared.d_out, shared.value_filled)
@@ -223,11 +212,10 @@ def d_bias(
             tiles.shared((tile.rows, value_columns), dtype, value_dim),
             tiles.shared((tile.keys, value_columns), dtype, value_dim),
             tiles.shared((tile.stages, tile.rows, tile.keys), bias_dtype),
-            [tiles.shared((tile.rows, tile.keys), sides[name].dtype) for name in masks],
             tiles.shared((tile.rows, tile.keys), bias_dtype),
             plgpu.Barrier(num_barriers=tile.stages),
             plgpu.Barrier(num_barriers=tile.stages, num_arrivals=tile.warpgroups),
-            plgpu.Barrier(num_arrivals=2 + len(masks)),
+            plgpu.Barrier(num_arrivals=2),
             all_done,
             plgpu.Barrier(num_arrivals=2),
             all_done,

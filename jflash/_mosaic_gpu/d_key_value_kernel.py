@@ -44,8 +44,8 @@ class Buffers(NamedTuple):
     value: Ref
     query: Ref
     d_out: Ref
-    pairs: Sequence[Ref]
-    """Tiles of bias and mask; they come and go with the queries."""
+    bias: Ref | None
+    """Tiles of the bias, if it has any; they come and go with the queries."""
     statistics: Sequence[Ref]
     """Vectors of lse and delta."""
     weights: Ref
@@ -76,7 +76,7 @@ def d_key_value(
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key_heads
     blocks = -(-length // ROWS)
-    tiled = bias_and_mask.tiled(spec)
+    has_tiles = bias_and_mask.has_tiles(spec)
     stages = tiles.key_value_stages(columns, value_columns, bias_and_mask.tile_bytes(spec, sides))
     slopes = 0 if inputs.is_plain(spec) else 1
     bends = wants_bias and spec.score_mod is not None
@@ -122,7 +122,9 @@ def d_key_value(
                 plgpu.barrier_wait(shared.query_filled.at[slot])
                 products = operations.product(shared.key, shared.query.at[slot].T, shape)
                 lse = along_columns(operations.load(shared.statistics[0].at[slot], 1), shape)
-                pairs = {name: operations.load(ref.at[slot].T) for name, ref in zip(tiled, shared.pairs, strict=True)}
+                pairs = call.words(place, shape)
+                if shared.bias is not None:
+                    pairs["bias"] = operations.load(shared.bias.at[slot].T)
                 logits, pull_back = call.with_gradients(products, place, shape, pairs, ("bias",) if bends else ())
                 weights = call.hide_masked(call.exponent(logits, lse), place, shape, pairs, 0.0)
                 weights = walk.masked(index, weights, lambda weights: call.hide(weights, place, shape, pairs, 0.0))
@@ -209,12 +211,12 @@ def d_key_value(
             tiles.shared((ROWS, value_columns), dtype, value_dim),
             tiles.shared((stages, QUERIES, columns), dtype, head_dim),
             tiles.shared((stages, QUERIES, value_columns), dtype, value_dim),
-            [tiles.shared((stages, QUERIES, ROWS), sides[name].dtype) for name in tiled],
+            tiles.shared((stages, QUERIES, ROWS), sides["bias"].dtype) if has_tiles else None,
             statistics.shared(False, stages, QUERIES),
             tiles.shared((ROWS, QUERIES), dtype),
             [tiles.shared((ROWS, QUERIES), dtype) for _ in range(slopes + bends)],
             plgpu.Barrier(num_arrivals=2),
-            bar(2 + len(tiled)),
+            bar(2 + has_tiles),
             bar(2),
             bar(2),
             bar(2),

@@ -15,7 +15,6 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchange
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,8 +40,8 @@ class Buffers(NamedTuple):
     d_out: Ref
     key: Ref
     value: Ref
-    pairs: Sequence[Ref]
-    """Tiles of bias and mask; they come and go with the values."""
+    bias: Ref | None
+    """Tiles of the bias, if it has any; they come and go with the values."""
     rows_filled: Ref
     key_filled: Ref
     key_free: Ref
@@ -66,7 +65,7 @@ def d_query(
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key_heads
     blocks = -(-length // tile.rows)
-    tiled = bias_and_mask.tiled(spec)
+    has_tiles = bias_and_mask.has_tiles(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
 
     def kernel(
@@ -107,6 +106,7 @@ def d_query(
                 place = Place(b, h, first_row + warpgroup * ROWS, walk.start(index))
                 own_rows = pl.ds(warpgroup * ROWS, ROWS)
                 key, value = shared.key.at[key_slot], shared.value.at[value_slot]
+                words = call.words(place, shape)
                 plgpu.barrier_wait(shared.key_filled.at[key_slot])
 
                 def differentiate(products: Any, d_weights: Any) -> tuple[Array, tuple[Array, ...]]:
@@ -114,10 +114,9 @@ def d_query(
                     operations.multiply(products, shared.query.at[still], key.T)
                     plgpu.barrier_wait(shared.value_filled.at[value_slot])
                     operations.multiply(d_weights, shared.d_out.at[still], value.T)
-                    pairs = {
-                        name: operations.load(ref.at[value_slot, own_rows])
-                        for name, ref in zip(tiled, shared.pairs, strict=True)
-                    }
+                    pairs = dict(words)
+                    if shared.bias is not None:
+                        pairs["bias"] = operations.load(shared.bias.at[value_slot, own_rows])
                     logits = operations.read(products, behind=1)
                     logits, pull_back = call.with_gradients(logits, place, shape, pairs, wanted)
                     weights = call.exponent(logits, along_rows(lse, shape))
@@ -130,7 +129,7 @@ def d_query(
                     return d_products.astype(query.dtype), added
 
                 d_products, added = operations.accumulators(differentiate, shape, shape)
-                if tiled:
+                if has_tiles:
                     operations.commit()
                 plgpu.barrier_arrive(shared.value_free.at[value_slot])
                 sums = operations.add_product(sums, d_products, key)
@@ -159,9 +158,9 @@ def d_query(
                 call.copy_rows("key", key_ref, rows, shared.key.at[key_slot], shared.key_filled.at[key_slot])
                 plgpu.barrier_wait(shared.value_free.at[value_slot])
                 filled = shared.value_filled.at[value_slot]
-                for name, target in zip(tiled, shared.pairs, strict=True):
-                    source = call.part(name, b, h).at[pl.ds(first_row, tile.rows), pl.ds(first_key, tile.keys)]
-                    plgpu.copy_gmem_to_smem(source, target.at[value_slot], filled)
+                if shared.bias is not None:
+                    source = call.part("bias", b, h).at[pl.ds(first_row, tile.rows), pl.ds(first_key, tile.keys)]
+                    plgpu.copy_gmem_to_smem(source, shared.bias.at[value_slot], filled)
                 rows = rows._replace(columns=out_columns)
                 call.copy_rows("value", value_ref, rows, shared.value.at[value_slot], filled)
 
@@ -187,11 +186,11 @@ def d_query(
             tiles.shared((tile.warpgroups, ROWS, value_columns), dtype, value_dim),
             tiles.shared((tile.key_stages, tile.keys, columns), dtype, head_dim),
             tiles.shared((tile.value_stages, tile.keys, value_columns), dtype, value_dim),
-            [tiles.shared((tile.value_stages, tile.rows, tile.keys), sides[name].dtype) for name in tiled],
+            tiles.shared((tile.value_stages, tile.rows, tile.keys), sides["bias"].dtype) if has_tiles else None,
             bar(tile.warpgroups, 2),
             bar(tile.key_stages, 1),
             bar(tile.key_stages, tile.warpgroups),
-            bar(tile.value_stages, 1 + len(tiled)),
+            bar(tile.value_stages, 1 + has_tiles),
             bar(tile.value_stages, tile.warpgroups),
         ],
         compiler_params=tiles.COMPILER,

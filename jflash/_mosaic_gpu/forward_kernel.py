@@ -15,7 +15,7 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,8 +44,8 @@ class Buffers(NamedTuple):
     """In the place of `query`, by then `query_free`; its own if there are several rounds, and room."""
     key: Ref
     value: Ref
-    pairs: Sequence[Ref]
-    """Tiles of bias and mask; they come and go with the keys."""
+    bias: Ref | None
+    """Tiles of the bias, if it has any; they come and go with the keys."""
     query_filled: Ref
     key_filled: Ref
     key_free: Ref
@@ -83,7 +83,7 @@ def forward(
     blocks, rounds = work.blocks, work.number
     missing = tile.missing(rows)
     sections = work.sections
-    tiled = bias_and_mask.tiled(spec)
+    has_tiles = bias_and_mask.has_tiles(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
 
@@ -170,10 +170,10 @@ def forward(
                     keys = Rows(b, walk.start(index), tile.keys, key_head, key_columns)
                     plgpu.barrier_wait(shared.key_free.at[slot])
                     plgpu.copy_gmem_to_smem(keys.of(key_ref), shared.key.at[slot], shared.key_filled.at[slot])
-                    for name, target in zip(tiled, shared.pairs, strict=True):
+                    if shared.bias is not None:
                         own = pl.ds(beginning(block), tile.rows), pl.ds(keys.first, tile.keys)
-                        source = call.part(name, b, h).at[own]
-                        plgpu.copy_gmem_to_smem(source, target.at[slot], shared.key_filled.at[slot])
+                        source = call.part("bias", b, h).at[own]
+                        plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], shared.key_filled.at[slot])
                     plgpu.barrier_wait(shared.value_free.at[slot])
                     values = keys._replace(columns=out_columns)
                     call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
@@ -207,9 +207,9 @@ def forward(
             (query_rows, out_rows) if apart else plgpu.RefUnion(query_rows, out_rows) if is_union else query_rows,
             tiles.shared((tile.stages, tile.keys, columns), key.dtype),
             tiles.shared((tile.stages, tile.keys, value_columns), value.dtype),
-            [tiles.shared((tile.stages, tile.rows, tile.keys), sides[name].dtype) for name in tiled],
+            tiles.shared((tile.stages, tile.rows, tile.keys), sides["bias"].dtype) if has_tiles else None,
             plgpu.Barrier(num_barriers=tile.warpgroups),
-            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=1 + len(tiled)),
+            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=1 + has_tiles),
             free,
             filled,
             free,
@@ -251,20 +251,20 @@ def attend(
 
     def early(index: Any) -> dict[str, Array]:
         """What is loaded before a tile's products are asked for, so that nobody waits: where there are registers."""
-        return call.along_keys(place_of(index), shape) if tile.warpgroups <= 2 else {}
+        place = place_of(index)
+        return call.words(place, shape) | (call.along_keys(place, shape) if tile.warpgroups <= 2 else {})
 
     def show(
         products: Float[Array, "rows keys"], index: Any, before: Softmax | None, along_keys: dict[str, Array]
     ) -> Softmax:
         slot = slot_of(index)
         own = pl.ds(warpgroup * ROWS, ROWS)
-        names = bias_and_mask.tiled(call.spec)
-        pairs = {n: operations.load(ref.at[slot, own]) for n, ref in zip(names, shared.pairs, strict=True)}
-        if pairs:
+        at, pairs = place_of(index), dict(along_keys)
+        if shared.bias is not None:
+            pairs["bias"] = operations.load(shared.bias.at[slot, own])
             # What threads have read, a copy may overwrite.
             operations.commit()
         plgpu.barrier_arrive(shared.key_free.at[slot])
-        at, pairs = place_of(index), pairs | along_keys
         by_mask = lambda values: call.hide_masked(values, at, shape, pairs, -jnp.inf)
         by_rest = lambda values: call.hide(values, at, shape, pairs, -jnp.inf)
         hide = lambda values: walk.masked(index, by_mask(values), by_rest)
@@ -333,7 +333,7 @@ def _mark(call: Inputs, tile: ForwardTiles, *, is_masked: bool) -> str | None:
     """
     if tile.warpgroups == 3:
         return "correction"
-    if bias_and_mask.tiled(call.spec):
+    if bias_and_mask.has_tiles(call.spec):
         return None
     if is_plain(call.spec):
         return "reference" if tile.keys == 128 or tile.warpgroups == 4 or is_masked else None

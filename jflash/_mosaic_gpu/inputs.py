@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash import _scores, _tile, _visibility
-from jflash._mosaic_gpu import elementwise, pairs
+from jflash._mosaic_gpu import elementwise, mask_kernel, pairs
 from jflash._mosaic_gpu import operations as ops
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.tiles import round_up
@@ -43,10 +43,10 @@ class Arrays(NamedTuple):
     sides: dict[str, Array]
 
 
-def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
+def prepare(spec: Spec, operands: Operands, operations: Operations, *, keys_first: bool = False) -> dict[str, Array]:
     """The operands but query, key and value, as kernels take them, by name.
 
-    Vectors get a margin; the mask becomes bfloat16, of which tiles can be read either way round.
+    Vectors get a margin; a mask of both axes becomes words of bits along the columns of a kernel's tiles.
     """
     prepared: dict[str, Array] = {}
     for name in ("scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"):
@@ -65,7 +65,9 @@ def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
             prepared[name] = _with_margin(array.astype(jnp.int32), (1,))
     for name, shape in pairs.pair_shapes(spec).items():
         array = getattr(operands, name)
-        array = array.astype(jnp.bfloat16) if name == "mask" else array
+        if name == "mask" and pairs.has_words(spec):
+            prepared[name] = mask_kernel.words(array, keys_first, operations)
+            continue
         match pairs.kind(shape):
             case "tile":
                 rows, columns = round_up(shape[2], 8) - shape[2], round_up(shape[3], 64) - shape[3]
@@ -177,6 +179,16 @@ class Inputs:
             return {}
         return {"bias": self._vector("bias", place, place.key, shape, 0 if self.keys_first else 1)}
 
+    def words(self, place: Place, shape: tuple[int, int]) -> dict[str, Array]:
+        """The bits of a tile's mask, by name, like the `tiles` of others; for who has something else to do first."""
+        if not pairs.has_words(self.spec):
+            return {}
+        ref = self.refs["mask"]
+        row, column = (place.key, place.query) if self.keys_first else (place.query, place.key)
+        columns = pl.ds(lax.div(column, 64), shape[1] // 64)
+        at = *index(ref, place.batch, place.head)[:2], lax.div(row, 64), columns
+        return {"mask": self.operations.load_words(ref.at[at])}
+
     def tile(self, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array]) -> _tile.Tile:
         """What `_scores` and `_visibility` need of the tile of `shape` at `place`.
 
@@ -207,7 +219,7 @@ class Inputs:
         def segments(name: str, first: Any, axis: int) -> Array | None:
             return self._vector(name, place, first, shape, axis) if name in self.refs else None
 
-        mask = pair("mask")
+        mask = self.operations.bits(tiles["mask"], shape) if pairs.has_words(spec) else pair("mask")
         bias = pair("bias")
         return _tile.Tile(
             parameters=_tile.Parameters(
@@ -221,7 +233,7 @@ class Inputs:
             position=query + offset,
             batch=self.value("batch_index", place.batch),
             head=self.value("head_index", place.batch, place.head),
-            mask=None if mask is None else mask != 0,
+            mask=mask if mask is None or pairs.has_words(spec) else mask != 0,
             query_lengths=self.value("query_lengths", place.batch),
             key_lengths=self.value("key_lengths", place.batch),
             query_segments=segments("query_segments", place.query, query_axis),

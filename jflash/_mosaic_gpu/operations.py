@@ -20,6 +20,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from jflash._mosaic_gpu import mask_bits
+
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
 
@@ -135,6 +137,18 @@ class Hardware:
     def commit(self) -> None:
         """Let copies and products see what was written to shared memory, and overwrite what was read of it."""
         plgpu.commit_smem()
+
+    def pack(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
+        """A mask's bits, as words of `mask_bits`."""
+        return mask_bits.pack(mask, plane, query, key, keys_first)
+
+    def load_words(self, ref: Ref) -> Int[Array, "tiles 128"]:
+        """Words of `mask_bits`."""
+        return plgpu.load(ref, layout=mask_bits.layout(ref.shape), optimized=False)
+
+    def bits(self, words: Int[Array, "tiles 128"], shape: tuple[int, int]) -> Bool[Array, "rows columns"]:
+        """A tile of truth values from its words."""
+        return mask_bits.expand(words, shape)
 
     def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
         """Whether all that a thread's warp has of a tile is between -2 and 2; other warps may be told otherwise."""
@@ -277,6 +291,15 @@ class Interpreter:
 
     def commit(self) -> None:
         plgpu.commit_smem()
+
+    def pack(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
+        return mask_bits.plainly_packed(mask[...], plane, query, key, keys_first)
+
+    def load_words(self, ref: Ref) -> Int[Array, "tiles 128"]:
+        return ref[...]
+
+    def bits(self, words: Int[Array, "tiles 128"], shape: tuple[int, int]) -> Bool[Array, "rows columns"]:
+        return mask_bits.plainly_expanded(words, shape)
 
     def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
         return jnp.all(jnp.abs(tile) < 2)

@@ -22,14 +22,19 @@ def pair_shapes(spec: Spec) -> dict[str, tuple[int, int, int, int]]:
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def tiled(spec: Spec) -> tuple[str, ...]:
-    """Which of bias and mask come in tiles."""
-    return tuple(name for name, shape in pair_shapes(spec).items() if kind(shape) == "tile")
+def has_tiles(spec: Spec) -> bool:
+    """Whether there is a bias of both axes, which comes in tiles."""
+    return bias_kind(spec) == "tile"
+
+
+def has_words(spec: Spec) -> bool:
+    """Whether there is a mask of both axes, which comes in words of bits."""
+    return spec.mask_shape is not None and kind(spec.mask_shape) == "tile"
 
 
 def tile_bytes(spec: Spec, arrays: Mapping[str, Array]) -> int:
-    """Bytes for each logit that tiles of bias and mask, which are among the arrays, take."""
-    return sum(arrays[name].dtype.itemsize for name in tiled(spec))
+    """Bytes for each logit that tiles of the bias, which is among the arrays, take."""
+    return arrays["bias"].dtype.itemsize if has_tiles(spec) else 0
 
 
 def bias_kind(spec: Spec) -> str | None:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from jflash._mosaic_gpu import pairs, statistics, tiles
+from jflash._mosaic_gpu import statistics, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Rows
 from jflash._mosaic_gpu.operations import Ref
 from jflash._mosaic_gpu.spans import Walk
@@ -24,7 +24,7 @@ class Buffers(Protocol):
     @property
     def d_out(self) -> Ref: ...
     @property
-    def pairs(self) -> Any: ...
+    def bias(self) -> Ref | None: ...
     @property
     def statistics(self) -> Sequence[Ref]: ...
     @property
@@ -79,8 +79,8 @@ def copy_all(
         call.copy_rows("query", sources.query, tile, shared.query.at[slot], filled)
         early, *late = statistics.parts(sources.statistics, batch, head, rows)
         plgpu.copy_gmem_to_smem(early, shared.statistics[0].at[slot], filled)
-        for name, target in zip(pairs.tiled(call.spec), shared.pairs, strict=True):
-            plgpu.copy_gmem_to_smem(call.part(name, batch, head).at[rows, keys], target.at[slot], filled)
+        if shared.bias is not None:
+            plgpu.copy_gmem_to_smem(call.part("bias", batch, head).at[rows, keys], shared.bias.at[slot], filled)
         plgpu.barrier_wait(shared.d_out_free.at[slot])
         filled = shared.d_out_filled.at[slot]
         tile = tile._replace(columns=sources.out_columns)

@@ -132,7 +132,7 @@ def _walk(call: Inputs, batch: Any, block: Any, row: Any, rows: int, size: int, 
         found = Spans(*(known[batch, block, part] for part in range(4)))
     else:
         found = _spans(call, batch, row, rows, of_keys=of_keys)
-    alignment = 64 if bias_and_mask.tiled(spec) else 8
+    alignment = 64 if bias_and_mask.has_tiles(spec) or bias_and_mask.has_words(spec) else 8
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
     whole = found.full_start, found.full_stop

@@ -41,7 +41,7 @@ PerQuery = Float[Array, "B N L"]
 
 def are_columns(spec: Spec) -> bool:
     """Whether a call's products take them as columns."""
-    return inputs.is_plain(spec) and not pairs.tiled(spec)
+    return inputs.is_plain(spec) and not pairs.has_tiles(spec)
 
 
 def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[PerQuery, PerQuery]:

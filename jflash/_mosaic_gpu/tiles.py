@@ -363,16 +363,16 @@ class BiasTiles:
         """Query rows of one block."""
         return ROWS * self.warpgroups
 
-    def bytes(self, head_dim: int, value_dim: int, bias_bytes: int, mask_bytes: int) -> int:
-        """Shared memory, with elements of 2 bytes and so many for each logit of a tile of bias (or d_bias) and mask."""
-        pairs = self.rows * self.keys * ((self.stages + 1) * bias_bytes + mask_bytes)
-        return (self.rows + self.keys) * (head_dim + value_dim) * 2 + pairs
+    def bytes(self, head_dim: int, value_dim: int, bias_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes and so many for each logit of a tile of bias (or d_bias)."""
+        biases = self.rows * self.keys * (self.stages + 1) * bias_bytes
+        return (self.rows + self.keys) * (head_dim + value_dim) * 2 + biases
 
 
-def bias_tiles(head_dim: int, value_dim: int, bias_bytes: int, mask_bytes: int) -> BiasTiles:
+def bias_tiles(head_dim: int, value_dim: int, bias_bytes: int) -> BiasTiles:
     """The fastest tiles that fit in shared memory."""
     candidates = [BiasTiles(*size) for size in ((2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1))]
-    sizes = head_dim, value_dim, bias_bytes, mask_bytes
+    sizes = head_dim, value_dim, bias_bytes
     fitting = [t for t in candidates if t.bytes(*sizes) <= SHARED_MEMORY]
     return _tuning.choose(Question("mosaic_gpu d_bias", sizes), fitting)
 
