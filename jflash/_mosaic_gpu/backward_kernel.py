@@ -21,7 +21,6 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
+from jflash._mosaic_gpu.query_order import Order
 from jflash._mosaic_gpu.query_sums import SPARE, QuerySums, Turns
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.statistics import Statistics
@@ -108,7 +108,7 @@ def backward(
     width = columns if tile.by_rows else columns // 2
     group = heads // key_heads
     # Turns, which are the grid's slowest axis (see `query_sums`), and the next one.
-    order = ("block", "head") if group > 1 else ("head", "block")
+    axes = ("block", "head") if group > 1 else ("head", "block")
     blocks = -(-key.shape[1] // tile.keys)
     has_tiles = bias_and_mask.has_tiles(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
@@ -129,13 +129,11 @@ def backward(
         first_key = block * tile.keys
         # Turns that only round are past the last block, whose walk they read and do not take.
         walk = spans.walk_queries(call, b, jnp.minimum(block, blocks - 1), tile.keys, tile.queries)
-        if group > 1:
-            # Blocks of one head begin at different tiles: adding to one dQ at once, they would wait for each other.
-            walk = dataclasses.replace(walk, turn=block)
+        order = Order.of(spec, walk, block, by_head=bool(wanted))
         d_query = QuerySums(
             *(turns, operations, sums_ref, finished_ref, d_query_ref, inputs.sums_scale(spec)),
             *(group, blocks, WARPGROUPS),
-            *(b, lax.axis_index(order[0]), key_head, block, walk.count * group),
+            *(b, lax.axis_index(axes[0]), key_head, block, walk.count * group),
         )
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
@@ -169,8 +167,8 @@ def backward(
                 target = d_query.target(at.head, rows, own_columns)
                 add_half(tile, operations, shared, step, warpgroup, target, made)
 
-            def visit(head: Array, index: Array, sums: Sums, others: tuple[Array, ...], before: Step) -> Any:
-                step = head * walk.count + index
+            def visit(step: Array, head: Array, index: Array, carry: tuple[Sums, tuple[Array, ...], Step]) -> Any:
+                sums, others, before = carry
                 place = Place(b, key_head * group + head, walk.start(index), first_key + warpgroup * ROWS)
                 last = lambda made: add_d_query(step - 1, before, made)
                 sums, others = visit_tile(
@@ -178,22 +176,20 @@ def backward(
                 )
                 return sums, others, Step(place.head, lax.div(walk.start(index), 8))
 
-            def attend_head(head: Array, carry: tuple[Sums, Step]) -> tuple[Sums, Step]:
-                sums, before = carry
-                zeros = tuple(operations.full((ROWS,), 0) for _ in wanted)
-                body = lambda index, carry: visit(head, index, *carry)
-                sums, others, before = lax.fori_loop(0, walk.count, body, (sums, zeros, before))
+            def zeros() -> tuple[Array, ...]:
+                return tuple(operations.full((ROWS,), 0) for _ in wanted)
+
+            def finish_head(head: Array, carry: tuple[Sums, tuple[Array, ...], Step]) -> Any:
+                sums, others, before = carry
                 for ref, total in zip(wanted_refs, others, strict=True):
                     ref[b, key_head * group + head, own_keys] = total
-                return sums, before
+                return sums, zeros(), before
 
             @pl.when(d_query.adds)
             def _() -> None:
                 pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
                 sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
-                carry = sums, Step(jnp.int32(0), jnp.int32(0))
-                carry = lax.fori_loop(0, group, attend_head, carry) if group > 1 else attend_head(jnp.int32(0), carry)
-                sums, before = carry
+                sums, _, before = order.each(visit, (sums, zeros(), Step(jnp.int32(0), jnp.int32(0))), finish_head)
                 steps = walk.count * group
                 pl.when(steps > 0)(lambda: add_d_query(steps - 1, before, lambda: None))
                 # No barrier may end in the middle of its phase.
@@ -219,7 +215,7 @@ def backward(
             def _() -> None:
                 sources = Sources(query_ref, d_out_ref, beginning_refs, key_columns, out_columns)
                 keys = pl.ds(first_key, tile.keys)
-                copy_all(call, walk, sources, shared, b, key_head * group, group, keys, d_query.after_copy, SPARE)
+                copy_all(call, order, sources, shared, b, key_head * group, keys, d_query.after_copy, SPARE)
                 d_query.finish()
 
     dtype, stages = query.dtype, tile.stages
@@ -236,7 +232,7 @@ def backward(
         kernel,
         out_type=results,
         grid=(turns.number + turns.lag, key_heads if group > 1 else blocks, batch),
-        grid_names=(*order, "batch"),
+        grid_names=(*axes, "batch"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[

@@ -14,7 +14,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
+from jflash._mosaic_gpu.query_order import Order
 from jflash._mosaic_gpu.statistics import PerQuery
 from jflash._mosaic_gpu.tiles import ROWS
 from jflash._spec import Spec
@@ -95,16 +96,10 @@ def d_key_value(
         first_key = block * ROWS
         own_keys = pl.ds(first_key, ROWS)
         walk = spans.walk_queries(call, b, block, ROWS, QUERIES)
+        order = Order.of(spec, walk, block, by_head=wants_bias)
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
         shape = (ROWS, QUERIES)
-
-        def for_each_tile(body: Callable[..., Any], carry: Any, finish_head: Callable[..., Any]) -> Any:
-            def attend_head(head: Array, carry: Any) -> Any:
-                visit = lambda index, carry: body(head, index, head * walk.count + index, carry)
-                return finish_head(head, lax.fori_loop(0, walk.count, visit, carry))
-
-            return lax.fori_loop(0, group, attend_head, carry)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -116,7 +111,7 @@ def d_key_value(
             call.copy_rows("value", value_ref, values, shared.value, shared.keys_filled)
             plgpu.barrier_wait(shared.keys_filled)
 
-            def visit(head: Array, index: Array, step: Array, sums: Array) -> Array:
+            def visit(step: Array, head: Array, index: Array, sums: Array) -> Array:
                 slot = lax.rem(step, stages)
                 place = Place(b, key_head * group + head, walk.start(index), first_key)
                 plgpu.barrier_wait(shared.query_filled.at[slot])
@@ -142,7 +137,7 @@ def d_key_value(
                 plgpu.barrier_arrive(shared.d_out_free.at[slot])
                 return sums
 
-            sums = for_each_tile(visit, operations.full((ROWS, value_columns), 0), lambda head, sums: sums)
+            sums = order.each(visit, operations.full((ROWS, value_columns), 0))
             plgpu.barrier_wait(shared.weights_free)
             store(operations, sums, shared.value, d_value_ref.at[b, own_keys, key_head, out_columns], shared.finished)
 
@@ -153,7 +148,7 @@ def d_key_value(
             tiles.registers(2, copies=False)
             plgpu.barrier_wait(shared.keys_filled)
 
-            def visit(head: Array, index: Array, step: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            def visit(step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                 sums, *totals = carry
                 slot = lax.rem(step, stages)
                 plgpu.barrier_wait(shared.d_out_filled.at[slot])
@@ -180,7 +175,7 @@ def d_key_value(
                 return sums, *(total * 0 for total in totals)
 
             zeros = [operations.full((ROWS,), 0) for _ in d_bias_refs]
-            sums, *_ = for_each_tile(visit, (operations.full((ROWS, columns), 0), *zeros), finish_head)
+            sums, *_ = order.each(visit, (operations.full((ROWS, columns), 0), *zeros), finish_head)
             sums = sums * inputs.sums_scale(spec)
             store(operations, sums, shared.key, d_key_ref.at[b, own_keys, key_head, key_columns], shared.finished)
 
@@ -189,7 +184,7 @@ def d_key_value(
             tiles.registers(2, copies=True)
 
             sources = Sources(query_ref, d_out_ref, (lse_ref, delta_ref), key_columns, out_columns)
-            copy_all(call, walk, sources, shared, b, key_head * group, group, own_keys)
+            copy_all(call, order, sources, shared, b, key_head * group, own_keys)
 
     bar = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
     one = plgpu.Barrier()

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from jflash._mosaic_gpu import statistics, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Rows
 from jflash._mosaic_gpu.operations import Ref
-from jflash._mosaic_gpu.spans import Walk
+from jflash._mosaic_gpu.query_order import Order
 
 
 class Buffers(Protocol):
@@ -50,28 +50,27 @@ class Sources(NamedTuple):
 
 def copy_all(
     call: Inputs,
-    walk: Walk,
+    order: Order,
     sources: Sources,
     shared: Buffers,
     batch: Int[Array, ""],
     first_head: Int[Array, ""],
-    group: int,
     keys: Any,
     then: Callable[[Array], None] = lambda step: None,
     more: int = 0,
 ) -> None:
-    """Every tile of the walk, for each of the `group` heads from `first_head` on; `keys` are the block's own.
+    """Every tile, in `order`, of the heads from `first_head` on; `keys` are the block's own.
 
     `then` is called after each step, and for so many `more` without a tile while the last ones are read.
     """
     stages, queries = shared.query.shape[:2]
     # The same number for the loop and for its remainders: with one head, they are no divisions then.
-    count = tiles.unknown(walk.count)
+    count = tiles.unknown(order.walk.count)
 
     def copy(step: Array) -> None:
         slot = lax.rem(step, stages)
-        head = first_head + lax.div(step, count)
-        first = walk.start(lax.rem(step, count))
+        own_head, index = order.at(step, count)
+        head, first = first_head + own_head, order.walk.start(index)
         rows = pl.ds(first, queries)
         tile = Rows(batch, first, queries, head, sources.key_columns)
         plgpu.barrier_wait(shared.query_free.at[slot])
@@ -89,9 +88,9 @@ def copy_all(
             plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
 
     def take(step: Array, carry: int) -> int:
-        pl.when(step < count * group)(lambda: copy(step))
+        pl.when(step < count * order.group)(lambda: copy(step))
         then(step)
         return carry
 
-    lax.fori_loop(0, count * group + more, take, 0)
+    lax.fori_loop(0, count * order.group + more, take, 0)
     tiles.drain(stages, shared.query_free, shared.d_out_free)

@@ -60,13 +60,9 @@ class Walk:
     count: Int[Array, ""]
     whole: tuple[Int[Array, ""], Int[Array, ""]] | None
     size: int
-    turn: Int[Array, ""] | None = None
-    """Where in the walk to begin; `None`: at `first`."""
 
     def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
         """The first key (or query) of the tile that is visited after `index` others."""
-        if self.turn is not None:
-            index = lax.rem(index + self.turn, self.count)
         return self.first + index * self.size
 
     def masked[Values](self, index: Int[Array, ""], values: Values, mask: Callable[[Values], Values]) -> Values:
