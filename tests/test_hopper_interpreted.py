@@ -5,6 +5,7 @@ import heapq
 import itertools
 import math
 import types
+from typing import Any
 
 import cases
 import hopper_kernels
@@ -19,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jflash import _tuning
 from jflash._mosaic_gpu import delta_kernel, elementwise, query_sums, rounds, statistics, tiles
 from jflash._mosaic_gpu.operations import Interpreter
+from jflash._mosaic_gpu.query_order import Order
 from jflash._spec import Residuals
 
 FEATURES = dict(
@@ -171,19 +173,62 @@ def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch, tile: tiles.ForwardT
     assert [one.sections for one in planned] == [3]
 
 
+@pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])
+@pytest.mark.parametrize("kind", ["to the end", "window", "segments", "by head"])
+def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: int):
+    """In the same order by those that copy tiles and those that compute."""
+    spec: Any = types.SimpleNamespace(
+        bounds=(3 if kind == "window" else None, 0),
+        operands={"query_segments"} if kind == "segments" else set(),
+        group=group,
+    )
+    walk: Any = types.SimpleNamespace(count=count)
+    for block in range(3):
+        order = Order.of(spec, walk, jnp.int32(block), by_head=kind == "by head")
+        steps = range(count * group)
+        visit = lambda step, head, tile, seen: seen.at[step].set(jnp.array([head, tile]))
+        seen = np.asarray(order.each(visit, jnp.full((len(steps) + 1, 2), -1)))[:-1]
+        at = [tuple(map(int, order.at(jnp.int32(step), jnp.int32(count)))) for step in steps]
+        assert [tuple(place) for place in seen.tolist()] == at
+        assert sorted(at) == list(itertools.product(range(group), range(count)))
+        if kind == "to the end" and group > 1:
+            assert at[:group] == [(head, count - 1) for head in range(group) if count]
+
+
 @dataclasses.dataclass(frozen=True)
 class Recorded(query_sums.QuerySums):
-    """What one block rounds, and whom it waits for."""
+    """What one block rounds, with the place of its sums, and whom it waits for."""
 
-    awaited: set[int] = dataclasses.field(default_factory=set)
-    rounded: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    awaited: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    rounded: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
+
+    def place(self, turn: int, head: int) -> int:
+        (place,) = self._sums(turn, head)
+        return int(place)
 
     def _wait(self):
-        if self._earlier >= 0:
-            self.awaited.add(int(self._earlier if self.group == 1 else self.key_head))
+        if not self._is_early:
+            self.awaited.add((int(self._earlier.batch), int(self._earlier.key_head)))
 
     def _round_rows(self, head, rows):
-        self.rounded.append((int(head), int(rows.start), rows.size))
+        earlier, place = self._earlier, self.place(self._earlier_turn, head)
+        query_head = earlier.key_head * self.group + head
+        self.rounded.append((*map(int, (earlier.batch, query_head)), place, int(rows.start), rows.size))
+
+
+class Places:
+    """Sums of which only the place is asked."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    @property
+    def at(self) -> "Places":
+        return self
+
+    def __getitem__(self, place: int) -> tuple[int]:
+        assert 0 <= place < self.number
+        return (place,)
 
 
 @pytest.mark.parametrize(
@@ -195,43 +240,54 @@ class Recorded(query_sums.QuerySums):
         (7, 1, 2, 4, 1024, 72, 132),
         (9, 1, 4, 3, 256, 8, 12),
         (6, 3, 5, 2, 640, 64, 4),
+        (15, 3, 5, 2, 640, 64, 4),
+        (14, 2, 3, 4, 192, 80, 1),
+        (2, 2, 2, 12, 128, 64, 5),
+        (4, 2, 2, 30, 128, 128, 4),
+        (1, 1, 3, 8, 192, 64, 7),
     ],
 )
 def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
     """By a block that began after all those that add to it, and before any that has its place in memory."""
     turns = query_sums.Turns.of(heads, group, blocks, batch, processors)
+    places = turns.places * turns.entries * group
+    assert places <= heads * batch
     shape = lambda *sizes: types.SimpleNamespace(shape=sizes)
-    key_heads = heads // group
     begun: list[tuple[int, int]] = []
+    # Of each place whose sums it has, and of each head when which of its rows were rounded.
+    owners: dict[int, tuple[int, int]] = {}
     rounded: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for turn in range(turns.number + turns.lag):
-        for other, entry in itertools.product(range(blocks if group == 1 else key_heads), range(batch)):
-            key_head, block = (turn, other) if group == 1 else (other, turn)
-            copies = (block * 5 + entry) % 17
-            sums = shape(batch, turns.places, rows, head_dim)
+        for other, entry in itertools.product(range(turns.others), range(turns.entries)):
+            copies = (other * 5 + entry) % 17
             outputs = shape(batch, rows, heads, head_dim)
-            taken = Recorded(
-                *(turns, None, sums, None, outputs, 1.0, group, blocks, 2),
-                *(entry, turn, key_head, block, copies),
-            )
             with jax.disable_jit():
+                own_batch, key_head, block = map(int, turns.member(turn, other, entry))
+                taken = Recorded(
+                    *(turns, None, Places(places), None, outputs, 1.0, group, blocks, 2), *(turn, other, entry, copies)
+                )
                 for warpgroup in range(2):
                     taken.begin(warpgroup)
                 for index in range(copies + query_sums.SPARE if taken.adds else 0):
                     taken.after_copy(index)
-            for head in taken.awaited:
-                assert begun.count((entry, head)) == blocks
-            for head, first, size in taken.rounded:
-                assert {head // group} == taken.awaited
-                rounded.setdefault((entry, head), []).append((first, size, turn))
+                own_places = [taken.place(turn, head) for head in range(group)]
+            for awaited in taken.awaited:
+                assert begun.count(awaited) == blocks
+            for entry_of, head, place, first, size in taken.rounded:
+                assert {(entry_of, head // group)} == taken.awaited
+                assert owners[place] == (entry_of, head)
+                rounded.setdefault((entry_of, head), []).append((first, size, turn))
             if taken.adds:
-                begun.append((entry, key_head))
-                for head in range(key_head * group, key_head * group + group):
-                    if head >= turns.places:
-                        # Who had the place was rounded by those that this block waits for, or before them.
-                        (awaited,) = taken.awaited
-                        parts = rounded[entry, head - turns.places]
-                        assert sum(size for _, size, by in parts if by <= awaited) == rows
+                assert block < blocks
+                begun.append((own_batch, key_head))
+                for head, place in enumerate(own_places, key_head * group):
+                    before = owners.get(place, (own_batch, head))
+                    if before != (own_batch, head):
+                        # Rounded in the turn that this block waits for, or before it.
+                        assert taken.awaited
+                        parts = rounded[before]
+                        assert sum(size for _, size, by in parts if by <= turn - turns.lag) == rows
+                    owners[place] = own_batch, head
     assert rounded.keys() == set(itertools.product(range(batch), range(heads)))
     for parts in rounded.values():
         covered = [row for first, size, _ in parts for row in range(first, first + size)]
@@ -351,7 +407,7 @@ def test_delta(queries: int, value_dim: int):
     lse[0, 1, -1] = -np.inf
     spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out, scale=0.3)
     operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors=None)
-    sums = jax.ShapeDtypeStruct((2, 2, -(-rows // 64) * 64, 16), jnp.float32)
+    sums = jax.ShapeDtypeStruct((4, -(-rows // 64) * 64, 16), jnp.float32)
     residuals = Residuals(out, jnp.asarray(lse), d_out, jnp.asarray(d_lse))
     delta, columns, zeros = delta_kernel.delta(spec, residuals, sums, operations)
     assert not hopper_kernels.races_found()

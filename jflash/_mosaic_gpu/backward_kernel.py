@@ -76,6 +76,7 @@ class Step(NamedTuple):
     """Where a step's queries are."""
 
     head: Int[Array, ""]
+    """Of those that share the block's keys."""
     eighth: Int[Array, ""]
     """An eighth of the first one's index, so that the compiler knows that it is a multiple."""
 
@@ -91,7 +92,7 @@ def backward(
     spec: Spec,
     arrays: Arrays,
     beginnings: tuple[Array, Array],
-    zeros: Float[Array, "B places L H"],
+    zeros: Float[Array, "places L H"],
     known_spans: Int[Array, "B blocks 4"] | None,
     wanted: tuple[str, ...],
     tile: BackwardTiles,
@@ -107,8 +108,6 @@ def backward(
     columns, value_columns = tile.columns(head_dim), tile.columns(value_dim)
     width = columns if tile.by_rows else columns // 2
     group = heads // key_heads
-    # Turns, which are the grid's slowest axis (see `query_sums`), and the next one.
-    axes = ("block", "head") if group > 1 else ("head", "block")
     blocks = -(-key.shape[1] // tile.keys)
     has_tiles = bias_and_mask.has_tiles(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
@@ -124,8 +123,8 @@ def backward(
         shared = Buffers(*rest[3 + len(wanted) :])
         beginning_refs = [first_ref] if as_columns else [first_ref, second_ref]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
-        b, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
-        block, key_head = lax.axis_index("block"), lax.axis_index("head")
+        turn, other, entry, warpgroup = (lax.axis_index(name) for name in ("turn", "block", "batch", "warpgroup"))
+        b, key_head, block = turns.member(turn, other, entry)
         first_key = block * tile.keys
         # Turns that only round are past the last block, whose walk they read and do not take.
         walk = spans.walk_queries(call, b, jnp.minimum(block, blocks - 1), tile.keys, tile.queries)
@@ -133,7 +132,7 @@ def backward(
         d_query = QuerySums(
             *(turns, operations, sums_ref, finished_ref, d_query_ref, inputs.sums_scale(spec)),
             *(group, blocks, WARPGROUPS),
-            *(b, lax.axis_index(axes[0]), key_head, block, walk.count * group),
+            *(turn, other, entry, walk.count * group),
         )
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
@@ -174,7 +173,7 @@ def backward(
                 sums, others = visit_tile(
                     call, tile, shared, walk, place, index, step, warpgroup, wanted, sums, others, last
                 )
-                return sums, others, Step(place.head, lax.div(walk.start(index), 8))
+                return sums, others, Step(jnp.int32(head), lax.div(walk.start(index), 8))
 
             def zeros() -> tuple[Array, ...]:
                 return tuple(operations.full((ROWS,), 0) for _ in wanted)
@@ -231,8 +230,8 @@ def backward(
     run = plgpu.kernel(
         kernel,
         out_type=results,
-        grid=(turns.number + turns.lag, key_heads if group > 1 else blocks, batch),
-        grid_names=(*axes, "batch"),
+        grid=(turns.number + turns.lag, turns.others, turns.entries),
+        grid_names=("turn", "block", "batch"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
@@ -273,10 +272,11 @@ def backward(
 
 
 def sums_type(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> jax.ShapeDtypeStruct:
-    """In what dQ is summed, `[B, places, L, H]`."""
-    batch, length, _, head_dim = arrays.query.shape
+    """In what dQ is summed, `[places, L, H]`."""
+    _, length, heads, head_dim = arrays.query.shape
+    turns, group = _turns(arrays, tile, operations), heads // arrays.key.shape[2]
     rows, columns = tiles.round_up(length, ROWS) + operations.margin, head_dim + operations.margin
-    return jax.ShapeDtypeStruct((batch, _turns(arrays, tile, operations).places, rows, columns), jnp.float32)
+    return jax.ShapeDtypeStruct((turns.places * turns.entries * group, rows, columns), jnp.float32)
 
 
 def _turns(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> Turns:

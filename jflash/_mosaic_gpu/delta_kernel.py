@@ -32,7 +32,7 @@ class Delta(NamedTuple):
     """0 for queries that see nothing."""
     columns: Float[Array, "B N L 8"] | None
     """Of `statistics`."""
-    sums: Float[Array, "B places L H"] | None
+    sums: Float[Array, "places L H"] | None
     """Zeros."""
 
 
@@ -70,11 +70,11 @@ def delta(spec: Spec, residuals: Residuals, sums: jax.ShapeDtypeStruct | None, o
             for ref, own_factor in zip(factor_refs, own_factors, strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[b, own, head, values], own_factor, filled)
             if sums is not None:
-                zeros = operations.zero_rows((ROWS, sums.shape[3]))
+                zeros, place = operations.zero_rows((ROWS, sums.shape[2])), b * heads + head
 
-                @pl.when(head < sums.shape[1])
+                @pl.when(place < sums.shape[0])
                 def _() -> None:
-                    more_refs[-1][b, head, own] = zeros
+                    more_refs[-1][place, own] = zeros
 
             row_lse, row_d_lse = (operations.load(ref.at[b, head, own], 0) for ref in (lse_ref, d_lse_ref))
             total = operations.full((ROWS, part), 0)

@@ -4,12 +4,13 @@ A block waits for its first tiles when it begins, and its last warpgroup, which 
 with them. In that time they round a share of what earlier blocks summed, and make the sums zero for later ones. So sums
 stay in the cache, and few more of them are there than are in use.
 
-The grid's slowest axis counts turns: heads, or where heads share keys, blocks of keys, which all add to the same dQ.
-What was summed `lag` turns before is rounded; after the last turn that adds, `lag` more turns do nothing else.
+The grid's slowest axis counts turns: a head of keys and some batch entries, whose blocks keep half the processors busy
+or more. What was summed `lag` turns before is rounded; after the last turn that adds, `lag` more turns do nothing else.
+There are places for the sums of 2 lag turns: when one begins, the one that had its place was rounded by the turn `lag`
+before it, for which it waits anyway.
 
-    lag = number of turns    all is summed before anything is rounded
-    lag small                there are places for the sums of 2 lag heads: when a head begins, the one that had its
-                             place was rounded by the head `lag` before it, for which it waits anyway
+Where heads share keys and there are so few turns that all is summed before anything could be rounded, turns are blocks
+of keys: the longest blocks of all heads begin first.
 
 A wait is short, or none: blocks for all processors, and as many again, begin between those that a block waits for and
 itself. It ends, since a grid's blocks begin in their order.
@@ -18,7 +19,7 @@ itself. It ends, since a grid's blocks begin in their order.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -31,15 +32,32 @@ SPARE = 3
 """Parts that the warpgroup that copies can round while others are at the last tiles."""
 
 
+class Member(NamedTuple):
+    """What a block of the grid is for."""
+
+    batch: Any
+    key_head: Any
+    block: Any
+    """Of keys."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Turns:
     """How the sums of all heads share memory."""
 
+    are_heads: bool
+    """And batch entries; otherwise blocks of keys."""
     number: int
     """Turns that add."""
     lag: int
+    others: int
+    """Blocks of keys or, if turns are those, heads: of each batch entry in a turn."""
+    sections: int
+    """Turns of a head."""
+    entries: int
+    """Batch entries of a turn."""
     places: int
-    """Heads whose sums are there at once."""
+    """Heads of keys, of `entries` each, for whose queries there is room."""
 
     @staticmethod
     def of(heads: int, group: int, blocks: int, batch: int, processors: int | None) -> Turns:
@@ -48,16 +66,33 @@ class Turns:
         Causal, a head's longest block takes twice as long as all do on average: it is done when blocks for twice the
         processors, and some more, were begun after it. The last ones of the turn before are always still at work.
         """
-        if group > 1:
-            return Turns(blocks, blocks, heads)
-        lag = heads if processors is None else min(heads, max(2, round(2.2 * processors / (batch * blocks))))
-        return Turns(heads, lag, min(heads, 2 * lag))
+        key_heads, known = heads // group, processors or 0
+        divisors = (entries for entries in range(1, batch) if batch % entries == 0)
+        # Fewer would make `lag` more turns, of the same number of blocks; more leave more to round after the last turn.
+        entries = next((entries for entries in divisors if 0 < known <= 2 * entries * blocks), batch)
+        sections = batch // entries
+        number = key_heads * sections
+        lag = min(number, max(2, round(2.2 * known / (entries * blocks)))) if known else number
+        if group > 1 and lag == number:
+            return Turns(False, blocks, blocks, key_heads, 1, batch, key_heads)
+        return Turns(True, number, lag, blocks, sections, entries, min(number, 2 * lag))
+
+    def member(self, turn: Any, other: Any, entry: Any) -> Member:
+        """Which of a turn's `others` and entries it is for."""
+        if not self.are_heads:
+            return Member(entry, other, turn)
+        batch = lax.rem(turn, self.sections) * self.entries + entry
+        return Member(batch, lax.div(turn, self.sections), other)
+
+    def place(self, turn: Any, other: Any, entry: Any) -> Any:
+        """Of the sums for the member."""
+        return (lax.rem(turn, self.places) if self.are_heads else other) * self.entries + entry
 
 
 @dataclasses.dataclass(frozen=True)
 class QuerySums:
-    """What one block does with the sums `[B, places, L, H]`, with the numbers of warpgroups that have `finished` the
-    keys of a head, `[B, K]`, and with dQ `[B, L, N, H]`. L is a multiple of 64."""
+    """What one block does with the sums `[places, L, H]`, with the numbers of warpgroups that have `finished` the keys
+    of a head, `[B, K]`, and with dQ `[B, L, N, H]`. L is a multiple of 64."""
 
     turns: Turns
     operations: Operations
@@ -70,10 +105,9 @@ class QuerySums:
     blocks: int
     warpgroups: int
     """Of a block, that compute."""
-    batch: Any
     turn: Any
-    key_head: Any
-    block: Any
+    other: Any
+    entry: Any
     copies: Any
     """Tiles of queries that this block visits."""
 
@@ -83,8 +117,8 @@ class QuerySums:
         return self.turn < self.turns.number
 
     def target(self, head: Any, rows: Any, columns: Any) -> Ref:
-        """A part of a head's sums."""
-        return self.sums.at[self.batch, lax.rem(head, self.turns.places) if self._shared else head, rows, columns]
+        """A part of the sums of one of the heads that share the block's keys."""
+        return self._sums(self.turn, head).at[rows, columns]
 
     def begin(self, warpgroup: Any) -> None:
         """For a warpgroup that computes, before it adds: round what the copies leave no time for."""
@@ -100,20 +134,26 @@ class QuerySums:
 
     def finish(self) -> None:
         """A warpgroup has rounded what falls to it, and what it added is there."""
-        self.operations.count(self.finished.at[self.batch, self.key_head])
+        own = self.turns.member(self.turn, self.other, self.entry)
+        self.operations.count(self.finished.at[own.batch, own.key_head])
 
     @property
-    def _earlier(self) -> Any:
-        """The turn of what is rounded in this one."""
-        return self.turn - self.turns.lag
+    def _is_early(self) -> Any:
+        """Whether nothing is to be rounded yet."""
+        return self.turn < self.turns.lag
 
     @property
-    def _shared(self) -> bool:
-        return self.turns.places < self.d_query.shape[2]
+    def _earlier_turn(self) -> Any:
+        return jnp.maximum(self.turn - self.turns.lag, 0)
 
     @property
-    def _slice(self) -> Any:
-        return self.block if self.group == 1 else self._earlier
+    def _earlier(self) -> Member:
+        """Of what is rounded: all heads that shared its keys, and of their rows a part for each block."""
+        return self.turns.member(self._earlier_turn, self.other, self.entry)
+
+    def _sums(self, turn: Any, head: Any) -> Ref:
+        """Of a turn in which this block's member is the same."""
+        return self.sums.at[self.turns.place(turn, self.other, self.entry) * self.group + head]
 
     @property
     def _share(self) -> int:
@@ -123,8 +163,8 @@ class QuerySums:
     @property
     def _tiles(self) -> Any:
         """How many tiles this block rounds."""
-        left = self.d_query.shape[1] // ROWS - self._slice * self._share
-        return jnp.where(self._earlier < 0, 0, jnp.clip(left, 0, self._share) * self.group)
+        left = self.d_query.shape[1] // ROWS - self._earlier.block * self._share
+        return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.group)
 
     @property
     def _parts(self) -> int:
@@ -145,32 +185,31 @@ class QuerySums:
 
     def _wait(self) -> None:
         """Until what is rounded here is summed, and there is room for what is added."""
-        head = jnp.maximum(self._earlier, 0) if self.group == 1 else self.key_head
-        finished = self.finished.at[self.batch, head]
+        finished = self.finished.at[self._earlier.batch, self._earlier.key_head]
         # The warpgroup that copies counts too.
         wait = lambda: self.operations.wait_until(finished, self.blocks * (self.warpgroups + 1))
-        pl.when(self._earlier >= 0)(wait)
+        pl.when(~self._is_early)(wait)
 
     def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
         """Some of this block's parts, so many at once."""
         parts = self._parts // portion
-        first_head = self._earlier if self.group == 1 else self.key_head * self.group
-        first_tile = self._slice * self._share
+        first_tile = self._earlier.block * self._share
         size = ROWS // parts
 
         def round_rows(index: Any, _: None) -> None:
             number = first + index * every
             tile = lax.div(number, parts)
-            head = first_head + lax.rem(tile, self.group)
             row = (first_tile + lax.div(tile, self.group)) * ROWS + lax.rem(number, parts) * size
-            self._round_rows(head, pl.ds(row, size))
+            self._round_rows(lax.rem(tile, self.group), pl.ds(row, size))
 
         lax.fori_loop(0, lax.div(last - first + every - 1, every), round_rows, None)
 
     def _round_rows(self, head: Any, rows: Any) -> None:
-        sums = self.target(head, rows, pl.ds(0, self.d_query.shape[3]))
+        sums = self._sums(self._earlier_turn, head).at[rows, pl.ds(0, self.d_query.shape[3])]
         total = self.operations.load_rows(sums)
-        self.d_query[self.batch, rows, head] = (total * self.scale).astype(self.d_query.dtype)
-        if self._shared:
+        earlier = self._earlier
+        rounded = (total * self.scale).astype(self.d_query.dtype)
+        self.d_query[earlier.batch, rows, earlier.key_head * self.group + head] = rounded
+        if self.turns.are_heads and self.turns.places < self.turns.number:
             # Each thread overwrites what it has read.
             sums[...] = self.operations.zero_rows(total.shape)
