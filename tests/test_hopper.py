@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jflash
 from jflash import _mosaic_gpu, _platform, _tuning
+from jflash._mosaic_gpu import query_sums
 from jflash._mosaic_gpu.tiles import ForwardTiles
 from jflash._spec import Spec
 
@@ -134,6 +135,22 @@ def test_rounds(dims, options):
     """So many short rows that a block of the grid takes several blocks of queries."""
     case = Case("bfloat16", 400, 150, heads=(16, 4), dims=dims, batch=(25,), **options)
     call = cases.build(case)
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(90, 20), lengths="both")], ids=str)
+def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], heads: tuple[int, int], options: dict):
+    """So many short sequences that heads and batch entries take each other's place in the sums of dQ."""
+    batch = 99
+    processors = _platform.current().processors
+    turns = query_sums.Turns.of(heads[0], heads[0] // heads[1], 2, batch, processors)
+    assert turns.are_heads
+    assert turns.sections > 1
+    assert turns.places < turns.number
+    call = cases.build(Case("bfloat16", 130, 150, heads=heads, dims=dims, batch=(batch,), **options))
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 

@@ -301,11 +301,13 @@ def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, 
         (100, (3, 3), 1, dict(causal=True, lengths="both")),
         (60, (4, 2), 1, dict(window=(40, 10))),
         (200, (3, 3), 1, dict(causal=True, offset="end")),
+        (200, (4, 2), 3, dict(causal=True)),
+        (100, (3, 1), 4, dict(window=(40, 10), bias="keys")),
     ],
     ids=str,
 )
 def test_sums_of_few_heads_at_a_time(key_length: int, heads: tuple[int, int], batch: int, options: dict):
-    """So few processors that heads take each other's place in the sums of dQ, and are rounded by later ones."""
+    """So few processors that heads and batch entries take each other's place in the sums of dQ."""
     case = Case("bfloat16", 300, key_length, heads=heads, dims=(64, 64), batch=(batch,), **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, 1, detect_races=False), call)
