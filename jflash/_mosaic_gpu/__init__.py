@@ -1,9 +1,10 @@
 """Hopper kernels in Pallas (Mosaic GPU): the default on NVIDIA GPUs of compute capability 9.0.
 
 `calls` takes a call to the kernels: `forward_kernel`, and for the gradients `delta_kernel`, then `backward_kernel` or
-`d_query_kernel` and `d_key_value_kernel`, with `d_bias_kernel` where a bias has a query and a key axis. `query_sums` is
-how blocks of keys come to one dQ, `inputs` what a kernel knows of its call, `spans` which tiles it visits, `tiles` how
-large they are, `operations` what a warpgroup does with one.
+`d_query_kernel` and `d_key_value_kernel`, with `d_bias_kernel` where a bias has a query and a key axis, and ahead of
+them `mask_kernel` where a mask has. `query_order` is in which order blocks of keys take queries, `query_sums` how they
+come to one dQ, `inputs` what a kernel knows of its call, `spans` which tiles it visits, `tiles` how large they are,
+`operations` what a warpgroup does with one.
 
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """

@@ -255,11 +255,11 @@ def attend(
         return call.words(place, shape) | (call.along_keys(place, shape) if tile.warpgroups <= 2 else {})
 
     def show(
-        products: Float[Array, "rows keys"], index: Any, before: Softmax | None, along_keys: dict[str, Array]
+        products: Float[Array, "rows keys"], index: Any, before: Softmax | None, loaded: dict[str, Array]
     ) -> Softmax:
         slot = slot_of(index)
         own = pl.ds(warpgroup * ROWS, ROWS)
-        at, pairs = place_of(index), dict(along_keys)
+        at, pairs = place_of(index), dict(loaded)
         if shared.bias is not None:
             pairs["bias"] = operations.load(shared.bias.at[slot, own])
             # What threads have read, a copy may overwrite.
@@ -283,16 +283,16 @@ def attend(
 
     if tile.rows > tile.keys:
         lax.fori_loop(0, start, leave, 0)
-    first, along_keys = slot_of(jnp.int32(start)), early(start)
+    first, loaded = slot_of(jnp.int32(start)), early(start)
     plgpu.barrier_wait(shared.key_filled.at[first])
     products = operations.product(query, shared.key.at[first].T, shape)
-    state = show(products, jnp.int32(start), None, along_keys)
+    state = show(products, jnp.int32(start), None, loaded)
     sums = operations.full((ROWS, value_columns), 0)
 
     def body(index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, sums = carry
         slot, last = slot_of(index), slot_of(index - 1)
-        along_keys = early(index)
+        loaded = early(index)
         plgpu.barrier_wait(shared.key_filled.at[slot])
 
         def attend_tile(sums: Any) -> Softmax:
@@ -300,7 +300,7 @@ def attend(
                 operations.multiply(products, query, shared.key.at[slot].T)
                 plgpu.barrier_wait(shared.value_filled.at[last])
                 operations.multiply(sums, state.weights, shared.value.at[last])
-                new = show(operations.read(products, behind=1), index, state, along_keys)
+                new = show(operations.read(products, behind=1), index, state, loaded)
                 if mark is not None:
                     # Four threads write one number: racecheck reports it.
                     shared.mark[warpgroup] = getattr(new, mark)
