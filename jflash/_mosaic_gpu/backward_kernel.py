@@ -107,12 +107,11 @@ def backward(
     key_heads, value_dim = value.shape[2:]
     columns, value_columns = tile.columns(head_dim), tile.columns(value_dim)
     width = columns if tile.by_rows else columns // 2
-    group = heads // key_heads
-    blocks = -(-key.shape[1] // tile.keys)
     has_tiles = bias_and_mask.has_tiles(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     as_columns = statistics.are_columns(spec)
     turns = _turns(arrays, tile, operations)
+    group, blocks = turns.group, turns.blocks
     whole = tiles.round_up(length, ROWS)
 
     def kernel(
@@ -130,8 +129,7 @@ def backward(
         walk = spans.walk_queries(call, b, jnp.minimum(block, blocks - 1), tile.keys, tile.queries)
         order = Order.of(spec, walk, block, by_head=bool(wanted))
         d_query = QuerySums(
-            *(turns, operations, sums_ref, finished_ref, d_query_ref, inputs.sums_scale(spec)),
-            *(group, blocks, WARPGROUPS),
+            *(turns, operations, sums_ref, finished_ref, d_query_ref, inputs.sums_scale(spec), WARPGROUPS),
             *(turn, other, entry, walk.count * group),
         )
         key_columns = tiles.columns(columns, head_dim, b)
@@ -175,20 +173,20 @@ def backward(
                 )
                 return sums, others, Step(jnp.int32(head), lax.div(walk.start(index), 8))
 
-            def zeros() -> tuple[Array, ...]:
+            def nothing() -> tuple[Array, ...]:
                 return tuple(operations.full((ROWS,), 0) for _ in wanted)
 
             def finish_head(head: Array, carry: tuple[Sums, tuple[Array, ...], Step]) -> Any:
                 sums, others, before = carry
                 for ref, total in zip(wanted_refs, others, strict=True):
                     ref[b, key_head * group + head, own_keys] = total
-                return sums, zeros(), before
+                return sums, nothing(), before
 
             @pl.when(d_query.adds)
             def _() -> None:
                 pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
                 sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
-                sums, _, before = order.each(visit, (sums, zeros(), Step(jnp.int32(0), jnp.int32(0))), finish_head)
+                sums, _, before = order.each(visit, (sums, nothing(), Step(jnp.int32(0), jnp.int32(0))), finish_head)
                 steps = walk.count * group
                 pl.when(steps > 0)(lambda: add_d_query(steps - 1, before, lambda: None))
                 # No barrier may end in the middle of its phase.
@@ -273,10 +271,9 @@ def backward(
 
 def sums_type(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> jax.ShapeDtypeStruct:
     """In what dQ is summed, `[places, L, H]`."""
-    _, length, heads, head_dim = arrays.query.shape
-    turns, group = _turns(arrays, tile, operations), heads // arrays.key.shape[2]
+    _, length, _, head_dim = arrays.query.shape
     rows, columns = tiles.round_up(length, ROWS) + operations.margin, head_dim + operations.margin
-    return jax.ShapeDtypeStruct((turns.places * turns.entries * group, rows, columns), jnp.float32)
+    return jax.ShapeDtypeStruct((_turns(arrays, tile, operations).sums, rows, columns), jnp.float32)
 
 
 def _turns(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> Turns:

@@ -6,6 +6,8 @@ tiles ask for, and parameters' gradients are summed to their own shapes.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -40,7 +42,8 @@ def forward(
     packed = spec.group if _packs(spec) else 1
     query = _whole_tiles(operands.query) if packed == 1 else _whole_tiles(_pack(operands.query, packed), axis=2)
     key, value = _whole_tiles(operands.key), _whole_tiles(operands.value)
-    sides = inputs.prepare(spec, operands, operations) | inputs.edges(operands, {"value": value})
+    edges = inputs.edges(operands, {"value": value})
+    sides = inputs.prepare(spec, operands) | inputs.words(spec, operands, operations) | edges
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
     sizes = query.shape[3], value.shape[3], pairs.tile_bytes(spec, sides)
@@ -83,8 +86,9 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
     """Gradients of all operands that have one, in their dtypes and shapes."""
     query, key, value, d_out = map(_whole_tiles, (operands.query, operands.key, operands.value, residuals.d_out))
     edges = inputs.edges(operands, {"query": query, "key": key, "value": value, "d_out": d_out})
-    arrays = Arrays(query, key, value, d_out, inputs.prepare(spec, operands, operations) | edges)
-    keys_first = arrays._replace(sides=inputs.prepare(spec, operands, operations, keys_first=True) | edges)
+    sides, words = inputs.prepare(spec, operands), functools.partial(inputs.words, spec, operands, operations)
+    arrays = Arrays(query, key, value, d_out, sides | words() | edges)
+    keys_first = arrays._replace(sides=sides | words(keys_first=True) | edges)
     differentiated = [name for name in ("scale", "alibi_slopes", "bias") if name in spec.operands - spec.constants]
     by_pair = "bias" in differentiated and pairs.bias_kind(spec) == "tile"
     if by_pair:

@@ -43,10 +43,10 @@ class Arrays(NamedTuple):
     sides: dict[str, Array]
 
 
-def prepare(spec: Spec, operands: Operands, operations: Operations, *, keys_first: bool = False) -> dict[str, Array]:
-    """The operands but query, key and value, as kernels take them, by name.
+def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
+    """The operands but query, key and value, and a mask of both axes, as kernels take them, by name.
 
-    Vectors get a margin; a mask of both axes becomes words of bits along the columns of a kernel's tiles.
+    Vectors get a margin.
     """
     prepared: dict[str, Array] = {}
     for name in ("scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"):
@@ -66,7 +66,6 @@ def prepare(spec: Spec, operands: Operands, operations: Operations, *, keys_firs
     for name, shape in pairs.pair_shapes(spec).items():
         array = getattr(operands, name)
         if name == "mask" and pairs.has_words(spec):
-            prepared[name] = mask_kernel.words(array, keys_first, operations)
             continue
         match pairs.kind(shape):
             case "tile":
@@ -81,6 +80,14 @@ def prepare(spec: Spec, operands: Operands, operations: Operations, *, keys_firs
                 array = array[..., 0, 0].astype(jnp.float32)
         prepared[name] = array
     return prepared
+
+
+def words(spec: Spec, operands: Operands, operations: Operations, *, keys_first: bool = False) -> dict[str, Array]:
+    """A mask of both axes, by name, as words of bits along the columns of a kernel's tiles."""
+    if not pairs.has_words(spec):
+        return {}
+    assert operands.mask is not None
+    return {"mask": mask_kernel.words(operands.mask, keys_first, operations)}
 
 
 def edges(operands: Operands, arrays: Mapping[str, Float[Array, "B L N H"]]) -> dict[str, Array]:
@@ -219,7 +226,11 @@ class Inputs:
         def segments(name: str, first: Any, axis: int) -> Array | None:
             return self._vector(name, place, first, shape, axis) if name in self.refs else None
 
-        mask = self.operations.bits(tiles["mask"], shape) if pairs.has_words(spec) else pair("mask")
+        if pairs.has_words(spec):
+            mask = operations.bits(tiles["mask"], shape)
+        else:
+            numbers = pair("mask")
+            mask = None if numbers is None else numbers != 0
         bias = pair("bias")
         return _tile.Tile(
             parameters=_tile.Parameters(
@@ -233,7 +244,7 @@ class Inputs:
             position=query + offset,
             batch=self.value("batch_index", place.batch),
             head=self.value("head_index", place.batch, place.head),
-            mask=mask if mask is None or pairs.has_words(spec) else mask != 0,
+            mask=mask,
             query_lengths=self.value("query_lengths", place.batch),
             key_lengths=self.value("key_lengths", place.batch),
             query_segments=segments("query_segments", place.query, query_axis),

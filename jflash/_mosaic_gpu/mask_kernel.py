@@ -29,9 +29,9 @@ def words(
     """The kernel's call."""
     batch, heads, queries, keys = mask.shape
     mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, -keys % PIECE)])
-    query_tiles, key_tiles = -(-queries // SIZE), -(-keys // SIZE)
-    key_blocks = -(-(key_tiles + SPARE) // EACH)
-    grid = batch * heads, query_tiles + SPARE, key_blocks * EACH
+    query_tiles = -(-queries // SIZE) + SPARE
+    blocks = -(-(-(-keys // SIZE) + SPARE) // EACH)
+    key_tiles = blocks * EACH
 
     def kernel(mask_ref: Ref, words_ref: Ref) -> None:
         plane, query, block = (lax.axis_index(name) for name in ("plane", "query", "block"))
@@ -46,11 +46,11 @@ def words(
         lax.fori_loop(0, EACH, pack, None)
 
     kernel.__name__ = f"jflash_mask_{SIZE}"
-    shape = (grid[2], grid[1]) if keys_first else (grid[1], grid[2])
+    shape = (key_tiles, query_tiles) if keys_first else (query_tiles, key_tiles)
     made: Any = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((batch, heads, *shape, THREADS), jnp.int32),
-        grid=(grid[0], grid[1], key_blocks),
+        grid=(batch * heads, query_tiles, blocks),
         grid_names=("plane", "query", "block"),
         compiler_params=tiles.COMPILER,
         interpret=operations.interpret,

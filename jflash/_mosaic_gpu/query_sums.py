@@ -47,6 +47,8 @@ class Turns:
 
     are_heads: bool
     """And batch entries; otherwise blocks of keys."""
+    group: int
+    """Heads of queries that share keys."""
     number: int
     """Turns that add."""
     lag: int
@@ -74,8 +76,18 @@ class Turns:
         number = key_heads * sections
         lag = min(number, max(2, round(2.2 * known / (entries * blocks)))) if known else number
         if group > 1 and lag == number:
-            return Turns(False, blocks, blocks, key_heads, 1, batch, key_heads)
-        return Turns(True, number, lag, blocks, sections, entries, min(number, 2 * lag))
+            return Turns(False, group, blocks, blocks, key_heads, 1, batch, key_heads)
+        return Turns(True, group, number, lag, blocks, sections, entries, min(number, 2 * lag))
+
+    @property
+    def blocks(self) -> int:
+        """Of keys, that each head has."""
+        return self.others if self.are_heads else self.number
+
+    @property
+    def sums(self) -> int:
+        """Heads of queries for whose sums there is room."""
+        return self.places * self.entries * self.group
 
     def member(self, turn: Any, other: Any, entry: Any) -> Member:
         """Which of a turn's `others` and entries it is for."""
@@ -101,8 +113,6 @@ class QuerySums:
     d_query: Ref
     scale: float
     """What sums are multiplied with."""
-    group: int
-    blocks: int
     warpgroups: int
     """Of a block, that compute."""
     turn: Any
@@ -153,18 +163,18 @@ class QuerySums:
 
     def _sums(self, turn: Any, head: Any) -> Ref:
         """Of a turn in which this block's member is the same."""
-        return self.sums.at[self.turns.place(turn, self.other, self.entry) * self.group + head]
+        return self.sums.at[self.turns.place(turn, self.other, self.entry) * self.turns.group + head]
 
     @property
     def _share(self) -> int:
         """Tiles of 64 rows of each head that fall to a block, if so many are left."""
-        return -(-self.d_query.shape[1] // (self.blocks * ROWS))
+        return -(-self.d_query.shape[1] // (self.turns.blocks * ROWS))
 
     @property
     def _tiles(self) -> Any:
         """How many tiles this block rounds."""
         left = self.d_query.shape[1] // ROWS - self._earlier.block * self._share
-        return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.group)
+        return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.turns.group)
 
     @property
     def _parts(self) -> int:
@@ -187,7 +197,7 @@ class QuerySums:
         """Until what is rounded here is summed, and there is room for what is added."""
         finished = self.finished.at[self._earlier.batch, self._earlier.key_head]
         # The warpgroup that copies counts too.
-        wait = lambda: self.operations.wait_until(finished, self.blocks * (self.warpgroups + 1))
+        wait = lambda: self.operations.wait_until(finished, self.turns.blocks * (self.warpgroups + 1))
         pl.when(~self._is_early)(wait)
 
     def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
@@ -199,8 +209,8 @@ class QuerySums:
         def round_rows(index: Any, _: None) -> None:
             number = first + index * every
             tile = lax.div(number, parts)
-            row = (first_tile + lax.div(tile, self.group)) * ROWS + lax.rem(number, parts) * size
-            self._round_rows(lax.rem(tile, self.group), pl.ds(row, size))
+            row = (first_tile + lax.div(tile, self.turns.group)) * ROWS + lax.rem(number, parts) * size
+            self._round_rows(lax.rem(tile, self.turns.group), pl.ds(row, size))
 
         lax.fori_loop(0, lax.div(last - first + every - 1, every), round_rows, None)
 
@@ -209,7 +219,7 @@ class QuerySums:
         total = self.operations.load_rows(sums)
         earlier = self._earlier
         rounded = (total * self.scale).astype(self.d_query.dtype)
-        self.d_query[earlier.batch, rows, earlier.key_head * self.group + head] = rounded
+        self.d_query[earlier.batch, rows, earlier.key_head * self.turns.group + head] = rounded
         if self.turns.are_heads and self.turns.places < self.turns.number:
             # Each thread overwrites what it has read.
             sums[...] = self.operations.zero_rows(total.shape)

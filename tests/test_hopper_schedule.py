@@ -1,0 +1,207 @@
+"""Which block of the Hopper kernels does what, and when: nothing is left out, done twice, or waited for in vain."""
+
+import dataclasses
+import heapq
+import itertools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash._mosaic_gpu import query_sums, rounds, tiles
+from jflash._mosaic_gpu.query_order import Order
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize(("batch", "entries"), [(1, 1), (3, 1), (3, 3), (8, 4)])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 8, 13])
+def test_rounds_take_every_block_once(blocks: int, batch: int, entries: int, number: int, turned: bool):
+    work = rounds.Rounds(blocks, batch, number, entries, turned=turned)
+    everything = []
+    for member in itertools.product(*map(range, work.grid)):
+        turns = []
+
+        def take(index, carry, member=member, turns=turns):
+            turns.append(tuple(map(int, work.taken(member, index))))
+            return carry
+
+        with jax.disable_jit():
+            work.each(member, take)
+        assert turned or turns == sorted(turns)
+        everything += turns
+    assert sorted(everything) == list(itertools.product(range(batch), range(blocks)))
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2, 3])
+def test_blocks_for_nothing_are_shared_out(empty: int):
+    """Of 4 causal blocks some are past the end of a length that nobody knew: two members still have as much to do."""
+    work = rounds.Rounds(4, 8, 16, 8, turned=True)
+    to_do = lambda turn: 0 if turn < empty else 4 - turn
+    taken = lambda member: (int(work.taken((member, 0), index)[1]) for index in range(16))
+    assert len({sum(map(to_do, taken(member))) for member in range(2)}) == 1
+
+
+def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: float) -> float:
+    """When the last of 132 processors is done, each of which takes the next block of the grid when it is free."""
+    free = [0.0] * 132
+    for _, member, _ in itertools.product(range(heads), range(work.grid[0]), range(work.grid[1])):
+        places = (int(work.place(member, index)) for index in range(work.number))
+        time = sum(visits[place % len(visits)] for place in places if place < len(visits) * work.entries)
+        heapq.heapreplace(free, free[0] + beginning + time)
+    return max(free)
+
+
+@pytest.mark.parametrize("beginning", [0.5, 3.0])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 3), (16, 16), (12, 40), (1, 300)])
+@pytest.mark.parametrize("visits", [(8,) * 8, (9, 7, 5, 3, 1), (32,) * 43, (2.5,) * 7, (1,)], ids=len)
+def test_rounds_leave_no_processor_waiting(visits: tuple[float, ...], batch: int, heads: int, beginning: float):
+    one = rounds.Rounds(len(visits), batch)
+    work = rounds.plan(one, visits, heads, rounds.Device(132, beginning, 2**16))
+    assert work.batch % work.entries == 0
+    without = ends(one, visits, heads, beginning)
+    assert ends(work, visits, heads, beginning) <= 1.02 * without
+
+
+def test_long_sequences_take_no_rounds_and_short_ones_many():
+    device = rounds.Device(132, 1.0, 2**16)
+    assert rounds.plan(rounds.Rounds(128, 1), (128,) * 128, 16, device).number == 1
+    assert rounds.plan(rounds.Rounds(4, 32), (4,) * 4, 16, device).number == 16
+
+
+def test_tiles_by_length():
+    """Four warpgroups where a block visits few tiles, three where it visits many, two where processors would wait."""
+
+    def warpgroups(length: int, causal: bool, heads: int) -> int:
+        stop = lambda rows: np.arange(length, 0, -rows)[::-1]
+        visits = lambda rows, keys: (-(-(stop(rows) if causal else 0 * stop(rows) + length) // keys)).tolist()
+        return tiles.forward_tiles(64, 64, 0, length, visits, 132 / heads, 4).warpgroups
+
+    assert [warpgroups(256, causal, 1024) for causal in (False, True)] == [4, 4]
+    assert [warpgroups(4096, causal, 1024) for causal in (False, True)] == [3, 3]
+    assert [warpgroups(128, causal, 1024) for causal in (False, True)] == [2, 2]
+    assert warpgroups(1024, True, 1024) == 4
+    assert warpgroups(1024, True, 16) == 2
+
+
+@pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])
+@pytest.mark.parametrize("kind", ["to the end", "window", "segments", "by head"])
+def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: int):
+    """In the same order by those that copy tiles and those that compute."""
+    spec: Any = types.SimpleNamespace(
+        bounds=(3 if kind == "window" else None, 0),
+        operands={"query_segments"} if kind == "segments" else set(),
+        group=group,
+    )
+    walk: Any = types.SimpleNamespace(count=count)
+    for block in range(3):
+        order = Order.of(spec, walk, jnp.int32(block), by_head=kind == "by head")
+        steps = range(count * group)
+        visit = lambda step, head, tile, seen: seen.at[step].set(jnp.array([head, tile]))
+        seen = np.asarray(order.each(visit, jnp.full((len(steps) + 1, 2), -1)))[:-1]
+        at = [tuple(map(int, order.at(jnp.int32(step), jnp.int32(count)))) for step in steps]
+        assert [tuple(place) for place in seen.tolist()] == at
+        assert sorted(at) == list(itertools.product(range(group), range(count)))
+        if kind == "to the end" and group > 1:
+            assert at[:group] == [(head, count - 1) for head in range(group) if count]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(query_sums.QuerySums):
+    """What one block rounds, with the place of its sums, and whom it waits for."""
+
+    awaited: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    rounded: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
+
+    def place(self, turn: int, head: int) -> int:
+        (place,) = self._sums(turn, head)
+        return int(place)
+
+    def _wait(self):
+        if not self._is_early:
+            self.awaited.add((int(self._earlier.batch), int(self._earlier.key_head)))
+
+    def _round_rows(self, head, rows):
+        earlier, place = self._earlier, self.place(self._earlier_turn, head)
+        query_head = earlier.key_head * self.turns.group + head
+        self.rounded.append((*map(int, (earlier.batch, query_head)), place, int(rows.start), rows.size))
+
+
+class Places:
+    """Sums of which only the place is asked."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    @property
+    def at(self) -> "Places":
+        return self
+
+    def __getitem__(self, place: int) -> tuple[int]:
+        assert 0 <= place < self.number
+        return (place,)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
+    [
+        (5, 1, 3, 2, 384, 64, 1),
+        (4, 1, 1, 3, 64, 128, 2),
+        (6, 1, 8, 1, 192, 80, 8),
+        (7, 1, 2, 4, 1024, 72, 132),
+        (9, 1, 4, 3, 256, 8, 12),
+        (6, 3, 5, 2, 640, 64, 4),
+        (15, 3, 5, 2, 640, 64, 4),
+        (14, 2, 3, 4, 192, 80, 1),
+        (2, 2, 2, 12, 128, 64, 5),
+        (4, 2, 2, 30, 128, 128, 4),
+        (1, 1, 3, 8, 192, 64, 7),
+    ],
+)
+def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
+    """By a block that began after all those that add to it, and before any that has its place in memory."""
+    turns = query_sums.Turns.of(heads, group, blocks, batch, processors)
+    assert (turns.group, turns.blocks) == (group, blocks)
+    places = turns.sums
+    assert places <= heads * batch
+    shape = lambda *sizes: types.SimpleNamespace(shape=sizes)
+    begun: list[tuple[int, int]] = []
+    # Of each place whose sums it has, and of each head when which of its rows were rounded.
+    owners: dict[int, tuple[int, int]] = {}
+    rounded: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for turn in range(turns.number + turns.lag):
+        for other, entry in itertools.product(range(turns.others), range(turns.entries)):
+            copies = (other * 5 + entry) % 17
+            outputs = shape(batch, rows, heads, head_dim)
+            with jax.disable_jit():
+                own_batch, key_head, block = map(int, turns.member(turn, other, entry))
+                taken = Recorded(*(turns, None, Places(places), None, outputs, 1.0, 2), *(turn, other, entry, copies))
+                for warpgroup in range(2):
+                    taken.begin(warpgroup)
+                for index in range(copies + query_sums.SPARE if taken.adds else 0):
+                    taken.after_copy(index)
+                own_places = [taken.place(turn, head) for head in range(group)]
+            for awaited in taken.awaited:
+                assert begun.count(awaited) == blocks
+            for entry_of, head, place, first, size in taken.rounded:
+                assert {(entry_of, head // group)} == taken.awaited
+                assert owners[place] == (entry_of, head)
+                rounded.setdefault((entry_of, head), []).append((first, size, turn))
+            if taken.adds:
+                assert block < blocks
+                begun.append((own_batch, key_head))
+                for head, place in enumerate(own_places, key_head * group):
+                    before = owners.get(place, (own_batch, head))
+                    if before != (own_batch, head):
+                        # Rounded in the turn that this block waits for, or before it.
+                        assert taken.awaited
+                        parts = rounded[before]
+                        assert sum(size for _, size, by in parts if by <= turn - turns.lag) == rows
+                    owners[place] = own_batch, head
+    assert rounded.keys() == set(itertools.product(range(batch), range(heads)))
+    for parts in rounded.values():
+        covered = [row for first, size, _ in parts for row in range(first, first + size)]
+        assert sorted(covered) == list(range(rows))
