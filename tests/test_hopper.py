@@ -18,6 +18,7 @@ import jflash
 from jflash import _mosaic_gpu, _platform, _tuning
 from jflash._mosaic_gpu import query_sums
 from jflash._mosaic_gpu.tiles import ForwardTiles
+from jflash._mosaic_gpu.turns import Turns
 from jflash._spec import Spec
 
 pytestmark = pytest.mark.gpu
@@ -146,10 +147,9 @@ def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], heads: tuple[int, in
     """So many short sequences that heads and batch entries take each other's place in the sums of dQ."""
     batch = 99
     processors = _platform.current().processors
-    turns = query_sums.Turns.of(heads[0], heads[0] // heads[1], 2, batch, processors)
-    assert turns.are_heads
-    assert turns.sections > 1
-    assert turns.places < turns.number
+    turns = Turns.of(*heads, 2, batch, processors)
+    assert turns.units < batch
+    assert query_sums.places(turns) < turns.number
     call = cases.build(Case("bfloat16", 70, 130, heads=heads, dims=dims, batch=(batch,), **options))
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)

@@ -97,22 +97,30 @@ def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch, tile: tiles.ForwardT
 
 
 @pytest.mark.parametrize(
-    ("key_length", "heads", "batch", "options"),
+    ("processors", "key_length", "heads", "batch", "options"),
     [
-        (100, (5, 5), 2, {}),
-        (100, (3, 3), 1, dict(causal=True, lengths="both")),
-        (60, (4, 2), 1, dict(window=(40, 10))),
-        (200, (3, 3), 1, dict(causal=True, offset="end")),
-        (200, (4, 2), 3, dict(causal=True)),
-        (100, (3, 1), 4, dict(window=(40, 10), bias="keys")),
+        (1, 100, (5, 5), 2, {}),
+        (1, 100, (3, 3), 1, dict(causal=True, lengths="both")),
+        (1, 60, (4, 2), 1, dict(window=(40, 10))),
+        (1, 200, (3, 3), 1, dict(causal=True, offset="end")),
+        (1, 200, (4, 2), 3, dict(causal=True)),
+        (1, 100, (3, 1), 4, dict(window=(40, 10), bias="keys")),
+        # Turns of units of several heads and batch entries.
+        (3, 100, (2, 2), 9, dict(causal=True)),
+        # Heads that share keys are in sets: of one head, and of two.
+        (1, 100, (3, 1), 1, dict(causal=True, offset="end")),
+        (2, 200, (4, 1), 1, dict(causal=True, bias="keys", lengths="keys")),
+        (2, 140, (4, 1), 1, dict(window=(150, 0))),
     ],
     ids=str,
 )
-def test_sums_of_few_heads_at_a_time(key_length: int, heads: tuple[int, int], batch: int, options: dict):
+def test_sums_of_few_heads_at_a_time(
+    processors: int, key_length: int, heads: tuple[int, int], batch: int, options: dict
+):
     """So few processors that heads and batch entries take each other's place in the sums of dQ."""
     case = Case("bfloat16", 300, key_length, heads=heads, dims=(64, 64), batch=(batch,), **options)
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, 1, detect_races=False), call)
+    oracle.assert_right(hopper_kernels.run(call, processors, detect_races=False), call)
 
 
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (132, 1100)])

@@ -31,16 +31,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._mosaic_gpu import inputs, spans, statistics, tiles
+from jflash._mosaic_gpu import inputs, query_sums, spans, statistics, tiles
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.query_order import Order
-from jflash._mosaic_gpu.query_sums import SPARE, QuerySums, Turns
+from jflash._mosaic_gpu.query_sums import SPARE, QuerySums
 from jflash._mosaic_gpu.spans import Walk
 from jflash._mosaic_gpu.statistics import Statistics
 from jflash._mosaic_gpu.tiles import ROWS, BackwardTiles
+from jflash._mosaic_gpu.turns import Turns
 from jflash._spec import Spec
 
 WARPGROUPS = 2
@@ -76,7 +77,7 @@ class Step(NamedTuple):
     """Where a step's queries are."""
 
     head: Int[Array, ""]
-    """Of those that share the block's keys."""
+    """Of the block's set."""
     eighth: Int[Array, ""]
     """An eighth of the first one's index, so that the compiler knows that it is a multiple."""
 
@@ -111,7 +112,6 @@ def backward(
     names = [*sides, *([] if known_spans is None else ["spans"])]
     as_columns = statistics.are_columns(spec)
     turns = _turns(arrays, tile, operations)
-    group, blocks = turns.group, turns.blocks
     whole = tiles.round_up(length, ROWS)
 
     def kernel(
@@ -122,15 +122,15 @@ def backward(
         shared = Buffers(*rest[3 + len(wanted) :])
         beginning_refs = [first_ref] if as_columns else [first_ref, second_ref]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
-        turn, other, entry, warpgroup = (lax.axis_index(name) for name in ("turn", "block", "batch", "warpgroup"))
-        b, key_head, block = turns.member(turn, other, entry)
+        turn, block, unit, warpgroup = (lax.axis_index(name) for name in ("turn", "block", "unit", "warpgroup"))
+        b, own_set = turns.unit(turn, unit)
+        key_head, first_head = lax.div(own_set, turns.sets), own_set * turns.heads
         first_key = block * tile.keys
-        # Turns that only round are past the last block, whose walk they read and do not take.
-        walk = spans.walk_queries(call, b, jnp.minimum(block, blocks - 1), tile.keys, tile.queries)
-        order = Order.of(spec, walk, block, by_head=bool(wanted))
+        walk = spans.walk_queries(call, b, block, tile.keys, tile.queries)
+        order = Order.of(spec, walk, turns.heads, block, by_head=bool(wanted))
         d_query = QuerySums(
             *(turns, operations, sums_ref, finished_ref, d_query_ref, inputs.sums_scale(spec), WARPGROUPS),
-            *(turn, other, entry, walk.count * group),
+            *(turn, block, unit, walk.count * turns.heads),
         )
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
@@ -166,7 +166,7 @@ def backward(
 
             def visit(step: Array, head: Array, index: Array, carry: tuple[Sums, tuple[Array, ...], Step]) -> Any:
                 sums, others, before = carry
-                place = Place(b, key_head * group + head, walk.start(index), first_key + warpgroup * ROWS)
+                place = Place(b, first_head + head, walk.start(index), first_key + warpgroup * ROWS)
                 last = lambda made: add_d_query(step - 1, before, made)
                 sums, others = visit_tile(
                     call, tile, shared, walk, place, index, step, warpgroup, wanted, sums, others, last
@@ -179,7 +179,7 @@ def backward(
             def finish_head(head: Array, carry: tuple[Sums, tuple[Array, ...], Step]) -> Any:
                 sums, others, before = carry
                 for ref, total in zip(wanted_refs, others, strict=True):
-                    ref[b, key_head * group + head, own_keys] = total
+                    ref[b, first_head + head, own_keys] = total
                 return sums, nothing(), before
 
             @pl.when(d_query.adds)
@@ -187,15 +187,22 @@ def backward(
                 pl.when(walk.count > 0)(lambda: plgpu.barrier_wait(shared.keys_filled))
                 sums = Sums(operations.full((ROWS, columns), 0), operations.full((ROWS, value_columns), 0))
                 sums, _, before = order.each(visit, (sums, nothing(), Step(jnp.int32(0), jnp.int32(0))), finish_head)
-                steps = walk.count * group
+                steps = walk.count * turns.heads
                 pl.when(steps > 0)(lambda: add_d_query(steps - 1, before, lambda: None))
                 # No barrier may end in the middle of its phase.
                 plgpu.barrier_wait(shared.d_products_free.at[lax.rem(steps, 2)])
+                d_key, d_value = sums.d_key * inputs.sums_scale(spec), sums.d_value
+                if turns.sets > 1:
+                    d_key_ref[b, own_set, own_keys] = d_key
+                    d_value_ref[b, own_set, own_keys] = d_value
+                    plgpu.wait_smem_to_gmem(0)
+                    d_query.finish()
+                    return
                 # The other warpgroup reads these keys too.
                 plgpu.barrier_arrive(shared.finished)
                 plgpu.barrier_wait(shared.finished)
-                shared.key[0, own] = (sums.d_key * inputs.sums_scale(spec)).astype(key.dtype)
-                shared.value[0, own] = sums.d_value.astype(value.dtype)
+                shared.key[0, own] = d_key.astype(key.dtype)
+                shared.value[0, own] = d_value.astype(value.dtype)
                 operations.commit()
                 plgpu.copy_smem_to_gmem(shared.key.at[0, own], d_key_ref.at[b, own_keys, key_head, key_columns])
                 plgpu.copy_smem_to_gmem(shared.value.at[0, own], d_value_ref.at[b, own_keys, key_head, out_columns])
@@ -212,7 +219,7 @@ def backward(
             def _() -> None:
                 sources = Sources(query_ref, d_out_ref, beginning_refs, key_columns, out_columns)
                 keys = pl.ds(first_key, tile.keys)
-                copy_all(call, order, sources, shared, b, key_head * group, keys, d_query.after_copy, SPARE)
+                copy_all(call, order, sources, shared, b, first_head, keys, d_query.after_copy, SPARE)
                 d_query.finish()
 
     dtype, stages = query.dtype, tile.stages
@@ -221,15 +228,15 @@ def backward(
     kernel.__name__ = f"jflash_backward_{head_dim}_{value_dim}"
     results = (
         jax.ShapeDtypeStruct((batch, whole, heads, head_dim), dtype),
-        jax.ShapeDtypeStruct(key.shape, key.dtype),
-        jax.ShapeDtypeStruct(value.shape, value.dtype),
-        *(jax.ShapeDtypeStruct((batch, heads, blocks * tile.keys), jnp.float32) for _ in wanted),
+        turns.gradient(key, turns.blocks * tile.keys, columns),
+        turns.gradient(value, turns.blocks * tile.keys, value_columns),
+        *(jax.ShapeDtypeStruct((batch, heads, turns.blocks * tile.keys), jnp.float32) for _ in wanted),
     )
     run = plgpu.kernel(
         kernel,
         out_type=results,
-        grid=(turns.number + turns.lag, turns.others, turns.entries),
-        grid_names=("turn", "block", "batch"),
+        grid=(turns.number + query_sums.lag(turns), turns.blocks, turns.units),
+        grid_names=("turn", "block", "unit"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
@@ -264,8 +271,9 @@ def backward(
 
     # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
     states = tuple(jnp.zeros(result.shape, result.dtype) for result in results)
-    stored: Any = pl.run_state(store)((*states, zeros, jnp.zeros((batch, key_heads), jnp.int32)))
+    stored: Any = pl.run_state(store)((*states, zeros, jnp.zeros((batch, key_heads * turns.sets), jnp.int32)))
     d_query, d_key, d_value, *others = stored[: len(results)]
+    d_key, d_value = turns.summed(d_key, key), turns.summed(d_value, value)
     return d_query[:, :length], d_key, d_value, dict(zip(wanted, others, strict=True))
 
 
@@ -273,13 +281,13 @@ def sums_type(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> ja
     """In what dQ is summed, `[places, L, H]`."""
     _, length, _, head_dim = arrays.query.shape
     rows, columns = tiles.round_up(length, ROWS) + operations.margin, head_dim + operations.margin
-    return jax.ShapeDtypeStruct((_turns(arrays, tile, operations).sums, rows, columns), jnp.float32)
+    heads = query_sums.room(_turns(arrays, tile, operations))
+    return jax.ShapeDtypeStruct((heads, rows, columns), jnp.float32)
 
 
 def _turns(arrays: Arrays, tile: BackwardTiles, operations: Operations) -> Turns:
     batch, keys, key_heads, _ = arrays.key.shape
-    heads = arrays.query.shape[2]
-    return Turns.of(heads, heads // key_heads, -(-keys // tile.keys), batch, operations.processors)
+    return Turns.of(arrays.query.shape[2], key_heads, -(-keys // tile.keys), batch, operations.processors)
 
 
 def visit_tile(

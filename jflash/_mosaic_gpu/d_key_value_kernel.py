@@ -32,6 +32,7 @@ from jflash._mosaic_gpu.query_copies import Sources, copy_all
 from jflash._mosaic_gpu.query_order import Order
 from jflash._mosaic_gpu.statistics import PerQuery
 from jflash._mosaic_gpu.tiles import ROWS
+from jflash._mosaic_gpu.turns import Turns
 from jflash._spec import Spec
 
 QUERIES = 64
@@ -75,8 +76,7 @@ def d_key_value(
     batch, _, heads, head_dim = query.shape
     length, key_heads, value_dim = value.shape[1:]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
-    group = heads // key_heads
-    blocks = -(-length // ROWS)
+    turns = Turns.of(heads, key_heads, -(-length // ROWS), batch, operations.processors)
     has_tiles = bias_and_mask.has_tiles(spec)
     stages = tiles.key_value_stages(columns, value_columns, bias_and_mask.tile_bytes(spec, sides))
     slopes = 0 if inputs.is_plain(spec) else 1
@@ -91,12 +91,13 @@ def d_key_value(
         d_bias_refs = [rest.pop(0)] if wants_bias else []
         shared = Buffers(*rest)
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
-        b, key_head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
+        turn, block, unit, warpgroup = (lax.axis_index(name) for name in ("turn", "block", "unit", "warpgroup"))
+        b, own_set = turns.unit(turn, unit)
+        key_head, first_head = lax.div(own_set, turns.sets), own_set * turns.heads
         first_key = block * ROWS
         own_keys = pl.ds(first_key, ROWS)
         walk = spans.walk_queries(call, b, block, ROWS, QUERIES)
-        order = Order.of(spec, walk, block, by_head=wants_bias)
+        order = Order.of(spec, walk, turns.heads, block, by_head=wants_bias)
         key_columns = tiles.columns(columns, head_dim, b)
         out_columns = tiles.columns(value_columns, value_dim, b)
         shape = (ROWS, QUERIES)
@@ -113,7 +114,7 @@ def d_key_value(
 
             def visit(step: Array, head: Array, index: Array, sums: Array) -> Array:
                 slot = lax.rem(step, stages)
-                place = Place(b, key_head * group + head, walk.start(index), first_key)
+                place = Place(b, first_head + head, walk.start(index), first_key)
                 plgpu.barrier_wait(shared.query_filled.at[slot])
                 products = operations.product(shared.key, shared.query.at[slot].T, shape)
                 lse = along_columns(operations.load(shared.statistics[0].at[slot], 1), shape)
@@ -139,6 +140,9 @@ def d_key_value(
 
             sums = order.each(visit, operations.full((ROWS, value_columns), 0))
             plgpu.barrier_wait(shared.weights_free)
+            if turns.sets > 1:
+                d_value_ref[b, own_set, own_keys] = sums
+                return
             store(operations, sums, shared.value, d_value_ref.at[b, own_keys, key_head, out_columns], shared.finished)
 
         @pl.when(warpgroup == 1)
@@ -171,12 +175,15 @@ def d_key_value(
             def finish_head(head: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                 sums, *totals = carry
                 for ref, total in zip(d_bias_refs, totals, strict=True):
-                    ref[b, key_head * group + head, own_keys] = total
+                    ref[b, first_head + head, own_keys] = total
                 return sums, *(total * 0 for total in totals)
 
             zeros = [operations.full((ROWS,), 0) for _ in d_bias_refs]
             sums, *_ = order.each(visit, (operations.full((ROWS, columns), 0), *zeros), finish_head)
             sums = sums * inputs.sums_scale(spec)
+            if turns.sets > 1:
+                d_key_ref[b, own_set, own_keys] = sums
+                return
             store(operations, sums, shared.key, d_key_ref.at[b, own_keys, key_head, key_columns], shared.finished)
 
         @pl.when(warpgroup == 2)
@@ -184,21 +191,21 @@ def d_key_value(
             tiles.registers(2, copies=True)
 
             sources = Sources(query_ref, d_out_ref, (lse_ref, delta_ref), key_columns, out_columns)
-            copy_all(call, order, sources, shared, b, key_head * group, own_keys)
+            copy_all(call, order, sources, shared, b, first_head, own_keys)
 
     bar = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
     one = plgpu.Barrier()
     kernel.__name__ = f"jflash_d_key_value_{head_dim}_{value_dim}"
-    bias_type = jax.ShapeDtypeStruct((batch, heads, blocks * ROWS), jnp.float32)
+    bias_type = jax.ShapeDtypeStruct((batch, heads, turns.blocks * ROWS), jnp.float32)
     d_key, d_value, *d_bias = plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct(key.shape, key.dtype),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            turns.gradient(key, turns.blocks * ROWS, columns),
+            turns.gradient(value, turns.blocks * ROWS, value_columns),
             *([bias_type] if wants_bias else []),
         ),
-        grid=(key_heads, blocks, batch),
-        grid_names=("head", "block", "batch"),
+        grid=(turns.number, turns.blocks, turns.units),
+        grid_names=("turn", "block", "unit"),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=[
@@ -225,7 +232,7 @@ def d_key_value(
         *(query, key, value, d_out, *rows, *sides.values()),
         *([] if known_spans is None else [known_spans]),
     )
-    return d_key, d_value, d_bias
+    return turns.summed(d_key, key), turns.summed(d_value, value), d_bias
 
 
 def store(operations: Operations, sums: Float[Array, "keys columns"], staged: Ref, target: Ref, finished: Ref) -> None:

@@ -30,6 +30,7 @@ from jflash._mosaic_gpu.inputs import Arrays, Inputs, Place, Rows
 from jflash._mosaic_gpu.operations import Operations, Ref, along_rows
 from jflash._mosaic_gpu.statistics import PerQuery
 from jflash._mosaic_gpu.tiles import ROWS, QueryTiles
+from jflash._mosaic_gpu.turns import Turns
 from jflash._spec import Spec
 
 
@@ -64,7 +65,8 @@ def d_query(
     key_heads, value_dim = value.shape[2:]
     columns, value_columns = tiles.round_up(head_dim, 16), tiles.round_up(value_dim, 16)
     group = heads // key_heads
-    blocks = -(-length // tile.rows)
+    # Here every head has blocks of its own, of queries.
+    turns = Turns.of(heads, heads, -(-length // tile.rows), batch, operations.processors)
     has_tiles = bias_and_mask.has_tiles(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
 
@@ -76,8 +78,8 @@ def d_query(
         wanted_refs = [rest.pop(0) for _ in wanted]
         shared = Buffers(*rest)
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)))
-        b, h, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-        block = lax.axis_size("block") - 1 - lax.axis_index("block")
+        b, h = turns.unit(lax.axis_index("turn"), lax.axis_index("unit"))
+        block, warpgroup = turns.blocks - 1 - lax.axis_index("block"), lax.axis_index("warpgroup")
         first_row = block * tile.rows
         walk = spans.walk_keys(call, b, block, tile.rows, tile.keys)
         key_columns = tiles.columns(columns, head_dim, b)
@@ -175,10 +177,10 @@ def d_query(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(query.shape, dtype),
-            *(jax.ShapeDtypeStruct((batch, heads, blocks * tile.rows), jnp.float32) for _ in wanted),
+            *(jax.ShapeDtypeStruct((batch, heads, turns.blocks * tile.rows), jnp.float32) for _ in wanted),
         ),
-        grid=(heads, blocks, batch),
-        grid_names=("head", "block", "batch"),
+        grid=(turns.number, turns.blocks, turns.units),
+        grid_names=("turn", "block", "unit"),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[

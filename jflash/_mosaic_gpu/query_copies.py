@@ -88,9 +88,9 @@ def copy_all(
             plgpu.copy_gmem_to_smem(source, target.at[slot], filled)
 
     def take(step: Array, carry: int) -> int:
-        pl.when(step < count * order.group)(lambda: copy(step))
+        pl.when(step < count * order.heads)(lambda: copy(step))
         then(step)
         return carry
 
-    lax.fori_loop(0, count * order.group + more, take, 0)
+    lax.fori_loop(0, count * order.heads + more, take, 0)
     tiles.drain(stages, shared.query_free, shared.d_out_free)

@@ -24,25 +24,25 @@ from jflash._spec import Spec
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The tiles of a block's walk, for each of the query heads that share its keys."""
+    """The tiles of a block's walk, for each query head of its set."""
 
     walk: Walk
-    group: int
-    """Heads that share the keys."""
+    heads: int
+    """Of the set."""
     by_head: bool
     turn: Int[Array, ""]
     """By how many tiles later this block begins with a head."""
 
     @staticmethod
-    def of(spec: Spec, walk: Walk, block: Int[Array, ""], *, by_head: bool) -> Order:
+    def of(spec: Spec, walk: Walk, heads: int, block: Int[Array, ""], *, by_head: bool) -> Order:
         """The order of a block; with `by_head` heads come one by one for another reason."""
         to_the_end = spec.bounds[0] is None and "query_segments" not in spec.operands
-        return Order(walk, spec.group, by_head or spec.group == 1 or not to_the_end, block)
+        return Order(walk, heads, by_head or heads == 1 or not to_the_end, block)
 
     def at(self, step: Int[Array, ""], count: Int[Array, ""]) -> tuple[Any, Int[Array, ""]]:
-        """The head, of those that share the keys, and the tile; `count` is the walk's."""
+        """The head, of the set, and the tile; `count` is the walk's."""
         if not self.by_head:
-            return lax.rem(step, self.group), count - 1 - lax.div(step, self.group)
+            return lax.rem(step, self.heads), count - 1 - lax.div(step, self.heads)
         return lax.div(step, count), self._turned(lax.rem(step, count), count)
 
     def each[Carry](
@@ -55,14 +55,14 @@ class Order:
         count = self.walk.count
         if not self.by_head:
             return lax.fori_loop(
-                0, count * self.group, lambda step, carry: body(step, *self.at(step, count), carry), carry
+                0, count * self.heads, lambda step, carry: body(step, *self.at(step, count), carry), carry
             )
 
         def attend_head(head: Any, carry: Carry) -> Carry:
             visit = lambda index, carry: body(head * count + index, head, self._turned(index, count), carry)
             return finish_head(head, lax.fori_loop(0, count, visit, carry))
 
-        return attend_head(jnp.int32(0), carry) if self.group == 1 else lax.fori_loop(0, self.group, attend_head, carry)
+        return attend_head(jnp.int32(0), carry) if self.heads == 1 else lax.fori_loop(0, self.heads, attend_head, carry)
 
     def _turned(self, index: Any, count: Any) -> Any:
-        return index if self.group == 1 else lax.rem(index + self.turn, count)
+        return index if self.heads == 1 else lax.rem(index + self.turn, count)

@@ -4,22 +4,18 @@ A block waits for its first tiles when it begins, and its last warpgroup, which 
 with them. In that time they round a share of what earlier blocks summed, and make the sums zero for later ones. So sums
 stay in the cache, and few more of them are there than are in use.
 
-The grid's slowest axis counts turns: a head of keys and some batch entries, whose blocks keep half the processors busy
-or more. What was summed `lag` turns before is rounded; after the last turn that adds, `lag` more turns do nothing else.
-There are places for the sums of 2 lag turns: when one begins, the one that had its place was rounded by the turn `lag`
-before it, for which it waits anyway.
+What was summed `lag` of the grid's `turns` before is rounded; after the last turn, `lag` more do nothing else. There
+are places for the sums of 2 lag turns: when one begins, the one that had its place was rounded by the turn `lag` before
+it, for which it waits anyway.
 
-Where heads share keys and there are so few turns that all is summed before anything could be rounded, turns are blocks
-of keys: the longest blocks of all heads begin first.
-
-A wait is short, or none: blocks for all processors, and as many again, begin between those that a block waits for and
-itself. It ends, since a grid's blocks begin in their order.
+A wait is short, or none: about as many blocks as keep all processors busy twice begin between those that a block waits
+for and itself. It ends, since a grid's blocks begin in their order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -27,84 +23,31 @@ from jax.experimental import pallas as pl
 
 from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.tiles import ROWS
+from jflash._mosaic_gpu.turns import Turns, Unit
 
 SPARE = 3
 """Parts that the warpgroup that copies can round while others are at the last tiles."""
 
 
-class Member(NamedTuple):
-    """What a block of the grid is for."""
-
-    batch: Any
-    key_head: Any
-    block: Any
-    """Of keys."""
+def lag(turns: Turns) -> int:
+    """When a turn begins, the last blocks of the one before are always still at work."""
+    return min(turns.number, 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """How the sums of all heads share memory."""
+def places(turns: Turns) -> int:
+    """The turns for whose sums there is room."""
+    return min(turns.number, 2 * lag(turns))
 
-    are_heads: bool
-    """And batch entries; otherwise blocks of keys."""
-    group: int
-    """Heads of queries that share keys."""
-    number: int
-    """Turns that add."""
-    lag: int
-    others: int
-    """Blocks of keys or, if turns are those, heads: of each batch entry in a turn."""
-    sections: int
-    """Turns of a head."""
-    entries: int
-    """Batch entries of a turn."""
-    places: int
-    """Heads of keys, of `entries` each, for whose queries there is room."""
 
-    @staticmethod
-    def of(heads: int, group: int, blocks: int, batch: int, processors: int | None) -> Turns:
-        """For so many heads of queries, `group` of which share keys, and blocks of keys that each head has.
-
-        Causal, a head's longest block takes twice as long as all do on average: it is done when blocks for twice the
-        processors, and some more, were begun after it. The last ones of the turn before are always still at work.
-        """
-        key_heads, known = heads // group, processors or 0
-        divisors = (entries for entries in range(1, batch) if batch % entries == 0)
-        # Fewer would make `lag` more turns, of the same number of blocks; more leave more to round after the last turn.
-        entries = next((entries for entries in divisors if 0 < known <= 2 * entries * blocks), batch)
-        sections = batch // entries
-        number = key_heads * sections
-        lag = min(number, max(2, round(2.2 * known / (entries * blocks)))) if known else number
-        if group > 1 and lag == number:
-            return Turns(False, group, blocks, blocks, key_heads, 1, batch, key_heads)
-        return Turns(True, group, number, lag, blocks, sections, entries, min(number, 2 * lag))
-
-    @property
-    def blocks(self) -> int:
-        """Of keys, that each head has."""
-        return self.others if self.are_heads else self.number
-
-    @property
-    def sums(self) -> int:
-        """Heads of queries for whose sums there is room."""
-        return self.places * self.entries * self.group
-
-    def member(self, turn: Any, other: Any, entry: Any) -> Member:
-        """Which of a turn's `others` and entries it is for."""
-        if not self.are_heads:
-            return Member(entry, other, turn)
-        batch = lax.rem(turn, self.sections) * self.entries + entry
-        return Member(batch, lax.div(turn, self.sections), other)
-
-    def place(self, turn: Any, other: Any, entry: Any) -> Any:
-        """Of the sums for the member."""
-        return (lax.rem(turn, self.places) if self.are_heads else other) * self.entries + entry
+def room(turns: Turns) -> int:
+    """The heads of queries for whose sums there is room."""
+    return places(turns) * turns.units * turns.heads
 
 
 @dataclasses.dataclass(frozen=True)
 class QuerySums:
     """What one block does with the sums `[places, L, H]`, with the numbers of warpgroups that have `finished` the keys
-    of a head, `[B, K]`, and with dQ `[B, L, N, H]`. L is a multiple of 64."""
+    of a set of heads, `[B, sets]`, and with dQ `[B, L, N, H]`. L is a multiple of 64."""
 
     turns: Turns
     operations: Operations
@@ -116,8 +59,8 @@ class QuerySums:
     warpgroups: int
     """Of a block, that compute."""
     turn: Any
-    other: Any
-    entry: Any
+    block: Any
+    unit: Any
     copies: Any
     """Tiles of queries that this block visits."""
 
@@ -127,7 +70,7 @@ class QuerySums:
         return self.turn < self.turns.number
 
     def target(self, head: Any, rows: Any, columns: Any) -> Ref:
-        """A part of the sums of one of the heads that share the block's keys."""
+        """A part of the sums of one of the set's heads."""
         return self._sums(self.turn, head).at[rows, columns]
 
     def begin(self, warpgroup: Any) -> None:
@@ -144,26 +87,27 @@ class QuerySums:
 
     def finish(self) -> None:
         """A warpgroup has rounded what falls to it, and what it added is there."""
-        own = self.turns.member(self.turn, self.other, self.entry)
-        self.operations.count(self.finished.at[own.batch, own.key_head])
+        own = self.turns.unit(self.turn, self.unit)
+        self.operations.count(self.finished.at[own.batch, own.set])
 
     @property
     def _is_early(self) -> Any:
         """Whether nothing is to be rounded yet."""
-        return self.turn < self.turns.lag
+        return self.turn < lag(self.turns)
 
     @property
     def _earlier_turn(self) -> Any:
-        return jnp.maximum(self.turn - self.turns.lag, 0)
+        return jnp.maximum(self.turn - lag(self.turns), 0)
 
     @property
-    def _earlier(self) -> Member:
-        """Of what is rounded: all heads that shared its keys, and of their rows a part for each block."""
-        return self.turns.member(self._earlier_turn, self.other, self.entry)
+    def _earlier(self) -> Unit:
+        """What is rounded: all heads of its set, and of their rows a part for each block."""
+        return self.turns.unit(self._earlier_turn, self.unit)
 
     def _sums(self, turn: Any, head: Any) -> Ref:
-        """Of a turn in which this block's member is the same."""
-        return self.sums.at[self.turns.place(turn, self.other, self.entry) * self.turns.group + head]
+        """Of this block's unit in a turn."""
+        place = lax.rem(turn, places(self.turns)) * self.turns.units + self.unit
+        return self.sums.at[place * self.turns.heads + head]
 
     @property
     def _share(self) -> int:
@@ -173,8 +117,8 @@ class QuerySums:
     @property
     def _tiles(self) -> Any:
         """How many tiles this block rounds."""
-        left = self.d_query.shape[1] // ROWS - self._earlier.block * self._share
-        return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.turns.group)
+        left = self.d_query.shape[1] // ROWS - self.block * self._share
+        return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.turns.heads)
 
     @property
     def _parts(self) -> int:
@@ -195,7 +139,7 @@ class QuerySums:
 
     def _wait(self) -> None:
         """Until what is rounded here is summed, and there is room for what is added."""
-        finished = self.finished.at[self._earlier.batch, self._earlier.key_head]
+        finished = self.finished.at[self._earlier.batch, self._earlier.set]
         # The warpgroup that copies counts too.
         wait = lambda: self.operations.wait_until(finished, self.turns.blocks * (self.warpgroups + 1))
         pl.when(~self._is_early)(wait)
@@ -203,14 +147,14 @@ class QuerySums:
     def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
         """Some of this block's parts, so many at once."""
         parts = self._parts // portion
-        first_tile = self._earlier.block * self._share
+        first_tile = self.block * self._share
         size = ROWS // parts
 
         def round_rows(index: Any, _: None) -> None:
             number = first + index * every
             tile = lax.div(number, parts)
-            row = (first_tile + lax.div(tile, self.turns.group)) * ROWS + lax.rem(number, parts) * size
-            self._round_rows(lax.rem(tile, self.turns.group), pl.ds(row, size))
+            row = (first_tile + lax.div(tile, self.turns.heads)) * ROWS + lax.rem(number, parts) * size
+            self._round_rows(lax.rem(tile, self.turns.heads), pl.ds(row, size))
 
         lax.fori_loop(0, lax.div(last - first + every - 1, every), round_rows, None)
 
@@ -219,7 +163,7 @@ class QuerySums:
         total = self.operations.load_rows(sums)
         earlier = self._earlier
         rounded = (total * self.scale).astype(self.d_query.dtype)
-        self.d_query[earlier.batch, rows, earlier.key_head * self.turns.group + head] = rounded
-        if self.turns.are_heads and self.turns.places < self.turns.number:
+        self.d_query[earlier.batch, rows, earlier.set * self.turns.heads + head] = rounded
+        if places(self.turns) < self.turns.number:
             # Each thread overwrites what it has read.
             sums[...] = self.operations.zero_rows(total.shape)

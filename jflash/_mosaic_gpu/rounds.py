@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,7 +32,8 @@ _CACHE = 10 * 2**20
 """Bytes of keys and values, of all heads at work, that are read as fast as any; for every MiB more 0.08% is lost."""
 _MISSES = 0.0008 / 2**20
 _WORTH, _ENOUGH = 1.025, 1.006
-"""Rounds are taken where a call takes so much longer without, and the fewest of those that are as good as the best."""
+"""Rounds, or more sections, are taken where a call takes so much longer without, and the fewest of those that are as
+good as the best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +112,25 @@ def plan(one: Rounds, visits: tuple[float, ...], heads: int, device: Device) -> 
       heads: how many there are.
       device: what the call runs on.
     """
-    times = {rounds: _time(rounds, visits, heads, device) for rounds in _candidates(one)}
+    time = functools.partial(_time, visits=visits, heads=heads, device=device)
+    return _better(_better(one, _candidates(one), time), _sections(one, heads), time)
+
+
+def _better(one: Rounds, others: Iterable[Rounds], time: Callable[[Rounds], float]) -> Rounds:
+    """The first of the others that are as good as the best, if that is worth it."""
+    times = {rounds: time(rounds) for rounds in others}
     least = min(times.values())
-    if times[one] <= _WORTH * least:
+    if time(one) <= _WORTH * least:
         return one
     return next(rounds for rounds, time in times.items() if time <= _ENOUGH * least)
+
+
+def _sections(one: Rounds, heads: int) -> Iterator[Rounds]:
+    """As many sections, and more: where a head has too few blocks for all processors, the long ones of several heads
+    have to begin first."""
+    for sections in range(one.sections, heads + 1):
+        if heads % sections == 0:
+            yield dataclasses.replace(one, sections=sections)
 
 
 def _candidates(one: Rounds) -> Iterator[Rounds]:
@@ -139,7 +154,7 @@ def _time(rounds: Rounds, visits: tuple[float, ...], heads: int, device: Device)
         place = index * members + (members - 1 - member if index % 2 else member)
         if place < rounds.blocks * rounds.entries:
             turns[member] += _ROUND + visits[place % rounds.blocks]
-    at_work = min(heads * rounds.batch, device.processors / members)
+    at_work = min(heads * rounds.batch, max(rounds.sections, device.processors / members))
     read = at_work * device.tile_bytes * sum(visits) / len(visits)
     together = [turn for turn in turns for _ in range(rounds.sections * groups)]
     return _last(together, heads // rounds.sections, device.processors) * (1 + _MISSES * max(0, read - _CACHE))

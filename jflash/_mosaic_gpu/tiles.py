@@ -106,7 +106,7 @@ def unknown(count: Any) -> Any:
     It would write out some of the copies one by one. From that, ptxas (CUDA 13.5) once made a copy from a wrong place:
     a coordinate that is 0 was taken from a register that still held an address.
     """
-    number = lax.axis_index("batch") + lax.axis_index("block")
+    number = lax.axis_index("block")
     return count + lax.bitwise_and(number * (number + 1), 1)
 
 
