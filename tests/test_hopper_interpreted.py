@@ -153,23 +153,27 @@ def test_small_scales(scale: float, mask: str | None):
 @pytest.mark.parametrize("scale", [0.125, 1e-6, 40.0])
 def test_soft_cap_by_size(cap: float, scale: float):
     """As near to tanh where some products are small as where all are: a small logit's error is small."""
-    below_two = lambda x: jnp.all(jnp.abs(x) < 2)
+    are_below = lambda x, limit: jnp.all(jnp.abs(x) < limit)
     for most in (0.01, 0.499, 0.501, 3.0, 1e6):
         products = (np.linspace(-most, most, 20_001) * (cap / scale)).astype(np.float32)
-        capped = elementwise.soft_cap(jnp.asarray(products), scale, cap, below_two)
+        capped = elementwise.soft_cap(jnp.asarray(products), scale, cap, are_below)
         expected = cap * np.tanh(products.astype(np.float64) * scale / cap)
         np.testing.assert_allclose(capped, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("cap", [1e-6, 1.5, 50.0, 2.0**14])
 @pytest.mark.parametrize("most", [math.inf, 30.0, 13.0])
-def test_forms_of_soft_cap(cap: float, most: float):
-    form = elementwise.SoftCap(cap, 1.5, most)
-    products = np.linspace(-20 * cap, 20 * cap, 200_001).astype(np.float32)
-    numbers = form.numbers(jnp.asarray(products), 0.7)
-    expected = 1.5 * cap * np.tanh(products.astype(np.float64) * 0.7 / cap)
+@pytest.mark.parametrize("ratio", [1e-30, 2**-11.9, 0.7, -0.01, 2**11.9, 1e20])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_forms_of_soft_cap(cap: float, most: float, ratio: float, is_known: bool):
+    """Of a scale that makes products large or small beside the cap, known beforehand or not."""
+    scale = float(np.float32(ratio * cap))
+    products = (np.linspace(-20, 20, 200_001) * (cap / scale)).clip(-3e38, 3e38).astype(np.float32)
+    given = scale if is_known else jnp.float32(scale)
+    form, numbers = elementwise.SoftCap.of(jnp.asarray(products), given, cap, factor=1.5, most=most)
+    expected = 1.5 * cap * np.tanh(products.astype(np.float64) * scale / cap)
     np.testing.assert_allclose(form.of_any(numbers), expected, rtol=1e-6)
-    are_small = np.abs(numbers) < 2
+    are_small = np.abs(numbers) < form.limit
     assert are_small.any()
     np.testing.assert_allclose(form.of_small(numbers)[are_small], expected[are_small], rtol=1e-6)
     assert np.abs(expected[are_small]).max() <= most

@@ -15,57 +15,62 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class SoftCap:
-    """factor * cap * tanh(x / cap), relative error 1e-6: in few steps where all x are small, or of any.
+    """factor * cap * tanh(unit * number), relative error 1e-6: in few steps where all numbers are small, or of any.
 
-    Both forms are of numbers, which are x in a unit of which the largest small one has two.
+    Numbers are products as they are, where they can be: to multiply them first takes a tenth of what the rest does.
 
     The hardware's own tanh has 1e-5, more than a logit may be off. By way of an exponential what is small would be the
     difference of what is large, and off by a part of the cap; and the unit that makes exponentials is busy.
     """
 
     cap: float
+    unit: float = 1.0
     factor: float = 1.0
     most: float = math.inf
     """No result of a small number is larger."""
 
-    @property
-    def unit(self) -> float:
-        """The unit, as a part of the cap."""
-        return min(_SMALL, self.most / (self.factor * self.cap)) / 2
+    @staticmethod
+    def of(products: jax.Array, scale: jax.Array | float, cap: float, **others: float) -> tuple[SoftCap, jax.Array]:
+        """The form for products times a scale, and its numbers: the products, if the scale is known beforehand and
+        float32 has the constants for it."""
+        if isinstance(scale, jax.Array) or not (2**-20 < cap < 2**20 and 2**-12 < abs(scale / cap) < 2**12):
+            return SoftCap(cap, **others), products * (scale * (1 / cap))
+        return SoftCap(cap, scale / cap, **others), products
 
-    def numbers(self, products: jax.Array, scale: jax.Array | float) -> jax.Array:
-        """Those of x = products * scale."""
-        return products * (scale * (1 / (self.cap * self.unit)))
+    @property
+    def limit(self) -> float:
+        """Numbers are small whose sizes are below it."""
+        return min(_SMALL, self.most / (self.factor * self.cap)) / abs(self.unit)
 
     def of_small(self, numbers: jax.Array) -> jax.Array:
-        """The results of numbers between -2 and 2."""
+        """The results of small numbers."""
         return _odd(_TANH, numbers, self.unit, self.factor * self.cap)
 
     def of_any(self, numbers: jax.Array) -> jax.Array:
         """The results of any numbers."""
-        unit, largest = self.unit, _LARGE / self.unit
+        unit, largest = self.unit, _LARGE / abs(self.unit)
         numbers = jnp.minimum(jnp.maximum(numbers, -largest), largest)
         return _odd(_NUMERATOR, numbers, unit, self.factor * self.cap) * _reciprocal(_even(_DENOMINATOR, numbers, unit))
 
 
-Vote = Callable[[jax.Array], jax.Array]
-"""Whether all of a tile is between -2 and 2."""
+Vote = Callable[[jax.Array, float], jax.Array]
+"""Whether the sizes of all of a tile are below a limit."""
 
 
-def soft_cap(products: jax.Array, scale: jax.Array | float, cap: float, below_two: Vote) -> jax.Array:
+def soft_cap(products: jax.Array, scale: jax.Array | float, cap: float, are_below: Vote) -> jax.Array:
     """A tile's cap * tanh(products * scale / cap)."""
-    form = SoftCap(cap)
-    return _differentiable(form, below_two, form.numbers(products, scale))
+    form, numbers = SoftCap.of(products, scale, cap)
+    return _differentiable(form, are_below, numbers)
 
 
-def _capped(form: SoftCap, below_two: Vote, numbers: jax.Array) -> jax.Array:
-    return lax.cond(below_two(numbers), form.of_small, form.of_any, numbers)
+def _capped(form: SoftCap, are_below: Vote, numbers: jax.Array) -> jax.Array:
+    return lax.cond(are_below(numbers, form.limit), form.of_small, form.of_any, numbers)
 
 
 def _capped_jvp(
-    form: SoftCap, below_two: Vote, numbers: tuple[jax.Array], changes: tuple[jax.Array]
+    form: SoftCap, are_below: Vote, numbers: tuple[jax.Array], changes: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    result = _capped(form, below_two, *numbers)
+    result = _capped(form, are_below, *numbers)
     slope = form.cap * form.unit - result * result * (form.unit / form.cap)
     return result, slope * changes[0]
 

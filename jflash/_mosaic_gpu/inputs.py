@@ -272,7 +272,7 @@ class Inputs:
         return elementwise.lowerable(lambda p: _scores.modify(self.spec, p, tile, self._soft_cap))(products)
 
     def _soft_cap(self, products: Array, scale: Array | float, cap: float) -> Array:
-        return elementwise.soft_cap(products, scale, cap, self.operations.below_two)
+        return elementwise.soft_cap(products, scale, cap, self.operations.are_below)
 
     def with_gradients(
         self, products: Array, place: Place, shape: tuple[int, int], tiles: Mapping[str, Array], wanted: Sequence[str]

@@ -150,22 +150,22 @@ class Hardware:
         """A tile of truth values from its words."""
         return mask_bits.expand(words, shape)
 
-    def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
-        """Whether all that a thread's warp has of a tile is between -2 and 2; other warps may be told otherwise."""
+    def are_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
+        """Whether the sizes of all that a thread's warp has of a tile are; other warps may be told otherwise."""
 
         @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=_ANSWER)
         def vote(_: Any, tile: Any) -> Any:
             utils: Any = mgpu.utils
             arith, vector = utils.arith, utils.vector
-            integer = utils.ir.IntegerType.get_signless(32)
+            integer, number = utils.ir.IntegerType.get_signless(32), utils.ir.F32Type.get()
             element = lambda pair, at: vector.extract(pair, [], utils.ir.DenseI64ArrayAttr.get([at]))
-            bits = [arith.bitcast(integer, element(pair, at)) for pair in tile.registers.flat for at in range(2)]
-            while len(bits) > 1:
-                bits = [arith.ori(*two) for two in zip(bits[::2], bits[1::2], strict=True)]
-            # The exponent has its highest bit from 2 on, for infinities and NaN too.
-            highest = arith.andi(bits[0], utils.c(1 << 30, integer))
-            below = arith.cmpi(arith.CmpIPredicate.eq, highest, utils.c(0, integer))
-            return _vote(below)
+            # Without the sign, which is the highest bit.
+            bits = lambda x: arith.andi(arith.bitcast(integer, x), utils.c(0x7FFFFFFF, integer))
+            sizes = [arith.bitcast(number, bits(element(pair, at))) for pair in tile.registers.flat for at in range(2)]
+            # A tree: one after the other, each would wait for the one before. NaN is the largest, and below nothing.
+            while len(sizes) > 1:
+                sizes = [arith.maximumf(*two) for two in zip(sizes[::2], sizes[1::2], strict=True)]
+            return _vote(arith.cmpf(arith.CmpFPredicate.OLT, sizes[0], utils.c(limit, number)))
 
         call: Any = vote
         return call(tile)
@@ -301,8 +301,8 @@ class Interpreter:
     def bits(self, words: Int[Array, "tiles 128"], shape: tuple[int, int]) -> Bool[Array, "rows columns"]:
         return mask_bits.plainly_expanded(words, shape)
 
-    def below_two(self, tile: Float[Array, "rows columns"]) -> Bool[Array, ""]:
-        return jnp.all(jnp.abs(tile) < 2)
+    def are_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
+        return jnp.all(jnp.abs(tile) < limit)
 
     def holds(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
         return jnp.all(condition)

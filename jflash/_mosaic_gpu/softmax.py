@@ -79,12 +79,11 @@ def capped_step(
     scale = call.value("scale", batch) if scale is None else scale
     assert scale is not None
     assert cap is not None
-    soft_cap = SoftCap(cap, _LOG2_E, _SMALL[dtype])
-    numbers = soft_cap.numbers(products, scale)
+    soft_cap, numbers = SoftCap.of(products, scale, cap, factor=_LOG2_E, most=_SMALL[dtype])
     zeros, ones = operations.full(shape[:1], 0.0), operations.full(shape[:1], 1.0)
     # Relative to one below 0 a small logit might weigh too much.
     kept = zeros if before is None else before.reference
-    are_small = operations.below_two(numbers)
+    are_small = operations.are_below(numbers, soft_cap.limit)
     if before is not None:
         are_small &= operations.holds(kept >= 0)
 
