@@ -141,9 +141,7 @@ def test_rounds(dims, options):
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)], ids=str)
-@pytest.mark.parametrize(
-    ("batch", "heads"), [(198, (2, 2)), (198, (4, 2)), (22, (18, 18)), (22, (36, 18))], ids=str
-)
+@pytest.mark.parametrize(("batch", "heads"), [(198, (2, 2)), (198, (4, 2)), (22, (18, 18)), (22, (36, 18))], ids=str)
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(90, 20), lengths="both")], ids=str)
 def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: tuple[int, int], options: dict):
     """So many short sequences that heads and batch entries take each other's place in the sums of dQ: in turns of some

@@ -36,8 +36,8 @@ SPILLS = {
     ),
     "d_query": (
         36,
-        "At d256 it keeps, where a tile needs a mask, what the rows' last keys are: the backward at 16,384 tokens, where "
-        "it spills 60 bytes, has 532 TFLOP/s, and full, without a spill, 535.",
+        "At d256 it keeps, where a tile needs a mask, what the rows' last keys are: the backward at 16,384 tokens, "
+        "where it spills 60 bytes, has 532 TFLOP/s, and full, without a spill, 535.",
     ),
     "d_bias": (
         128,

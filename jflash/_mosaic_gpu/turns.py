@@ -1,6 +1,6 @@
 """Which blocks of keys the grid of a backward kernel has, and in which order they begin.
 
-A block of keys is visited by a set of the heads that share them: by all, unless so there are too few blocks for all
+A block of keys is visited by a set of the heads that share them: by all, unless that makes too few blocks for all
 processors. What several sets make of dK and dV is summed in the end, in float32: rounded sums of a few heads would be
 less exact than one of all.
 
@@ -50,7 +50,8 @@ class Turns:
 
     @staticmethod
     def of(heads: int, key_heads: int, blocks: int, batch: int, processors: int | None) -> Turns:
-        """For so many blocks of keys that each head of keys has in each batch entry."""
+        """For so many blocks of keys that each head of keys has in each batch entry; `processors` of the device, `None`
+        if nobody knows."""
         group = heads // key_heads
         sets = _sets(group, key_heads * blocks * batch, processors)
         every = key_heads * sets * batch
