@@ -173,7 +173,7 @@ def d_bias(
                 plgpu.barrier_wait(shared.bias_free.at[slot])
                 bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
                 plgpu.copy_gmem_to_smem(bias, shared.bias.at[slot], shared.bias_filled.at[slot])
-                tiles.for_each_copy(steps, lambda step: copy(step, index * tile.keys))
+                tiles.for_each_copy(steps, lambda step: copy(step, index * tile.keys), "block")
 
             def copy(step: Array, first_key: Array) -> None:
                 b, h, _walk, seen = sharer(step, first_key)
@@ -191,7 +191,7 @@ def d_bias(
                     call.copy_rows("d_out", d_out_ref, d_out_tile, shared.d_out, shared.value_filled)
                     call.copy_rows("value", value_ref, value_tile, shared.value, shared.value_filled)
 
-            tiles.for_each_copy(count, copy_tile)
+            tiles.for_each_copy(count, copy_tile, "block")
             tiles.drain(tile.stages, shared.bias_free)
             plgpu.barrier_wait(shared.key_free)
             plgpu.barrier_wait(shared.value_free)

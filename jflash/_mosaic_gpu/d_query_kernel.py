@@ -166,7 +166,7 @@ def d_query(
                 rows = rows._replace(columns=out_columns)
                 call.copy_rows("value", value_ref, rows, shared.value.at[value_slot], filled)
 
-            tiles.for_each_copy(walk.count, copy)
+            tiles.for_each_copy(walk.count, copy, "block")
             tiles.drain(tile.key_stages, shared.key_free)
             tiles.drain(tile.value_stages, shared.value_free)
 

@@ -178,7 +178,7 @@ def forward(
                     values = keys._replace(columns=out_columns)
                     call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
 
-                tiles.for_each_copy(walk.count, copy)
+                tiles.for_each_copy(walk.count, copy, "batch", "block")
                 return visited + walk.count
 
             work.each(member, copy_block)

@@ -65,7 +65,7 @@ def copy_all(
     """
     stages, queries = shared.query.shape[:2]
     # The same number for the loop and for its remainders: with one head, they are no divisions then.
-    count = tiles.unknown(order.walk.count)
+    count = tiles.unknown(order.walk.count, "block")
 
     def copy(step: Array) -> None:
         slot = lax.rem(step, stages)

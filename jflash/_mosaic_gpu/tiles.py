@@ -100,24 +100,25 @@ def moving_zero(step: Any, warpgroup: Any) -> Any:
     return lax.shift_right_logical(step + warpgroup, 30)
 
 
-def unknown(count: Any) -> Any:
-    """`count`, but the compiler cannot know it: how many tiles a loop copies.
+def unknown(count: Any, *axes: str) -> Any:
+    """`count`, but the compiler cannot know it, as it does not know indices of the grid's `axes`: how many tiles a loop
+    copies.
 
     It would write out some of the copies one by one. From that, ptxas (CUDA 13.5) once made a copy from a wrong place:
     a coordinate that is 0 was taken from a register that still held an address.
     """
-    number = lax.axis_index("block")
+    number = sum(map(lax.axis_index, axes))
     return count + lax.bitwise_and(number * (number + 1), 1)
 
 
-def for_each_copy(count: Any, copy: Callable[[Any], None]) -> None:
-    """`copy(index)` for `count` tiles."""
+def for_each_copy(count: Any, copy: Callable[[Any], None], *axes: str) -> None:
+    """`copy(index)` for `count` tiles; `axes` as for `unknown`."""
 
     def body(index: Any, carry: int) -> int:
         copy(index)
         return carry
 
-    lax.fori_loop(0, unknown(count), body, 0)
+    lax.fori_loop(0, unknown(count, *axes), body, 0)
 
 
 def release(stages: int, *free: Any) -> None:
