@@ -168,7 +168,7 @@ def test_soft_cap_by_size(cap: float, scale: float):
 def test_forms_of_soft_cap(cap: float, most: float, ratio: float, is_known: bool):
     """Of a scale that makes products large or small beside the cap, known beforehand or not."""
     scale = float(np.float32(ratio * cap))
-    products = (np.linspace(-20, 20, 20_001) * (cap / scale)).clip(-3e38, 3e38).astype(np.float32)
+    products = (np.linspace(-20, 20, 200_001) * (cap / scale)).clip(-3e38, 3e38).astype(np.float32)
     given = scale if is_known else jnp.float32(scale)
     form, numbers = elementwise.SoftCap.of(jnp.asarray(products), given, cap, factor=1.5, most=most)
     expected = 1.5 * cap * np.tanh(products.astype(np.float64) * scale / cap)

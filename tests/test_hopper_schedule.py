@@ -4,6 +4,7 @@ import dataclasses
 import heapq
 import itertools
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -46,15 +47,23 @@ def test_blocks_for_nothing_are_shared_out(empty: int):
     assert len({sum(map(to_do, taken(member))) for member in range(2)}) == 1
 
 
-def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: float) -> float:
+def last(times: Iterable[float]) -> float:
     """When the last of 132 processors is done, each of which takes the next block of the grid when it is free."""
     free = [0.0] * 132
-    axes = heads // work.sections, work.grid[0], work.sections, work.grid[1]
-    for _, member, _, _ in itertools.product(*map(range, axes)):
-        places = (int(work.place(member, index)) for index in range(work.number))
-        time = sum(visits[place % len(visits)] for place in places if place < len(visits) * work.entries)
-        heapq.heapreplace(free, free[0] + beginning + time)
+    for time in times:
+        heapq.heapreplace(free, free[0] + time)
     return max(free)
+
+
+def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: float) -> float:
+    """When the last processor is done with a forward."""
+    axes = heads // work.sections, work.grid[0], work.sections, work.grid[1]
+
+    def time(member: int) -> float:
+        places = (int(work.place(member, index)) for index in range(work.number))
+        return beginning + sum(visits[place % len(visits)] for place in places if place < len(visits) * work.entries)
+
+    return last(time(member) for _, member, _, _ in itertools.product(*map(range, axes)))
 
 
 @pytest.mark.parametrize("beginning", [0.5, 3.0])
@@ -121,11 +130,9 @@ def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: i
 
 
 def ends_backward(turns: Turns) -> float:
-    """When the last of 132 processors is done with causal blocks, in turns."""
-    free = [0.0] * 132
-    for _, block, _ in itertools.product(*map(range, (turns.number, turns.blocks, turns.units))):
-        heapq.heapreplace(free, free[0] + turns.blocks - block + 1)
-    return max(free)
+    """When the last processor is done with a causal backward."""
+    axes = turns.number, turns.blocks, turns.units
+    return last(turns.blocks - block + 1 for _, block, _ in itertools.product(*map(range, axes)))
 
 
 @pytest.mark.parametrize("blocks", [8, 16, 32, 64, 128])
@@ -153,7 +160,7 @@ class Recorded(query_sums.QuerySums):
 
     def _round_rows(self, head, rows):
         earlier, place = self._earlier, self.place(self._earlier_turn, head)
-        query_head = earlier.set * self.turns.heads + head
+        query_head = earlier.first_head + head
         self.rounded.append((*map(int, (earlier.batch, query_head)), place, int(rows.start), rows.size))
 
 
@@ -186,6 +193,10 @@ class Places:
         (2, 2, 2, 12, 128, 64, 5),
         (4, 2, 2, 30, 128, 128, 4),
         (1, 1, 3, 8, 192, 64, 7),
+        # Heads that share keys in sets, of one head and of two.
+        (12, 4, 3, 1, 192, 64, 132),
+        (8, 8, 4, 1, 256, 64, 8),
+        (16, 8, 2, 6, 128, 64, 18),
     ],
 )
 def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
@@ -203,22 +214,22 @@ def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, 
             copies = (block * 5 + unit) % 17
             outputs = shape(batch, rows, heads, head_dim)
             with jax.disable_jit():
-                own_batch, own_set = map(int, turns.unit(turn, unit))
+                own_batch, own_set, _, first_head = map(int, turns.unit(turn, unit))
                 taken = Recorded(*(turns, None, Places(places), None, outputs, 1.0, 2), *(turn, block, unit, copies))
                 for warpgroup in range(2):
                     taken.begin(warpgroup)
                 for index in range(copies + query_sums.SPARE if taken.adds else 0):
                     taken.after_copy(index)
-                own_places = [taken.place(turn, head) for head in range(group)]
+                own_places = [taken.place(turn, head) for head in range(turns.heads)]
             for awaited in taken.awaited:
                 assert begun.count(awaited) == blocks
             for entry_of, head, place, first, size in taken.rounded:
-                assert {(entry_of, head // group)} == taken.awaited
+                assert {(entry_of, head // turns.heads)} == taken.awaited
                 assert owners[place] == (entry_of, head)
                 rounded.setdefault((entry_of, head), []).append((first, size, turn))
             if taken.adds:
                 begun.append((own_batch, own_set))
-                for head, place in enumerate(own_places, own_set * group):
+                for head, place in enumerate(own_places, first_head):
                     before = owners.get(place, (own_batch, head))
                     if before != (own_batch, head):
                         # Rounded in the turn that this block waits for, or before it.

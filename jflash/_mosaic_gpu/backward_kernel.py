@@ -123,8 +123,7 @@ def backward(
         beginning_refs = [first_ref] if as_columns else [first_ref, second_ref]
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
         turn, block, unit, warpgroup = (lax.axis_index(name) for name in ("turn", "block", "unit", "warpgroup"))
-        b, own_set = turns.unit(turn, unit)
-        key_head, first_head = lax.div(own_set, turns.sets), own_set * turns.heads
+        b, own_set, key_head, first_head = turns.unit(turn, unit)
         first_key = block * tile.keys
         walk = spans.walk_queries(call, b, block, tile.keys, tile.queries)
         order = Order.of(spec, walk, turns.heads, block, by_head=bool(wanted))

@@ -92,8 +92,7 @@ def d_key_value(
         shared = Buffers(*rest)
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), keys_first=True)
         turn, block, unit, warpgroup = (lax.axis_index(name) for name in ("turn", "block", "unit", "warpgroup"))
-        b, own_set = turns.unit(turn, unit)
-        key_head, first_head = lax.div(own_set, turns.sets), own_set * turns.heads
+        b, own_set, key_head, first_head = turns.unit(turn, unit)
         first_key = block * ROWS
         own_keys = pl.ds(first_key, ROWS)
         walk = spans.walk_queries(call, b, block, ROWS, QUERIES)

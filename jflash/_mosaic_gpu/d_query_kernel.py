@@ -78,7 +78,7 @@ def d_query(
         wanted_refs = [rest.pop(0) for _ in wanted]
         shared = Buffers(*rest)
         call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)))
-        b, h = turns.unit(lax.axis_index("turn"), lax.axis_index("unit"))
+        b, h = turns.unit(lax.axis_index("turn"), lax.axis_index("unit"))[:2]
         block, warpgroup = turns.blocks - 1 - lax.axis_index("block"), lax.axis_index("warpgroup")
         first_row = block * tile.rows
         walk = spans.walk_keys(call, b, block, tile.rows, tile.keys)
@@ -166,7 +166,7 @@ def d_query(
                 rows = rows._replace(columns=out_columns)
                 call.copy_rows("value", value_ref, rows, shared.value.at[value_slot], filled)
 
-            tiles.for_each_copy(walk.count, copy, "block")
+            tiles.for_each_copy(walk.count, copy, "turn", "unit", "block")
             tiles.drain(tile.key_stages, shared.key_free)
             tiles.drain(tile.value_stages, shared.value_free)
 

@@ -163,7 +163,7 @@ class QuerySums:
         total = self.operations.load_rows(sums)
         earlier = self._earlier
         rounded = (total * self.scale).astype(self.d_query.dtype)
-        self.d_query[earlier.batch, rows, earlier.set * self.turns.heads + head] = rounded
+        self.d_query[earlier.batch, rows, earlier.first_head + head] = rounded
         if places(self.turns) < self.turns.number:
             # Each thread overwrites what it has read.
             sums[...] = self.operations.zero_rows(total.shape)

@@ -112,7 +112,7 @@ def plan(one: Rounds, visits: tuple[float, ...], heads: int, device: Device) -> 
       heads: how many there are.
       device: what the call runs on.
     """
-    time = functools.partial(_time, visits=visits, heads=heads, device=device)
+    time = functools.cache(lambda rounds: _time(rounds, visits, heads, device))
     return _better(_better(one, _candidates(one), time), _sections(one, heads), time)
 
 

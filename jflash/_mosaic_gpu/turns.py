@@ -30,6 +30,9 @@ class Unit(NamedTuple):
     batch: Any
     set: Any
     """Of heads that share keys; those of one head of keys are beside each other."""
+    key_head: Any
+    first_head: Any
+    """Of queries, of the set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,11 @@ class Turns:
         """One of a turn's; past the last turn, of no set."""
         if self.units <= self.batch:
             parts = self.batch // self.units
-            return Unit(lax.rem(turn, parts) * self.units + number, lax.div(turn, parts))
-        return Unit(lax.rem(number, self.batch), turn * (self.units // self.batch) + lax.div(number, self.batch))
+            batch, own = lax.rem(turn, parts) * self.units + number, lax.div(turn, parts)
+        else:
+            batch = lax.rem(number, self.batch)
+            own = turn * (self.units // self.batch) + lax.div(number, self.batch)
+        return Unit(batch, own, lax.div(own, self.sets), own * self.heads)
 
     def gradient(self, of: Array, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         """What is stored for keys or values `[B, S, K, H]`: the same, or of several sets `[B, sets, rows, columns]`."""
