@@ -57,7 +57,7 @@ CASES = {
 
 ROUNDS = (
     *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, segments"),
-    *("d128", "d128 causal", "d256", "d256 causal", "window", "bias"),
+    *("d128", "d128 causal", "d192/128 causal", "d256", "d256 causal", "window", "bias"),
 )
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 SPLIT = ("d64", "soft cap")

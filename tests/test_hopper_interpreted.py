@@ -61,25 +61,29 @@ def test_split(case: Case):
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
-        (64, {}),
-        (64, dict(causal=True, offset="end")),
-        (64, dict(window=(150, 10))),
-        (128, dict(causal=True, lengths="both")),
-        (128, dict(bias="full", window=(100, 0))),
-        (256, dict(causal=True, offset="end")),
-        (80, dict(bias="full", mask="full", causal=True, sinks=True)),
-        (40, dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
+        ((64, 64), {}),
+        ((64, 64), dict(causal=True, offset="end")),
+        ((64, 64), dict(window=(150, 10))),
+        ((128, 128), dict(causal=True, lengths="both")),
+        ((128, 128), dict(bias="full", window=(100, 0))),
+        # The output leaves in two parts, from a place of its own.
+        ((256, 256), dict(causal=True, offset="end")),
+        ((192, 128), dict(lengths="both")),
+        # And from that of the queries.
+        ((256, 256), dict(bias="full")),
+        ((80, 80), dict(bias="full", mask="full", causal=True, sinks=True)),
+        ((40, 40), dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
     ],
     ids=str,
 )
-def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: int, options: dict, number: int, entries: int):
+def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, number: int, entries: int):
     """Each block of the grid takes several of queries, of one or two batch entries; in the last round not all have one.
 
     The first block of a head is not whole, and of 2 heads each has its own keys.
     """
     planned = lambda one, *_: dataclasses.replace(one, number=number, entries=entries)
     monkeypatch.setattr(tiles, "plan", planned)
-    case = Case("bfloat16", 260, 140, heads=(2, 2), dims=(dims, dims), batch=(2,), **options)
+    case = Case("bfloat16", 260, 140, heads=(2, 2), dims=dims, batch=(2,), **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 

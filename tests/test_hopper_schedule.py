@@ -108,6 +108,19 @@ def test_tiles_by_length():
     assert warpgroups(1024, True, 16) == 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [((128, 128, 0), 1), ((192, 128, 0), 2), ((256, 256, 0), 2), ((256, 256, 2), 0), ((192, 192, 4), 0)],
+    ids=str,
+)
+def test_output_leaves_in_as_few_parts_as_there_is_room_for(sizes: tuple[int, int, int], parts: int):
+    tile = tiles.forward_tiles(*sizes, 1024, lambda rows, keys: [1024 // keys] * (1024 // rows), 1, 4)
+    assert tile.out_parts(sizes) == parts
+    left = tiles.SHARED_MEMORY - tile.bytes(*sizes, 2)
+    whole = tile.rows * sizes[1] * 2
+    assert {0: whole > 2 * left or sizes[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
+
+
 @pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])
 @pytest.mark.parametrize("kind", ["to the end", "window", "segments", "by head"])
 def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: int):

@@ -41,7 +41,8 @@ class Buffers(NamedTuple):
 
     query: Ref
     out: Ref
-    """In the place of `query`, by then `query_free`; its own if there are several rounds, and room."""
+    """In the place of `query`, by then `query_free`; apart, whole or for one part after the other, where there are
+    several rounds and room."""
     key: Ref
     value: Ref
     bias: Ref | None
@@ -140,15 +141,17 @@ def forward(
                 )
                 sink = None if splits > 1 else call.value("sinks", b, h)
                 out, lse = softmax.finish(call, state, sums, sink)
-                if apart:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                elif is_union:
+                if is_union and not apart:
                     plgpu.barrier_arrive(shared.query_free)
                     plgpu.barrier_wait(shared.query_free)
-                own_out[...] = out.astype(out_dtype)
                 lse_ref[split, b, h, own(block)] = lse
-                operations.commit()
-                plgpu.copy_smem_to_gmem(own_out, part(out_ref.at[split, b], own(block), out_columns))
+                for first in range(0, value_columns, width):
+                    if apart:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    own_out[...] = lax.slice(out, (0, first), (ROWS, first + width)).astype(out_dtype)
+                    operations.commit()
+                    target = out_columns if width == value_columns else pl.ds(first, width)
+                    plgpu.copy_smem_to_gmem(own_out, part(out_ref.at[split, b], own(block), target))
                 if rounds > 1 and not apart:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     copy_next()
@@ -187,10 +190,11 @@ def forward(
     filled = plgpu.Barrier(num_barriers=tile.stages)
     free = plgpu.Barrier(num_barriers=tile.stages, num_arrivals=tile.warpgroups)
     order = (rows, heads) if packed == 1 else (heads, rows)
-    out_rows = tiles.shared((tile.warpgroups, ROWS, value_columns), out_dtype)
+    parts = tile.out_parts((head_dim, value_dim, bias_and_mask.tile_bytes(spec, sides))) if rounds > 1 else 0
+    apart, width = parts > 0, value_columns // max(1, parts)
+    out_rows = tiles.shared((tile.warpgroups, ROWS, width), out_dtype)
     query_rows = tiles.shared((tile.warpgroups, ROWS, columns), query.dtype)
     is_union = (columns, query.dtype) != (value_columns, out_dtype)
-    apart = rounds > 1 and tile.has_room((head_dim, value_dim, bias_and_mask.tile_bytes(spec, sides)))
     kernel.__name__ = f"jflash_forward_{head_dim}_{value_dim}"
     return plgpu.kernel(
         kernel,

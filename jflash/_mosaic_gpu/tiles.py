@@ -106,7 +106,7 @@ def unknown(count: Any, *axes: str) -> Any:
 
     It would write out some of the copies one by one. From that, ptxas (CUDA 13.5) once made a copy from a wrong place:
     a coordinate that is 0 was taken from a register that still held an address. With fewer of a grid's axes than there
-    are d256 spills more: the forward in rounds 76 bytes for 48 (JAX 0.12), dQ's kernel 36 for 32.
+    are d256 spills more: the forward in rounds with a bias 68 bytes for 60 (JAX 0.12), dQ's kernel 36 for 32.
     """
     number = sum(map(lax.axis_index, axes))
     return count + lax.bitwise_and(number * (number + 1), 1)
@@ -170,9 +170,13 @@ class ForwardTiles:
         mark = self.rows * 4
         return queries + mark + self.stages * stage
 
-    def has_room(self, sizes: tuple[int, int, int]) -> bool:
-        """Whether the output may have a place of its own; `sizes` are head_dim, value_dim and pair_bytes."""
-        return self.bytes(*sizes, 2) + self.rows * sizes[1] * 2 <= SHARED_MEMORY
+    def out_parts(self, sizes: tuple[int, int, int]) -> int:
+        """In how many parts, one after the other, the output may leave from a place of its own; 0 if there is no room
+        for one. `sizes` are head_dim, value_dim and pair_bytes."""
+        value_dim = sizes[1]
+        left = SHARED_MEMORY - self.bytes(*sizes, 2)
+        possible = (1, 2) if value_dim % 128 == 0 else (1,)
+        return next((parts for parts in possible if self.rows * value_dim // parts * 2 <= left), 0)
 
     def times(self, rows: int, visits: Visits) -> list[float]:
         """How long each block takes, if `rows` are all there are; in units for tiles of the same head dim."""
@@ -224,14 +228,15 @@ class ForwardTiles:
         # last one: at head dim 64, with 32 heads, 4 sections are 3% faster than one; at 128 and 256 all are as good.
         sections = heads // math.gcd(heads, 8) if lengths_differ and self.warpgroups > 2 else 1
         one = Rounds(len(visits), batch, sections=sections, turned=known_late)
-        apart = self.has_room(sizes)
-        if processors is None or not (apart or sizes[0] == sizes[1]):
+        parts = self.out_parts(sizes)
+        if processors is None or not (parts or sizes[0] == sizes[1]):
             return one
         # Tiles of fewer rows take less time, if not in proportion.
         first = visits[0] * (1 - 0.6 * self.missing(rows) / self.rows)
-        # Three warpgroups wait for the slowest. Where the output takes the place of the queries, the next round's come
-        # when it has left, which takes almost half of what a round saves.
-        beginning = 3.0 if self.warpgroups > 2 else 1.0 if apart else 0.6
+        # Three warpgroups wait for the slowest. An output that leaves in two parts is twice as large, and so are the
+        # queries. Where it takes the place of the queries, the next round's come when it has left, which takes most of
+        # what a round saves.
+        beginning = 3.0 if self.warpgroups > 2 else (0.6, 1.0, 1.5)[parts]
         return plan(one, (*visits[:0:-1], first), heads, Device(processors, beginning, self.keys * sum(sizes[:2]) * 2))
 
 
