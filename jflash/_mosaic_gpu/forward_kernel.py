@@ -181,7 +181,7 @@ def forward(
                     values = keys._replace(columns=out_columns)
                     call.copy_rows("value", value_ref, values, shared.value.at[slot], shared.value_filled.at[slot])
 
-                tiles.for_each_copy(walk.count, copy, "batch", "block")
+                tiles.for_each_copy(walk.count, copy, "head", "block", "section", "batch")
                 return visited + walk.count
 
             work.each(member, copy_block)

@@ -106,7 +106,7 @@ def unknown(count: Any, *axes: str) -> Any:
 
     It would write out some of the copies one by one. From that, ptxas (CUDA 13.5) once made a copy from a wrong place:
     a coordinate that is 0 was taken from a register that still held an address. With fewer of a grid's axes than there
-    are d256 spills more: the forward in rounds with a bias 68 bytes for 60 (JAX 0.12), dQ's kernel 36 for 32.
+    are d256 spills more: the forward in rounds 68 and 72 bytes for 32 and 8 (JAX 0.12), dQ's kernel 36 for 32.
     """
     number = sum(map(lax.axis_index, axes))
     return count + lax.bitwise_and(number * (number + 1), 1)
