@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import profiler
 import jflash
 from jflash import _platform
 from jflash.bench import __main__ as bench
-from jflash.bench import cases, clocks, peers, record
+from jflash.bench import cases, clocks, measure, peers, record
 
 ROOT = Path(__file__).parent.parent
 RECORDS = [path for path in (ROOT / "examples" / "benchmarks").glob("*.json") if '"rows"' in path.read_text()]
@@ -147,6 +147,25 @@ def test_run_records_every_case_and_peer(run):
             assert row["fraction"] == pytest.approx(row["tflops"] / found["product"]["tflops"])
         pairs = 64 * 64 / (2 if case == "causal" else 1)
         assert forward["tflops"] == pytest.approx(2 * (16 + 16) * pairs * 2 / forward["ms"] / 1e9)
+
+
+def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_first(monkeypatch):
+    """A GPU's clock depends on what it did just before."""
+    done: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(measure._Turn, "sample", lambda turn: done.append((turn.case.name, turn.work, turn.peer)))
+    monkeypatch.setattr(measure._Turn, "figures", lambda turn: record.Figures(refusal="not timed"))
+    monkeypatch.setattr(
+        measure, "_turn", lambda case, peer, work, _: measure._Turn(case, peer, work, None, "not compiled")
+    )
+    grid = [PLAIN, dataclasses.replace(PLAIN, name="causal", is_causal=True)]
+    rows = measure.measure(grid, ["jflash", "jax.nn"], True, 3, lambda *_: None).rows
+    assert [(row.case, row.peer) for row in rows[::3]] == [(c.name, p) for c in grid for p in ("jflash", "jax.nn")]
+    groups = [done[at : at + 2] for at in range(0, len(done), 2)]
+    works = itertools.product((case.name for case in grid), ("fwd", "fwd+bwd"))
+    assert [group[0][:2] for group in groups] == [*works] * 3
+    assert all(first[:2] == second[:2] for first, second in groups)
+    for number, (first, second) in enumerate(groups):
+        assert (first[2], second[2]) == (("jflash", "jax.nn"), ("jax.nn", "jflash"))[number // 4 % 2]
 
 
 def test_missing_peer_is_listed_and_has_no_row(run):

@@ -1,4 +1,8 @@
-"""Every case by every peer, in turns: each round measures each once, so that a machine's moods are shared fairly."""
+"""Every case by every peer, in turns: each round measures each once, so that a machine's moods are shared fairly.
+
+What a GPU has just done says how fast it is: a clock that was lowered for want of power stays low for some tens of
+milliseconds. So the peers do the same work one after the other, and in each round another one is the first.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +70,7 @@ def measure(cases: Sequence[Case], peers: Sequence[Name], backward: bool, rounds
                 turns.append(_turn(case, peer, work, arrays))
     for number in range(rounds):
         product_ms += product.sample()
-        for turn in turns:
+        for turn in _in_order(turns, number):
             step(f"round {number + 1} of {rounds}, {turn.peer}, {turn.case.name}", steps)
             turn.sample()
     rate = Product(size, dtype, statistics.median(product_ms))
@@ -79,6 +83,17 @@ def measure(cases: Sequence[Case], peers: Sequence[Name], backward: bool, rounds
         missing={name: reason for name, reason in reasons.items() if reason is not None},
     )
     return Record(about, rate, tuple(_rows(turns, rate.tflops)))
+
+
+def _in_order(turns: Sequence[_Turn], number: int) -> Iterator[_Turn]:
+    """The turns of a round: of each work of a case those of all peers, of whom each is the first in some round."""
+    groups: dict[tuple[Case, Work], list[_Turn]] = {}
+    for turn in turns:
+        groups.setdefault((turn.case, turn.work), []).append(turn)
+    for group in groups.values():
+        first = number % len(group)
+        yield from group[first:]
+        yield from group[:first]
 
 
 def _turn(case: Case, peer: Name, work: Work, arrays: Data) -> _Turn:
