@@ -233,9 +233,9 @@ class ForwardTiles:
             return one
         # Tiles of fewer rows take less time, if not in proportion.
         first = visits[0] * (1 - 0.6 * self.missing(rows) / self.rows)
-        # Three warpgroups wait for the slowest. An output that leaves in two parts is twice as large, and so are the
-        # queries. Where it takes the place of the queries, the next round's come when it has left, which takes most of
-        # what a round saves.
+        # Three warpgroups wait for the slowest. Where the output leaves in two parts, queries and keys have more
+        # columns, and take longer to come. Where it takes the place of the queries, the next round's come when it has
+        # left, which takes about half of what a round saves.
         beginning = 3.0 if self.warpgroups > 2 else (0.6, 1.0, 1.5)[parts]
         return plan(one, (*visits[:0:-1], first), heads, Device(processors, beginning, self.keys * sum(sizes[:2]) * 2))
 

@@ -86,7 +86,7 @@ def measure(cases: Sequence[Case], peers: Sequence[Name], backward: bool, rounds
 
 
 def _in_order(turns: Sequence[_Turn], number: int) -> Iterator[_Turn]:
-    """The turns of a round: of each work of a case those of all peers, of whom each is the first in some round."""
+    """The turns of a round: of each work of a case those of all peers, of whom another is the first in each."""
     groups: dict[tuple[Case, Work], list[_Turn]] = {}
     for turn in turns:
         groups.setdefault((turn.case, turn.work), []).append(turn)
