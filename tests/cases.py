@@ -294,6 +294,9 @@ LARGE_BIASES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "up to 2**28": lambda key: np.where(key < 128, 2.0**28 - 16, 2.0**28),
     "up from -2**30": lambda key: np.where(key < 128, -(2.0**30), -(2.0**30) + 64),
     "past 2**29": lambda key: np.where(key < 128, 2.0**29 - 32, 2.0**29 + 64),
+    "small, then large": lambda key: np.where(key < 128, 0, 3000) + 0.01 * key,
+    "large, then small": lambda key: np.where(key < 128, 3000, 2990) + 0.01 * key,
+    "small but for the last": lambda key: np.where(key == 199, -1e9, 0.01 * key),
     "up to the greatest": lambda key: np.where(key == 199, -_LEAST, key),
 }
 """Of a key's index: biases that differ by much or by nothing, in a tile of 128 keys and from one to the next."""

@@ -14,7 +14,7 @@ from cases import Case
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash import _tuning
-from jflash._mosaic_gpu import delta_kernel, elementwise, statistics, tiles
+from jflash._mosaic_gpu import delta_kernel, elementwise, key_columns, statistics, tiles
 from jflash._mosaic_gpu.operations import Interpreter
 from jflash._spec import Residuals
 
@@ -198,10 +198,12 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "keys"), ("float16", "full")])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "dim"), [("bfloat16", "keys", 64), ("bfloat16", "keys", 80), ("float16", "full", 64)]
+)
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
-def test_large_biases(values: str, dtype: str, kind: str):
-    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(64, 64), batch=(), bias=kind))
+def test_large_biases(values: str, dtype: str, kind: str, dim: int):
+    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
     call = cases.with_large_bias(call, values)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
@@ -214,6 +216,21 @@ def test_three_numbers_of_bfloat16_make_one_of_float32():
     for piece in pieces:
         np.testing.assert_array_equal(piece, np.asarray(jnp.asarray(piece, jnp.bfloat16), np.float32))
     np.testing.assert_array_equal(sum(piece.astype(np.float64) for piece in pieces), values)
+
+
+def test_pieces_of_a_bias_of_keys():
+    """No sum of some of them is larger than the bias; one that is not finite is its first piece."""
+    generator = np.random.default_rng(0)
+    most = np.finfo(np.float32).max
+    finite = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
+    values = np.concatenate([finite, [most, -most, 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    pieces = np.asarray(key_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
+    assert pieces.shape[1] == statistics.STORED
+    np.testing.assert_array_equal(np.add.reduce(pieces, 1), values)
+    np.testing.assert_array_equal(np.add.reduce(pieces[:, ::-1], 1), values)
+    np.testing.assert_array_equal(pieces[:, 3:], 0)
+    np.testing.assert_array_equal(pieces[-3:, 1:], 0)
+    assert (np.abs(np.add.accumulate(pieces[:-3], 1)) <= np.abs(values[:-3, None])).all()
 
 
 @pytest.mark.parametrize(("queries", "value_dim"), [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)])

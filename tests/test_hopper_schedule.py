@@ -99,7 +99,7 @@ def test_tiles_by_length():
     def warpgroups(length: int, causal: bool, heads: int) -> int:
         stop = lambda rows: np.arange(length, 0, -rows)[::-1]
         visits = lambda rows, keys: (-(-(stop(rows) if causal else 0 * stop(rows) + length) // keys)).tolist()
-        return tiles.forward_tiles(64, 64, 0, length, visits, 132 / heads, 4).warpgroups
+        return tiles.forward_tiles(tiles.Sizes(64, 64), length, visits, 132 / heads, 4).warpgroups
 
     assert [warpgroups(256, causal, 1024) for causal in (False, True)] == [4, 4]
     assert [warpgroups(4096, causal, 1024) for causal in (False, True)] == [3, 3]
@@ -110,15 +110,22 @@ def test_tiles_by_length():
 
 @pytest.mark.parametrize(
     ("sizes", "parts"),
-    [((128, 128, 0), 1), ((192, 128, 0), 2), ((256, 256, 0), 2), ((256, 256, 2), 0), ((192, 192, 4), 0)],
+    [
+        (tiles.Sizes(128, 128), 1),
+        (tiles.Sizes(192, 128), 2),
+        (tiles.Sizes(256, 256), 2),
+        (tiles.Sizes(256, 256, more=16), 0),
+        (tiles.Sizes(256, 256, 2), 0),
+        (tiles.Sizes(192, 192, 4), 0),
+    ],
     ids=str,
 )
-def test_output_leaves_in_as_few_parts_as_there_is_room_for(sizes: tuple[int, int, int], parts: int):
-    tile = tiles.forward_tiles(*sizes, 1024, lambda rows, keys: [1024 // keys] * (1024 // rows), 1, 4)
+def test_output_leaves_in_as_few_parts_as_there_is_room_for(sizes: tiles.Sizes, parts: int):
+    tile = tiles.forward_tiles(sizes, 1024, lambda rows, keys: [1024 // keys] * (1024 // rows), 1, 4)
     assert tile.out_parts(sizes) == parts
-    left = tiles.SHARED_MEMORY - tile.bytes(*sizes, 2)
-    whole = tile.rows * sizes[1] * 2
-    assert {0: whole > 2 * left or sizes[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
+    left = tiles.SHARED_MEMORY - tile.bytes(sizes, 2)
+    whole = tile.rows * sizes.value_dim * 2
+    assert {0: whole > 2 * left or sizes.value_dim % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
 
 
 @pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])

@@ -20,6 +20,7 @@ from jflash._mosaic_gpu import (
     delta_kernel,
     forward_kernel,
     inputs,
+    key_columns,
     pairs,
     spans,
     statistics,
@@ -43,13 +44,16 @@ def forward(
     query = _whole_tiles(operands.query) if packed == 1 else _whole_tiles(_pack(operands.query, packed), axis=2)
     key, value = _whole_tiles(operands.key), _whole_tiles(operands.value)
     edges = inputs.edges(operands, {"value": value})
-    sides = inputs.prepare(spec, operands) | inputs.words(spec, operands, operations) | edges
+    in_columns = ["bias"] if key_columns.are_there(spec) else []
+    sides = inputs.prepare(spec, operands, *in_columns) | inputs.words(spec, operands, operations) | edges
     rows = spec.query_length * packed
     visits = lambda rows, keys: _visits(spec, max(rows // packed, 1), keys)
-    sizes = query.shape[3], value.shape[3], pairs.tile_bytes(spec, sides)
+    sizes = forward_kernel.sizes(spec, query, value, sides)
     heads, splits = spec.heads // packed, 1
     share = (operations.processors or 0) / (spec.batch * heads)
-    tile = tiles.forward_tiles(*sizes, rows, visits, share, _most_warpgroups(spec))
+    tile = tiles.forward_tiles(sizes, rows, visits, share, _most_warpgroups(spec))
+    if in_columns:
+        sides |= key_columns.prepare(spec, operands, tile.keys)
     if rows <= tile.rows:
         splits = max(1, min(int(share), spec.key_length // (4 * tile.keys)))
     if splits > 1:
@@ -126,9 +130,9 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, operations: O
 
 def _most_warpgroups(spec: Spec) -> int:
     """Among how many warpgroups the registers may be divided that a forward with narrow tiles has."""
-    # With a bias of keys three spill 304 bytes and take 27% longer than two, with ALiBi 484 and 45%. With a soft
-    # cap they take 14% less where products are small, and where they are large 80% longer: there 550 are spilled.
-    return 4 if inputs.is_plain(spec) else 2
+    # With ALiBi three spill 484 bytes and take 45% longer than two. With a soft cap they take 14% less where products
+    # are small, and where they are large 80% longer: there 550 are spilled.
+    return 4 if inputs.is_plain(spec) or key_columns.are_there(spec) else 2
 
 
 def _visits(spec: Spec, rows: int, keys: int) -> list[int]:

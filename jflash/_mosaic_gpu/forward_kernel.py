@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jflash._mosaic_gpu import key_columns as bias_of_keys
 from jflash._mosaic_gpu import pairs as bias_and_mask
 from jflash._mosaic_gpu import softmax, spans, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Place, Rows, is_capped, is_plain
@@ -32,7 +33,7 @@ from jflash._mosaic_gpu.operations import Operations, Ref
 from jflash._mosaic_gpu.rounds import Rounds
 from jflash._mosaic_gpu.softmax import Softmax
 from jflash._mosaic_gpu.spans import Walk
-from jflash._mosaic_gpu.tiles import ROWS, ForwardTiles
+from jflash._mosaic_gpu.tiles import ROWS, ForwardTiles, Sizes
 from jflash._spec import Spec
 
 
@@ -47,6 +48,10 @@ class Buffers(NamedTuple):
     value: Ref
     bias: Ref | None
     """Tiles of the bias, if it has any; they come and go with the keys."""
+    bias_of_keys: Ref | None
+    """What `key_columns` has for a tile of keys, and so does that."""
+    ones: Ref | None
+    """And for queries."""
     query_filled: Ref
     key_filled: Ref
     key_free: Ref
@@ -55,6 +60,12 @@ class Buffers(NamedTuple):
     query_free: Ref
     mark: Ref
     """A number for each row, which nobody reads: see `attend`."""
+
+
+def sizes(spec: Spec, query: Array, value: Array, sides: dict[str, Array]) -> Sizes:
+    """Of a call's tiles."""
+    more = bias_of_keys.COLUMNS if bias_of_keys.are_there(spec) else 0
+    return Sizes(query.shape[3], value.shape[3], bias_and_mask.tile_bytes(spec, sides), more)
 
 
 def forward(
@@ -84,7 +95,7 @@ def forward(
     blocks, rounds = work.blocks, work.number
     missing = tile.missing(rows)
     sections = work.sections
-    has_tiles = bias_and_mask.has_tiles(spec)
+    has_tiles, has_columns = bias_and_mask.has_tiles(spec), bias_of_keys.are_there(spec)
     names = [*sides, *([] if known_spans is None else ["spans"])]
     out_dtype = query.dtype if splits == 1 else jnp.dtype(jnp.float32)
 
@@ -92,7 +103,7 @@ def forward(
 
     def kernel(query_ref: Ref, key_ref: Ref, value_ref: Ref, *refs: Any) -> None:
         side_refs, (out_ref, lse_ref, query_or_out, *scratch) = refs[: len(names)], refs[len(names) :]
-        call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), packed)
+        call = Inputs(spec, operations, dict(zip(names, side_refs, strict=True)), packed, has_bias=not has_columns)
         shared = Buffers(*(query_or_out if is_union or apart else (query_or_out, query_or_out)), *scratch)
         h = lax.axis_index("section") * (heads // sections) + lax.axis_index("head")
         split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
@@ -128,10 +139,14 @@ def forward(
                 plgpu.copy_gmem_to_smem(source, own_query, shared.query_filled.at[warpgroup])
 
             copy_query(0)
+            if shared.ones is not None:
+                bias_of_keys.write_ones(shared.ones.at[warpgroup], operations)
 
             def attend_block(index: Any, visited: Any) -> Any:
                 b, block, walk = taken(index)
                 plgpu.barrier_wait(shared.query_filled.at[warpgroup])
+                if has_columns:
+                    bias_of_keys.multiply_queries(own_query, spec, operations)
                 place = Place(b, h, own(block).start, 0)
 
                 copy_next = lambda: work.then(member, index, copy_query)
@@ -173,6 +188,9 @@ def forward(
                     keys = Rows(b, walk.start(index), tile.keys, key_head, key_columns)
                     plgpu.barrier_wait(shared.key_free.at[slot])
                     plgpu.copy_gmem_to_smem(keys.of(key_ref), shared.key.at[slot], shared.key_filled.at[slot])
+                    if shared.bias_of_keys is not None:
+                        source = bias_of_keys.part(call, keys, h)
+                        plgpu.copy_gmem_to_smem(source, shared.bias_of_keys.at[slot], shared.key_filled.at[slot])
                     if shared.bias is not None:
                         own = pl.ds(beginning(block), tile.rows), pl.ds(keys.first, tile.keys)
                         source = call.part("bias", b, h).at[own]
@@ -190,7 +208,7 @@ def forward(
     filled = plgpu.Barrier(num_barriers=tile.stages)
     free = plgpu.Barrier(num_barriers=tile.stages, num_arrivals=tile.warpgroups)
     order = (rows, heads) if packed == 1 else (heads, rows)
-    parts = tile.out_parts((head_dim, value_dim, bias_and_mask.tile_bytes(spec, sides))) if rounds > 1 else 0
+    parts = tile.out_parts(sizes(spec, query, value, sides)) if rounds > 1 else 0
     apart, width = parts > 0, value_columns // max(1, parts)
     out_rows = tiles.shared((tile.warpgroups, ROWS, width), out_dtype)
     query_rows = tiles.shared((tile.warpgroups, ROWS, columns), query.dtype)
@@ -212,8 +230,9 @@ def forward(
             tiles.shared((tile.stages, tile.keys, columns), key.dtype),
             tiles.shared((tile.stages, tile.keys, value_columns), value.dtype),
             tiles.shared((tile.stages, tile.rows, tile.keys), sides["bias"].dtype) if has_tiles else None,
+            *(bias_of_keys.shared(tile) if has_columns else (None, None)),
             plgpu.Barrier(num_barriers=tile.warpgroups),
-            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=1 + has_tiles),
+            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=1 + has_tiles + has_columns),
             free,
             filled,
             free,
@@ -250,13 +269,20 @@ def attend(
     if tile.rows > tile.keys:
         start, stop, walk = spans.own_keys(call, walk, place.batch, place.query, ROWS)
 
+    def multiply(products: Any, slot: Any) -> None:
+        operations.multiply(products, query, shared.key.at[slot].T)
+        if shared.bias_of_keys is not None:
+            assert shared.ones is not None
+            operations.multiply(products, shared.ones.at[warpgroup], shared.bias_of_keys.at[slot].T)
+
     def place_of(index: Any) -> Place:
         return place._replace(key=walk.start(index))
 
     def early(index: Any) -> dict[str, Array]:
         """What is loaded before a tile's products are asked for, so that nobody waits: where there are registers."""
         place = place_of(index)
-        return call.words(place, shape) | (call.along_keys(place, shape) if tile.warpgroups <= 2 else {})
+        bias = call.along_keys(place, shape) if tile.warpgroups <= 2 else {}
+        return call.words(place, shape) | bias | bias_of_keys.are_large(call, place, tile.keys)
 
     def show(
         products: Float[Array, "rows keys"], index: Any, before: Softmax | None, loaded: dict[str, Array]
@@ -275,7 +301,11 @@ def attend(
         if is_capped(call.spec):
             hidden = softmax.Hidden(walk.is_partial(index), by_mask, hide)
             return softmax.capped_step(call, products, place.batch, hidden, before, dtype)
-        return softmax.step(call, hide(call.logits(products, at, shape, pairs)), before, dtype)
+        if call.has_bias:
+            numbers, unit = call.logits(products, at, shape, pairs), 1.0
+        else:
+            numbers, unit = bias_of_keys.numbers(call, products, at, loaded)
+        return softmax.step(call, hide(numbers), unit, before, dtype)
 
     def leave(index: Array, carry: int) -> int:
         slot = slot_of(index)
@@ -289,7 +319,12 @@ def attend(
         lax.fori_loop(0, start, leave, 0)
     first, loaded = slot_of(jnp.int32(start)), early(start)
     plgpu.barrier_wait(shared.key_filled.at[first])
-    products = operations.product(query, shared.key.at[first].T, shape)
+
+    def multiplied(products: Any) -> Array:
+        multiply(products, first)
+        return operations.read(products)
+
+    products = operations.accumulators(multiplied, shape)
     state = show(products, jnp.int32(start), None, loaded)
     sums = operations.full((ROWS, value_columns), 0)
 
@@ -301,7 +336,7 @@ def attend(
 
         def attend_tile(sums: Any) -> Softmax:
             def weigh(products: Any) -> Softmax:
-                operations.multiply(products, query, shared.key.at[slot].T)
+                multiply(products, slot)
                 plgpu.barrier_wait(shared.value_filled.at[last])
                 operations.multiply(sums, state.weights, shared.value.at[last])
                 new = show(operations.read(products, behind=1), index, state, loaded)
@@ -339,6 +374,6 @@ def _mark(call: Inputs, tile: ForwardTiles, *, is_masked: bool) -> str | None:
         return "correction"
     if bias_and_mask.has_tiles(call.spec):
         return None
-    if is_plain(call.spec):
+    if is_plain(call.spec) or not call.has_bias:
         return "reference" if tile.keys == 128 or tile.warpgroups == 4 or is_masked else None
     return "correction" if bias_and_mask.bias_kind(call.spec) == "column" and tile.keys == 128 else None

@@ -43,8 +43,8 @@ class Arrays(NamedTuple):
     sides: dict[str, Array]
 
 
-def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
-    """The operands but query, key and value, and a mask of both axes, as kernels take them, by name.
+def prepare(spec: Spec, operands: Operands, *others: str) -> dict[str, Array]:
+    """The operands but query, key and value, a mask of both axes, and `others`, as kernels take them, by name.
 
     Vectors get a margin.
     """
@@ -65,7 +65,7 @@ def prepare(spec: Spec, operands: Operands) -> dict[str, Array]:
             prepared[name] = _with_margin(array.astype(jnp.int32), (1,))
     for name, shape in pairs.pair_shapes(spec).items():
         array = getattr(operands, name)
-        if name == "mask" and pairs.has_words(spec):
+        if name in others or (name == "mask" and pairs.has_words(spec)):
             continue
         match pairs.kind(shape):
             case "tile":
@@ -148,6 +148,8 @@ class Inputs:
     """Query heads whose rows take turns in a tile of queries; a row's query is its index divided by it."""
     keys_first: bool = False
     """Whether a tile's rows are keys and its columns queries."""
+    has_bias: bool = True
+    """Whether the bias, if there is one, is still to be added to products: see `key_columns`."""
 
     def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
         """A scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
@@ -182,7 +184,7 @@ class Inputs:
 
         For who has something else to do until it is there.
         """
-        if pairs.bias_kind(self.spec) != "column":
+        if pairs.bias_kind(self.spec) != "column" or not self.has_bias:
             return {}
         return {"bias": self._vector("bias", place, place.key, shape, 0 if self.keys_first else 1)}
 
@@ -211,7 +213,7 @@ class Inputs:
 
         def pair(name: str) -> Array | None:
             shapes = pairs.pair_shapes(spec)
-            if name not in shapes:
+            if name not in shapes or (name == "bias" and not self.has_bias):
                 return None
             if name in tiles:
                 return tiles[name]

@@ -49,15 +49,18 @@ class Hidden(NamedTuple):
     """Logits, -inf where anything does."""
 
 
-def step(call: Inputs, logits: Float[Array, "rows keys"], before: Softmax | None, dtype: Any) -> Softmax:
-    """Show the rows the logits of more keys."""
-    largest = logits.max(axis=1)
+def step(
+    call: Inputs, numbers: Float[Array, "rows keys"], unit: Array | float, before: Softmax | None, dtype: Any
+) -> Softmax:
+    """Show the rows the logits of more keys: numbers, times `unit`."""
+    largest = numbers.max(axis=1) * unit
     if before is not None:
         largest = jnp.maximum(before.reference, largest)
     reference, exponent = _finite_or_zero(largest), call.exponent
     factor, subtrahend = exponent.relative_to(reference)
-    scaled = logits * (along_rows(factor, logits.shape) if isinstance(factor, jax.Array) else factor)
-    weights = jnp.exp2(scaled - along_rows(subtrahend, logits.shape))
+    factor, shape = factor * unit, numbers.shape
+    scaled = numbers * (along_rows(factor, shape) if isinstance(factor, jax.Array) else factor)
+    weights = jnp.exp2(scaled - along_rows(subtrahend, shape))
     total = weights.sum(axis=1)
     if before is None:
         return Softmax(weights.astype(dtype), largest, total, total)

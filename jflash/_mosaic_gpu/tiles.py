@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -147,6 +147,17 @@ _PACE = {2: (0.61, 0.52), 3: (0.51, 0.55), 4: (0.59, 0.35)}
 at head dim 64. Three have the matrix unit at work most, four wait least for what takes its time."""
 
 
+class Sizes(NamedTuple):
+    """Of a forward's tiles."""
+
+    head_dim: int
+    value_dim: int
+    pair_bytes: int = 0
+    """Bytes for each logit that tiles of the bias take."""
+    more: int = 0
+    """Columns of queries and keys for a bias of keys: see `key_columns`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
     """Tiles of the forward kernel."""
@@ -162,21 +173,20 @@ class ForwardTiles:
         """Query rows of one block."""
         return ROWS * self.warpgroups
 
-    def bytes(self, head_dim: int, value_dim: int, pair_bytes: int, out_bytes: int) -> int:
-        """Shared memory, with elements of 2 bytes, but `out_bytes` of the output, and `pair_bytes` for each logit of a
-        tile of bias and mask."""
-        queries = self.rows * max(head_dim * 2, value_dim * out_bytes)
-        stage = self.keys * (head_dim + value_dim) * 2 + self.rows * self.keys * pair_bytes
+    def bytes(self, sizes: Sizes, out_bytes: int) -> int:
+        """Shared memory, with elements of 2 bytes, but `out_bytes` of the output."""
+        head_dim, value_dim, pair_bytes, more = sizes
+        queries = self.rows * (max(head_dim * 2, value_dim * out_bytes) + more * 2)
+        stage = self.keys * (head_dim + more + value_dim) * 2 + self.rows * self.keys * pair_bytes
         mark = self.rows * 4
         return queries + mark + self.stages * stage
 
-    def out_parts(self, sizes: tuple[int, int, int]) -> int:
+    def out_parts(self, sizes: Sizes) -> int:
         """In how many parts, one after the other, the output may leave from a place of its own; 0 if there is no room
-        for one. `sizes` are head_dim, value_dim and pair_bytes."""
-        value_dim = sizes[1]
-        left = SHARED_MEMORY - self.bytes(*sizes, 2)
-        possible = (1, 2) if value_dim % 128 == 0 else (1,)
-        return next((parts for parts in possible if self.rows * value_dim // parts * 2 <= left), 0)
+        for one."""
+        left = SHARED_MEMORY - self.bytes(sizes, 2)
+        possible = (1, 2) if sizes.value_dim % 128 == 0 else (1,)
+        return next((parts for parts in possible if self.rows * sizes.value_dim // parts * 2 <= left), 0)
 
     def times(self, rows: int, visits: Visits) -> list[float]:
         """How long each block takes, if `rows` are all there are; in units for tiles of the same head dim."""
@@ -203,7 +213,7 @@ class ForwardTiles:
 
     def rounds(
         self,
-        sizes: tuple[int, int, int],
+        sizes: Sizes,
         visits: Sequence[int],
         rows: int,
         batch: int,
@@ -216,7 +226,7 @@ class ForwardTiles:
         """Which blocks of queries each block of the grid takes.
 
         Args:
-          sizes: head_dim, value_dim and pair_bytes, as for `bytes`.
+          sizes: of the tiles.
           visits: how many tiles of keys each block of queries visits.
           rows: query rows that there are.
           batch, heads: how many there are.
@@ -229,7 +239,7 @@ class ForwardTiles:
         sections = heads // math.gcd(heads, 8) if lengths_differ and self.warpgroups > 2 else 1
         one = Rounds(len(visits), batch, sections=sections, turned=known_late)
         parts = self.out_parts(sizes)
-        if processors is None or not (parts or sizes[0] == sizes[1]):
+        if processors is None or not (parts or sizes.head_dim == sizes.value_dim):
             return one
         # Tiles of fewer rows take less time, if not in proportion.
         first = visits[0] * (1 - 0.6 * self.missing(rows) / self.rows)
@@ -240,19 +250,17 @@ class ForwardTiles:
         return plan(one, (*visits[:0:-1], first), heads, Device(processors, beginning, self.keys * sum(sizes[:2]) * 2))
 
 
-def forward_tiles(
-    head_dim: int, value_dim: int, pair_bytes: int, rows: int, visits: Visits, processors: float, most: int
-) -> ForwardTiles:
+def forward_tiles(sizes: Sizes, rows: int, visits: Visits, processors: float, most: int) -> ForwardTiles:
     """The fastest tiles that fit in shared memory and registers.
 
     Args:
-      head_dim, value_dim: columns of the tiles of keys and values.
-      pair_bytes: bytes for each logit that tiles of bias and mask take.
+      sizes: of the tiles.
       rows: query rows that there are.
       visits: how many tiles of so many keys each block of so many rows visits, about.
       processors: of the device, for each head of a batch entry; 0: nobody knows.
       most: warpgroups for which the call leaves registers.
     """
+    head_dim, value_dim, pair_bytes, _ = sizes
     if rows <= ROWS:
         candidates = [ForwardTiles(1, *size) for size in ((128, 2), (64, 2), (64, 1))]
     else:
@@ -268,7 +276,7 @@ def forward_tiles(
             candidates = sorted((tile for tile in several if tile.warpgroups <= most), key=time)
     # What one block does alone it may have to share with others, in float32.
     out_bytes = lambda t: 4 if rows <= t.rows else 2
-    fitting = [t for t in candidates if t.bytes(head_dim, value_dim, pair_bytes, out_bytes(t)) <= SHARED_MEMORY]
+    fitting = [t for t in candidates if t.bytes(sizes, out_bytes(t)) <= SHARED_MEMORY]
     question = Question("mosaic_gpu forward", (head_dim, value_dim, pair_bytes, "short" if rows <= ROWS else "long"))
     return _tuning.choose(question, fitting)
 

@@ -1,0 +1,128 @@
+"""A bias of keys, which the matrix unit adds in the forward: three more columns of queries and keys.
+
+    unit Q K^T + bias unit / scale = [unit Q, 1, 1, 1] [K, high, middle, low]^T
+    bias unit / scale = high + middle + low, in bfloat16
+
+`unit` is a power of two, with which bfloat16 is multiplied exactly, and no larger than the scale, so that no bias is
+too large. Where the scale is not one, `bias unit / scale` is a bias rounded once more. Of two large ones only
+the difference counts, which that may change: to a tile of keys that has a large one the bias is added as elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jflash._mosaic_gpu import inputs, pairs, tiles
+from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
+from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
+from jflash._mosaic_gpu.statistics import COLUMNS, PIECES, STORED
+from jflash._mosaic_gpu.tiles import ROWS
+from jflash._spec import Operands, Spec
+
+_PIECES, _ARE_LARGE = "bias_pieces", "biases_are_large"
+
+_LARGE = 2.0**10
+"""Biases to which the last bit of float32 may be more than logits are allowed to be off by."""
+
+
+def are_there(spec: Spec) -> bool:
+    """Whether a call's logits are its products, scaled, and a bias of keys. float16 has no power of two to spare."""
+    alone = "alibi_slopes" not in spec.operands and spec.score_mod is None and spec.logits_soft_cap is None
+    is_scaled = spec.scale is not None and 1e-20 < spec.scale < 1e20
+    return alone and is_scaled and spec.dtype == jnp.bfloat16 and pairs.bias_kind(spec) == "column"
+
+
+def _unit(spec: Spec) -> float:
+    """What queries are multiplied with."""
+    assert spec.scale is not None
+    return 2.0 ** math.floor(math.log2(spec.scale))
+
+
+def _ratio(spec: Spec) -> float:
+    """What products are multiplied with then."""
+    assert spec.scale is not None
+    return spec.scale / _unit(spec)
+
+
+def prepare(spec: Spec, operands: Operands, keys: int) -> dict[str, Array]:
+    """The bias as the kernel takes it, by name, with room for a tile of `keys` that begins at the last one."""
+    assert operands.bias is not None
+    bias = operands.bias[..., 0, :].astype(jnp.float32)
+    bias = jnp.pad(bias, [(0, 0), (0, 0), (0, -bias.shape[-1] % keys + inputs.MARGIN)])
+    if _ratio(spec) == 1:
+        return {_PIECES: _pieces(bias)}
+    by_tile = bias.reshape(*bias.shape[:2], -1, keys)
+    # A bias of -inf hides a key, however it is added; one that is NaN stays so.
+    are_large = ((jnp.abs(by_tile) >= _LARGE) & ~jnp.isinf(by_tile)).any(-1)
+    added = jnp.where(are_large[..., None], 0, by_tile).reshape(bias.shape)
+    return {_PIECES: _pieces(added / _ratio(spec)), _ARE_LARGE: are_large.astype(jnp.int32), "bias": bias}
+
+
+def _pieces(rest: Array) -> Array:
+    """`[B, N, L]` as `[B, N, L, 8]`: numbers that bfloat16 has, whose sum is the given one, and zeros.
+
+    None is larger than what is left, so that no sum of some is larger than float32 allows.
+    """
+    pieces: list[Array] = []
+    for _ in range(PIECES):
+        shortened = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        piece = jnp.where(jnp.isfinite(rest), lax.bitcast_convert_type(shortened, jnp.float32), rest)
+        rest = jnp.where(jnp.isfinite(rest), rest - piece, 0)
+        pieces.append(piece)
+    stored = jnp.stack(pieces, -1).astype(jnp.bfloat16)
+    return jnp.pad(stored, [(0, 0), (0, 0), (0, 0), (0, STORED - PIECES)])
+
+
+def shared(tile: tiles.ForwardTiles) -> list[Any]:
+    """Shared memory for some tiles' pieces, and for what queries have for them."""
+    of_keys = tiles.shared((tile.stages, tile.keys, COLUMNS), jnp.bfloat16, STORED)
+    return [of_keys, tiles.shared((tile.warpgroups, ROWS, COLUMNS), jnp.bfloat16)]
+
+
+def part(call: Inputs, keys: Rows, head: Any) -> Ref:
+    """The pieces of a tile of keys, in device memory."""
+    columns = tiles.columns(COLUMNS, STORED, keys.batch)
+    return call.part(_PIECES, keys.batch, head).at[pl.ds(keys.first, keys.size), columns]
+
+
+def write_ones(ones: Ref, operations: Operations) -> None:
+    """What queries have for the pieces."""
+    index = operations.index((ROWS, COLUMNS), 1)
+    ones[...] = jnp.where(index < PIECES, 1.0, 0.0).astype(jnp.bfloat16)
+    operations.commit()
+
+
+def multiply_queries(query: Ref, spec: Spec, operations: Operations) -> None:
+    """Multiply a warpgroup's queries, which have arrived, with the unit."""
+    if _unit(spec) != 1:
+        query[...] = (operations.load(query).astype(jnp.float32) * _unit(spec)).astype(query.dtype)
+        operations.commit()
+
+
+def are_large(call: Inputs, place: Place, keys: int) -> dict[str, Array]:
+    """Whether a tile's biases are, by name: for who has something else to do until it is known."""
+    if _ARE_LARGE not in call.refs:
+        return {}
+    ref = call.refs[_ARE_LARGE]
+    at = *inputs.index(ref, place.batch, place.head)[:2], lax.div(place.key, keys)
+    return {_ARE_LARGE: ref[at]}
+
+
+def numbers(call: Inputs, products: Array, place: Place, loaded: dict[str, Array]) -> tuple[Array, Array | float]:
+    """A tile's logits are these numbers times that one."""
+    ratio, shape = _ratio(call.spec), products.shape
+    if _ARE_LARGE not in loaded:
+        return products, ratio
+
+    def add(products: Array) -> Array:
+        bias = call.operations.load(call.part("bias", place.batch, place.head).at[pl.ds(place.key, shape[1])], 1)
+        return products * ratio + along_columns(bias, shape)
+
+    are_large = loaded[_ARE_LARGE] != 0
+    return lax.cond(are_large, add, lambda products: products, products), jnp.where(are_large, 1.0, ratio)
