@@ -191,6 +191,14 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float, dim: int
     oracle.assert_right(oracle.run(attention, call), call)
 
 
+@pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
+def test_bias_of_keys_by_scale(scale: float):
+    """The forward divides it by the scale, or multiplies queries with that."""
+    call = cases.build(Case("bfloat16", 700, 600, dims=(64, 128), bias="keys"))
+    call = dataclasses.replace(call, key=(call.key * (0.2 / scale)).astype(call.key.dtype), scale=scale)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
 @pytest.mark.parametrize(
     ("dtype", "kind", "dim"), [("bfloat16", "keys", 64), ("bfloat16", "keys", 128), ("float16", "full", 128)]
 )

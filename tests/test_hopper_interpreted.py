@@ -153,6 +153,15 @@ def test_small_scales(scale: float, mask: str | None):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
+@pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
+def test_bias_of_keys_by_scale(scale: float):
+    """The forward divides it by the scale, or multiplies queries with that."""
+    case = Case("bfloat16", 70, 200, heads=(2, 1), dims=(32, 32), batch=(), bias="keys")
+    call = cases.build(case)
+    call = dataclasses.replace(call, key=(call.key * (0.2 / scale)).astype(call.key.dtype), scale=scale)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
 @pytest.mark.parametrize("cap", [1.5, 50.0])
 @pytest.mark.parametrize("scale", [0.125, 1e-6, 40.0])
 def test_soft_cap_by_size(cap: float, scale: float):
