@@ -228,18 +228,16 @@ def test_three_numbers_of_bfloat16_make_one_of_float32():
 
 
 def test_pieces_of_a_bias_of_keys():
-    """No sum of some of them is larger than the bias; one that is not finite is its first piece."""
+    """Their sum is the bias, in any order; one that is not finite is its first piece."""
     generator = np.random.default_rng(0)
-    most = np.finfo(np.float32).max
-    finite = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
-    values = np.concatenate([finite, [most, -most, 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    finite = generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 119, 10_000)
+    values = np.concatenate([finite, [2.0**126, -(2.0**126), 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
     pieces = np.asarray(key_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
     assert pieces.shape[1] == statistics.STORED
     np.testing.assert_array_equal(np.add.reduce(pieces, 1), values)
     np.testing.assert_array_equal(np.add.reduce(pieces[:, ::-1], 1), values)
     np.testing.assert_array_equal(pieces[:, 3:], 0)
     np.testing.assert_array_equal(pieces[-3:, 1:], 0)
-    assert (np.abs(np.add.accumulate(pieces[:-3], 1)) <= np.abs(values[:-3, None])).all()
 
 
 @pytest.mark.parametrize(("queries", "value_dim"), [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)])

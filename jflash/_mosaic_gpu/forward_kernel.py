@@ -50,8 +50,6 @@ class Buffers(NamedTuple):
     """Tiles of the bias, if it has any; they come and go with the keys."""
     bias_of_keys: Ref | None
     """What `key_columns` has for a tile of keys, and so does that."""
-    ones: Ref | None
-    """And for queries."""
     query_filled: Ref
     key_filled: Ref
     key_free: Ref
@@ -139,14 +137,10 @@ def forward(
                 plgpu.copy_gmem_to_smem(source, own_query, shared.query_filled.at[warpgroup])
 
             copy_query(0)
-            if shared.ones is not None:
-                bias_of_keys.write_ones(shared.ones.at[warpgroup], operations)
 
             def attend_block(index: Any, visited: Any) -> Any:
                 b, block, walk = taken(index)
                 plgpu.barrier_wait(shared.query_filled.at[warpgroup])
-                if has_columns:
-                    bias_of_keys.multiply_queries(own_query, spec, operations)
                 place = Place(b, h, own(block).start, 0)
 
                 copy_next = lambda: work.then(member, index, copy_query)
@@ -230,7 +224,7 @@ def forward(
             tiles.shared((tile.stages, tile.keys, columns), key.dtype),
             tiles.shared((tile.stages, tile.keys, value_columns), value.dtype),
             tiles.shared((tile.stages, tile.rows, tile.keys), sides["bias"].dtype) if has_tiles else None,
-            *(bias_of_keys.shared(tile) if has_columns else (None, None)),
+            bias_of_keys.shared(tile) if has_columns else None,
             plgpu.Barrier(num_barriers=tile.warpgroups),
             plgpu.Barrier(num_barriers=tile.stages, num_arrivals=1 + has_tiles + has_columns),
             free,
@@ -272,8 +266,7 @@ def attend(
     def multiply(products: Any, slot: Any) -> None:
         operations.multiply(products, query, shared.key.at[slot].T)
         if shared.bias_of_keys is not None:
-            assert shared.ones is not None
-            operations.multiply(products, shared.ones.at[warpgroup], shared.bias_of_keys.at[slot].T)
+            bias_of_keys.add(products, shared.bias_of_keys.at[slot], operations)
 
     def place_of(index: Any) -> Place:
         return place._replace(key=walk.start(index))
@@ -281,8 +274,11 @@ def attend(
     def early(index: Any) -> dict[str, Array]:
         """What is loaded before a tile's products are asked for, so that nobody waits: where there are registers."""
         place = place_of(index)
-        bias = call.along_keys(place, shape) if tile.warpgroups <= 2 else {}
-        return call.words(place, shape) | bias | bias_of_keys.are_large(call, place, tile.keys)
+        if not call.has_bias:
+            bias = bias_of_keys.are_large(call, place, tile.keys)
+        else:
+            bias = call.along_keys(place, shape) if tile.warpgroups <= 2 else {}
+        return call.words(place, shape) | bias
 
     def show(
         products: Float[Array, "rows keys"], index: Any, before: Softmax | None, loaded: dict[str, Array]

@@ -1,11 +1,10 @@
-"""A bias of keys, which the matrix unit adds in the forward: three more columns of queries and keys.
+"""A bias of keys, which the matrix unit adds in the forward: three more columns of keys.
 
-    unit Q K^T + bias unit / scale = [unit Q, 1, 1, 1] [K, high, middle, low]^T
-    bias unit / scale = high + middle + low, in bfloat16
+    Q K^T + bias / scale = [Q, 1, 1, 1] [K, high, middle, low]^T
+    bias / scale = high + middle + low, in bfloat16
 
-A scale that is a power of two, 1 at most, is the unit: queries are multiplied with it exactly, and no bias is too large.
-With any other the unit is 1, and bias / scale is a bias rounded once more. Of two large ones only the difference counts,
-which that may change: to a tile of keys that has a large one the bias is added as elsewhere.
+Unless the scale is a power of two, bias / scale is a bias rounded once more. Of two large ones only the difference
+counts, which that may change: to a tile of keys that has a large one the bias is added as elsewhere.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ from jflash._spec import Operands, Spec
 
 _PIECES, _ARE_LARGE = "bias_pieces", "biases_are_large"
 
-_LARGE = 2.0**10
-"""Biases to which the last bit of float32 may be more than logits are allowed to be off by."""
-
 
 def are_there(spec: Spec) -> bool:
-    """Whether a call's logits are its products, scaled, and a bias of keys. float16 has no power of two to spare.
+    """Whether a call's logits are its products, scaled, and a bias of keys.
 
     With heads of more than 128 columns there is less room for the output in shared memory: short sequences took up to
     13% longer, long ones of d256 up to 4% less.
@@ -40,7 +36,7 @@ def are_there(spec: Spec) -> bool:
     alone = "alibi_slopes" not in spec.operands and spec.score_mod is None and spec.logits_soft_cap is None
     is_scaled = spec.scale is not None and 1e-20 < spec.scale < 1e20
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
-    return alone and is_scaled and is_narrow and spec.dtype == jnp.bfloat16 and pairs.bias_kind(spec) == "column"
+    return alone and is_scaled and is_narrow and pairs.bias_kind(spec) == "column"
 
 
 def _scale(spec: Spec) -> float:
@@ -48,9 +44,10 @@ def _scale(spec: Spec) -> float:
     return spec.scale
 
 
-def _is_unit(spec: Spec) -> bool:
-    """Whether the scale is."""
-    return _scale(spec) <= 1 and math.frexp(_scale(spec))[0] == 0.5
+def _large(spec: Spec) -> float:
+    """Biases from which on a quotient of theirs is infinite, or the last bit of it more than logits may be off by."""
+    is_exact = math.frexp(_scale(spec))[0] == 0.5
+    return 2.0**120 * min(_scale(spec), 1.0) if is_exact else 2.0**10
 
 
 def prepare(spec: Spec, operands: Operands, keys: int) -> dict[str, Array]:
@@ -58,35 +55,28 @@ def prepare(spec: Spec, operands: Operands, keys: int) -> dict[str, Array]:
     assert operands.bias is not None
     bias = operands.bias[..., 0, :].astype(jnp.float32)
     bias = jnp.pad(bias, [(0, 0), (0, 0), (0, -bias.shape[-1] % keys + inputs.MARGIN)])
-    if _is_unit(spec):
-        return {_PIECES: _pieces(bias)}
     by_tile = bias.reshape(*bias.shape[:2], -1, keys)
     # A bias of -inf hides a key, however it is added; one that is NaN stays so.
-    is_large = (jnp.abs(by_tile) >= _LARGE) & ~jnp.isinf(by_tile)
+    is_large = (jnp.abs(by_tile) >= _large(spec)) & ~jnp.isinf(by_tile)
     are_large = is_large.astype(jnp.int32).max(-1)
     added = jnp.where(are_large[..., None] != 0, 0, by_tile).reshape(bias.shape)
     return {_PIECES: _pieces(added / _scale(spec)), _ARE_LARGE: are_large, "bias": bias}
 
 
 def _pieces(rest: Array) -> Array:
-    """`[B, N, L]` as `[B, N, L, 8]`: numbers that bfloat16 has, whose sum is the given one, and zeros.
-
-    None is larger than what is left, so that no sum of some is larger than float32 allows.
-    """
+    """`[B, N, L]` as `[B, N, L, 8]`: numbers that bfloat16 has, whose sum is the given one, and zeros."""
     pieces: list[Array] = []
     for _ in range(PIECES):
-        shortened = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        piece = jnp.where(jnp.isfinite(rest), lax.bitcast_convert_type(shortened, jnp.float32), rest)
-        rest = jnp.where(jnp.isfinite(rest), rest - piece, 0)
-        pieces.append(piece)
+        # By name: XLA may leave out a conversion to bfloat16 and back.
+        pieces.append(lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        rest = jnp.where(jnp.isfinite(rest), rest - pieces[-1], 0)
     stored = jnp.stack(pieces, -1).astype(jnp.bfloat16)
     return jnp.pad(stored, [(0, 0), (0, 0), (0, 0), (0, STORED - PIECES)])
 
 
-def shared(tile: tiles.ForwardTiles) -> list[Any]:
-    """Shared memory for some tiles' pieces, and for what queries have for them."""
-    of_keys = tiles.shared((tile.stages, tile.keys, COLUMNS), jnp.bfloat16, STORED)
-    return [of_keys, tiles.shared((tile.warpgroups, ROWS, COLUMNS), jnp.bfloat16)]
+def shared(tile: tiles.ForwardTiles) -> Any:
+    """Shared memory for some tiles' pieces."""
+    return tiles.shared((tile.stages, tile.keys, COLUMNS), jnp.bfloat16, STORED)
 
 
 def part(call: Inputs, keys: Rows, head: Any) -> Ref:
@@ -95,38 +85,27 @@ def part(call: Inputs, keys: Rows, head: Any) -> Ref:
     return call.part(_PIECES, keys.batch, head).at[pl.ds(keys.first, keys.size), columns]
 
 
-def write_ones(ones: Ref, operations: Operations) -> None:
-    """What queries have for the pieces."""
-    index = operations.index((ROWS, COLUMNS), 1)
-    ones[...] = jnp.where(index < PIECES, 1.0, 0.0).astype(jnp.bfloat16)
-    operations.commit()
-
-
-def multiply_queries(query: Ref, spec: Spec, operations: Operations) -> None:
-    """Multiply a warpgroup's queries, which have arrived, with the unit."""
-    if _is_unit(spec) and _scale(spec) != 1:
-        query[...] = (operations.load(query).astype(jnp.float32) * _scale(spec)).astype(query.dtype)
-        operations.commit()
+def add(products: Any, pieces: Ref, operations: Operations) -> None:
+    """Add a tile's pieces to its products, in the background."""
+    # From registers: those that other columns would be computed from stay in use, and at d128 92 bytes are spilled.
+    ones = operations.full((ROWS, COLUMNS), 1).astype(jnp.bfloat16)
+    operations.multiply(products, ones, pieces.T)
 
 
 def are_large(call: Inputs, place: Place, keys: int) -> dict[str, Array]:
     """Whether a tile's biases are, by name: for who has something else to do until it is known."""
-    if _ARE_LARGE not in call.refs:
-        return {}
     ref = call.refs[_ARE_LARGE]
     at = *inputs.index(ref, place.batch, place.head)[:2], lax.div(place.key, keys)
     return {_ARE_LARGE: ref[at]}
 
 
-def numbers(call: Inputs, products: Array, place: Place, loaded: dict[str, Array]) -> tuple[Array, Array | float]:
+def numbers(call: Inputs, products: Array, place: Place, loaded: dict[str, Array]) -> tuple[Array, Array]:
     """A tile's logits are these numbers times that one."""
-    if _ARE_LARGE not in loaded:
-        return products, 1.0
     scale, shape = _scale(call.spec), products.shape
 
-    def add(products: Array) -> Array:
+    def logits(products: Array) -> Array:
         bias = call.operations.load(call.part("bias", place.batch, place.head).at[pl.ds(place.key, shape[1])], 1)
         return products * scale + along_columns(bias, shape)
 
     are_large = loaded[_ARE_LARGE] != 0
-    return lax.cond(are_large, add, lambda products: products, products), jnp.where(are_large, 1.0, scale)
+    return lax.cond(are_large, logits, lambda products: products, products), jnp.where(are_large, 1.0, scale)
