@@ -56,13 +56,13 @@ CASES = {
 
 
 ROUNDS = (
-    *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, segments"),
-    *("d128", "d128 causal", "d192/128 causal", "d256", "d256 causal", "window", "bias"),
+    *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, bias of keys", "d64 causal, segments"),
+    *("d128", "d128 causal", "d192/128 causal", "d256", "d256 causal", "window", "bias", "bias of keys"),
 )
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 SPLIT = ("d64", "soft cap")
 """Cases that are compiled for two devices too."""
-TABLED = ("d8", "d64", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
+TABLED = ("d8", "d64", "d64 causal, bias of keys", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
 """Cases that are compiled with all tiles that a search on some device might choose."""
 
 
