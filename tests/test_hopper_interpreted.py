@@ -153,9 +153,19 @@ def test_small_scales(scale: float, mask: str | None):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
+@pytest.mark.parametrize("large", [128, 192])
+def test_large_biases_in_a_window(large: int):
+    """Its first tile begins at any multiple of 8; a tile's biases may be large in some part of it."""
+    call = cases.build(Case("bfloat16", 523, 523, heads=(1, 1), dims=(80, 80), batch=(), bias="keys", window=(150, 0)))
+    key = np.arange(523)
+    bias = (np.where(key // large % 2, 3000, 0) + 0.01 * key).astype(np.float32)
+    call = dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
 @pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
 def test_bias_of_keys_by_scale(scale: float):
-    """The forward divides it by the scale, or multiplies queries with that."""
+    """The forward divides it by the scale."""
     case = Case("bfloat16", 70, 200, heads=(2, 1), dims=(32, 32), batch=(), bias="keys")
     call = cases.build(case)
     call = dataclasses.replace(call, key=(call.key * (0.2 / scale)).astype(call.key.dtype), scale=scale)
@@ -208,7 +218,8 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "dim"), [("bfloat16", "keys", 64), ("bfloat16", "keys", 80), ("float16", "full", 64)]
+    ("dtype", "kind", "dim"),
+    [("bfloat16", "keys", 64), ("bfloat16", "keys", 80), ("float16", "keys", 80), ("float16", "full", 64)],
 )
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str, dtype: str, kind: str, dim: int):

@@ -114,7 +114,7 @@ def test_tiles_by_length():
         (tiles.Sizes(128, 128), 1),
         (tiles.Sizes(192, 128), 2),
         (tiles.Sizes(256, 256), 2),
-        (tiles.Sizes(256, 256, more=16), 0),
+        (tiles.Sizes(256, 256, bias_columns=16), 0),
         (tiles.Sizes(256, 256, 2), 0),
         (tiles.Sizes(192, 192, 4), 0),
     ],

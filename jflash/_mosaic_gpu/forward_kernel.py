@@ -62,8 +62,8 @@ class Buffers(NamedTuple):
 
 def sizes(spec: Spec, query: Array, value: Array, sides: dict[str, Array]) -> Sizes:
     """Of a call's tiles."""
-    more = bias_of_keys.COLUMNS if bias_of_keys.are_there(spec) else 0
-    return Sizes(query.shape[3], value.shape[3], bias_and_mask.tile_bytes(spec, sides), more)
+    bias_columns = bias_of_keys.COLUMNS if bias_of_keys.are_there(spec) else 0
+    return Sizes(query.shape[3], value.shape[3], bias_and_mask.tile_bytes(spec, sides), bias_columns)
 
 
 def forward(

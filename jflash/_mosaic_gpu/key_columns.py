@@ -4,7 +4,7 @@
     bias / scale = high + middle + low, in bfloat16
 
 Unless the scale is a power of two, bias / scale is a bias rounded once more. Of two large ones only the difference
-counts, which that may change: to a tile of keys that has a large one the bias is added as elsewhere.
+counts, which that may change: those are 0 here, and added to the logits of the tiles of keys that have any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jflash._mosaic_gpu.statistics import COLUMNS, PIECES, STORED
 from jflash._mosaic_gpu.tiles import ROWS
 from jflash._spec import Operands, Spec
 
-_PIECES, _ARE_LARGE = "bias_pieces", "biases_are_large"
+_PIECES, _LARGE, _ARE_LARGE = "bias_pieces", "large_biases", "biases_are_large"
 
 
 def are_there(spec: Spec) -> bool:
@@ -55,12 +55,14 @@ def prepare(spec: Spec, operands: Operands, keys: int) -> dict[str, Array]:
     assert operands.bias is not None
     bias = operands.bias[..., 0, :].astype(jnp.float32)
     bias = jnp.pad(bias, [(0, 0), (0, 0), (0, -bias.shape[-1] % keys + inputs.MARGIN)])
-    by_tile = bias.reshape(*bias.shape[:2], -1, keys)
     # A bias of -inf hides a key, however it is added; one that is NaN stays so.
-    is_large = (jnp.abs(by_tile) >= _large(spec)) & ~jnp.isinf(by_tile)
-    are_large = is_large.astype(jnp.int32).max(-1)
-    added = jnp.where(are_large[..., None] != 0, 0, by_tile).reshape(bias.shape)
-    return {_PIECES: _pieces(added / _scale(spec)), _ARE_LARGE: are_large, "bias": bias}
+    is_large = (jnp.abs(bias) >= _large(spec)) & ~jnp.isinf(bias)
+    pieces = _pieces(jnp.where(is_large, 0, bias) / _scale(spec))
+    by_tile = is_large.astype(jnp.int32).reshape(*bias.shape[:2], -1, keys)
+    # A tile may begin anywhere, and then has some keys of the next one.
+    following = jnp.pad(by_tile[:, :, 1:], [(0, 0), (0, 0), (0, 1), (0, 0)])
+    are_large = (by_tile | following).max(-1)
+    return {_PIECES: pieces, _LARGE: jnp.where(is_large, bias, 0), _ARE_LARGE: are_large}
 
 
 def _pieces(rest: Array) -> Array:
@@ -87,13 +89,14 @@ def part(call: Inputs, keys: Rows, head: Any) -> Ref:
 
 def add(products: Any, pieces: Ref, operations: Operations) -> None:
     """Add a tile's pieces to its products, in the background."""
-    # From registers: those that other columns would be computed from stay in use, and at d128 92 bytes are spilled.
+    # Behind the pieces are zeros, so all columns may be 1. Where three are, what they are computed from stays in
+    # registers, even if they are in shared memory: d128 spilled 92 bytes.
     ones = operations.full((ROWS, COLUMNS), 1).astype(jnp.bfloat16)
     operations.multiply(products, ones, pieces.T)
 
 
 def are_large(call: Inputs, place: Place, keys: int) -> dict[str, Array]:
-    """Whether a tile's biases are, by name: for who has something else to do until it is known."""
+    """Whether a tile's biases may be, by name: for who has something else to do until it is known."""
     ref = call.refs[_ARE_LARGE]
     at = *inputs.index(ref, place.batch, place.head)[:2], lax.div(place.key, keys)
     return {_ARE_LARGE: ref[at]}
@@ -104,7 +107,7 @@ def numbers(call: Inputs, products: Array, place: Place, loaded: dict[str, Array
     scale, shape = _scale(call.spec), products.shape
 
     def logits(products: Array) -> Array:
-        bias = call.operations.load(call.part("bias", place.batch, place.head).at[pl.ds(place.key, shape[1])], 1)
+        bias = call.operations.load(call.part(_LARGE, place.batch, place.head).at[pl.ds(place.key, shape[1])], 1)
         return products * scale + along_columns(bias, shape)
 
     are_large = loaded[_ARE_LARGE] != 0

@@ -154,8 +154,8 @@ class Sizes(NamedTuple):
     value_dim: int
     pair_bytes: int = 0
     """Bytes for each logit that tiles of the bias take."""
-    more: int = 0
-    """Columns of keys for a bias of keys: see `key_columns`."""
+    bias_columns: int = 0
+    """More columns of keys, for a bias of keys: see `key_columns`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +175,9 @@ class ForwardTiles:
 
     def bytes(self, sizes: Sizes, out_bytes: int) -> int:
         """Shared memory, with elements of 2 bytes, but `out_bytes` of the output."""
-        head_dim, value_dim, pair_bytes, more = sizes
+        head_dim, value_dim, pair_bytes, bias_columns = sizes
         queries = self.rows * max(head_dim * 2, value_dim * out_bytes)
-        stage = self.keys * (head_dim + more + value_dim) * 2 + self.rows * self.keys * pair_bytes
+        stage = self.keys * (head_dim + bias_columns + value_dim) * 2 + self.rows * self.keys * pair_bytes
         mark = self.rows * 4
         return queries + mark + self.stages * stage
 
