@@ -302,10 +302,22 @@ LARGE_BIASES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """Of a key's index: biases that differ by much or by nothing, in a tile of 128 keys and from one to the next."""
 
 
-def with_large_bias(call: Call, values: str) -> Call:
-    """The call with one of `LARGE_BIASES` for its bias, which is all that there is to a logit."""
-    bias = LARGE_BIASES[values](np.arange(call.key.shape[-3])).astype(np.float32)
+def with_bias_of_index(call: Call, values: Callable[[np.ndarray], np.ndarray]) -> Call:
+    """The call with a bias that follows from a key's index, as those of `LARGE_BIASES`, and is all that there is to a
+    logit."""
+    bias = values(np.arange(call.key.shape[-3])).astype(np.float32)
     return dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
+
+
+def large_biases_in_a_window(large: int) -> Call:
+    """Every other `large` keys have large biases; a window's first tile begins at any multiple of 8."""
+    case = Case("bfloat16", 523, 523, heads=(1, 1), dims=(80, 80), batch=(), bias="keys", window=(150, 0))
+    return with_bias_of_index(build(case), lambda key: np.where(key // large % 2, 3000, 0) + 0.01 * key)
+
+
+def with_scale(call: Call, scale: float) -> Call:
+    """The call with another scale, and keys with which its logits are of the same size."""
+    return dataclasses.replace(call, key=(call.key * (0.2 / scale)).astype(call.key.dtype), scale=scale)
 
 
 STEPS: dict[str, tuple[float, ...]] = {

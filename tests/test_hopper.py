@@ -193,19 +193,15 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float, dim: int
 
 @pytest.mark.parametrize("large", [128, 192])
 def test_large_biases_in_a_window(large: int):
-    """Its first tile begins at any multiple of 8; a tile's biases may be large in some part of it."""
-    call = cases.build(Case("bfloat16", 523, 523, heads=(1, 1), dims=(80, 80), batch=(), bias="keys", window=(150, 0)))
-    key = np.arange(523)
-    bias = (np.where(key // large % 2, 3000, 0) + 0.01 * key).astype(np.float32)
-    call = dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
+    """A tile's biases may be large in some part of it."""
+    call = cases.large_biases_in_a_window(large)
     oracle.assert_right(oracle.run(attention, call), call)
 
 
 @pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
 def test_bias_of_keys_by_scale(scale: float):
     """The forward divides it by the scale."""
-    call = cases.build(Case("bfloat16", 700, 600, dims=(64, 128), bias="keys"))
-    call = dataclasses.replace(call, key=(call.key * (0.2 / scale)).astype(call.key.dtype), scale=scale)
+    call = cases.with_scale(cases.build(Case("bfloat16", 700, 600, dims=(64, 128), bias="keys")), scale)
     oracle.assert_right(oracle.run(attention, call), call)
 
 
@@ -215,7 +211,7 @@ def test_bias_of_keys_by_scale(scale: float):
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
-    call = cases.with_large_bias(call, values)
+    call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
     oracle.assert_right(oracle.run(attention, call), call)
 
 

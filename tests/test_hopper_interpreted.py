@@ -155,11 +155,8 @@ def test_small_scales(scale: float, mask: str | None):
 
 @pytest.mark.parametrize("large", [128, 192])
 def test_large_biases_in_a_window(large: int):
-    """Its first tile begins at any multiple of 8; a tile's biases may be large in some part of it."""
-    call = cases.build(Case("bfloat16", 523, 523, heads=(1, 1), dims=(80, 80), batch=(), bias="keys", window=(150, 0)))
-    key = np.arange(523)
-    bias = (np.where(key // large % 2, 3000, 0) + 0.01 * key).astype(np.float32)
-    call = dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
+    """A tile's biases may be large in some part of it."""
+    call = cases.large_biases_in_a_window(large)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
@@ -167,8 +164,7 @@ def test_large_biases_in_a_window(large: int):
 def test_bias_of_keys_by_scale(scale: float):
     """The forward divides it by the scale."""
     case = Case("bfloat16", 70, 200, heads=(2, 1), dims=(32, 32), batch=(), bias="keys")
-    call = cases.build(case)
-    call = dataclasses.replace(call, key=(call.key * (0.2 / scale)).astype(call.key.dtype), scale=scale)
+    call = cases.with_scale(cases.build(case), scale)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
@@ -224,7 +220,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
-    call = cases.with_large_bias(call, values)
+    call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
@@ -232,7 +228,7 @@ def test_three_numbers_of_bfloat16_make_one_of_float32():
     generator = np.random.default_rng(0)
     values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
     operations = Interpreter(plgpu.InterpretGPUParams(), processors=None)
-    pieces = [np.asarray(piece) for piece in statistics._pieces(jnp.asarray(values), operations)]
+    pieces = [np.asarray(piece) for piece in statistics.pieces(jnp.asarray(values), operations.rounded)]
     for piece in pieces:
         np.testing.assert_array_equal(piece, np.asarray(jnp.asarray(piece, jnp.bfloat16), np.float32))
     np.testing.assert_array_equal(sum(piece.astype(np.float64) for piece in pieces), values)

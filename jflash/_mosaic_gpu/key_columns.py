@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._mosaic_gpu import inputs, pairs, tiles
+from jflash._mosaic_gpu import inputs, pairs, statistics, tiles
 from jflash._mosaic_gpu.inputs import Inputs, Place, Rows
-from jflash._mosaic_gpu.operations import Operations, Ref, along_columns
+from jflash._mosaic_gpu.operations import Operations, Ref, along_columns, rounded
 from jflash._mosaic_gpu.statistics import COLUMNS, PIECES, STORED
 from jflash._mosaic_gpu.tiles import ROWS
 from jflash._spec import Operands, Spec
@@ -65,14 +65,11 @@ def prepare(spec: Spec, operands: Operands, keys: int) -> dict[str, Array]:
     return {_PIECES: pieces, _LARGE: jnp.where(is_large, bias, 0), _ARE_LARGE: are_large}
 
 
-def _pieces(rest: Array) -> Array:
+def _pieces(values: Array) -> Array:
     """`[B, N, L]` as `[B, N, L, 8]`: numbers that bfloat16 has, whose sum is the given one, and zeros."""
-    pieces: list[Array] = []
-    for _ in range(PIECES):
-        # By name: XLA may leave out a conversion to bfloat16 and back.
-        pieces.append(lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
-        rest = jnp.where(jnp.isfinite(rest), rest - pieces[-1], 0)
-    stored = jnp.stack(pieces, -1).astype(jnp.bfloat16)
+    is_finite = jnp.isfinite(values)
+    first, *others = statistics.pieces(jnp.where(is_finite, values, 0), rounded)
+    stored = jnp.stack([jnp.where(is_finite, first, values), *others], -1).astype(jnp.bfloat16)
     return jnp.pad(stored, [(0, 0), (0, 0), (0, 0), (0, STORED - PIECES)])
 
 

@@ -42,6 +42,11 @@ def along_columns(vector: Float[Array, "columns"], shape: tuple[int, ...]) -> Fl
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
+def rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The nearest numbers that bfloat16 has, in what XLA compiles: a conversion and back it may leave out."""
+    return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """Tiles in registers, products by the matrix unit, copies by the tensor memory accelerator."""
@@ -274,8 +279,7 @@ class Interpreter:
         return jnp.zeros(shape, jnp.float32)
 
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
-        # XLA may leave out a conversion to bfloat16 and back.
-        return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+        return rounded(values)
 
     def product(self, left: Any, right: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
         return self.add_product(jnp.zeros(shape, jnp.float32), left, right)

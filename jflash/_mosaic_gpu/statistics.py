@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,16 +78,16 @@ def columns(
     first = jnp.where(lse == -jnp.inf, least, jnp.maximum(lse * (-1 / spec.scale), least))
     index = operations.index((lse.shape[0], STORED), 1)
     made = operations.full(index.shape, 0)
-    for place, piece in enumerate(_pieces(first, operations) + _pieces(-delta, operations)):
+    for place, piece in enumerate(pieces(first, operations.rounded) + pieces(-delta, operations.rounded)):
         made = jnp.where(index == place, along_rows(piece, index.shape), made)
     return made.astype(jnp.bfloat16)
 
 
-def _pieces(rest: Float[Array, "rows"], operations: Operations) -> list[Float[Array, "rows"]]:
-    """Numbers that bfloat16 has, whose sum is the given one."""
+def pieces(rest: Float[Array, "..."], rounded: Callable[[Array], Array]) -> list[Float[Array, "..."]]:
+    """Numbers that bfloat16 has, whose sum is the given finite one; `rounded` gives the nearest that it has."""
     found: list[Array] = []
     for _ in range(PIECES):
-        found.append(operations.rounded(rest))
+        found.append(rounded(rest))
         rest = rest - found[-1]
     return found
 
