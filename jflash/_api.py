@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform, _score_mod, _sharding
-from jflash._score_mod import ScoreModFunction
-from jflash._spec import Spec
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform, _sharding
+from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
+from jflash._semantics.spec import Spec
 
 Implementation = str | Sequence[str] | None
 Scale = float | Float[Array, ""]
@@ -192,7 +192,7 @@ def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
             "values that do not differ between devices."
         )
     dtype = np.dtype(jnp.promote_types(arguments["query"].dtype, jnp.float32))
-    return {**arguments, "score_mod": _score_mod.trace(arguments["score_mod"], dtype)}
+    return {**arguments, "score_mod": trace_score_mod(arguments["score_mod"], dtype)}
 
 
 def _split[Result](

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from jflash import _dispatch, _sharding
-from jflash._spec import Operands, Residuals, Spec
+from jflash._semantics.spec import Operands, Residuals, Spec
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jflash import _arguments, _dropout
-from jflash._spec import Operands, Spec, shape_facts
+from jflash import _arguments
+from jflash._semantics import dropout
+from jflash._semantics.spec import Operands, Spec, shape_facts
 
 
 def canonicalize(
@@ -38,7 +39,7 @@ def canonicalize(
 ) -> tuple[Spec, Operands, tuple[int, ...]]:
     """The call's static facts, its arrays, and the batch axes that the results get back.
 
-    `score_mod` comes as `_score_mod.trace` gives it.
+    `score_mod` comes as `trace_score_mod` gives it.
 
     Raises:
       ValueError, TypeError: as `attention`, all of them before the first array is touched.
@@ -80,7 +81,7 @@ def canonicalize(
         batch_index = jnp.arange(math.prod(batch_axes), dtype=jnp.int32)
         head_index = jnp.arange(heads, dtype=jnp.int32)[None]
         if dropout_rate > 0:
-            seed = _dropout.seeds(dropout_key, batch_index)
+            seed = dropout.seeds(dropout_key, batch_index)
     segments = (None, None) if segment_ids is None else (_segments(ids, batch_axes) for ids in segment_ids)
     query_segments, key_segments = segments
     scale_is_array, offset_is_array = _arguments.is_array(scale), _arguments.is_array(query_offset)

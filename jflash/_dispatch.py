@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jflash_metal
-from jflash import _mosaic_gpu, _reference, _xla
+from jflash._backends import mosaic_gpu, reference, xla
 from jflash._platform import Platform
-from jflash._spec import Spec
+from jflash._semantics.spec import Spec
 
 BACKENDS: Mapping[str, Any] = {
-    "mosaic_gpu": _mosaic_gpu,
-    "xla": _xla,
-    "reference": _reference,
+    "mosaic_gpu": mosaic_gpu,
+    "xla": xla,
+    "reference": reference,
     "metal": jflash_metal,
 }
 """In the order in which `implementation=None` asks them."""

@@ -20,7 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jflash._spec import Operands, Residuals
+from jflash._semantics.spec import Operands, Residuals
 
 _HEADS_AXIS: dict[str, int] = {
     "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash._api import Implementation, Scale, Window, attention
-from jflash._score_mod import ScoreModFunction
+from jflash._semantics.score_mod import ScoreModFunction
 
 try:
     import equinox

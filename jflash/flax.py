@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from jflash._api import Implementation, Lengths, Offset, Scale, Segments, Window, attention
-from jflash._score_mod import ScoreModFunction
+from jflash._semantics.score_mod import ScoreModFunction
 
 try:
     from flax.linen.dtypes import promote_dtype

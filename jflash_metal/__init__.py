@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jflash import _platform, _sharding
 from jflash._platform import Platform
-from jflash._softmax import sinks_gradient
-from jflash._spec import Operands, Residuals, Spec
+from jflash._semantics.online_softmax import sinks_gradient
+from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash_metal import _ffi, _mps, _source
 from jflash_metal._blocks import blocks
 from jflash_metal._parameters import parameters

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from jflash._spec import Spec
+from jflash._semantics.spec import Spec
 
 THREADGROUP_MEMORY = 32768
 """Bytes that a threadgroup may have on every Apple GPU that has SIMD-group matrices (Metal feature set tables)."""

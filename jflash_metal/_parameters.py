@@ -7,7 +7,7 @@ import math
 import numpy as np
 from jaxtyping import Array
 
-from jflash._spec import Operands, Spec
+from jflash._semantics.spec import Operands, Spec
 
 _ROW_STRIDES = np.dtype([("batch", "<i8"), ("row", "<i4"), ("head", "<i4")], align=True)
 _PAIR_STRIDES = np.dtype([("batch", "<i8"), ("head", "<i8"), ("query", "<i8"), ("key", "<i8")], align=True)

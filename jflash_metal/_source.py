@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jflash._spec import Spec
+from jflash._semantics.spec import Spec
 from jflash_metal._blocks import Block, blocks
 from jflash_metal._parameters import PARAMETERS
 

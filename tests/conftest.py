@@ -20,6 +20,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from refusals import skip_refused
 
 import jflash
 from jflash import _dispatch, _settings
@@ -62,13 +63,6 @@ def attention(backend: str) -> Callable[..., Any]:
         return jflash.attention(*args, implementation=backend, **kwargs)
 
     return functools.wraps(jflash.attention)(call)
-
-
-def skip_refused(backend: str, *args: Any, **kwargs: Any) -> None:
-    """Skip the running test if `backend` refuses this call, with its `unsupported()`'s sentence."""
-    verdict, *refusals = jflash.explain(*args, implementation=backend, **kwargs).splitlines()
-    if refusals:
-        pytest.skip(f"{verdict} {refusals[0].strip()}")
 
 
 @pytest.fixture

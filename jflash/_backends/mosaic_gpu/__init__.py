@@ -1,0 +1,53 @@
+"""Hopper kernels in Pallas (Mosaic GPU): the default on NVIDIA GPUs of compute capability 9.0.
+
+`calls` takes a call to the kernels: `forward_kernel`, and for the gradients `delta_kernel`, then `backward_kernel` or
+`d_query_kernel` and `d_key_value_kernel`, with `d_bias_kernel` where a bias has a query and a key axis, and ahead of
+them `mask_kernel` where a mask has. `query_order` is in which order blocks of keys take queries, `query_sums` how they
+come to one dQ, `inputs` what a kernel knows of its call, `spans` which tiles it visits, `tiles` how large they are,
+`operations` what a warpgroup does with one.
+
+Pallas is imported with the first call that the kernels serve: not every machine has it.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jflash import _platform
+from jflash._platform import Platform
+from jflash._semantics.spec import Operands, Residuals, Spec
+
+
+def unsupported(spec: Spec, platform: Platform) -> str | None:
+    """Only Hopper runs these kernels, and they have no dropout and no float32."""
+    if platform.compute_capability != "9.0":
+        return f"it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is {platform}."
+    return unsupported_call(spec)
+
+
+def unsupported_call(spec: Spec) -> str | None:
+    """What the kernels cannot do on any machine."""
+    if spec.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16. Got {spec.dtype}."
+    if max(spec.head_dim, spec.value_dim) > 256 or spec.head_dim % 8 or spec.value_dim % 8:
+        return f"H and D must be multiples of 8 up to 256. Got H={spec.head_dim} and D={spec.value_dim}."
+    if spec.dropout_rate > 0:
+        return "it has no dropout."
+    if "score_mod_arrays" in spec.operands:
+        return "it takes no score_mod that closes over arrays."
+    return None
+
+
+def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """Output in the query's dtype and log-sum-exp in float32."""
+    from jflash._backends.mosaic_gpu import calls, operations
+
+    return calls.forward(spec, operands, operations.Hardware(_platform.current().processors))
+
+
+def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
+    """Gradients of all operands that have one, in their dtypes and shapes."""
+    from jflash._backends.mosaic_gpu import calls, operations
+
+    return calls.backward(spec, operands, residuals, operations.Hardware(_platform.current().processors))

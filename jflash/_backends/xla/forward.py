@@ -1,0 +1,122 @@
+"""Forward: online softmax along the walk.
+
+    for each block of query rows:
+      m, l, O = -inf, 0, 0
+      for each tile of keys that it can see:
+        S = modify(Q K^T), -inf where masked
+        m, l, O = online softmax of S and V
+      out = O / l;  lse = m + log l
+
+Where the norms of queries and keys alone say that no logit of a block can be large (Cauchy-Schwarz), m is that bound
+from the start and need not be found tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jflash._backends.xla import tiling
+from jflash._backends.xla.tiling import Block, Span
+from jflash._semantics import dropout, online_softmax
+from jflash._semantics.logits import modify_logits
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import Corner, TileShape, cut, load_tile, paste, split_heads
+
+Results = tuple[Float[Array, "B T K G D"], Float[Array, "B K G T"]]
+Step = Callable[[online_softmax.Rows, Float[Array, "b k g i j"], online_softmax.Weigh], online_softmax.Rows]
+
+
+def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """Output in the query's dtype and log-sum-exp in the accumulator's."""
+    shape = tiling.plan(spec, "forward")
+    batch, heads, rows = shape.batch, shape.key_heads, shape.queries
+    query = split_heads(operands.query, 2, spec)
+    sinks = None if operands.sinks is None else split_heads(operands.sinks, 1, spec)
+    key_norms = _largest_key_norms(spec, operands) if _may_be_bounded(spec, shape) else None
+
+    def attend_block(block: Block, results: Results) -> Results:
+        queries = tiling.load_rows(spec, query, block, shape)
+        if operands.query_lengths is not None:
+            lengths = cut(operands.query_lengths, (block.batch,), (batch,))
+            index = (block.first + jnp.arange(rows))[None, None, None, :, None]
+            queries = tiling.zero_padding(queries, index, lengths[:, None, None, None, None])
+
+        def attend_tiles(step: Step, largest: Float[Array, "b k g i"]) -> online_softmax.Rows:
+            def attend_tile(corner: Corner, span: Span | None, state: online_softmax.Rows) -> online_softmax.Rows:
+                tile = load_tile(spec, operands, corner, shape)
+                keys = tiling.load_keys(operands.key, corner, shape)
+                values = tiling.load_keys(operands.value, corner, shape)
+                if span is not None:
+                    keys, values = (tiling.zero_padded_keys(array, tile) for array in (keys, values))
+                products = tiling.dot(spec, queries.reshape(batch, heads, -1, spec.head_dim), keys, (3, 3))
+                logits = modify_logits(spec, products.reshape(batch, heads, spec.group, rows, shape.keys), tile)
+                visible = tiling.visible(spec, tile, span)
+                if visible is not None:
+                    logits = jnp.where(visible, logits, -jnp.inf)
+
+                def weigh(probabilities: Float[Array, "b k g i j"]) -> Float[Array, "b k g i D"]:
+                    if spec.dropout_rate > 0:
+                        probabilities = jnp.where(dropout.keep(spec, tile), probabilities, 0)
+                    flat = probabilities.reshape(batch, heads, -1, shape.keys).astype(spec.dtype)
+                    return tiling.dot(spec, flat, values, (3, 2)).reshape(*logits.shape[:-1], spec.value_dim)
+
+                return step(state, logits, weigh)
+
+            state = online_softmax.start(largest, spec.value_dim)
+            return tiling.for_each_tile(spec, operands, shape, block, attend_tile, state)
+
+        unknown = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
+        if key_norms is None:
+            state = attend_tiles(online_softmax.step, unknown)
+        else:
+            bound = _norms(queries) * cut(key_norms, (block.batch, block.key_head, 0, 0), (batch, heads, 1, 1))
+            state = lax.cond(
+                jnp.all(bound <= online_softmax.BOUND_LIMIT),
+                lambda: attend_tiles(online_softmax.step_bounded, bound),
+                lambda: attend_tiles(online_softmax.step, unknown),
+            )
+        block_sinks = None
+        if sinks is not None:
+            block_sinks = cut(sinks, (block.batch, block.key_head, 0), (batch, heads, spec.group))[..., None]
+        out, lse = online_softmax.finish(state, block_sinks)
+        out = jnp.moveaxis((out / (1 - spec.dropout_rate)).astype(spec.dtype), 3, 1)
+        return (
+            paste(results[0], out, (block.batch, block.first, block.key_head, 0, 0)),
+            paste(results[1], lse, (block.batch, block.key_head, 0, block.first)),
+        )
+
+    heads_shape = (spec.key_heads, spec.group)
+    results = (
+        jnp.zeros((spec.batch, spec.query_length, *heads_shape, spec.value_dim), spec.dtype),
+        jnp.zeros((spec.batch, *heads_shape, spec.query_length), spec.accumulator),
+    )
+    out, lse = tiling.for_each_block(spec, operands, shape, attend_block, results)
+    return (
+        out.reshape(spec.batch, spec.query_length, spec.heads, spec.value_dim),
+        lse.reshape(spec.batch, spec.heads, spec.query_length),
+    )
+
+
+def _may_be_bounded(spec: Spec, shape: TileShape) -> bool:
+    """Whether logits are no more than scaled products, in a dtype with float32's range, and tiles many enough."""
+    plain = spec.score_mod is None and {"scale", "bias", "alibi_slopes"}.isdisjoint(spec.operands)
+    return plain and shape.keys < spec.key_length and jnp.finfo(spec.dtype).maxexp >= 128
+
+
+def _norms(vectors: Float[Array, "... H"]) -> Float[Array, "..."]:
+    wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
+    return jnp.sqrt(jnp.sum(wide * wide, axis=-1))
+
+
+def _largest_key_norms(spec: Spec, operands: Operands) -> Float[Array, "B K 1 1"]:
+    """For each batch entry and key head, the largest norm of a key, times the scale."""
+    assert spec.scale is not None
+    norms = _norms(operands.key)
+    if operands.key_lengths is not None:
+        inside = jnp.arange(spec.key_length)[None] < operands.key_lengths[:, None]
+        norms = jnp.where(inside[:, :, None], norms, 0)
+    return (abs(spec.scale) * jnp.max(norms, axis=1))[:, :, None, None]

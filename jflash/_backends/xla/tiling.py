@@ -1,0 +1,256 @@
+"""The walk over tiles that both passes share: blocks of query rows, and for each the tiles of keys it can see."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jflash import _tuning
+from jflash._semantics import visibility
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
+from jflash._sharding import varying_alike
+from jflash._tuning import Question
+
+_NARROW_ROWS = 128
+_NARROW = 1280
+"""A window's keys of 128 rows make one tile while they are at most so many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """About how large tiles are."""
+
+    rows: int
+    keys: int
+    logits: int
+    """Logits in one tile, of as many heads and batch entries as that takes: large enough that loops cost little and
+    every core has work, small enough to stay in a laptop's cache between the two matrix products."""
+
+
+BLOCKS: Mapping[str, Sequence[Blocks]] = {
+    "alike": [
+        Blocks(1024, 1024, 2**20),
+        Blocks(1024, 512, 2**20),
+        Blocks(512, 512, 2**20),
+        Blocks(2048, 512, 2**21),
+        Blocks(1024, 256, 2**19),
+        Blocks(512, 512, 2**18),
+        Blocks(256, 256, 2**18),
+    ],
+    "masked": [
+        Blocks(512, 512, 2**20),
+        Blocks(1024, 512, 2**20),
+        Blocks(512, 256, 2**20),
+        Blocks(512, 512, 2**19),
+        Blocks(256, 512, 2**18),
+        Blocks(256, 256, 2**18),
+    ],
+    "narrow window": [
+        Blocks(_NARROW_ROWS, _NARROW, 2**20),
+        Blocks(256, _NARROW, 2**20),
+        Blocks(64, _NARROW, 2**20),
+        Blocks(_NARROW_ROWS, _NARROW, 2**18),
+        Blocks(_NARROW_ROWS, 512, 2**18),
+    ],
+}
+"""For each kind of call what to choose from. Where every row sees the same keys, taller tiles need fewer of them. In a
+narrow window, one tile holds all that a few rows see: little of it is outside the window, and nothing is rescaled."""
+
+
+def _even(length: int, most: int) -> int:
+    """The block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
+    parts = -(-length // most)
+    return min(length, -(-length // (16 * parts)) * 16)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, or 1."""
+    return max(d for d in range(1, number + 1) if number % d == 0 and (d <= most or d == 1))
+
+
+def _window(spec: Spec) -> int | None:
+    """How many keys a query may see besides its own, where both sides are limited."""
+    left, right = spec.bounds
+    return None if left is None or right is None else left + right
+
+
+def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
+    """The tiles of this call: of so many heads, then batch entries, as `Blocks.logits` allows."""
+    window = _window(spec)
+    if spec.bounds == (None, None) and "query_segments" not in spec.operands:
+        kind = "alike"
+    elif window is not None and window + _NARROW_ROWS <= _NARROW:
+        kind = "narrow window"
+    else:
+        kind = "masked"
+    blocks = _tuning.choose(Question(f"xla {work}", (kind,)), BLOCKS[kind])
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
+    seen = spec.key_length if window is None else min(spec.key_length, window + queries)
+    keys = _even(seen, blocks.keys)
+    logits = spec.group * queries * keys
+    key_heads = _divisor(spec.key_heads, blocks.logits // logits)
+    batch = _divisor(spec.batch, blocks.logits // (logits * key_heads)) if key_heads == spec.key_heads else 1
+    return TileShape(batch, key_heads, queries, keys)
+
+
+class Block(NamedTuple):
+    """Some query rows of some batch entries and heads."""
+
+    batch: Int[Array, ""]
+    key_head: Int[Array, ""]
+    first: Int[Array, ""]
+    """The first row. The last block of a sequence begins early rather than end late."""
+    fresh: Bool[Array, "i"] | None
+    """Which rows no earlier block had; `None`: all."""
+
+
+def for_each_block[Carry](
+    spec: Spec, operands: Operands, shape: TileShape, body: Callable[[Block, Carry], Carry], carry: Carry
+) -> Carry:
+    """Fold `body` over all blocks of query rows."""
+    carry = varying_alike(carry, like=operands.query)
+    blocks = -(-spec.query_length // shape.queries)
+    groups = spec.key_heads // shape.key_heads
+
+    def step(index: Int[Array, ""], carry: Carry) -> Carry:
+        row_block, rest = index % blocks, index // blocks
+        nominal = row_block * shape.queries
+        first = jnp.minimum(nominal, spec.query_length - shape.queries)
+        ragged = spec.query_length % shape.queries != 0
+        fresh = first + jnp.arange(shape.queries) >= nominal if ragged else None
+        block = Block(rest // groups * shape.batch, rest % groups * shape.key_heads, first, fresh)
+        return body(block, carry)
+
+    return _loop(blocks * groups * (spec.batch // shape.batch), step, carry)
+
+
+def _loop[Carry](count: Int[Array, ""] | int, body: Callable[[Int[Array, ""], Carry], Carry], carry: Carry) -> Carry:
+    """`body` for each index below `count`; int32 also where Python's integers become int64."""
+    return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The part [start, stop) of a tile's keys that is this tile's own; the rest belongs to its neighbours."""
+
+    start: Int[Array, ""]
+    stop: Int[Array, ""]
+
+
+def for_each_tile[Carry](
+    spec: Spec,
+    operands: Operands,
+    shape: TileShape,
+    block: Block,
+    body: Callable[[Corner, Span | None, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Fold `body` over the tiles of keys that the block can see.
+
+    Tiles that every row sees whole come with no span, and need no mask. The others come with theirs. Tiles begin where
+    the visible keys do rather than at multiples of their size, so a window is covered by as few as can be.
+    """
+    carry = varying_alike(carry, like=operands.query)
+    size, length = shape.keys, spec.key_length
+    corner = lambda key: Corner(block.batch, block.key_head, block.first, key)
+    unmasked = lambda index, carry: body(corner(full_start + index * size), None, carry)
+    limited = visibility.limited(spec)
+    if not limited and length % size == 0:
+        full_start = jnp.int32(0)
+        return _loop(length // size, unmasked, carry)
+
+    spans = visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
+    window = _window(spec)
+    in_step = operands.query_offset is None or shape.batch == 1
+    if size == length or (in_step and window is not None and window + shape.queries <= size):
+        # One tile holds all that the rows see.
+        span = Span(spans.start, spans.stop)
+        visit = lambda carry: body(corner(jnp.minimum(span.start, length - size)), span, carry)
+        return lax.cond(span.start < span.stop, visit, lambda carry: carry, carry)
+
+    tiles = lambda keys: (keys + size - 1) // size
+    whole = (spans.full_stop - spans.full_start) // size
+    full_start = jnp.where(whole > 0, spans.full_start, spans.start)
+    full_stop = full_start + whole * size
+    left, right = tiles(full_start - spans.start), tiles(spans.stop - full_stop)
+
+    def masked(index: Int[Array, ""], carry: Carry) -> Carry:
+        on_left = index < left
+        start = jnp.where(on_left, spans.start + index * size, full_stop + (index - left) * size)
+        stop = jnp.minimum(start + size, jnp.where(on_left, full_start, spans.stop))
+        return body(corner(jnp.minimum(start, length - size)), Span(start, stop), carry)
+
+    if spec.mask_shape is None:
+        carry = _loop(whole, unmasked, carry)
+    return _loop(left + right, masked, carry)
+
+
+def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g #i #j"] | None:
+    """Which logits of a tile count; `None`: all."""
+    if span is None:
+        return None
+    own = (tile.key >= span.start) & (tile.key < span.stop)
+    seen = visibility.visible(spec, tile)
+    return own if seen is None else own & seen
+
+
+def load_rows(spec: Spec, array: Array, block: Block, shape: TileShape) -> Array:
+    """The block's part of `[B, T, K, G, ...]` as `[b, k, g, i, ...]`."""
+    rest = array.shape[4:]
+    part = cut(
+        array,
+        (block.batch, block.first, block.key_head, 0, *[0] * len(rest)),
+        (shape.batch, shape.queries, shape.key_heads, spec.group, *rest),
+    )
+    return jnp.moveaxis(part, 1, 3)
+
+
+def add_rows(array: Array, part: Array, block: Block) -> Array:
+    """`array` with `part` added where `load_rows` takes it."""
+    starts = (block.batch, block.first, block.key_head, 0, *[0] * (array.ndim - 4))
+    return paste_add(array, jnp.moveaxis(part, 3, 1), starts)
+
+
+def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
+    """The tile's part of `[B, S, K, ...]` as `[b, k, j, ...]`."""
+    rest = array.shape[3:]
+    part = cut(
+        array,
+        (corner.batch, corner.key, corner.key_head, *[0] * len(rest)),
+        (shape.batch, shape.keys, shape.key_heads, *rest),
+    )
+    return jnp.moveaxis(part, 1, 2)
+
+
+def add_keys(array: Array, part: Array, corner: Corner) -> Array:
+    """`array` with `part` added where `load_keys` takes it."""
+    starts = (corner.batch, corner.key, corner.key_head, *[0] * (array.ndim - 3))
+    return paste_add(array, jnp.moveaxis(part, 2, 1), starts)
+
+
+def zero_padding(
+    array: Float[Array, "b k *axes H"], index: Int[Array, "..."], lengths: Int[Array, "..."] | None
+) -> Float[Array, "b k *axes H"]:
+    """Rows at or past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
+    return array if lengths is None else jnp.where(index < lengths, array, 0)
+
+
+def zero_padded_keys(array: Float[Array, "b k j H"], tile: Tile) -> Float[Array, "b k j H"]:
+    """A tile's keys or values, those that are padding as zeros."""
+    if tile.key_lengths is None:
+        return array
+    return zero_padding(array, tile.key[:, :, 0, 0, :, None], tile.key_lengths[:, 0])
+
+
+def dot(
+    spec: Spec, left: Float[Array, "b k m h"], right: Float[Array, "b k n h"], contract: tuple[int, int]
+) -> Float[Array, "b k m n"]:
+    """Matrix products of every batch entry and head, accumulated in the accumulator's dtype."""
+    dimensions: Any = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
+    return lax.dot_general(left, right, dimensions, precision=spec.precision, preferred_element_type=spec.accumulator)

@@ -1,0 +1,57 @@
+"""From logits to logits: scale, soft cap, bias, ALiBi and `score_mod`, in that order.
+
+All of it is elementwise and written in plain JAX, so a backend takes the derivative, of the logits and of every
+parameter, with `jax.vjp` on its own tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jflash._semantics.spec import Spec
+from jflash._semantics.tile import Parameters, Tile
+
+
+def soft_cap(products: Float[Array, "..."], scale: Float[Array, "#..."] | float, cap: float) -> Float[Array, "..."]:
+    """The scaled products, no further from 0 than `cap`."""
+    return cap * jnp.tanh(products * (scale / cap))
+
+
+def modify_logits(
+    spec: Spec,
+    products: Float[Array, "b k g i j"],
+    tile: Tile,
+    soft_cap: Callable[[Array, Array | float, float], Array] = soft_cap,
+) -> Float[Array, "b k g i j"]:
+    """The logits of a tile from its dot products of queries and keys; `soft_cap` is the backend's.
+
+    Sources: soft cap, Gemma 2 (arXiv:2408.00118, section 2); ALiBi, arXiv:2108.12409, section 3.
+    """
+    parameters = tile.parameters
+    scale = parameters.scale if parameters.scale is not None else spec.scale
+    assert scale is not None
+    cap = spec.logits_soft_cap
+    logits = products * scale if cap is None else soft_cap(products, scale, cap)
+    if parameters.bias is not None:
+        logits = logits + parameters.bias.astype(logits.dtype)
+    if parameters.alibi_slopes is not None:
+        distance = jnp.abs(tile.position - tile.key).astype(logits.dtype)
+        logits = logits - parameters.alibi_slopes * distance
+    if spec.score_mod is not None:
+        assert tile.batch is not None
+        assert tile.head is not None
+        logits = spec.score_mod(logits, tile.batch, tile.head, tile.query, tile.key, parameters.score_mod_arrays)
+    return logits
+
+
+def without_unseen(spec: Spec, parameters: Parameters, visible: Bool[Array, "..."] | None) -> Parameters:
+    """The parameters with a bias of 0 where no query sees.
+
+    What it holds in padding may be NaN, then so is the derivative of `score_mod`, and 0 * NaN is NaN.
+    """
+    if spec.score_mod is None or parameters.bias is None or visible is None:
+        return parameters
+    return parameters._replace(bias=jnp.where(visible, parameters.bias, 0))

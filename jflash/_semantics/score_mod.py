@@ -1,0 +1,124 @@
+"""`score_mod`: a user's function of one logit, traced once, with the arrays it closes over taken out."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jaxtyping import Array, Int
+
+ScoreModFunction = Callable[[Array, Array, Array, Array, Array], Array]
+"""`f(logit, batch, head, query_index, key_index) -> logit`, all scalars."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScoreMod:
+    """A traced `score_mod` without its closed-over arrays.
+
+    Two are equal when the same function object traced to the same program, which is what lets `jax.jit` find
+    its compiled code again. The program is compared as text, so a function whose captured Python values have
+    changed is not taken for its former self.
+    """
+
+    function: weakref.ref[Any]
+    """Not the function itself: compiled code outlives the call, and what a function closes over should not."""
+    program: str
+    jaxpr: Any
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, ScoreMod):
+            return self is other
+        function = self.function()
+        return function is not None and function is other.function() and self.program == other.program
+
+    def __hash__(self) -> int:
+        return hash(self.program)
+
+    def __call__(
+        self,
+        logits: Array,
+        batch: Int[Array, "..."],
+        head: Int[Array, "..."],
+        query: Int[Array, "..."],
+        key: Int[Array, "..."],
+        arrays: tuple[Array, ...],
+    ) -> Array:
+        """Apply to a tile of logits whose first axis is the batch.
+
+        The indices are scalars, or have the logits' rank and broadcast to their shape; `arrays` have a leading axis
+        of size 1 or of the tile's batch.
+        """
+
+        def scalar(logit: Array, batch: Array, head: Array, query: Array, key: Array, arrays: tuple[Array, ...]):
+            (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, arrays))(logit, batch, head, query, key)
+            return jnp.asarray(result, logit.dtype)
+
+        function: Any = scalar
+        operands: list[Array] = [batch, head, query, key]
+        for axis in reversed(range(logits.ndim)):
+            mapped = [operand.ndim > 0 and operand.shape[axis] > 1 for operand in operands]
+            operands = [x if m or x.ndim == 0 else x.squeeze(axis) for x, m in zip(operands, mapped, strict=True)]
+            array_axes = tuple(0 if axis == 0 and array.shape[0] > 1 else None for array in arrays)
+            function = jax.vmap(function, in_axes=(0, *(0 if m else None for m in mapped), array_axes))
+        arrays = tuple(array if array.shape[0] > 1 else array.squeeze(0) for array in arrays)
+        return function(logits, *operands, arrays)
+
+
+def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, tuple[Array, ...]]:
+    """Trace `function` at a logit of `dtype`; returns it and the arrays it closes over, in the jaxpr's order.
+
+    Raises:
+      TypeError: if it is not callable, or its result is not one floating-point array.
+      ValueError: if its result is not a scalar.
+    """
+    if not callable(function):
+        raise TypeError(f"`score_mod` must be a function. Got {type(function).__name__}.")
+    try:
+        inspect.signature(function).bind(*[None] * 5)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`score_mod` is called as f(logit, batch, head, query_index, key_index). Got {function!r}: {error}."
+        ) from None
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    try:
+        # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
+        once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
+        # A jaxpr remembers the mesh that it was traced under, and this one is run under others.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            closed, shape = once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
+    except Exception as error:
+        error.add_note(f"This happened while `score_mod` was traced: {function!r}.")
+        raise
+    if not isinstance(shape, jax.ShapeDtypeStruct) or not jnp.issubdtype(shape.dtype, jnp.floating):
+        raise TypeError(
+            "`score_mod` must return one floating-point logit. "
+            f"Got {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', shape)}."
+        )
+    if shape.shape != ():
+        raise ValueError(
+            "`score_mod` is called on one logit and must return one: the shape must stay (). "
+            f"Got a result of shape {shape.shape}."
+        )
+    arrays = tuple(jnp.asarray(constant) for constant in closed.consts)
+    # A jaxpr holds on to the constants it was made with: their shapes take their place.
+    shapes: Any = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    jaxpr = ClosedJaxpr(closed.jaxpr, shapes)
+    return ScoreMod(_reference(function), str(closed.jaxpr), jaxpr), arrays
+
+
+def _reference(function: Any) -> weakref.ref[Any]:
+    """A bound method is a new object each time it is looked up: the object that it is bound to stands for it."""
+    lasting = getattr(function, "__self__", function)
+    if type(lasting).__weakrefoffset__ == 0:
+        raise TypeError(
+            "`score_mod` must be a function, or an object that weak references can follow. "
+            f"Got {type(lasting).__name__}, which has __slots__ without __weakref__."
+        )
+    return weakref.ref(lasting)

@@ -1,0 +1,124 @@
+"""The two halves of one attention call: `Spec`, what is known at trace time, and `Operands`, its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jflash._semantics.score_mod import ScoreMod
+
+
+class Operands(NamedTuple):
+    """The arrays of one call in canonical form; `None` where the call does not use one.
+
+    Batch axes are merged into one axis B, and every array has that axis in front, of size B or, where the call
+    shares the array between the batch, of size 1 (`#B`). So folding a `vmap` axis into B, or sharding B over
+    devices, is the same step for all of them.
+    """
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    bias: Float[Array, "#B #N #T #S"] | None = None
+    mask: Bool[Array, "#B #N #T #S"] | None = None
+    scale: Float[Array, "#B"] | None = None
+    alibi_slopes: Float[Array, "#B N"] | None = None
+    sinks: Float[Array, "#B N"] | None = None
+    query_offset: Int[Array, "#B"] | None = None
+    query_lengths: Int[Array, "#B"] | None = None
+    key_lengths: Int[Array, "#B"] | None = None
+    query_segments: Int[Array, "#B T"] | None = None
+    key_segments: Int[Array, "#B S"] | None = None
+    batch_index: Int[Array, "B"] | None = None
+    """Which batch entry a row of the arrays belongs to: it stays true when B is folded or sharded."""
+    head_index: Int[Array, "#B N"] | None = None
+    """Likewise for the heads."""
+    dropout_seed: UInt32[Array, "B 2"] | None = None
+    score_mod_arrays: tuple[Array, ...] = ()
+    """What `score_mod` closes over, each `[#B, *its own shape]`."""
+
+
+class Residuals(NamedTuple):
+    """What the backward needs besides the operands: the forward's results and their cotangents."""
+
+    out: Float[Array, "B T N D"]
+    lse: Float[Array, "B N T"]
+    d_out: Float[Array, "B T N D"]
+    d_lse: Float[Array, "B N T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static facts of one call: hashable, equal when the same code serves both calls."""
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: np.dtype[Any]
+    bias_shape: tuple[int, int, int, int] | None
+    mask_shape: tuple[int, int, int, int] | None
+    operands: frozenset[str]
+    """Names of the operands that the call has."""
+    constants: frozenset[str] = frozenset()
+    """Names of the operands whose gradient nobody asks for; the backward may leave it out."""
+    scale: float | None = None
+    """`None`: the scale is an operand."""
+    query_offset: int | None = None
+    """`None`: the offset is an operand."""
+    is_causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    score_mod: ScoreMod | None = None
+    dropout_rate: float = 0.0
+    precision: Any = None
+    deterministic: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def accumulator(self) -> np.dtype[Any]:
+        """The dtype of logits, softmax, sums and the log-sum-exp."""
+        return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """(left, right): key j may be seen by position p when p - left <= j <= p + right; `None` is unbounded."""
+        left, right = self.window if self.window is not None else (None, None)
+        if self.is_causal:
+            right = 0
+        return left, right
+
+    def resized(self, operands: Operands) -> Spec:
+        """The same call over a part of its batch and heads, or over a larger batch."""
+        return dataclasses.replace(self, **shape_facts(operands))
+
+
+def shape_facts(operands: Operands) -> dict[str, Any]:
+    """The fields of `Spec` that the operands' shapes and dtypes determine."""
+    batch, query_length, heads, head_dim = operands.query.shape
+    _, key_length, key_heads, value_dim = operands.value.shape
+    return dict(
+        batch=batch,
+        query_length=query_length,
+        key_length=key_length,
+        heads=heads,
+        key_heads=key_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=np.dtype(operands.query.dtype),
+        bias_shape=None if operands.bias is None else operands.bias.shape,
+        mask_shape=None if operands.mask is None else operands.mask.shape,
+        operands=frozenset(name for name, value in operands._asdict().items() if len(jax.tree.leaves(value)) > 0),
+    )

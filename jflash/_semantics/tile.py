@@ -1,0 +1,212 @@
+"""One rectangle of the problem: some queries by some keys, for some batches and heads, and all that bears on it.
+
+The logits of a tile are `[b, k, g, i, j]`: batch, key head, query head of the group, query row, key. Every array of
+a `Tile` broadcasts to that, so what attention means (`_scores`, `_visibility`, `_dropout`) is written once,
+elementwise, for a backend that holds the whole problem in one tile and for those that walk over many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jflash._semantics.spec import Operands, Spec
+
+
+class Parameters(NamedTuple):
+    """What shapes the logits and may have a gradient.
+
+    Of a whole call as in `Operands`, of a tile broadcastable to its logits (`score_mod_arrays`: `[#b, ...]`).
+    """
+
+    scale: Float[Array, "#b 1 1 1 1"] | None
+    bias: Float[Array, "#b #k #g #i #j"] | None
+    alibi_slopes: Float[Array, "#b k g 1 1"] | None
+    score_mod_arrays: tuple[Array, ...]
+
+    def keys_first(self) -> Parameters:
+        """The same parameters of a tile laid out `[b, k, j, g, i]`."""
+        move = lambda array: None if array is None else jnp.moveaxis(array, 4, 2)
+        return Parameters(move(self.scale), move(self.bias), move(self.alibi_slopes), self.score_mod_arrays)
+
+
+class Tile(NamedTuple):
+    """What decides a tile's logits and who sees whom, each broadcastable to `[b, k, g, i, j]`."""
+
+    parameters: Parameters
+    query: Int[Array, "1 1 1 i 1"]
+    key: Int[Array, "1 1 1 1 j"]
+    position: Int[Array, "#b 1 1 i 1"]
+    """The query's place among the keys: its index plus the offset."""
+    batch: Int[Array, "b 1 1 1 1"] | None
+    head: Int[Array, "#b k g 1 1"] | None
+    mask: Bool[Array, "#b #k #g #i #j"] | None
+    query_lengths: Int[Array, "#b 1 1 1 1"] | None
+    key_lengths: Int[Array, "#b 1 1 1 1"] | None
+    query_segments: Int[Array, "#b 1 1 i 1"] | None
+    key_segments: Int[Array, "#b 1 1 1 j"] | None
+    dropout_seed: UInt32[Array, "b 2"] | None
+
+    def keys_first(self) -> Tile:
+        """The same tile laid out `[b, k, j, g, i]`."""
+        bare = self._replace(parameters=None, dropout_seed=None)
+        moved: Tile = jax.tree.map(lambda array: jnp.moveaxis(array, 4, 2), bare)
+        return moved._replace(parameters=self.parameters.keys_first(), dropout_seed=self.dropout_seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileShape:
+    """How much of each axis a tile takes."""
+
+    batch: int
+    key_heads: int
+    queries: int
+    keys: int
+
+
+class Corner(NamedTuple):
+    """Where a tile begins; traced or static."""
+
+    batch: Int[Array, ""] | int
+    key_head: Int[Array, ""] | int
+    query: Int[Array, ""] | int
+    key: Int[Array, ""] | int
+
+
+def cut(array: Array, starts: tuple[Int[Array, ""] | int, ...], sizes: tuple[int, ...]) -> Array:
+    """The block of `sizes` at `starts`; an axis of size 1 is shared and taken as it is."""
+    sizes = tuple(1 if have == 1 else size for have, size in zip(array.shape, sizes, strict=True))
+    if sizes == array.shape:
+        return array
+    return lax.dynamic_slice(array, _int32(array, starts), sizes)
+
+
+def paste(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
+    """`array` with `block` in it at `starts`, in place inside a compiled loop."""
+    return lax.dynamic_update_slice(array, block.astype(array.dtype), _int32(array, starts))
+
+
+def paste_add(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
+    """`array` with `block` added at `starts`, the mirror of `cut`."""
+    if block.shape == array.shape:
+        return array + block.astype(array.dtype)
+    return paste(array, cut(array, starts, block.shape) + block.astype(array.dtype), starts)
+
+
+def _int32(array: Array, starts: tuple[Int[Array, ""] | int, ...]) -> tuple[Array, ...]:
+    """`starts` all of one dtype, whatever that of Python's integers is; 0 along shared axes."""
+    return tuple(
+        jnp.asarray(0 if size == 1 else start, jnp.int32) for size, start in zip(array.shape, starts, strict=True)
+    )
+
+
+def zero_padding(array: Float[Array, "B L ..."], lengths: Int[Array, "#B"]) -> Float[Array, "B L ..."]:
+    """Rows at or past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
+    index = jnp.arange(array.shape[1])[None]
+    inside = index < lengths[:, None]
+    return jnp.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, 0)
+
+
+def split_heads(array: Array, axis: int, spec: Spec) -> Array:
+    """Split a heads axis N into [K, G], or a shared one into [1, 1]."""
+    heads = (spec.key_heads, spec.group) if array.shape[axis] == spec.heads else (1, 1)
+    return array.reshape(*array.shape[:axis], *heads, *array.shape[axis + 1 :])
+
+
+def tile_parameters(operands: Operands) -> Parameters:
+    """The whole call's parameters."""
+    return Parameters(operands.scale, operands.bias, operands.alibi_slopes, operands.score_mod_arrays)
+
+
+class _Part(NamedTuple):
+    """How a tile takes its part of an array: the shape to see it in, where the part begins, and its size."""
+
+    view: tuple[int, ...]
+    starts: tuple[Int[Array, ""] | int, ...]
+    sizes: tuple[int, ...]
+
+
+def _by_batch(array: Array, corner: Corner, shape: TileShape) -> _Part:
+    return _Part((*array.shape, 1, 1, 1, 1), (corner.batch, 0, 0, 0, 0), (shape.batch, 1, 1, 1, 1))
+
+
+def _by_head(spec: Spec, array: Array, corner: Corner, shape: TileShape) -> _Part:
+    view = (*split_heads(array, 1, spec).shape, 1, 1)
+    return _Part(view, (corner.batch, corner.key_head, 0, 0, 0), (shape.batch, shape.key_heads, spec.group, 1, 1))
+
+
+def _by_pair(spec: Spec, array: Array, corner: Corner, shape: TileShape) -> _Part:
+    return _Part(
+        split_heads(array, 1, spec).shape,
+        (corner.batch, corner.key_head, 0, corner.query, corner.key),
+        (shape.batch, shape.key_heads, spec.group, shape.queries, shape.keys),
+    )
+
+
+def _take(array: Array, part: _Part) -> Array:
+    return cut(array.reshape(part.view), part.starts, part.sizes)
+
+
+def _parameter_parts(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
+    """A `_Part` in the place of each array."""
+    part: Any = lambda of, array: None if array is None else of(array)
+    captured: Any = [
+        _Part(a.shape, (corner.batch, *[0] * (a.ndim - 1)), (shape.batch, *a.shape[1:])) for a in whole.score_mod_arrays
+    ]
+    return Parameters(
+        part(lambda a: _by_batch(a, corner, shape), whole.scale),
+        part(lambda a: _by_pair(spec, a, corner, shape), whole.bias),
+        part(lambda a: _by_head(spec, a, corner, shape), whole.alibi_slopes),
+        tuple(captured),
+    )
+
+
+def load_parameters(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
+    """The tile's part of the parameters; the bias in the accumulator's dtype, so that its gradient is summed in it."""
+    tile = jax.tree.map(_take, whole, _parameter_parts(spec, whole, corner, shape))
+    return tile if tile.bias is None else tile._replace(bias=tile.bias.astype(spec.accumulator))
+
+
+def add_parameters(spec: Spec, sums: Parameters, tile: Parameters, corner: Corner, shape: TileShape) -> Parameters:
+    """`sums`, laid out as a whole call's parameters, with a tile's added where `load_parameters` takes them."""
+
+    def add(total: Array, part: _Part, block: Array) -> Array:
+        return paste_add(total.reshape(part.view), block, part.starts).reshape(total.shape)
+
+    return jax.tree.map(add, sums, _parameter_parts(spec, sums, corner, shape), tile)
+
+
+def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) -> Tile:
+    """The tile of `shape` at `corner`."""
+    by_batch = lambda array: None if array is None else _take(array, _by_batch(array, corner, shape))
+    by_head = lambda array: None if array is None else _take(array, _by_head(spec, array, corner, shape))
+    by_pair = lambda array: None if array is None else _take(array, _by_pair(spec, array, corner, shape))
+    b, _, i, j = corner
+    query = (i + jnp.arange(shape.queries, dtype=jnp.int32))[None, None, None, :, None]
+    key = (j + jnp.arange(shape.keys, dtype=jnp.int32))[None, None, None, None, :]
+    offset = by_batch(operands.query_offset) if operands.query_offset is not None else spec.query_offset
+    assert offset is not None
+    query_segments, key_segments = operands.query_segments, operands.key_segments
+    if query_segments is not None and key_segments is not None:
+        query_segments = cut(query_segments, (b, i), (shape.batch, shape.queries))[:, None, None, :, None]
+        key_segments = cut(key_segments, (b, j), (shape.batch, shape.keys))[:, None, None, None, :]
+    seed = operands.dropout_seed
+    return Tile(
+        parameters=load_parameters(spec, tile_parameters(operands), corner, shape),
+        query=query,
+        key=key,
+        position=query + offset,
+        batch=by_batch(operands.batch_index),
+        head=by_head(operands.head_index),
+        mask=by_pair(operands.mask),
+        query_lengths=by_batch(operands.query_lengths),
+        key_lengths=by_batch(operands.key_lengths),
+        query_segments=query_segments,
+        key_segments=key_segments,
+        dropout_seed=None if seed is None else cut(seed, (b, 0), (shape.batch, 2)),
+    )

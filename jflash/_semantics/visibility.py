@@ -1,0 +1,165 @@
+"""Which keys a query may see, and which stretch of keys a block of queries need be shown.
+
+`visible` is the rule, elementwise. `key_spans` is the same rule for a block of query rows: outside [start, stop) no row
+sees a key, so those tiles are never visited; inside [full_start, full_stop) every row sees every key, so those tiles
+carry no mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import Tile, cut
+
+
+def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
+    """True where the query of a tile may see the key; `None` when all may."""
+    left, right = spec.bounds
+    conditions: list[Array] = []
+    # What all rules that name a query's last key come to, and then a window's first: kernels compare every key with it.
+    last: list[Array] = []
+    if right is not None:
+        last.append(tile.position + right)
+    if tile.key_lengths is not None:
+        last.append(tile.key_lengths - 1)
+    if tile.query_lengths is not None:
+        last.append(jnp.where(tile.query < tile.query_lengths, spec.key_length - 1, -1))
+    if left is None and last:
+        conditions.append(tile.key <= functools.reduce(jnp.minimum, last))
+    elif left is not None:
+        first = jnp.maximum(tile.position - left, 0)
+        count = functools.reduce(jnp.minimum, last, jnp.int32(spec.key_length - 1)) - first + 1
+        # In unsigned numbers those before the first are past the last.
+        conditions.append((tile.key - first).astype(jnp.uint32) < jnp.maximum(count, 0).astype(jnp.uint32))
+    if tile.query_segments is not None and tile.key_segments is not None:
+        conditions.append(tile.query_segments == tile.key_segments)
+    if tile.mask is not None:
+        conditions.append(tile.mask)
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def limited(spec: Spec) -> bool:
+    """Whether anything keeps some query from some key."""
+    names = {"mask", "query_lengths", "key_lengths", "query_segments"}
+    return spec.bounds != (None, None) or not names.isdisjoint(spec.operands)
+
+
+class Spans(NamedTuple):
+    """0 <= start <= full_start <= full_stop <= stop <= the number of keys, or of queries."""
+
+    start: Int[Array, ""]
+    full_start: Int[Array, ""]
+    full_stop: Int[Array, ""]
+    stop: Int[Array, ""]
+
+
+def query_spans(
+    spec: Spec,
+    operands: Operands,
+    batch: Int[Array, ""] | int,
+    batches: int,
+    first: Int[Array, ""] | int,
+    keys: int,
+) -> Spans:
+    """The queries that see keys [first, first + keys): `key_spans` with the roles exchanged.
+
+    Key j is seen from position p when p - left <= j <= p + right, so from rows i = p - offset with
+    j - offset - right <= i <= j - offset + left.
+    """
+    left, right = spec.bounds
+    exchanged = dataclasses.replace(
+        spec,
+        query_length=spec.key_length,
+        key_length=spec.query_length,
+        is_causal=False,
+        window=(right, left),
+        query_offset=None if spec.query_offset is None else -spec.query_offset,
+    )
+    offset = operands.query_offset
+    return key_spans(
+        exchanged,
+        operands._replace(
+            query_offset=None if offset is None else -offset,
+            query_lengths=operands.key_lengths,
+            key_lengths=operands.query_lengths,
+            query_segments=operands.key_segments,
+            key_segments=operands.query_segments,
+        ),
+        batch,
+        batches,
+        first,
+        keys,
+    )
+
+
+def key_spans(
+    spec: Spec,
+    operands: Operands,
+    batch: Int[Array, ""] | int,
+    batches: int,
+    first: Int[Array, ""] | int,
+    rows: int,
+) -> Spans:
+    """The keys that query rows [first, first + rows) of batch entries [batch, batch + batches) see.
+
+    Exact for causal, windows and lengths; for segment ids exact when they are sorted, and never too small. Offsets and
+    lengths may also be scalars: those of the one entry that is asked for.
+    """
+    int32 = jnp.int32
+    last = first + rows - 1
+
+    def extremes(array: Array) -> tuple[Array, Array]:
+        if array.ndim == 0:
+            return array, array
+        taken = cut(array, (batch,), (batches,))
+        return jnp.min(taken), jnp.max(taken)
+
+    start, stop = jnp.zeros((), int32), jnp.full((), spec.key_length, int32)
+    full_start, full_stop = start, stop
+    least_offset = most_offset = spec.query_offset
+    if operands.query_offset is not None:
+        least_offset, most_offset = extremes(operands.query_offset.astype(int32))
+    assert least_offset is not None
+    assert most_offset is not None
+    left, right = spec.bounds
+    if left is not None:
+        start = jnp.maximum(start, first + least_offset - left)
+        full_start = jnp.maximum(full_start, last + most_offset - left)
+    if right is not None:
+        stop = jnp.minimum(stop, last + most_offset + right + 1)
+        full_stop = jnp.minimum(full_stop, first + least_offset + right + 1)
+    if operands.key_lengths is not None:
+        least, most = extremes(operands.key_lengths)
+        stop = jnp.minimum(stop, most)
+        full_stop = jnp.minimum(full_stop, least)
+    if operands.query_lengths is not None:
+        least, most = extremes(operands.query_lengths)
+        stop = jnp.where(first < most, stop, start)
+        full_stop = jnp.where(last < least, full_stop, start)
+    if operands.query_segments is not None and operands.key_segments is not None:
+        queries = cut(operands.query_segments, (batch, first), (batches, rows))
+        keys = cut(operands.key_segments, (batch, 0), (batches, spec.key_length))
+        lowest, highest = queries.min(axis=1, keepdims=True), queries.max(axis=1, keepdims=True)
+        position = jnp.arange(spec.key_length, dtype=int32)
+        some = jnp.any((keys >= lowest) & (keys <= highest), axis=0)
+        every = jnp.all((keys == lowest) & (keys == highest), axis=0)
+        start = jnp.maximum(start, jnp.min(jnp.where(some, position, spec.key_length)))
+        stop = jnp.minimum(stop, jnp.max(jnp.where(some, position + 1, 0)))
+        every_start = jnp.min(jnp.where(every, position, spec.key_length))
+        every_stop = jnp.max(jnp.where(every, position + 1, 0))
+        unbroken = jnp.sum(every) == every_stop - every_start
+        full_start = jnp.maximum(full_start, every_start)
+        full_stop = jnp.where(unbroken, jnp.minimum(full_stop, every_stop), start)
+    if operands.mask is not None:
+        full_stop = start
+    stop = jnp.clip(stop, 0, spec.key_length)
+    start = jnp.clip(start, 0, stop)
+    full_start = jnp.clip(full_start, start, stop)
+    full_stop = jnp.clip(full_stop, full_start, stop)
+    return Spans(start, full_start, full_stop, stop)

@@ -1,0 +1,118 @@
+"""Outputs, log-sum-exps and every gradient against float64, over the product of features, dtypes and shapes."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cases
+import jax
+import oracle
+import pytest
+from cases import Case
+from refusals import skip_refused
+
+import jflash
+from jflash import _dispatch
+
+CASES = cases.all_cases(cases.SHORT, cases.LONG)
+EMULATED = cases.all_cases(cases.EMULATED, cases.EMULATED_LONG)
+IN_FULL = [name for name in _dispatch.BACKENDS if name != "metal"]
+EVERYTHING = Case(
+    scale="traced",
+    soft_cap=1.5,
+    bias="full",
+    alibi=True,
+    mask="full",
+    causal=True,
+    offset="each",
+    window=(150, 0),
+    lengths="both",
+    segments="sorted",
+    sinks=True,
+    dropout=True,
+)
+NOTHING = [
+    dict(query_length=0),
+    dict(key_length=0),
+    dict(query_length=0, key_length=0),
+    dict(batch=(0,)),
+    dict(batch=(2, 0)),
+]
+
+
+build = functools.lru_cache(maxsize=2)(cases.build)
+"""Each backend in turn takes the same call, whose truth and tolerances are then known."""
+
+
+def assert_exact(attention: Callable[..., Any], case: Case):
+    call = build(case)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [*itertools.product(CASES, IN_FULL), *((case, "metal") for case in EMULATED)],
+    ids=str,
+)
+def test_exact(attention: Callable[..., Any], case: Case):
+    assert_exact(attention, case)
+
+
+@pytest.mark.parametrize("sizes", NOTHING, ids=str)
+@pytest.mark.parametrize("case", [Case(), EVERYTHING], ids=["plain", "everything"])
+def test_nothing_to_see_or_nobody_to_see_it(
+    attention: Callable[..., Any], backend: str, case: Case, sizes: dict[str, Any]
+):
+    assert_exact(attention, cases.served(case, backend)._replace(**sizes))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(), EVERYTHING, Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end")],
+    ids=["plain", "everything", "long"],
+)
+def test_exact_in_float64(attention: Callable[..., Any], case: Case):
+    with jax.enable_x64(True):
+        assert_exact(attention, case._replace(dtype="float64"))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(deterministic=True), dict(precision="highest"), dict(precision=jax.lax.Precision.HIGH)], ids=str
+)
+def test_exact_with(attention: Callable[..., Any], backend: str, options: dict[str, Any]):
+    assert_exact(functools.partial(attention, **options), cases.served(EVERYTHING, backend))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", "metal"])
+def test_these_refuse_no_case(implementation: str):
+    """So that none of the cases is ever skipped for them, where they can run at all."""
+    if implementation == "metal":
+        skip_refused("metal", **oracle.arguments(build(Case())))
+    for case in EMULATED if implementation == "metal" else CASES:
+        arguments = {**oracle.arguments(build(case)), "implementation": implementation}
+        assert jflash.explain(**arguments).startswith(f"{implementation} serves"), case
+
+
+@pytest.mark.parametrize("lack", cases.LACKS["metal"])
+def test_what_a_backend_lacks_it_refuses(lack: str):
+    """And says so, with nothing else in the way."""
+    call = build(Case(**{lack: EVERYTHING.dropout if lack == "dropout" else "indices"}))
+    (_, reason) = jflash.explain(**oracle.arguments(call), implementation="metal").splitlines()
+    assert lack in reason
+
+
+@pytest.mark.parametrize(
+    "values",
+    [cases.SHORT, cases.LONG, cases.EMULATED, cases.EMULATED_LONG],
+    ids=["short", "long", "emulated", "emulated_long"],
+)
+def test_every_pair_of_values_meets(values: Mapping[str, Sequence[Any]]):
+    """And meets where there is something to see, but for the pairs of which one value leaves nothing."""
+    named = [{name: getattr(case, name) for name in values} for case in [*CASES, *EMULATED]]
+    telling = [row for row in named if cases.VACUOUS.isdisjoint(row.items())]
+    for names in itertools.combinations(values, 2):
+        for pair in itertools.product(*(values[name] for name in names)):
+            items = set(zip(names, pair, strict=True))
+            rows = telling if cases.VACUOUS.isdisjoint(items) else named
+            assert any(items <= row.items() for row in rows), items

@@ -1,0 +1,133 @@
+"""Tiles that were found by measurement: stored for one device, read there and nowhere else, and still right."""
+
+import contextlib
+import functools
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import oracle
+import pytest
+from operands import normal
+from plain_attention import Call
+
+import jflash
+from jflash import _platform, _settings, _tuning
+from jflash._backends.xla import tiling
+from jflash._backends.xla.tiling import Blocks
+from jflash._tuning import Question
+from jflash.bench import __main__ as bench
+from jflash.bench import cases, clocks, tune
+
+QUESTION = Question("xla forward", ("alike",))
+LARGE, SMALL = Blocks(64, 64, 2**12), Blocks(16, 32, 2**9)
+BLOCKS = {kind: [LARGE, SMALL] for kind in tiling.BLOCKS}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Nothing is found, and what is stored is gone after the test."""
+    monkeypatch.setattr(_settings, "tiles_cache", lambda: tmp_path)
+    _tuning._found.cache_clear()
+    yield tmp_path
+    _tuning._found.cache_clear()
+    jax.clear_caches()
+
+
+def test_without_anything_found_the_backend_chooses():
+    assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
+
+
+def test_what_is_found_counts_on_its_device_alone(monkeypatch):
+    path = _tuning.store(_platform.device_name(), {QUESTION: SMALL}, {"date": "today"})
+    assert json.loads(path.read_text())["date"] == "today"
+    assert _tuning.choose(QUESTION, [LARGE, SMALL]) == SMALL
+    assert _tuning.choose(Question("xla backward", ("alike",)), [LARGE, SMALL]) == LARGE
+    monkeypatch.setattr(_platform, "device_name", lambda: "another")
+    assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
+
+
+def test_what_no_longer_fits_is_not_taken():
+    _tuning.store(_platform.device_name(), {QUESTION: SMALL}, {})
+    assert _tuning.choose(QUESTION, [LARGE]) == LARGE
+
+
+def test_a_file_that_cannot_be_read_is_named(folder):
+    path = _tuning.store(_platform.device_name(), {QUESTION: SMALL}, {})
+    path.write_text(path.read_text()[:-9])
+    _tuning._found.cache_clear()
+    with pytest.raises(ValueError, match=rf"{path.name} is not as .* writes it: delete it"):
+        jflash.attention(*[jnp.ones((1, 3, 1, 8))] * 3)
+
+
+def test_without_platformdirs_nothing_is_found_and_storing_says_why(monkeypatch):
+    monkeypatch.setattr(_settings, "tiles_cache", lambda: None)
+    assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
+    with pytest.raises(ModuleNotFoundError, match="platformdirs"):
+        _tuning.store("device", {}, {})
+
+
+def test_tiles_that_are_tried_come_before_those_found():
+    _tuning.store(_platform.device_name(), {QUESTION: SMALL}, {})
+    with _tuning.trying({}) as trial:
+        assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
+    assert trial.asked == {QUESTION: (LARGE, SMALL)}
+    with _tuning.trying({QUESTION: SMALL}):
+        assert _tuning.choose(QUESTION, [LARGE, SMALL]) == SMALL
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 5}], ids=str)
+def test_tiles_found_serve_calls_and_are_right(monkeypatch, options):
+    monkeypatch.setattr(tiling, "BLOCKS", BLOCKS)
+    questions = [Question(f"xla {work}", (kind,)) for work in ("forward", "backward") for kind in BLOCKS]
+    _tuning.store(_platform.device_name(), dict.fromkeys(questions, SMALL), {})
+    asked = []
+    plan = tiling.plan
+    monkeypatch.setattr(tiling, "plan", lambda *arguments: asked.append(plan(*arguments)) or asked[-1])
+    query, key, value, d_out = (normal(seed, 1, 50, 2, 8) for seed in range(4))
+    call = Call(query, key, value, d_out=d_out, d_lse=normal(4, 1, 50, 2), **options)
+    attention = functools.partial(jflash.attention, implementation="xla")
+    oracle.assert_right(oracle.run(attention, call), call)
+    assert {shape.queries for shape in asked} == {16}
+
+
+def test_search_keeps_what_is_faster(monkeypatch, folder):
+    """With a clock by which small tiles take half the time backward, and nearly all of it forward."""
+    monkeypatch.setattr(tiling, "BLOCKS", BLOCKS)
+
+    def prepare(function, *arguments):
+        with_small = [question.kind for question, blocks in _tuning._trial.get().answers.items() if blocks == SMALL]
+        ms = 100 - 50 * ("xla backward" in with_small) - ("xla forward" in with_small)
+        return clocks.Prepared(lambda: [ms], clocks.Figures())
+
+    monkeypatch.setattr(clocks, "prepare", prepare)
+    found = tune.tune([cases.square("full", "float32", 1, 128, 1, 16)], 1, lambda label, steps: None)
+    assert [(one.open.question.kind, one.tiles, one.times) for one in found] == [
+        ("xla forward", LARGE, (100, 99)),
+        ("xla backward", SMALL, (100, 50)),
+    ]
+    tune.store(found)
+    assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
+    assert _tuning.choose(Question("xla backward", ("alike",)), [LARGE, SMALL]) == SMALL
+
+
+def test_search_from_a_checkout_that_was_never_installed(nothing_installed, folder):
+    """It must not fail for it when all was measured."""
+    assert "from a folder on the path" in tune.store([]).read_text()
+
+
+def test_command_tunes_this_machine(monkeypatch, folder):
+    monkeypatch.setattr(tiling, "BLOCKS", BLOCKS)
+    monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
+    monkeypatch.setattr(clocks, "REST_S", 0)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cases, "feature_cases", lambda *grid: [])
+    options = {"lengths": 64, "widths": 16, "head-dims": 16, "tokens": 64, "dtype": "float32", "rounds": 1}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.main(["--tune", *(f"--{name}={value}" for name, value in options.items())])
+    (path,) = folder.iterdir()
+    assert json.loads(path.read_text())["device"] == _platform.device_name()
+    assert f"wrote {path}" in printed.getvalue().replace("\n", "")
+    for kind in ("xla forward alike", "xla backward masked"):
+        assert kind in printed.getvalue()

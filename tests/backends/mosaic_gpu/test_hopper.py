@@ -1,0 +1,287 @@
+"""The Hopper kernels on a Hopper: the same questions as everywhere, over the product of what they take."""
+
+import dataclasses
+import functools
+import random
+
+import cases
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jflash
+from jflash import _platform, _tuning
+from jflash._backends import mosaic_gpu
+from jflash._backends.mosaic_gpu import query_sums
+from jflash._backends.mosaic_gpu.tiles import ForwardTiles
+from jflash._backends.mosaic_gpu.turns import Turns
+from jflash._semantics.spec import Spec
+
+pytestmark = pytest.mark.gpu
+
+VALUES = dict(
+    dtype=("bfloat16", "float16"),
+    query_length=(1, 13, 128, 199, 257, 523),
+    key_length=(1, 17, 128, 131, 293, 640),
+    heads=((1, 1), (3, 3), (2, 1), (4, 2), (8, 1)),
+    dims=((8, 8), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (64, 256), (256, 256)),
+    batch=((), (2,), (2, 3)),
+    scale=(None, "static", "traced"),
+    soft_cap=(None, 1.5, 40.0),
+    bias=(None, "full", "keys", "queries", "heads"),
+    alibi=(False, True),
+    score_mod=(None, "indices"),
+    mask=(None, "full", "keys", "queries"),
+    causal=(False, True),
+    offset=(None, "end", "negative", "each", "traced"),
+    window=(None, 40, (150, 0), (10, 90)),
+    lengths=(None, "queries", "keys", "both"),
+    segments=(None, "sorted", "unsorted"),
+    sinks=(False, True),
+)
+
+
+def hopper() -> bool:
+    return _platform.current().compute_capability == "9.0"
+
+
+def drawn(seed: int) -> Case:
+    choose = random.Random(seed).choice
+    return Case(**{name: choose(values) for name, values in VALUES.items()})
+
+
+# Elsewhere all of them would be skipped with one reason: one of them says it.
+PRODUCT = list(cases.product(VALUES, 2)) if hopper() else [{}]
+CASES = [Case(**row) for row in PRODUCT] + [drawn(seed) for seed in range(400 if hopper() else 0)]
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper():
+    plain = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, frozenset(), scale=1.0)
+    reason = mosaic_gpu.unsupported(plain, _platform.current())
+    if reason is not None:
+        pytest.skip(f"mosaic_gpu: {reason}")
+
+
+def attention(*args, **kwargs):
+    """The kernels, after memory that the allocator may hand out again was filled with NaN."""
+    return jflash.attention(*args, implementation="mosaic_gpu", **kwargs)
+
+
+def poison():
+    filled = [jnp.full(2**size, jnp.nan, jnp.float32) for size in range(8, 24)]
+    jax.block_until_ready(filled)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exact(case: Case):
+    """Padding holds NaN, which must reach nothing."""
+    call = cases.build(case)
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+def with_nan_in_padding(call):
+    """The same call, NaN where lengths say that nothing is."""
+
+    def planted(array, lengths):
+        if lengths is None:
+            return array
+        index = np.arange(array.shape[-3])
+        inside = index < np.asarray(lengths)[..., None]
+        return np.where(inside[..., None, None], array, np.asarray(np.nan, array.dtype))
+
+    queries, keys = call.query_seq_lengths, call.key_value_seq_lengths
+    return dataclasses.replace(
+        call,
+        query=planted(call.query, queries),
+        d_out=planted(call.d_out, queries),
+        key=planted(call.key, keys),
+        value=planted(call.value, keys),
+    )
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(bias="full"), dict(bias="keys", soft_cap=1.5), dict(sinks=True)], ids=str)
+def test_deterministic(dims, options):
+    """The same bits on every run, with enough blocks that their order varies."""
+    case = Case("bfloat16", 1024, 1100, heads=(8, 2), dims=dims, batch=(3,), causal=True, **options)
+    call = cases.build(case)
+    deterministic = lambda *args, **kwargs: attention(*args, deterministic=True, **kwargs)
+    first, *others = [jax.tree.map(np.asarray, oracle.run(deterministic, call)) for _ in range(4)]
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True, sinks=True),
+        dict(window=(150, 0)),
+        dict(window=(40, 90), offset="each"),
+        dict(lengths="both", causal=True),
+        dict(segments="sorted"),
+        dict(bias="full", mask="queries"),
+        dict(mask="full", alibi=True),
+    ],
+    ids=str,
+)
+def test_rounds(dims, options):
+    """So many short rows that a block of the grid takes several blocks of queries."""
+    case = Case("bfloat16", 400, 150, heads=(16, 4), dims=dims, batch=(25,), **options)
+    call = cases.build(case)
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)], ids=str)
+@pytest.mark.parametrize(("batch", "heads"), [(198, (2, 2)), (198, (4, 2)), (22, (18, 18)), (22, (36, 18))], ids=str)
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(90, 20), lengths="both")], ids=str)
+def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: tuple[int, int], options: dict):
+    """So many short sequences that heads and batch entries take each other's place in the sums of dQ: in turns of some
+    entries of a head, and of several heads."""
+    turns = Turns.of(*heads, 2, batch, _platform.current().processors)
+    assert (turns.units < batch) == (batch > 100)
+    assert query_sums.places(turns) < turns.number
+    call = cases.build(Case("bfloat16", 70, 130, heads=heads, dims=dims, batch=(batch,), **options))
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize("tile", [ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3), ForwardTiles(4, 64, 4)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True, sinks=True),
+        dict(window=(150, 0), lengths="both"),
+        dict(causal=True, lengths="both", mask="keys"),
+        dict(segments="sorted"),
+    ],
+    ids=str,
+)
+def test_narrow_tiles(tile: ForwardTiles, options: dict):
+    """Those that are for more blocks than other tests have."""
+    call = cases.build(Case("bfloat16", 390 + tile.warpgroups + tile.stages, 500, (6, 3), (64, 64), (3,), **options))
+    poison()
+    with _tuning.trying({_tuning.Question("mosaic_gpu forward", (64, 64, 0, "long")): tile}) as trial:
+        oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+    assert trial.asked
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_soft_cap_of_few_large_products(dims: tuple[int, int], dtype: str):
+    call = cases.build(Case(dtype, 300, 400, (2, 1), dims, (2,), soft_cap=20.0, causal=True, offset="end"))
+    call = cases.with_large_products(call)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize(("dtype", "cap", "dim"), [("bfloat16", 1024.0, 128), ("float16", 64.0, 64)])
+@pytest.mark.parametrize("steps", cases.STEPS)
+def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float, dim: int):
+    case = Case(dtype, 70, 390, heads=(1, 1), dims=(dim, dim), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
+    call = cases.with_steps(cases.build(case), steps)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize("large", [128, 192])
+def test_large_biases_in_a_window(large: int):
+    """A tile's biases may be large in some part of it."""
+    call = cases.large_biases_in_a_window(large)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
+def test_bias_of_keys_by_scale(scale: float):
+    """The forward divides it by the scale."""
+    call = cases.with_scale(cases.build(Case("bfloat16", 700, 600, dims=(64, 128), bias="keys")), scale)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "dim"), [("bfloat16", "keys", 64), ("bfloat16", "keys", 128), ("float16", "full", 128)]
+)
+@pytest.mark.parametrize("values", cases.LARGE_BIASES)
+def test_large_biases(values: str, dtype: str, kind: str, dim: int):
+    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
+    call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.given(data=hypothesis.strategies.data())
+def test_any_lengths(seed: int, data):
+    """Lengths and offsets that no list thought of."""
+    length = hypothesis.strategies.integers(1, 700)
+    case = drawn(10_000 + seed)._replace(query_length=data.draw(length), key_length=data.draw(length), batch=(2,))
+    call = cases.build(case)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+def over_devices(spec: PartitionSpec, **operands):
+    """Queries, keys and values split over all devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+    for name in ("query", "key", "value"):
+        operands[name] = jax.lax.with_sharding_constraint(operands[name], NamedSharding(mesh, spec))
+    return attention(**operands)
+
+
+over_batch = functools.partial(over_devices, PartitionSpec("x"))
+over_heads = functools.partial(over_devices, PartitionSpec(None, None, "x"))
+
+
+@pytest.mark.parametrize("split", [over_batch, over_heads], ids=["batch", "heads"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True, soft_cap=40.0),
+        dict(causal=True, lengths="both", sinks=True),
+        dict(bias="full", mask="full", scale="traced"),
+        dict(bias="keys", alibi=True, segments="sorted"),
+        dict(score_mod="indices", window=40, offset="each"),
+    ],
+    ids=str,
+)
+def test_several_devices(options: dict, split):
+    if jax.device_count() == 1:
+        pytest.skip("One device.")
+    call = cases.build(Case("bfloat16", 300, 400, (8, 4), (64, 64), (4,), **options))
+    oracle.assert_right(oracle.run(split, call), call)
+
+
+def mapped(query, key, value, **options):
+    return jax.vmap(functools.partial(attention, **options))(query, key, value)
+
+
+def exported(query, key, value, **options):
+    """By way of bytes, with the gradient."""
+    arrays = query, key, value
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    stored = jax.export.export(jax.jit(functools.partial(attention, **options)))(*shapes).serialize(vjp_order=1)
+    return jax.export.deserialize(stored).call(*arrays)
+
+
+def rematerialized(query, key, value, **options):
+    return jax.checkpoint(functools.partial(attention, **options))(query, key, value)
+
+
+@pytest.mark.parametrize("transformed", [mapped, exported, rematerialized])
+@pytest.mark.parametrize("options", [{}, dict(causal=True, soft_cap=40.0), dict(window=40)], ids=str)
+def test_transformations(options: dict, transformed):
+    call = cases.build(Case("bfloat16", 300, 400, (4, 2), (128, 128), (2, 3), **options))
+    oracle.assert_right(oracle.run(transformed, call), call)
+
+
+def test_is_the_default():
+    query = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    assert jflash.explain(query, query, query).startswith("mosaic_gpu serves")
+    assert "bfloat16 and float16" in jflash.explain(*[query.astype(jnp.float32)] * 3)

@@ -1,0 +1,353 @@
+"""The Hopper kernels in Pallas' interpreter: right, and free of races, over a short product of features."""
+
+import dataclasses
+import math
+
+import cases
+import hopper_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jflash import _tuning
+from jflash._backends.mosaic_gpu import delta_kernel, elementwise, key_columns, statistics, tiles
+from jflash._backends.mosaic_gpu.operations import Interpreter
+from jflash._semantics.spec import Residuals
+
+FEATURES = dict(
+    dtype=("bfloat16", "float16"),
+    query_length=(1, 40, 131),
+    heads=((1, 1), (2, 1)),
+    scale=(None, "static", "traced"),
+    soft_cap=(None, 1.5, 40.0),
+    bias=(None, "full", "keys", "queries", "heads"),
+    alibi=(False, True),
+    score_mod=(None, "indices"),
+    mask=(None, "full", "keys", "queries"),
+    causal=(False, True),
+    offset=(None, "end", "each"),
+    window=(None, (40, 10)),
+    lengths=(None, "both"),
+    segments=(None, "sorted"),
+    sinks=(False, True),
+)
+# The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
+# fused backward has one block of keys here.
+FUSED = {**FEATURES, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64, 64), (40, 24))}
+SPLIT = {**FEATURES, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128))}
+
+
+def product(values: dict) -> list[Case]:
+    return [Case(batch=(2,), **row) for row in cases.product(values, 2)]
+
+
+@pytest.mark.parametrize("case", product(FUSED)[::2], ids=str)
+def test_fused(case: Case):
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call), call)
+
+
+@pytest.mark.parametrize("case", product(SPLIT)[::2], ids=str)
+def test_split(case: Case):
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize(("number", "entries"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((64, 64), {}),
+        ((64, 64), dict(causal=True, offset="end")),
+        ((64, 64), dict(window=(150, 10))),
+        ((128, 128), dict(causal=True, lengths="both")),
+        ((128, 128), dict(bias="full", window=(100, 0))),
+        # The output leaves in two parts, from a place of its own.
+        ((256, 256), dict(causal=True, offset="end")),
+        ((192, 128), dict(lengths="both")),
+        # And from that of the queries.
+        ((256, 256), dict(bias="full")),
+        ((80, 80), dict(bias="full", mask="full", causal=True, sinks=True)),
+        ((40, 40), dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
+    ],
+    ids=str,
+)
+def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, number: int, entries: int):
+    """Each block of the grid takes several of queries, of one or two batch entries; in the last round not all have one.
+
+    The first block of a head is not whole, and of 2 heads each has its own keys.
+    """
+    planned = lambda one, *_: dataclasses.replace(one, number=number, entries=entries)
+    monkeypatch.setattr(tiles, "plan", planned)
+    case = Case("bfloat16", 260, 140, heads=(2, 2), dims=dims, batch=(2,), **options)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize("tile", [tiles.ForwardTiles(3, 128, 2), tiles.ForwardTiles(4, 64, 3)], ids=str)
+def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch, tile: tiles.ForwardTiles):
+    """6 causal heads are worked on 3 at a time, where more than two warpgroups compute."""
+    planned = []
+    monkeypatch.setattr(tiles, "plan", lambda one, *_: planned.append(one) or one)
+    case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
+    call = cases.build(case)
+    with _tuning.trying({_tuning.Question("mosaic_gpu forward", (64, 64, 0, "long")): tile}):
+        oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    assert [one.sections for one in planned] == [3]
+
+
+@pytest.mark.parametrize(
+    ("processors", "key_length", "heads", "batch", "options"),
+    [
+        (1, 100, (5, 5), 2, {}),
+        (1, 100, (3, 3), 1, dict(causal=True, lengths="both")),
+        (1, 60, (4, 2), 1, dict(window=(40, 10))),
+        (1, 200, (3, 3), 1, dict(causal=True, offset="end")),
+        (1, 200, (4, 2), 3, dict(causal=True)),
+        (1, 100, (3, 1), 4, dict(window=(40, 10), bias="keys")),
+        # Turns of units of several heads and batch entries.
+        (3, 100, (2, 2), 9, dict(causal=True)),
+        # Heads that share keys are in sets: of one head, and of two.
+        (1, 100, (3, 1), 1, dict(causal=True, offset="end")),
+        (2, 200, (4, 1), 1, dict(causal=True, bias="keys", lengths="keys")),
+        (2, 140, (4, 1), 1, dict(window=(150, 0))),
+    ],
+    ids=str,
+)
+def test_sums_of_few_heads_at_a_time(
+    processors: int, key_length: int, heads: tuple[int, int], batch: int, options: dict
+):
+    """So few processors that heads and batch entries take each other's place in the sums of dQ."""
+    case = Case("bfloat16", 300, key_length, heads=heads, dims=(64, 64), batch=(batch,), **options)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, processors, detect_races=False), call)
+
+
+@pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (132, 1100)])
+@pytest.mark.parametrize("query_length", [1, 3])
+def test_decoding(query_length: int, processors: int, key_length: int):
+    """Heads packed into rows, keys in several parts or batch entries in rounds, lengths for each sequence."""
+    case = Case("bfloat16", query_length, key_length, heads=(8, 2), dims=(64, 64), lengths="keys", batch=(2,))
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_weight_on_keys_past_the_end(deterministic: bool):
+    """A tile of keys is read as zeros there; sums over it are not cut off as dK is."""
+    case = Case("bfloat16", 131, 17, dims=(80, 80), alibi=True, bias="heads", scale="traced", sinks=True)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18])
+@pytest.mark.parametrize("mask", [None, "full"])
+def test_small_scales(scale: float, mask: str | None):
+    """The backward divides the log-sum-exp by the scale, and adds products to what is left."""
+    case = Case("bfloat16", 40, 17, dims=(64, 64), lengths="queries", mask=mask)
+    call = dataclasses.replace(cases.build(case), scale=scale)
+    oracle.assert_right(hopper_kernels.run(call), call)
+
+
+@pytest.mark.parametrize("large", [128, 192])
+def test_large_biases_in_a_window(large: int):
+    """A tile's biases may be large in some part of it."""
+    call = cases.large_biases_in_a_window(large)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
+def test_bias_of_keys_by_scale(scale: float):
+    """The forward divides it by the scale."""
+    case = Case("bfloat16", 70, 200, heads=(2, 1), dims=(32, 32), batch=(), bias="keys")
+    call = cases.with_scale(cases.build(case), scale)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize("cap", [1.5, 50.0])
+@pytest.mark.parametrize("scale", [0.125, 1e-6, 40.0])
+def test_soft_cap_by_size(cap: float, scale: float):
+    """As near to tanh where some products are small as where all are: a small logit's error is small."""
+    are_below = lambda x, limit: jnp.all(jnp.abs(x) < limit)
+    for most in (0.01, 0.499, 0.501, 3.0, 1e6):
+        products = (np.linspace(-most, most, 20_001) * (cap / scale)).astype(np.float32)
+        capped = elementwise.soft_cap(jnp.asarray(products), scale, cap, are_below)
+        expected = cap * np.tanh(products.astype(np.float64) * scale / cap)
+        np.testing.assert_allclose(capped, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [1e-6, 1.5, 50.0, 2.0**14])
+@pytest.mark.parametrize("most", [math.inf, 30.0, 13.0])
+@pytest.mark.parametrize("ratio", [1e-30, 2**-11.9, 0.7, -0.01, 2**11.9, 1e20])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_forms_of_soft_cap(cap: float, most: float, ratio: float, is_known: bool):
+    """Of a scale that makes products large or small beside the cap, known beforehand or not."""
+    scale = float(np.float32(ratio * cap))
+    products = (np.linspace(-20, 20, 200_001) * (cap / scale)).clip(-3e38, 3e38).astype(np.float32)
+    given = scale if is_known else jnp.float32(scale)
+    form, numbers = elementwise.SoftCap.of(jnp.asarray(products), given, cap, factor=1.5, most=most)
+    expected = 1.5 * cap * np.tanh(products.astype(np.float64) * scale / cap)
+    np.testing.assert_allclose(form.of_any(numbers), expected, rtol=1e-6)
+    are_small = np.abs(numbers) < form.limit
+    assert are_small.any()
+    np.testing.assert_allclose(form.of_small(numbers)[are_small], expected[are_small], rtol=1e-6)
+    assert np.abs(expected[are_small]).max() <= most
+
+
+def test_soft_cap_of_few_large_products():
+    case = Case("bfloat16", 199, 17, (2, 1), (8, 8), (), soft_cap=40.0, bias="heads", causal=True, window=40)
+    call = cases.with_large_products(cases.build(case))
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("bfloat16", 1e5), ("float16", 64.0)])
+@pytest.mark.parametrize("steps", cases.STEPS)
+def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
+    """What weights are relative to changes only where it must."""
+    case = Case(dtype, 70, 390, heads=(1, 1), dims=(64, 64), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
+    call = cases.with_steps(cases.build(case), steps)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "dim"),
+    [("bfloat16", "keys", 64), ("bfloat16", "keys", 80), ("float16", "keys", 80), ("float16", "full", 64)],
+)
+@pytest.mark.parametrize("values", cases.LARGE_BIASES)
+def test_large_biases(values: str, dtype: str, kind: str, dim: int):
+    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
+    call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+def test_three_numbers_of_bfloat16_make_one_of_float32():
+    generator = np.random.default_rng(0)
+    values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
+    operations = Interpreter(plgpu.InterpretGPUParams(), processors=None)
+    pieces = [np.asarray(piece) for piece in statistics.pieces(jnp.asarray(values), operations.rounded)]
+    for piece in pieces:
+        np.testing.assert_array_equal(piece, np.asarray(jnp.asarray(piece, jnp.bfloat16), np.float32))
+    np.testing.assert_array_equal(sum(piece.astype(np.float64) for piece in pieces), values)
+
+
+def test_pieces_of_a_bias_of_keys():
+    """Their sum is the bias, in any order; one that is not finite is its first piece."""
+    generator = np.random.default_rng(0)
+    finite = generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 119, 10_000)
+    values = np.concatenate([finite, [2.0**126, -(2.0**126), 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    pieces = np.asarray(key_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
+    assert pieces.shape[1] == statistics.STORED
+    np.testing.assert_array_equal(np.add.reduce(pieces, 1), values)
+    np.testing.assert_array_equal(np.add.reduce(pieces[:, ::-1], 1), values)
+    np.testing.assert_array_equal(pieces[:, 3:], 0)
+    np.testing.assert_array_equal(pieces[-3:, 1:], 0)
+
+
+@pytest.mark.parametrize(("queries", "value_dim"), [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)])
+def test_delta(queries: int, value_dim: int):
+    """delta, columns that are lse and delta, and sums of 0; for queries that see nothing, and behind the last one."""
+    rows = -(-queries // 8) * 8
+    generator = np.random.default_rng(0)
+    shape = (2, queries, 3, value_dim)
+    out, d_out = (jnp.asarray(generator.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    lse, d_lse = (generator.normal(size=(2, 3, queries)).astype(np.float32) for _ in range(2))
+    lse[0, 1, -1] = -np.inf
+    spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out, scale=0.3)
+    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors=None)
+    sums = jax.ShapeDtypeStruct((4, -(-rows // 64) * 64, 16), jnp.float32)
+    residuals = Residuals(out, jnp.asarray(lse), d_out, jnp.asarray(d_lse))
+    delta, columns, zeros = delta_kernel.delta(spec, residuals, sums, operations)
+    assert not hopper_kernels.races_found()
+
+    products = np.asarray(out, np.float64) * np.asarray(d_out, np.float64)
+    exact = products.sum(axis=-1).transpose(0, 2, 1) - d_lse
+    error = np.abs(np.asarray(delta) - np.where(lse == -np.inf, 0, exact))
+    size = np.abs(products).sum(axis=-1).transpose(0, 2, 1) + np.abs(d_lse)
+    assert (error <= size * value_dim * 2.0**-24).all()
+    assert delta[0, 1, -1] == 0
+
+    assert columns is not None
+    columns = np.asarray(columns, np.float64)
+    assert columns.shape[2] >= rows + 256, "a tile may begin at the last query"
+    np.testing.assert_array_equal(columns[..., 6:], 0)
+    # exp2 of such a number times any scale that is allowed is 0.
+    behind = columns[:, :, queries:, :3].sum(axis=-1)
+    assert (behind < -3e38).all()
+    assert columns[0, 1, queries - 1, :3].sum() < -3e38
+    seen = lse > -np.inf
+    np.testing.assert_allclose(columns[:, :, :queries, :3].sum(axis=-1)[seen], (-lse / 0.3)[seen], rtol=2.0**-22)
+    np.testing.assert_array_equal(columns[:, :, :queries, 3:6].sum(axis=-1), -np.asarray(delta))
+    np.testing.assert_array_equal(columns[:, :, queries:, 3:6], 0)
+    np.testing.assert_array_equal(zeros, 0)
+
+
+def test_no_columns_where_two_kernels_make_the_gradients():
+    out = jnp.ones((1, 8, 1, 16), jnp.bfloat16)
+    numbers = jnp.zeros((1, 1, 8))
+    spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out)
+    operations = Interpreter(plgpu.InterpretGPUParams(), processors=None)
+    delta, columns, sums = delta_kernel.delta(spec, Residuals(out, numbers, out, numbers), None, operations)
+    np.testing.assert_array_equal(delta, 16)
+    assert columns is None
+    assert sums is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True, lengths="both", sinks=True),
+        dict(bias="full", mask="full", segments="sorted"),
+        dict(bias="queries", alibi=True, scale="traced", soft_cap=1.5),
+        dict(bias="keys", window=(40, 10), offset="each", score_mod="indices"),
+    ],
+    ids=str,
+)
+def test_nothing_but_a_function_of_the_operands(options: dict, deterministic: bool):
+    """`custom_partitioning`, through which every call goes on a device, takes no function that holds other arrays, and
+    where there are several devices none that has effects."""
+    call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(64, 64), batch=(2,), **options))
+    for closed in hopper_kernels.traced(call, deterministic=deterministic):
+        assert not closed.consts
+        assert not closed.effects
+
+
+@pytest.mark.parametrize("segments", [None, "sorted"])
+def test_parts_that_get_no_keys(segments: str | None):
+    """33 tiles in 8 parts are 5 each: the last part has none, and must weigh nothing and read nothing past the end."""
+    case = Case("bfloat16", 1, 33 * 128, heads=(2, 1), dims=(8, 8), batch=(), segments=segments)
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+def test_groups_that_do_not_fill_a_block():
+    """16 queries of 12 heads: a block of 128 rows would end amid a query's heads."""
+    case = Case("bfloat16", 16, 262, heads=(12, 1), dims=(80, 80), batch=(), causal=True, offset="end")
+    call = cases.build(case)
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "place", "deterministic"),
+    [
+        *((64, dict(causal=True, lengths="both"), place, True) for place in range(1, 5)),
+        *((80, dict(causal=True, lengths="both"), 1, deterministic) for deterministic in (False, True)),
+        *((40, dict(bias="full", mask="keys"), place, False) for place in range(1, 5)),
+    ],
+    ids=str,
+)
+def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
+    """Those too that only a search on some device would choose."""
+    call = cases.build(Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), **options))
+    with _tuning.trying({}) as trial:
+        hopper_kernels.traced(call, deterministic=deterministic)
+    answers = {question: candidates[min(place, len(candidates) - 1)] for question, candidates in trial.asked.items()}
+    with _tuning.trying(answers) as trial:
+        oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
+    assert answers.keys() == trial.asked.keys()
+    assert max(map(len, trial.asked.values())) > place

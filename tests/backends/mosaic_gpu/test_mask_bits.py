@@ -1,0 +1,80 @@
+"""How the lanes of a warp pack a mask: their instructions, one by one, on arrays with an element for each thread."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash._backends.mosaic_gpu import mask_bits
+
+THREAD = np.arange(mask_bits.THREADS, dtype=np.uint32)
+
+
+class Arithmetic:
+    """What `mask_bits` uses of MLIR's."""
+
+    CmpIPredicate = types.SimpleNamespace(eq=np.equal, ne=np.not_equal)
+    andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
+    addi, shli, shrui = np.add, np.left_shift, np.right_shift
+    select = np.where
+    cmpi = staticmethod(lambda predicate, left, right: predicate(left, right))
+
+
+class Numbers(mask_bits._Numbers):
+    """One of every thread."""
+
+    def __init__(self):
+        self.arith = Arithmetic
+        self.warp, self.lane = np.divmod(THREAD, np.uint32(32))
+        self.row, self.pair = np.divmod(self.lane, np.uint32(4))
+
+    def __call__(self, value: int) -> np.ndarray:
+        return np.full(mask_bits.THREADS, value, np.uint32)
+
+
+def exchanged(numbers: np.ndarray, distance: int) -> np.ndarray:
+    """`shfl.bfly`."""
+    return numbers[THREAD ^ np.uint32(distance)]
+
+
+def voted(members: np.ndarray, bit: np.ndarray, kind: str) -> np.ndarray:
+    """`vote.ballot` of whole warps."""
+    assert kind == "ballot"
+    assert (members == 0xFFFFFFFF).all()
+    words = (bit.reshape(4, 32) * (np.uint64(1) << np.arange(32, dtype=np.uint64))).sum(axis=1)
+    return np.repeat(words, 32).astype(np.uint32)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch):
+    utils = types.SimpleNamespace(shfl_bfly=exchanged, nvvm=types.SimpleNamespace(vote_sync=voted))
+    monkeypatch.setattr(mask_bits, "mgpu", types.SimpleNamespace(utils=utils))
+
+
+@pytest.mark.parametrize("keys_first", [False, True])
+@pytest.mark.parametrize(("query", "key"), [(0, 0), (64, 128), (128, 64), (192, 0)])
+def test_lanes_pack_what_is_said_in_the_plain_way(query: int, key: int, keys_first: bool):
+    mask = np.random.default_rng(0).random((1, 1, 150, 144)) < 0.5
+    whole = np.zeros((256, 256), bool)
+    whole[:150, :144] = mask[0, 0]
+
+    def read(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        pieces = whole[queries[:, None], keys[:, None] + np.arange(mask_bits.PIECE)]
+        return (pieces << np.arange(mask_bits.PIECE)).sum(axis=1).astype(np.uint32)
+
+    numbers = Numbers()
+    make = mask_bits._columns_of_rows if keys_first else mask_bits._rows
+    words = make(numbers, read, numbers(query), numbers(key))
+    plain = mask_bits.plainly_packed(jnp.asarray(mask), 0, query, key, keys_first)
+    np.testing.assert_array_equal(words, np.asarray(plain).view(np.uint32))
+
+    tile = whole[query : query + 64, key : key + 64]
+    expanded = mask_bits.plainly_expanded(plain[None], (64, 64))
+    np.testing.assert_array_equal(expanded, tile.T if keys_first else tile)
+
+
+def test_registers_are_in_the_order_in_which_they_are_expanded():
+    """Eighths of the columns, and the two halves of the rows; all else of a register's place is the thread's."""
+    mgpu = pytest.importorskip("jax.experimental.mosaic.gpu")
+    assert mgpu.WGMMA_LAYOUT.registers_shape((64, 128)) == (1, 16, 1, 1, 2, 1, 1, 1, 1)

@@ -1,0 +1,129 @@
+"""Compiles the Hopper kernels for sm_90a on a machine without a GPU, and prints what ptxas says of each, as JSON.
+
+    python hopper_compile.py DIRECTORY
+
+A program of its own: where Mosaic GPU leaves its reports is read from the environment before JAX is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from hopper_kernels import canonical_arguments
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jflash import _sharding, _tuning
+from jflash._backends.mosaic_gpu import calls
+from jflash._backends.mosaic_gpu.operations import Hardware
+from jflash._semantics.spec import Residuals
+
+DIRECTORY = Path(sys.argv[1])
+bfloat16, float32 = jnp.bfloat16, jnp.float32
+LENGTH = 1024
+PAIRS = (1, 4, LENGTH, LENGTH)
+CASES = {
+    **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
+    **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 128, 256)},
+    "d64 causal, soft cap": (64, 64, dict(is_causal=True, logits_soft_cap=50.0), {}),
+    "d64 causal, bias of keys": (64, 64, dict(is_causal=True), dict(bias=((1, 4, 1, LENGTH), bfloat16))),
+    "d64 causal, alibi": (64, 64, dict(is_causal=True), dict(alibi_slopes=((4,), float32))),
+    "d64 causal, segments": (64, 64, dict(is_causal=True), dict(segment_ids=((2, LENGTH), jnp.int32))),
+    **{f"d{d} deterministic": (d, d, dict(deterministic=True), {}) for d in (64, 128)},
+    "d192/128 causal": (192, 128, dict(is_causal=True), {}),
+    "window": (128, 128, dict(is_causal=True, local_window_size=(1023, 0)), {}),
+    "soft cap": (128, 128, dict(logits_soft_cap=50.0), {}),
+    "soft cap and scale": (128, 128, dict(logits_soft_cap=50.0, deterministic=True), dict(scale=((), float32))),
+    "bias": (128, 128, {}, dict(bias=(PAIRS, bfloat16))),
+    "bias float32": (128, 128, {}, dict(bias=(PAIRS, float32))),
+    "bias of keys": (128, 128, {}, dict(bias=((1, 4, 1, LENGTH), bfloat16))),
+    "mask": (128, 128, {}, dict(mask=(PAIRS, jnp.bool_))),
+    "mask of heads": (128, 128, {}, dict(mask=((1, 4, 1, 1), jnp.bool_))),
+    "mask of keys": (128, 128, {}, dict(mask=((1, 4, 1, LENGTH), jnp.bool_))),
+    "lengths": (128, 128, {}, dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32))),
+    "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
+}
+
+
+ROUNDS = (
+    *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, bias of keys", "d64 causal, segments"),
+    *("d128", "d128 causal", "d192/128 causal", "d256", "d256 causal", "window", "bias", "bias of keys"),
+)
+"""Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
+SPLIT = ("d64", "soft cap")
+"""Cases that are compiled for two devices too."""
+TABLED = ("d8", "d64", "d64 causal, bias of keys", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
+"""Cases that are compiled with all tiles that a search on some device might choose."""
+
+
+def main() -> None:
+    """Forward and backward of every case."""
+    sharding = over(1, PartitionSpec())
+    reports = {}
+    for name in SPLIT:
+        for split in (PartitionSpec("x"), PartitionSpec(None, None, "x")):
+            kernels, _ = compiled(name, over(2, split), {})
+            reports |= {f"{name}, {split}: {kernel}": report for kernel, report in kernels.items()}
+    for name in CASES:
+        kernels, asked = compiled(name, sharding, {})
+        reports |= {f"{name}: {kernel}": report for kernel, report in kernels.items()}
+        if name in ROUNDS:
+            kernels, _ = compiled(name, sharding, {}, processors=1)
+            reports |= {f"{name}, rounds: {kernel}": report for kernel, report in kernels.items()}
+        for place in range(1, max(map(len, asked.values())) if name in TABLED else 1):
+            answers = {question: tiles[min(place, len(tiles) - 1)] for question, tiles in asked.items()}
+            kernels, _ = compiled(name, sharding, answers)
+            reports |= {f"{name}, tiles {place}: {kernel}": report for kernel, report in kernels.items()}
+    print(json.dumps(reports))
+
+
+def over(devices: int, split: PartitionSpec) -> NamedSharding:
+    """Arrays split over so many H200s."""
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{devices}")
+    return NamedSharding(topologies.make_mesh(topology, (devices,), ("x",)), split)
+
+
+def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
+    """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
+    hardware = Hardware(processors)
+    head_dim, value_dim, options, arrays = CASES[name]
+    array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def both(query, key, value, d_out, d_lse, arrays):
+        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
+        shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
+        forward = shard(lambda operands: calls.forward(spec.resized(operands), operands, hardware))
+        backward = shard(lambda operands, *rest: calls.backward(spec.resized(operands), operands, *rest, hardware))
+        out, lse = forward(operands)
+        return out, backward(operands, Residuals(out, lse, d_out, d_lse))
+
+    for path in DIRECTORY.iterdir():
+        path.unlink()
+    with _tuning.trying(answers) as trial:
+        jax.jit(both).lower(
+            *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
+            array((2, 4, LENGTH), float32),
+            {argument: array(*type_) for argument, type_ in arrays.items()},
+        ).compile()
+    reports = {}
+    for path in sorted(DIRECTORY.glob("*.ptxas")):
+        text = path.read_text()
+        kernel = re.match(r"jflash_([a-z_]+?)_\d", path.name)[1]
+        spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)), default=0)
+        reports[kernel] = dict(spills=spills, serialised=bool(re.search(r"C75\d\d.*serialized", text)))
+    return reports, trial.asked
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The Hopper kernels without a Hopper: one call through them in Pallas' interpreter, and the races that it found."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from plain_attention import Call, Results
+
+import jflash
+from jflash import _api, _canonical
+from jflash._backends import mosaic_gpu
+from jflash._backends.mosaic_gpu import calls
+from jflash._backends.mosaic_gpu.operations import Hardware, Interpreter
+from jflash._semantics.spec import Operands, Residuals, Spec
+
+
+def canonical(call: Call, **options: object) -> tuple[Spec, Operands]:
+    """What a backend is given for a call."""
+    score_mod = None if call.score_mod is None else call.score_mod()
+    arguments = oracle.arguments(call) | {"score_mod": score_mod} | options
+    return canonical_arguments(
+        **jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, arguments)
+    )
+
+
+def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
+    """What a backend is given for arguments of `jflash.attention`."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(jflash.attention).parameters.items()
+        if name not in ("implementation", "return_residual")
+    }
+    spec, operands, _ = _canonical.canonicalize(**_api._with_score_mod_traced(defaults | arguments))
+    return spec, operands
+
+
+def run(call: Call, processors: int = 132, *, detect_races: bool = True, **options: object) -> Results:
+    """The kernels' results for a call, in its own shapes, as on a device with so many processors.
+
+    Races are found between the warpgroups of a block. Where blocks add to the same numbers, or wait for each other, the
+    interpreter would report a race too: it has no atomic additions, and runs one block after the other.
+    """
+    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=detect_races), processors)
+    spec, operands = canonical(call, **options)
+    reason = mosaic_gpu.unsupported_call(spec)
+    assert reason is None, reason
+    out, lse = calls.forward(spec, operands, operations)
+    assert not races_found(), "forward"
+    batch = call.query.shape[:-3]
+    flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
+    residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
+    gradients = calls.backward(spec, operands, residuals, operations)
+    assert not races_found(), "backward"
+    smooth, _, _ = oracle.split(call)
+    return Results(
+        out.reshape(*batch, *out.shape[1:]),
+        lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
+        {name: getattr(gradients, name).reshape(array.shape) for name, array in smooth.items()},
+    )
+
+
+def traced(call: Call, **options: object) -> tuple[jax.core.ClosedJaxpr, jax.core.ClosedJaxpr]:
+    """A call's forward and backward as on the hardware, not compiled."""
+    spec, operands = canonical(call, **options)
+    hardware = Hardware(processors=132)
+    trace = jax.make_jaxpr(lambda operands: calls.forward(spec, operands, hardware), return_shape=True)
+    forward, (out, lse) = trace(operands)
+    residuals = Residuals(out, lse, out, lse)
+    return forward, jax.make_jaxpr(lambda *args: calls.backward(spec, *args, hardware))(operands, residuals)
+
+
+def races_found() -> bool:
+    """Whether the last kernel run had races. There is no public way to ask."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found

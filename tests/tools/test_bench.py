@@ -1,0 +1,274 @@
+"""`python -m jflash.bench`: what it counts, what it records, and that nothing in a record is invented."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+import jflash
+from jflash import _platform
+from jflash.bench import __main__ as bench
+from jflash.bench import cases, clocks, measure, peers, record
+
+ROOT = Path(__file__).parents[2]
+RECORDS = [path for path in (ROOT / "examples" / "benchmarks").glob("*.json") if '"rows"' in path.read_text()]
+PLAIN = cases.square("full", "float32", 2, 12, 2, 16)
+
+
+def brute_force(case):
+    """Pairs of one head and one batch entry, one by one."""
+    length = max(case.queries, case.keys) if case.length is None else case.length
+    segment = lambda i: i * case.segments // case.queries
+    return sum(
+        max(i, j) < length
+        and (not case.is_causal or j <= i)
+        and (case.window is None or i - j < case.window)
+        and (case.segments == 1 or segment(i) == segment(j))
+        for i, j in itertools.product(range(case.queries), range(case.keys))
+    )
+
+
+OPTIONS = [
+    dict(),
+    dict(keys=5),
+    dict(is_causal=True, window=1),
+    dict(is_causal=True, window=5),
+    dict(is_causal=True, window=50),
+    dict(length=7),
+    dict(is_causal=True, length=7),
+    dict(segments=3),
+    dict(is_causal=True, segments=4),
+    dict(is_causal=True, segments=2, window=3),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_flops_are_those_of_the_visible_pairs(options):
+    case = dataclasses.replace(PLAIN, value_dim=8, **options)
+    pairs = brute_force(case)
+    assert cases.visible_pairs(case) == pairs
+    assert cases.flops(case, "fwd") == 2 * pairs * (16 + 8) * 2 * 2
+    assert cases.flops(case, "bwd") == 2.5 * cases.flops(case, "fwd")
+    assert cases.flops(case, "fwd+bwd") == 3.5 * cases.flops(case, "fwd")
+
+
+def test_causal_alone_counts_half():
+    case = dataclasses.replace(PLAIN, is_causal=True)
+    assert cases.visible_pairs(case) == 12 * 12 / 2 == brute_force(case) - 12 / 2
+
+
+@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[5], OPTIONS[8]], ids=str)
+def test_what_is_counted_is_what_is_computed(options):
+    """Where all logits are 0, the exponential of the log-sum-exp is the number of keys that a query sees."""
+    case = dataclasses.replace(PLAIN, **options)
+    arguments = cases.data(case).arguments
+    arguments["query"] = jnp.zeros_like(arguments["query"])
+    _, lse = jflash.attention(**arguments, **cases.options(case), return_residual=True)
+    assert np.exp(lse).sum() == pytest.approx(case.batch * case.heads * cases.visible_pairs(case))
+
+
+@pytest.mark.parametrize(
+    "case", cases.feature_cases(tokens=64, width=256, dtype="bfloat16"), ids=lambda case: case.name
+)
+def test_jflash_takes_every_option(case):
+    arguments, cotangent = cases.data(case)
+    out = jax.eval_shape(lambda arguments: jflash.attention(**arguments, **cases.options(case)), arguments)
+    assert (out.shape, out.dtype) == (cotangent.shape, cotangent.dtype)
+
+
+def test_grid_has_all_tokens_and_the_whole_width():
+    grid = dataclasses.replace(cases.Grid.for_platform(_platform.current()), widths=(64,), head_dims=(16, 32))
+    for case in grid.cases():
+        assert case.batch * case.queries == grid.tokens
+        assert case.heads * case.head_dim == 64
+    with pytest.raises(ValueError, match="Got 48 and 64"):
+        dataclasses.replace(grid, head_dims=(48,)).cases()
+
+
+def only_full(query, key, value, is_causal=False, implementation=None):
+    """A peer that refuses some cases when they are tried."""
+    if is_causal:
+        raise NotImplementedError("Causal is not for me.\nSecond line.")
+    return jax.nn.dot_product_attention(query, key, value)
+
+
+@contextlib.contextmanager
+def two_peers_less():
+    """cuDNN is not installed, and tokamax refuses what is causal; samples are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(peers.PEERS, "cuDNN", dataclasses.replace(peers.PEERS["cuDNN"], package="no_such_package"))
+        patch.setitem(peers.PEERS, "tokamax", peers.InJax("jax", lambda: only_full))
+        patch.setattr(clocks, "SAMPLE_MS", 1)
+        patch.setattr(clocks, "REST_S", 0)
+        patch.setenv("COLUMNS", "160")
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What a tiny run wrote, and what it printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = {"lengths": 64, "widths": 32, "head-dims": 16, "tokens": 64, "dtype": "float32", "rounds": 2}
+    with two_peers_less(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.main([*(f"--{name}={value}" for name, value in options.items()), f"--output={folder}"])
+    return folder, printed.getvalue()
+
+
+def test_version_of_what_was_never_installed(nothing_installed):
+    """A checkout on the path; the run must not fail for it, after all was measured."""
+    assert peers.versions(["jflash"])["jflash"] == "from a folder on the path"
+
+
+def test_run_records_every_case_and_peer(run):
+    found = json.loads((run[0] / "bench.json").read_text())
+    assert found["about"]["versions"]["jflash"] == jflash.__version__
+    assert found["product"]["tflops"] == pytest.approx(2 * found["product"]["size"] ** 3 / found["product"]["ms"] / 1e9)
+    rows = {(row["case"], row["peer"], row["work"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"])
+    for case, peer in itertools.product(("full", "causal"), ("jflash", "jax.nn")):
+        forward, backward, both = (rows[case, peer, work] for work in ("fwd", "bwd", "fwd+bwd"))
+        assert backward["ms"] == pytest.approx(both["ms"] - forward["ms"])
+        for row in (forward, both):
+            assert len(row["samples_ms"]) == 2
+            assert row["ms"] == pytest.approx(np.median(row["samples_ms"]), rel=1e-5)
+            assert row["compile_s"] > 0
+            assert row["peak_mib"] > row["temporary_mib"] >= 0
+            assert row["fraction"] == pytest.approx(row["tflops"] / found["product"]["tflops"])
+        pairs = 64 * 64 / (2 if case == "causal" else 1)
+        assert forward["tflops"] == pytest.approx(2 * (16 + 16) * pairs * 2 / forward["ms"] / 1e9)
+
+
+def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_first(monkeypatch):
+    """A GPU's clock depends on what it did just before."""
+    done: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(measure._Turn, "sample", lambda turn: done.append((turn.case.name, turn.work, turn.peer)))
+    monkeypatch.setattr(measure._Turn, "figures", lambda turn: record.Figures(refusal="not timed"))
+    monkeypatch.setattr(
+        measure, "_turn", lambda case, peer, work, _: measure._Turn(case, peer, work, None, "not compiled")
+    )
+    grid = [PLAIN, dataclasses.replace(PLAIN, name="causal", is_causal=True)]
+    rows = measure.measure(grid, ["jflash", "jax.nn"], True, 3, lambda *_: None).rows
+    assert [(row.case, row.peer) for row in rows[::3]] == [(c.name, p) for c in grid for p in ("jflash", "jax.nn")]
+    groups = [done[at : at + 2] for at in range(0, len(done), 2)]
+    works = itertools.product((case.name for case in grid), ("fwd", "fwd+bwd"))
+    assert [group[0][:2] for group in groups] == [*works] * 3
+    assert all(first[:2] == second[:2] for first, second in groups)
+    for number, (first, second) in enumerate(groups):
+        assert (first[2], second[2]) == (("jflash", "jax.nn"), ("jax.nn", "jflash"))[number // 4 % 2]
+
+
+def test_missing_peer_is_listed_and_has_no_row(run):
+    found = record.read(run[0] / "bench.json")
+    assert found.about.missing["cuDNN"] == "no_such_package is not installed."
+    assert "cuDNN is missing: no_such_package is not installed." in run[1]
+    assert "cuDNN" not in {row.peer for row in found.rows}
+
+
+def test_refused_case_is_recorded_with_its_sentence(run):
+    rows = [row for row in record.read(run[0] / "bench.json").rows if row.peer == "tokamax"]
+    for row in rows:
+        refusal = "NotImplementedError: Causal is not for me." if row.case == "causal" else None
+        assert row.figures.refusal == refusal
+        assert (row.figures.ms is None) == (refusal is not None)
+        # Of a call as small as this one a difference of two times may come out negative.
+        differs = row.work == "bwd" and row.figures.ms is not None and row.figures.ms <= 0
+        assert (row.tflops is None) == (refusal is not None or differs)
+    assert {row.case for row in rows} == {"full", "causal"}
+    assert re.search(r"tokamax refuses causal: .*: NotImplementedError: Causal is not for me\.", run[1])
+
+
+def test_nothing_is_cut_off_where_lines_are_short(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.main(["--from", str(run[0] / "bench.json")])
+    assert "…" not in printed.getvalue()
+    assert "causal: 1 x 64, 2 x d16 " in printed.getvalue()
+
+
+def test_what_a_peer_has_no_argument_for_is_asked_not_tried():
+    capped = dataclasses.replace(PLAIN, soft_cap=1.0)
+    names = ("query", "key", "value", *cases.options(capped))
+    assert peers.PEERS["jflash"].refuses(capped, names) is None
+    for peer in ("jax.nn", "torch"):
+        assert peers.PEERS[peer].refuses(capped, names) == "It has no argument logits_soft_cap."
+    assert peers.PEERS["cuDNN"].refuses(PLAIN, ()) == "It takes bfloat16 and float16, not float32."
+
+
+def test_more_memory_than_there_is_is_refused_before_it_runs(monkeypatch):
+    monkeypatch.setattr(clocks, "_memory_limit", lambda: 100)
+    with pytest.raises(MemoryError, match=r"It needs .* GiB, and there are"):
+        clocks.prepare(jnp.sin, jnp.zeros(1000))
+
+
+def test_kernel_times_are_those_of_every_iteration(monkeypatch):
+    """By CUPTI on an NVIDIA GPU; elsewhere something stands in for it."""
+    if not clocks.on_nvidia():
+
+        def stand_in(compiled, aggregate, iterations):
+            assert aggregate
+            return lambda *arrays: (compiled(*arrays), [0.25] * iterations)
+
+        monkeypatch.setattr(profiler, "measure", stand_in)
+        monkeypatch.setattr(clocks, "on_nvidia", lambda: True)
+    samples = clocks.prepare(jnp.dot, jnp.ones((16, 16)), jnp.ones((16, 16))).sample()
+    assert len(samples) == clocks.ITERATIONS
+    assert min(samples) > 0
+
+
+def test_pictures_are_drawn_again_from_a_record(run, tmp_path):
+    drawn = {path.name: path.read_bytes() for path in run[0].glob("*.png")}
+    assert set(drawn) == {"bench-forward.png", "bench-backward.png"}
+    with two_peers_less(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        bench.main(["--from", str(run[0] / "bench.json"), "--output", str(tmp_path)])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == drawn
+    assert all(image.startswith(b"\x89PNG\r\n\x1a\n") for image in drawn.values())
+    table = lambda text: text[: text.index("wrote ")].strip()
+    assert table(printed.getvalue()) == table(run[1])
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_kept_records_are_of_this_schema(path, tmp_path):
+    found = record.read(path)
+    found.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+    for row in found.rows:
+        assert row.tflops is None or row.tflops > 0
+        assert (row.fraction is None) == (found.product is None or row.tflops is None)
+
+
+def test_the_figures_of_the_readme_are_recorded():
+    rows = record.read(ROOT / "examples" / "benchmarks" / "h200.json").rows
+    tflops = {(r.head_dim, r.queries, r.case, r.work, r.peer): r.tflops for r in rows if not r.is_feature}
+    section = (ROOT / "README.md").read_text().split("## On NVIDIA Hopper")[1].split("\n## ")[0]
+    table = re.findall(r"^\| (\d+) \| ([\d,]+) \|(.*)\|$", section, re.MULTILINE)
+    assert table
+    for dim, tokens, figures in table:
+        columns = itertools.product(("fwd", "bwd"), ("full", "causal"))
+        for (work, mask), figure in zip(columns, figures.split("|"), strict=True):
+            ours, theirs = (
+                tflops[int(dim), int(tokens.replace(",", "")), mask, work, who] for who in ("jflash", "cuDNN")
+            )
+            assert figure.strip() == f"{ours:.0f} ({ours / theirs:.2f})"
+
+
+def test_the_instrument_is_imported_only_by_name():
+    code = "import sys, jflash; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"jflash.bench", *bench.NEEDED, "torch"}.isdisjoint(done.stdout.split())
+
+
+def test_what_to_install_is_said_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(bench, "NEEDED", ("rich", "no_such_package"))
+    with pytest.raises(SystemExit, match=r"needs no_such_package: pip install '\.\[benchmark\]'"):
+        bench.main([])

@@ -1,0 +1,179 @@
+"""The examples run as a newcomer runs them, shortened, and what they print holds."""
+
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from operands import PLAIN
+from refusals import skip_refused
+
+import jflash
+from jflash import doctor
+from jflash_metal import _ffi
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+SHORT_TRAINING = {"steps": 5, "batch": 2, "length": 48, "width": 32, "layers": 1}
+NUMBER = r"([\d.]+(?:e[+-]\d+)?)"
+
+
+def run(script: str, *arguments: object) -> str:
+    """What `examples/<script>` prints; its exit status must be 0."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "120"}
+    command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def numbers(pattern: str, printed: str) -> list[float]:
+    found = re.search(pattern, printed)
+    assert found, f"{pattern} is not in:\n{printed}"
+    return [float(number) for number in found.groups()]
+
+
+def test_quickstart():
+    printed = run("quickstart.py", "--tokens", 300, "--heads", 2, "--head-dim", 16, "--repeats", 1)
+    assert "serves this call on" in printed
+    for row in ("error of the output", "error of the gradients"):
+        ours, plain = numbers(rf"{row}[^\d]*{NUMBER}[^\d]*{NUMBER}", printed)
+        # An ulp of results between 2 and 4 on top: that is what is lost in writing them down.
+        assert ours <= 2 * plain + 2 * np.finfo(np.float32).eps
+    for row in ("forward, ms", "forward and backward, ms", "forward, MiB", "with backward, MiB"):
+        numbers(rf"{row}[^\d]*{NUMBER}[^\d]*{NUMBER}", printed)
+
+
+@pytest.mark.parametrize("framework", ["flax", "equinox"])
+def test_training_agrees_with_the_layers_own_attention(framework, tmp_path):
+    picture = tmp_path / "curves.png"
+    options = [part for name, value in SHORT_TRAINING.items() for part in (f"--{name}", value)]
+    printed = run("train_transformer.py", "--framework", framework, "--picture", picture, *options)
+    ours, own = numbers(f"Loss after 5 steps: {NUMBER} with jflash, {NUMBER} with {framework}'s own", printed)
+    difference, rounding = numbers(rf"difference at any step: {NUMBER}\. Rounding can make it {NUMBER}\.", printed)
+    assert difference <= rounding
+    assert abs(ours - own) <= rounding
+    image = picture.read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(image) > 10_000
+
+
+def test_training_notices_a_wrong_attention(tmp_path, monkeypatch):
+    """The comparison, the same for both frameworks, can fail."""
+
+    def one_percent_off(query, *others, **options):
+        return jflash.attention(query * 1.01, *others, **options)
+
+    monkeypatch.setattr("jflash.equinox.attention", one_percent_off)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    train_transformer = importlib.import_module("train_transformer")
+    settings = train_transformer.Settings("equinox", picture=tmp_path / "curves.png", **SHORT_TRAINING)
+    with pytest.raises(SystemExit, match="more than rounding"):
+        train_transformer.main(settings)
+
+
+def test_cpu_benchmark(tmp_path):
+    output = tmp_path / "cpu.json"
+    printed = run("benchmarks/cpu.py", "--lengths", 64, "--long", 64, "--rounds", 1, "--output", output)
+    record = json.loads(output.read_text())
+    names = {row["name"] for row in record["ratios"]}
+    assert {"jax.nn / jflash", "causal / full", "memory / q+k+v+out"} <= names
+    has_torch = importlib.util.find_spec("torch") is not None
+    assert ("torch / jflash, full" in names) == has_torch
+    assert record["about"].endswith("torch missing") == (not has_torch)
+    for row in record["ratios"]:
+        assert row["ratio"] == row["dividend"] / row["divisor"] > 0
+        assert f"{row['ratio']:.2f}" in printed
+    assert all(len(case["ms"]) == 1 and case["ms"][0] > 0 for case in record["samples"])
+
+
+@pytest.fixture
+def emulated() -> None:
+    """Skips where Metal kernels cannot run, or where nobody counts what they do."""
+    skip_refused("metal", **PLAIN)
+    if _ffi.host() != "emulator":
+        pytest.skip("The kernels run on an Apple GPU here.")
+
+
+@pytest.mark.usefixtures("emulated")
+def test_ladder(monkeypatch):
+    """Every step is right, and gives what the one before it is there to be improved in."""
+    monkeypatch.syspath_prepend(EXAMPLES / "ladder")
+    ladder = importlib.import_module("run")
+    names = ("title", *ladder.COLUMNS)
+    rows = {row[0][:2]: dict(zip(names, row, strict=True)) for row in ladder.rows(64, 32)}
+    number = lambda step, name: float(rows[step][name].replace(",", ""))
+    assert all(float(row["error"]) < 1e-5 for row in rows.values())
+    assert number("V0", "device read, KiB") > 10 * number("V1", "device read, KiB")
+    assert number("V2", "threadgroup, KiB") > 3 * number("V3", "threadgroup, KiB")
+    assert number("V3", "8x8x8 products") > number("V2", "8x8x8 products") == 0
+    assert number("V4", "device read, KiB") > 1.5 * number("V3", "device read, KiB")
+
+
+def test_ladder_backward_without_atomics_owns_what_it_writes():
+    text = (EXAMPLES / "ladder" / "backward_owned.metal").read_text()
+    assert "atomic_" not in text
+    shaders = EXAMPLES.parent / "jflash_metal" / "shaders"
+    assert not any("atomic_" in path.read_text() for path in shaders.iterdir())
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("setting", range(3), ids=["plain", "causal, segments", "bias"])
+def test_metal_costs_are_those_of_the_tiling(monkeypatch, setting):
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    metal_costs = importlib.import_module("metal_costs")
+    options = [dict(), dict(is_causal=True, segments=4), dict(bias=True)][setting]
+    costs = list(metal_costs.costs(metal_costs.Setting("bfloat16", 64, length=256, **options)))
+    assert [cost.kernel for cost in costs] == ["forward", "delta", "d_query", "d_key_value"]
+    for cost in costs:
+        assert cost.device_bytes <= 1.1 * cost.ideal_device_bytes, cost
+        assert cost.products <= 1.05 * cost.ideal_products, cost
+        assert cost.exponentials <= 1.05 * cost.ideal_exponentials, cost
+
+
+def test_metal_costs_record_is_of_these_kernels():
+    """Whoever changes them records again: examples/benchmarks/metal_costs.py --record."""
+    record = json.loads((EXAMPLES / "benchmarks" / "metal_costs.json").read_text())
+    assert all(row["device_bytes"] <= 1.1 * row["ideal_device_bytes"] for row in record)
+    assert all(row["products"] <= 1.05 * row["ideal_products"] for row in record)
+
+
+def test_doctor(capsys):
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    assert f"jflash {jflash.__version__}" in printed
+    assert "xla serves" in printed
+    assert "native library: " in printed
+    assert doctor.main(["--selfcheck"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("xla", "reference"):
+        assert len(re.findall(rf"ok +{name}, .*out .* d_key .* d_query .* d_value ", printed)) == 5
+    assert ("ok    metal, float16 d64 all options" in printed) == (_ffi.available() is None)
+
+
+def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
+    attention = jflash.attention
+    wrong = lambda query, **options: attention(query * (1 + 0.01 * (options["implementation"] == "xla")), **options)
+    monkeypatch.setattr("jflash.attention", wrong)
+    assert doctor.main(["--selfcheck"]) == 1
+    assert "WRONG xla, float32 d32 causal: out" in capsys.readouterr().out
+
+
+def test_doctor_goes_on_after_a_failure(capsys, monkeypatch):
+    attention = jflash.attention
+
+    def failing(*args, implementation, **options):
+        if implementation == "xla":
+            raise RuntimeError("the kernel does not compile")
+        return attention(*args, implementation=implementation, **options)
+
+    monkeypatch.setattr("jflash.attention", failing)
+    assert doctor.main(["--selfcheck"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("WRONG xla, ") == printed.count(": RuntimeError: the kernel does not compile") == 5
+    assert printed.count("ok    reference, ") == 5
