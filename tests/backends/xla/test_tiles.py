@@ -14,6 +14,7 @@ from plain_attention import Call
 
 import jflash
 from jflash import _canonical, _dispatch
+from jflash._backends import xla
 from jflash._backends.xla import tiling
 
 numbers = np.random.default_rng(0)
