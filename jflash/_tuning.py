@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from jflash import _platform, _settings
 
 
-class Question(NamedTuple):
-    """Which tiles?"""
+class TuningKey(NamedTuple):
+    """What a choice of tiles is made for."""
 
     kind: str
     """The backend and its kernel."""
@@ -34,8 +34,8 @@ class Question(NamedTuple):
 class Trial:
     """Answers to be tried, and what is asked meanwhile."""
 
-    answers: Mapping[Question, Any]
-    asked: dict[Question, tuple[Any, ...]] = dataclasses.field(default_factory=dict[Question, tuple[Any, ...]])
+    answers: Mapping[TuningKey, Any]
+    asked: dict[TuningKey, tuple[Any, ...]] = dataclasses.field(default_factory=dict[TuningKey, tuple[Any, ...]])
     """For each question its candidates, the backend's own choice first."""
 
 
@@ -43,7 +43,7 @@ _trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", d
 
 
 @contextlib.contextmanager
-def trying(answers: Mapping[Question, Any]) -> Generator[Trial]:
+def trying(answers: Mapping[TuningKey, Any]) -> Generator[Trial]:
     """Inside, these answers count, and none that were found earlier; if what is traced was not traced before."""
     trial = Trial(answers)
     token = _trial.set(trial)
@@ -53,13 +53,13 @@ def trying(answers: Mapping[Question, Any]) -> Generator[Trial]:
         _trial.reset(token)
 
 
-def choose[Tiles](question: Question, candidates: Sequence[Tiles]) -> Tiles:
+def choose[Tiles](key: TuningKey, candidates: Sequence[Tiles]) -> Tiles:
     """One of the candidates, of which there is at least one: dataclasses of whole numbers and booleans."""
     trial = _trial.get()
     if trial is not None:
-        trial.asked[question] = tuple(candidates)
-        return trial.answers.get(question, candidates[0])
-    found = _found(_platform.device_name()).get(question)
+        trial.asked[key] = tuple(candidates)
+        return trial.answers.get(key, candidates[0])
+    found = _found(_platform.device_name()).get(key)
     return next((tiles for tiles in candidates if numbers(tiles) == found), candidates[0])
 
 
@@ -80,7 +80,7 @@ def is_tuned(device: str) -> bool:
     return where is not None and where.exists()
 
 
-def store(device: str, answers: Mapping[Question, Any], about: Mapping[str, Any]) -> Path:
+def store(device: str, answers: Mapping[TuningKey, Any], about: Mapping[str, Any]) -> Path:
     """Write what was found for a device, in the place of what was found before.
 
     Raises:
@@ -100,7 +100,7 @@ def store(device: str, answers: Mapping[Question, Any], about: Mapping[str, Any]
 
 
 @functools.cache
-def _found(device: str) -> dict[Question, list[int]]:
+def _found(device: str) -> dict[TuningKey, list[int]]:
     """What was stored for a device.
 
     Raises:
@@ -111,6 +111,6 @@ def _found(device: str) -> dict[Question, list[int]]:
         return {}
     try:
         rows = json.loads(source.read_text())["answers"]
-        return {Question(row["kind"], tuple(row["key"])): row["tiles"] for row in rows}
+        return {TuningKey(row["kind"], tuple(row["key"])): row["tiles"] for row in rows}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{source} is not as `python -m jflash.bench --tune` writes it: delete it.") from error

@@ -15,7 +15,7 @@ import rich.box
 from rich.table import Table
 
 from jflash import _platform, _tuning
-from jflash._tuning import Question
+from jflash._tuning import TuningKey
 from jflash.bench import clocks, peers
 from jflash.bench.cases import Case, Work, data, flops
 from jflash.bench.in_jax import function_of_arrays
@@ -29,7 +29,7 @@ MARGIN = 0.03
 class Open:
     """A choice, and the largest of the cases that leave it open."""
 
-    question: Question
+    question: TuningKey
     candidates: tuple[Any, ...]
     """The backend's own choice first."""
     case: Case
@@ -60,7 +60,7 @@ def tune(cases: Sequence[Case], rounds: int, step: Callable[[str, int], None]) -
     """Every choice that the cases leave open, one after the other; `step` is told what comes next, and of how many."""
     left_open = list(_left_open(cases))
     steps = sum(len(choice.candidates) for choice in left_open)
-    answers: dict[Question, Any] = {}
+    answers: dict[TuningKey, Any] = {}
     found: list[Found] = []
     for choice in left_open:
         samples: list[list[float]] = [[] for _ in choice.candidates]
@@ -83,7 +83,7 @@ def tune(cases: Sequence[Case], rounds: int, step: Callable[[str, int], None]) -
 
 def _left_open(cases: Sequence[Case]) -> Iterator[Open]:
     """What has more than one candidate, each with the case that has the most to compute."""
-    seen: set[Question] = set()
+    seen: set[TuningKey] = set()
     for case in sorted(cases, key=lambda case: -flops(case, "fwd")):
         arrays = data(case)
         for work in ("fwd", "fwd+bwd") if case.has_backward else ("fwd",):

@@ -16,11 +16,11 @@ import jflash
 from jflash import _platform, _settings, _tuning
 from jflash._backends.xla import tiling
 from jflash._backends.xla.tiling import Blocks
-from jflash._tuning import Question
+from jflash._tuning import TuningKey
 from jflash.bench import __main__ as bench
 from jflash.bench import cases, clocks, tune
 
-QUESTION = Question("xla forward", ("alike",))
+QUESTION = TuningKey("xla forward", ("alike",))
 LARGE, SMALL = Blocks(64, 64, 2**12), Blocks(16, 32, 2**9)
 BLOCKS = {kind: [LARGE, SMALL] for kind in tiling.BLOCKS}
 
@@ -43,7 +43,7 @@ def test_what_is_found_counts_on_its_device_alone(monkeypatch):
     path = _tuning.store(_platform.device_name(), {QUESTION: SMALL}, {"date": "today"})
     assert json.loads(path.read_text())["date"] == "today"
     assert _tuning.choose(QUESTION, [LARGE, SMALL]) == SMALL
-    assert _tuning.choose(Question("xla backward", ("alike",)), [LARGE, SMALL]) == LARGE
+    assert _tuning.choose(TuningKey("xla backward", ("alike",)), [LARGE, SMALL]) == LARGE
     monkeypatch.setattr(_platform, "device_name", lambda: "another")
     assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
 
@@ -80,7 +80,7 @@ def test_tiles_that_are_tried_come_before_those_found():
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 5}], ids=str)
 def test_tiles_found_serve_calls_and_are_right(monkeypatch, options):
     monkeypatch.setattr(tiling, "BLOCKS", BLOCKS)
-    questions = [Question(f"xla {work}", (kind,)) for work in ("forward", "backward") for kind in BLOCKS]
+    questions = [TuningKey(f"xla {work}", (kind,)) for work in ("forward", "backward") for kind in BLOCKS]
     _tuning.store(_platform.device_name(), dict.fromkeys(questions, SMALL), {})
     asked = []
     plan = tiling.plan
@@ -109,7 +109,7 @@ def test_search_keeps_what_is_faster(monkeypatch, folder):
     ]
     tune.store(found)
     assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
-    assert _tuning.choose(Question("xla backward", ("alike",)), [LARGE, SMALL]) == SMALL
+    assert _tuning.choose(TuningKey("xla backward", ("alike",)), [LARGE, SMALL]) == SMALL
 
 
 def test_search_from_a_checkout_that_was_never_installed(nothing_installed, folder):

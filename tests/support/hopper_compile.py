@@ -24,8 +24,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash import _sharding, _tuning
-from jflash._backends.mosaic_gpu import calls
-from jflash._backends.mosaic_gpu.operations import Hardware
+from jflash._backends.mosaic_gpu import call, plan
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
 from jflash._semantics.spec import Residuals
 
 DIRECTORY = Path(sys.argv[1])
@@ -96,15 +96,21 @@ def over(devices: int, split: PartitionSpec) -> NamedSharding:
 
 def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
     """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
-    hardware = Hardware(processors)
     head_dim, value_dim, options, arrays = CASES[name]
     array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
         shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
-        forward = shard(lambda operands: calls.forward(spec.resized(operands), operands, hardware))
-        backward = shard(lambda operands, *rest: calls.backward(spec.resized(operands), operands, *rest, hardware))
+
+        @shard
+        def forward(operands):
+            return call.forward(plan.plan_forward(spec.resized(operands), processors), operands, Hopper())
+
+        @shard
+        def backward(operands, residuals):
+            return call.backward(plan.plan_backward(spec.resized(operands), processors), operands, residuals, Hopper())
+
         out, lse = forward(operands)
         return out, backward(operands, Residuals(out, lse, d_out, d_lse))
 

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from plain_attention import Call, Results
 
 import jflash
 from jflash import _api, _canonical
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu import calls
-from jflash._backends.mosaic_gpu.operations import Hardware, Interpreter
+from jflash._backends.mosaic_gpu import call as kernels
+from jflash._backends.mosaic_gpu import plan
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 
@@ -45,16 +47,16 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
     Races are found between the warpgroups of a block. Where blocks add to the same numbers, or wait for each other, the
     interpreter would report a race too: it has no atomic additions, and runs one block after the other.
     """
-    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=detect_races), processors)
+    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=detect_races))
     spec, operands = canonical(call, **options)
     reason = mosaic_gpu.unsupported_call(spec)
     assert reason is None, reason
-    out, lse = calls.forward(spec, operands, operations)
+    out, lse = kernels.forward(plan.plan_forward(spec, processors), operands, ops)
     assert not races_found(), "forward"
     batch = call.query.shape[:-3]
     flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
     residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
-    gradients = calls.backward(spec, operands, residuals, operations)
+    gradients = kernels.backward(plan.plan_backward(spec, processors), operands, residuals, ops)
     assert not races_found(), "backward"
     smooth, _, _ = oracle.split(call)
     return Results(
@@ -67,11 +69,12 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
 def traced(call: Call, **options: object) -> tuple[jax.core.ClosedJaxpr, jax.core.ClosedJaxpr]:
     """A call's forward and backward as on the hardware, not compiled."""
     spec, operands = canonical(call, **options)
-    hardware = Hardware(processors=132)
-    trace = jax.make_jaxpr(lambda operands: calls.forward(spec, operands, hardware), return_shape=True)
-    forward, (out, lse) = trace(operands)
+    forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
+    trace = jax.make_jaxpr(lambda operands: kernels.forward(forward, operands, Hopper()), return_shape=True)
+    traced_forward, (out, lse) = trace(operands)
     residuals = Residuals(out, lse, out, lse)
-    return forward, jax.make_jaxpr(lambda *args: calls.backward(spec, *args, hardware))(operands, residuals)
+    pull_back = lambda *args: kernels.backward(backward, *args, Hopper())
+    return traced_forward, jax.make_jaxpr(pull_back)(operands, residuals)
 
 
 def races_found() -> bool:

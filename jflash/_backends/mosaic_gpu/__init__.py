@@ -1,10 +1,8 @@
 """Hopper kernels in Pallas (Mosaic GPU): the default on NVIDIA GPUs of compute capability 9.0.
 
-`calls` takes a call to the kernels: `forward_kernel`, and for the gradients `delta_kernel`, then `backward_kernel` or
-`d_query_kernel` and `d_key_value_kernel`, with `d_bias_kernel` where a bias has a query and a key axis, and ahead of
-them `mask_kernel` where a mask has. `query_order` is in which order blocks of keys take queries, `query_sums` how they
-come to one dQ, `inputs` what a kernel knows of its call, `spans` which tiles it visits, `tiles` how large they are,
-`operations` what a warpgroup does with one.
+`plan` chooses kernels, tiles and schedules from the Spec; `call` prepares operands, launches and finishes. A kernel of
+`kernels` reads what `inputs` prepared, is scheduled by `schedule`, and is written in the operations of `hardware`.
+`logits` has the forms of a forward's logits, `gradient` their derivatives.
 
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """
@@ -41,13 +39,22 @@ def unsupported_call(spec: Spec) -> str | None:
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    from jflash._backends.mosaic_gpu import calls, operations
+    from jflash._backends.mosaic_gpu import call, plan
+    from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
 
-    return calls.forward(spec, operands, operations.Hardware(_platform.current().processors))
+    return call.forward(plan.plan_forward(spec, _platform.current().processors), operands, Hopper())
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
-    from jflash._backends.mosaic_gpu import calls, operations
+    from jflash._backends.mosaic_gpu import call, plan
+    from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
 
-    return calls.backward(spec, operands, residuals, operations.Hardware(_platform.current().processors))
+    return call.backward(plan.plan_backward(spec, _platform.current().processors), operands, residuals, Hopper())
+
+
+def describe(spec: Spec, platform: Platform) -> str:
+    """The plans of a call's forward and backward, in words."""
+    from jflash._backends.mosaic_gpu import plan
+
+    return plan.describe(spec, platform.processors)

@@ -15,7 +15,7 @@ from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
 from jflash._sharding import varying_alike
-from jflash._tuning import Question
+from jflash._tuning import TuningKey
 
 _NARROW_ROWS = 128
 _NARROW = 1280
@@ -89,7 +89,7 @@ def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
         kind = "narrow window"
     else:
         kind = "masked"
-    blocks = _tuning.choose(Question(f"xla {work}", (kind,)), BLOCKS[kind])
+    blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), BLOCKS[kind])
     queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
     seen = spec.key_length if window is None else min(spec.key_length, window + queries)
     keys = _even(seen, blocks.keys)

@@ -13,13 +13,13 @@ import oracle
 import pytest
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jflash._backends.mosaic_gpu.tiles import ForwardTiles
+from jflash._backends.mosaic_gpu.turns import Turns
 
 import jflash
 from jflash import _platform, _tuning
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import query_sums
-from jflash._backends.mosaic_gpu.tiles import ForwardTiles
-from jflash._backends.mosaic_gpu.turns import Turns
 from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
@@ -171,7 +171,7 @@ def test_narrow_tiles(tile: ForwardTiles, options: dict):
     """Those that are for more blocks than other tests have."""
     call = cases.build(Case("bfloat16", 390 + tile.warpgroups + tile.stages, 500, (6, 3), (64, 64), (3,), **options))
     poison()
-    with _tuning.trying({_tuning.Question("mosaic_gpu forward", (64, 64, 0, "long")): tile}) as trial:
+    with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (64, 64, 0, "long")): tile}) as trial:
         oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
     assert trial.asked
 

@@ -12,10 +12,10 @@ import oracle
 import pytest
 from cases import Case
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jflash._backends.mosaic_gpu.operations import Interpreter
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import delta_kernel, elementwise, key_columns, statistics, tiles
-from jflash._backends.mosaic_gpu.operations import Interpreter
 from jflash._semantics.spec import Residuals
 
 FEATURES = dict(
@@ -95,7 +95,7 @@ def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch, tile: tiles.ForwardT
     monkeypatch.setattr(tiles, "plan", lambda one, *_: planned.append(one) or one)
     case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
     call = cases.build(case)
-    with _tuning.trying({_tuning.Question("mosaic_gpu forward", (64, 64, 0, "long")): tile}):
+    with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (64, 64, 0, "long")): tile}):
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
     assert [one.sections for one in planned] == [3]
 

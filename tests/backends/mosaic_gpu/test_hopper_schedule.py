@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jflash._backends.mosaic_gpu import query_sums, rounds, tiles
 from jflash._backends.mosaic_gpu.query_order import Order
 from jflash._backends.mosaic_gpu.turns import Turns
+
+from jflash._backends.mosaic_gpu import query_sums, rounds, tiles
 
 
 @pytest.mark.parametrize("turned", [False, True])

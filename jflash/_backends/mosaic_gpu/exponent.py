@@ -1,0 +1,88 @@
+"""How logits become probabilities, exp(logit - reference), with the hardware's base-2 exponential."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jflash._semantics.spec import Spec
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponent:
+    """The conversion of a call's logits to base 2."""
+
+    factor: float
+    """From a logit, or of a plain call a product, to base 2."""
+    exact: bool
+    """Subtract first: a bias may be as large as its dtype allows."""
+    limit: float = math.inf
+    """The largest reference whose rounding scales probabilities by no more than their dtype has room for."""
+
+    def __call__(self, logits: Array, reference: Array) -> Array:
+        """Probabilities from logits and, broadcast to them, what `of` returned for their reference."""
+        if self.exact:
+            return jnp.exp2((logits - reference) * self.factor)
+        return jnp.exp2(logits * self.factor - reference)
+
+    def relative_to(self, reference: Array) -> tuple[Array | float, Array]:
+        """Two numbers for a row, with which exp2(logits * factor - subtrahend) are its weights.
+
+        Rounding the subtrahend scales all of them alike, and they are divided by their sum. Past the limit the factor
+        is 1, and nothing is rounded: logits are so far apart that the largest has all the weight either way.
+        """
+        if not self.exact:
+            return self.factor, self.of(reference)
+        factor = jnp.where(jnp.abs(reference) < self.limit, self.factor, 1.0)
+        return factor, reference * factor
+
+    def rescaling(self, before: Array, reference: Array) -> Array:
+        """The factor that makes weights relative to a row's `before` relative to its new reference."""
+        (factor_before, subtrahend_before), (factor, subtrahend) = map(self.relative_to, (before, reference))
+        difference = subtrahend_before - subtrahend
+        if self.exact:
+            difference = jnp.where(factor_before == factor, difference, before - reference)
+        return jnp.exp2(difference)
+
+    def of_difference(self, products: Array) -> Array:
+        """Probabilities of a plain call from products less their reference, in the products' units."""
+        return jnp.exp2(products * self.factor)
+
+    def of(self, reference: Array) -> Array:
+        """A reference, in the units of logits, as it is subtracted."""
+        return reference if self.exact else reference * self.factor
+
+
+def is_plain(spec: Spec) -> bool:
+    """Whether a logit is its product times a static positive number that float32 can be divided by."""
+    unmodified = follows_products(spec) and spec.logits_soft_cap is None
+    return unmodified and spec.scale is not None and spec.scale > 1e-20
+
+
+def follows_products(spec: Spec) -> bool:
+    """Whether nothing but the scale and a soft cap stands between a product and its logit."""
+    return spec.score_mod is None and {"bias", "alibi_slopes"}.isdisjoint(spec.operands)
+
+
+def sums_scale(spec: Spec) -> float:
+    """What a plain call leaves to be applied to the sums over its products' cotangents."""
+    if not is_plain(spec):
+        return 1.0
+    assert spec.scale is not None
+    return spec.scale
+
+
+def exponent(spec: Spec) -> Exponent:
+    """The conversion for a call."""
+    if is_plain(spec):
+        assert spec.scale is not None
+        return Exponent(spec.scale * LOG2_E, exact=False)
+    exact = "bias" in spec.operands or spec.score_mod is not None
+    # Where weights are off by 2**8 and 2**32, and logits at least 8 and 32 apart.
+    limit = 2.0**27 if spec.dtype == jnp.float16 else 2.0**29
+    return Exponent(LOG2_E, exact, limit)

@@ -1,0 +1,79 @@
+"""What warpgroups that copy and warpgroups that compute agree on: registers, free slots, and loops over copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def split_registers(warpgroups: int, *, copies: bool) -> None:
+    """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
+
+    Together all that a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
+    three warpgroups, 128 for four, 96 for five. A request for more would wait forever.
+    """
+    if warpgroups == 1:
+        return
+    compute, copy = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
+    if copies:
+        plgpu.set_max_registers(copy, action="decrease")
+    else:
+        plgpu.set_max_registers(compute, action="increase")
+
+
+def release(stages: int, *empty: Any) -> None:
+    """Every slot of a ring is empty at first; called once by each warpgroup that will read it.
+
+    So the first copies wait as all others do.
+    """
+    for barriers in empty:
+        for slot in range(stages):
+            plgpu.barrier_arrive(barriers.at[slot])
+
+
+def drain(stages: int, *empty: Any) -> None:
+    """Wait until the last tiles have been read: a barrier may not end in the middle of its phase."""
+    for barriers in empty:
+        for slot in range(stages):
+            plgpu.barrier_wait(barriers.at[slot])
+
+
+def columns(width: int, available: int, zero: Any) -> Any:
+    """The first `width` columns of an array in device memory that may have fewer: the copy reads 0 for the rest.
+
+    A slice past the end must begin at an index that is not static; `zero` is any number, times 0.
+    """
+    return pl.ds(0, width) if width <= available else pl.ds(zero * 0, width)
+
+
+def opaque_zero(step: Any, warpgroup: Any) -> Any:
+    """0 that the compiler cannot fold: the index of a tile that stays in place throughout a loop over `step`.
+
+    Otherwise the compiler keeps the addresses of all the tile's parts in registers for the whole loop, spills them,
+    and loads them back in every step. Computing them anew costs an addition each.
+    """
+    return lax.shift_right_logical(step + warpgroup, 30)
+
+
+def opaque(count: Any, *axes: str) -> Any:
+    """`count`, which the compiler cannot know, as it does not know the indices of the grid's `axes`.
+
+    It would unroll some of a loop's copies. From that, ptxas (CUDA 13.5) once made a copy from a wrong place: it took
+    a coordinate that is 0 from a register that still held an address. Naming more axes makes d256 spill less.
+    """
+    number = sum(map(lax.axis_index, axes))
+    return count + lax.bitwise_and(number * (number + 1), 1)
+
+
+def for_each_copy(count: Any, copy: Callable[[Any], None], *axes: str) -> None:
+    """`copy(index)` for `count` tiles; `axes` as for `opaque`."""
+
+    def body(index: Any, carry: int) -> int:
+        copy(index)
+        return carry
+
+    lax.fori_loop(0, opaque(count, *axes), body, 0)

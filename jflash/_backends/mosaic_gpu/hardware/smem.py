@@ -1,0 +1,69 @@
+"""Shared memory: how tiles are laid out in it, and how many bytes a kernel's declaration takes.
+
+A kernel declares its buffers and barriers once, as a `NamedTuple` whose fields are the types made here. The same
+structure is what it allocates (its scratch types), what its tiles are chosen by (`size`), and, with references in the
+place of types, what it works with.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPGROUP_ROWS = 64
+"""Rows of a tile that one warpgroup works on: M of the matrix unit's instruction."""
+
+CAPACITY = 227 * 1024 - 256
+"""Bytes that a CTA may have on Hopper (CUDA programming guide, compute capability 9.0), less room for barriers."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = None) -> Any:
+    """Shared memory for tiles `[..., rows, columns]`, in the widest swizzle whose columns divide theirs.
+
+    Swizzled, eight rows of 16 bytes lie in different banks, as the matrix unit reads them.
+
+    Args:
+      shape, dtype: of the tiles.
+      divides: more numbers that a swizzle's columns must divide or exceed: the columns of an array in device memory
+        that tiles are copied from or to, or of the tiles that they are multiplied with.
+      part: the columns that a product takes of these tiles, or of those with which it needs the same swizzle: whole
+        swizzles too.
+    """
+    itemsize = np.dtype(dtype).itemsize
+    whole = (shape[-1], part or shape[-1])
+    fits = lambda n: all(m % n == 0 for m in whole) and all(m <= n or m % n == 0 for m in divides)
+    swizzle = next(width for width in (128, 64, 32) if fits(width // itemsize))
+    tiling, swizzling = plgpu.TilingTransform, plgpu.SwizzleTransform
+    transforms: Any = tiling((8, swizzle // itemsize)), swizzling(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def vectors(shape: tuple[int, ...]) -> Any:
+    """Shared memory for float32 vectors `[..., length]`."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def barriers(number: int, arrivals: int = 1) -> Any:
+    """Barriers that complete a phase after so many arrivals."""
+    return plgpu.Barrier(num_barriers=number, num_arrivals=arrivals)
+
+
+def size(declaration: Any) -> int:
+    """Bytes that the buffers of a declaration take; what a union holds shares its bytes."""
+    buffers = [leaf for leaf in jax.tree.leaves(declaration) if not isinstance(leaf, plgpu.Barrier)]
+    return sum(math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in buffers)
+
+
+def fits(declaration: Any) -> bool:
+    """Whether a CTA may have what a kernel declares."""
+    return size(declaration) <= CAPACITY

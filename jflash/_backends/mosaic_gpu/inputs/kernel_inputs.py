@@ -1,0 +1,178 @@
+"""What a kernel reads of its call besides queries, keys and values, and where the tile lies that it reads it for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask
+from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS, edge_row
+from jflash._semantics import visibility
+from jflash._semantics.spec import Spec
+from jflash._semantics.tile import Parameters, Tile
+
+Loaded = Mapping[str, Array]
+"""What a kernel has loaded of a tile's bias and packed mask, by name."""
+
+
+class TileCoord(NamedTuple):
+    """Where a tile of logits begins."""
+
+    batch: Int[Array, ""]
+    head: Int[Array, ""]
+    query: Int[Array, ""] | int
+    key: Int[Array, ""] | int
+
+
+class GmemTile(NamedTuple):
+    """A tile of an array `[B, L, N, H]` in device memory."""
+
+    batch: Int[Array, ""]
+    first: Int[Array, ""]
+    size: int
+    head: Int[Array, ""]
+    columns: Any
+
+    def of(self, ref: Ref) -> Ref:
+        """The tile's part of the array."""
+        return ref.at[self.batch, pl.ds(self.first, self.size), self.head, self.columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInputs:
+    """References to what `prepare` made, and how a tile reads them."""
+
+    spec: Spec
+    ops: WarpgroupOps
+    refs: Mapping[str, Ref]
+    packed_heads: int = 1
+    """Query heads that are interleaved in the rows of a tile; a row's query is its index divided by it."""
+    keys_first: bool = False
+    """Whether a tile's rows are keys and its columns queries."""
+    has_bias: bool = True
+    """Whether the bias, if the call has one, is still to be added to products: see `bias_columns`."""
+
+    def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
+        """A scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
+        ref = self.refs.get(name)
+        if ref is None:
+            return None
+        return ref[tuple(shared_index(ref, batch, head))[: len(ref.shape)]]
+
+    def part(self, name: str, batch: Int[Array, ""], head: Int[Array, ""]) -> Ref:
+        """What one batch entry and head have of an operand `[#B, #N, ...]`."""
+        ref = self.refs[name]
+        return ref.at[shared_index(ref, batch, head)]
+
+    def copy_rows(self, name: str, source: GmemTile, target: Ref, full: Ref) -> None:
+        """Copy a tile of queries, keys, values or d_out to shared memory, with zeros for padding: 0 * NaN is NaN.
+
+        A tile in which padding begins comes from the array's edge, past whose end copies read zeros.
+        """
+        edge = self.refs.get(f"{name}_edge")
+        copy = lambda ref, tile: plgpu.copy_gmem_to_smem(tile.of(ref), target, full)
+        if edge is None:
+            copy(self.refs[name], source)
+            return
+        length = self.value(LENGTHS[name], source.batch)
+        assert length is not None
+        inside = source.first + source.size <= length
+        pl.when(inside)(lambda: copy(self.refs[name], source))
+        pl.when(~inside)(lambda: copy(edge, source._replace(first=source.first - edge_row(length))))
+
+    def load_key_bias(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
+        """The bias of a tile, by name, if it has one value for each key; for kernels that load it ahead."""
+        if bias_and_mask.bias_kind(self.spec) != "column" or not self.has_bias:
+            return {}
+        return {"bias": self._vector("bias", at, at.key, shape, 0 if self.keys_first else 1)}
+
+    def load_packed_mask(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
+        """The packed mask of a tile, by name, if the call has one; for kernels that load it ahead."""
+        if not bias_and_mask.has_packed_mask(self.spec):
+            return {}
+        ref = self.refs["mask"]
+        row, column = (at.key, at.query) if self.keys_first else (at.query, at.key)
+        columns = pl.ds(lax.div(column, 64), shape[1] // 64)
+        place = *shared_index(ref, at.batch, at.head)[:2], lax.div(row, 64), columns
+        return {"mask": self.ops.load_packed_mask(ref.at[place])}
+
+    def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
+        """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""
+        spec, ops = self.spec, self.ops
+        query_axis, key_axis = (1, 0) if self.keys_first else (0, 1)
+        query = ops.iota(shape, query_axis) + at.query
+        if self.packed_heads > 1:
+            query = lax.div(query, jnp.full_like(query, self.packed_heads))
+        key = ops.iota(shape, key_axis) + at.key
+        offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
+
+        def bias_or_mask(name: str) -> Array | None:
+            shapes = bias_and_mask.shapes(spec)
+            if name not in shapes or (name == "bias" and not self.has_bias):
+                return None
+            if name in loaded:
+                return loaded[name]
+            match bias_and_mask.kind(shapes[name]):
+                case "row":
+                    return self._vector(name, at, at.query, shape, query_axis)
+                case "column":
+                    return self._vector(name, at, at.key, shape, key_axis)
+                case _:
+                    return self.value(name, at.batch, at.head)
+
+        def segments(name: str, first: Any, axis: int) -> Array | None:
+            return self._vector(name, at, first, shape, axis) if name in self.refs else None
+
+        if bias_and_mask.has_packed_mask(spec):
+            mask = ops.expand_mask(loaded["mask"], shape)
+        else:
+            numbers = bias_or_mask("mask")
+            mask = None if numbers is None else numbers != 0
+        bias = bias_or_mask("bias")
+        return Tile(
+            parameters=Parameters(
+                scale=self.value("scale", at.batch),
+                bias=None if bias is None else bias.astype(jnp.float32),
+                alibi_slopes=self.value("alibi_slopes", at.batch, at.head),
+                score_mod_arrays=(),
+            ),
+            query=query,
+            key=key,
+            position=query + offset,
+            batch=self.value("batch_index", at.batch),
+            head=self.value("head_index", at.batch, at.head),
+            mask=mask,
+            query_lengths=self.value("query_lengths", at.batch),
+            key_lengths=self.value("key_lengths", at.batch),
+            query_segments=segments("query_segments", at.query, query_axis),
+            key_segments=segments("key_segments", at.key, key_axis),
+            dropout_seed=None,
+        )
+
+    def visible(self, tile: Tile) -> Array:
+        """Which logits of a tile count; those of keys past the end do not."""
+        if tile.key_lengths is None:
+            tile = tile._replace(key_lengths=jnp.int32(self.spec.key_length))
+        seen = visibility.visible(self.spec, tile)
+        assert seen is not None
+        return seen
+
+    def _vector(self, name: str, at: TileCoord, first: Any, shape: tuple[int, ...], axis: int) -> Array:
+        """The part of an operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the other."""
+        ref = self.refs[name]
+        shared = shared_index(ref, at.batch, at.head)[: len(ref.shape) - 1]
+        vector = self.ops.load(ref.at[(*shared, pl.ds(first, shape[axis]))], axis)
+        return (along_rows, along_columns)[axis](vector, shape)
+
+
+def shared_index(ref: Ref, batch: Any, head: Any) -> tuple[Any, ...]:
+    """Where a batch entry and head are in an operand that may share them."""
+    return tuple(0 if size == 1 else at for size, at in zip(ref.shape, (batch, head), strict=False))

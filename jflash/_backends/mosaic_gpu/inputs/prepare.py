@@ -1,0 +1,141 @@
+"""Operands in the form that kernels take: padded to whole tiles, with margins, edges of padding, packed masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.hardware.smem import round_up
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import zero_padding
+
+MARGIN = 256
+"""Elements past the end of a vector that a tile at its end may read."""
+
+LARGEST_TILE = 128
+"""Rows of the largest tile that is copied from an array with lengths."""
+
+LENGTHS = {"query": "query_lengths", "d_out": "query_lengths", "key": "key_lengths", "value": "key_lengths"}
+"""Which lengths say where an array's padding begins."""
+
+
+def whole_dim(dim: int) -> int:
+    """H or D as copies of tiles want it: 8, or a multiple of 16."""
+    return dim if dim <= 8 else round_up(dim, 16)
+
+
+def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
+    """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H as `whole_dim` says."""
+    return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])
+
+
+def pad_to_whole_tiles(array: Array, axis: int = 1) -> Array:
+    """`[B, L, N, H]` (L at `axis`) in the shape of `whole_shape`, padded with zeros."""
+    room = [(0, more - size) for more, size in zip(whole_shape(array.shape, axis), array.shape, strict=True)]
+    return jnp.pad(array, room)
+
+
+def with_margin(array: Array, axes: tuple[int, ...], fill: float = 0) -> Array:
+    """`array` with room along `axes` for a tile that begins at the last element."""
+    widths = [(0, MARGIN + -size % 8 if axis in axes else 0) for axis, size in enumerate(array.shape)]
+    return jnp.pad(array, widths, constant_values=fill)
+
+
+def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = False) -> dict[str, Array]:
+    """The operands but query, key, value and a packed mask, as kernels take them, by name.
+
+    A bias or mask of one axis becomes a float32 vector with a margin. With `except_bias` the bias is left out.
+    """
+    prepared: dict[str, Array] = {}
+    for name in ("scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"):
+        array = getattr(operands, name)
+        if array is not None:
+            dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
+            prepared[name] = array.astype(dtype)
+    if spec.score_mod is not None:
+        assert operands.batch_index is not None
+        assert operands.head_index is not None
+        prepared["batch_index"] = operands.batch_index.astype(jnp.int32)
+        prepared["head_index"] = operands.head_index.astype(jnp.int32)
+    for name in ("query_segments", "key_segments"):
+        array = getattr(operands, name)
+        if array is not None:
+            prepared[name] = with_margin(array.astype(jnp.int32), (1,))
+    for name, shape in bias_and_mask.shapes(spec).items():
+        array = getattr(operands, name)
+        if (name == "bias" and except_bias) or (name == "mask" and bias_and_mask.has_packed_mask(spec)):
+            continue
+        match bias_and_mask.kind(shape):
+            case "tile":
+                rows, columns = round_up(shape[2], 8) - shape[2], round_up(shape[3], 64) - shape[3]
+                if rows or columns:
+                    array = jnp.pad(array, ((0, 0), (0, 0), (0, rows), (0, columns)))
+            case "row":
+                array = with_margin(array[..., 0].astype(jnp.float32), (2,))
+            case "column":
+                array = with_margin(array[..., 0, :].astype(jnp.float32), (2,))
+            case "scalar":
+                array = array[..., 0, 0].astype(jnp.float32)
+        prepared[name] = array
+    return prepared
+
+
+def edges(operands: Operands, arrays: Mapping[str, Float[Array, "B L N H"]]) -> dict[str, Array]:
+    """For each array with lengths, the rows of the largest tile in which padding begins, with zeros for padding.
+
+    `KernelInputs.copy_rows` copies them in the place of such a tile.
+    """
+    found: dict[str, Array] = {}
+    for name, array in arrays.items():
+        lengths = getattr(operands, LENGTHS[name])
+        if lengths is not None:
+            first = edge_row(jnp.broadcast_to(lengths, array.shape[:1]))
+            rows = first[:, None] + jnp.arange(LARGEST_TILE + 8)
+            tile = array.at[jnp.arange(len(array))[:, None], rows].get(mode="clip")
+            found[f"{name}_edge"] = zero_padding(tile, lengths - first)
+    return found
+
+
+def edge_row(length: Array) -> Array:
+    """A row, a multiple of 8, before which no tile begins that has padding, for a length."""
+    return lax.div(jnp.maximum(length - LARGEST_TILE, 0), 8) * 8
+
+
+def pack_heads(array: Array, group: int) -> Array:
+    """`[B, T, K * G, H]` as `[B, K, T * G, H]`: the heads of a group become rows of one tile."""
+    batch, rows, heads, dim = array.shape
+    split = array.reshape(batch, rows, heads // group, group, dim)
+    return jnp.moveaxis(split, 2, 1).reshape(batch, heads // group, rows * group, dim)
+
+
+def unpack_heads(array: Array, group: int) -> Array:
+    """`[B, T * G, K, ...]` as `[B, T, K * G, ...]`."""
+    batch, rows, heads, *rest = array.shape
+    split = array.reshape(batch, rows // group, group, heads, *rest)
+    return jnp.moveaxis(split, 2, 3).reshape(batch, rows // group, heads * group, *rest)
+
+
+def copied(spec: Spec) -> list[str]:
+    """The copies that a call costs before its kernels, in words for `explain`."""
+    copies: list[str] = []
+    shapes = {
+        "query": (spec.batch, spec.query_length, spec.heads, spec.head_dim),
+        "key": (spec.batch, spec.key_length, spec.key_heads, spec.head_dim),
+        "value": (spec.batch, spec.key_length, spec.key_heads, spec.value_dim),
+    }
+    copies += [
+        f"{name} is padded from {shape} to {whole_shape(shape)}"
+        for name, shape in shapes.items()
+        if whole_shape(shape) != shape
+    ]
+    if spec.bias_shape is not None and bias_and_mask.has_bias_tiles(spec):
+        *_, rows, columns = spec.bias_shape
+        if rows % 8 or columns % 64:
+            copies.append(f"bias is padded from [{rows}, {columns}] to [{round_up(rows, 8)}, {round_up(columns, 64)}]")
+    if bias_and_mask.has_packed_mask(spec):
+        copies.append("mask is packed into bits, an eighth of its bytes")
+    return copies

@@ -1,0 +1,146 @@
+"""The row statistics that the backward takes from a query's products: lse from S, and delta from dP.
+
+Where queries are a tile's columns, every thread needs those of a quarter of them. The fused backward subtracts them
+while products are made, in one of two ways:
+
+Columns: the matrix unit subtracts them, as three more columns of each product.
+
+    S^T - lse / scale = [K, 1, 1, 1] [Q, -high, -middle, -low]^T      lse / scale = high + middle + low, in bfloat16
+
+Vectors, where tiles of a bias leave no room for that, or a logit is more than a product times the scale: every thread
+reads them from shared memory, and accumulators begin there instead of at 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu import exponent
+from jflash._backends.mosaic_gpu.exponent import LOG2_E
+from jflash._backends.mosaic_gpu.hardware import pipeline, smem
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
+from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs
+from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, with_margin
+from jflash._semantics.spec import Spec
+
+PerQuery = Float[Array, "B N L"]
+"""One number for each query, and room for a tile that begins at the last one."""
+
+
+def as_columns(spec: Spec) -> bool:
+    """Whether the fused backward takes a call's row statistics as columns."""
+    return exponent.is_plain(spec) and not bias_and_mask.has_bias_tiles(spec)
+
+
+def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[PerQuery, PerQuery]:
+    """For kernels that subtract after the products: lse as the call's exponent has it, and delta.
+
+    `lse` is +inf where there is no query or it sees nothing, and `delta` 0 there.
+    """
+    exact = exponent.exponent(spec).exact
+    return with_margin(lse if exact else lse * LOG2_E, (2,), jnp.inf), with_margin(delta, (2,))
+
+
+def vectors(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[PerQuery, PerQuery]:
+    """For the fused backward: where its accumulators begin, or lse and -delta where a logit is not its product."""
+    if exponent.is_plain(spec):
+        assert spec.scale is not None
+        first = with_margin(-lse / spec.scale, (2,), -jnp.inf)
+    else:
+        first, _ = subtrahends(spec, lse, delta)
+    return first, with_margin(-delta, (2,))
+
+
+def stored_rows(queries: int) -> int:
+    """How many rows columns have: there is room for a tile that begins at the last query."""
+    return smem.round_up(queries, WARPGROUP_ROWS) + MARGIN
+
+
+def columns(
+    spec: Spec, lse: Float[Array, "rows"], delta: Float[Array, "rows"], ops: WarpgroupOps
+) -> Float[Array, "rows 8"]:
+    """Some queries' columns, made in a kernel. `lse` is -inf where there is no query or it sees nothing."""
+    assert spec.scale is not None
+    # Infinity times 0, for the other product, would be NaN.
+    least = -float(jnp.finfo(jnp.bfloat16).max)
+    first = jnp.where(lse == -jnp.inf, least, jnp.maximum(lse * (-1 / spec.scale), least))
+    index = ops.iota((lse.shape[0], STORED_COLUMNS), 1)
+    made = ops.full(index.shape, 0)
+    pieces = bf16_pieces.split(first, ops.rounded) + bf16_pieces.split(-delta, ops.rounded)
+    for column, piece in enumerate(pieces):
+        made = jnp.where(index == column, along_rows(piece, index.shape), made)
+    return made.astype(jnp.bfloat16)
+
+
+def ones() -> Float[Array, "2 64 16"]:
+    """What columns are multiplied with: 1 for the pieces of lse, and of delta."""
+    # By operations: `custom_partitioning` takes no function that closes over an array.
+    number, column = (lax.broadcasted_iota(jnp.int32, (2, WARPGROUP_ROWS, SMEM_COLUMNS), axis) for axis in (0, 2))
+    return (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
+
+
+def smem_ones() -> Any:
+    """Shared memory for `ones`."""
+    return smem.tile((2, WARPGROUP_ROWS, SMEM_COLUMNS), jnp.bfloat16)
+
+
+def smem_tiles(as_columns: bool, stages: int, queries: int) -> list[Any]:
+    """Shared memory for some tiles' columns, or their vectors."""
+    if as_columns:
+        return [smem.tile((stages, queries, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)]
+    return [smem.vectors((stages, queries)), smem.vectors((stages, queries))]
+
+
+def parts(arrays: Sequence[Ref], batch: Any, head: Any, rows: Any) -> list[Ref]:
+    """Some queries' columns, or their vectors, in device memory."""
+    if len(arrays) == 1:
+        return [arrays[0].at[batch, head, rows, pipeline.columns(SMEM_COLUMNS, STORED_COLUMNS, batch)]]
+    return [array.at[batch, head, rows] for array in arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowStatistics:
+    """A tile's, in shared memory."""
+
+    inputs: KernelInputs
+    shape: tuple[int, int]
+    refs: Sequence[Ref]
+    ones: Ref | None
+    """For columns."""
+    lse: Float[Array, "keys queries"] | None
+    """If it is not subtracted before the exponent."""
+
+    @staticmethod
+    def of(inputs: KernelInputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> RowStatistics:
+        """Those of a tile whose columns, or first vector, have arrived."""
+        plain = exponent.is_plain(inputs.spec)
+        lse = None if plain else along_columns(inputs.ops.load(refs[0], 1), shape)
+        return RowStatistics(inputs, shape, refs, ones, lse)
+
+    @property
+    def mmas(self) -> int:
+        """How many products `mma` issues."""
+        return 1 if self.ones is None else 2
+
+    def mma(self, accumulator: Any, a: Any, b: Ref, number: int) -> None:
+        """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1)."""
+        ops = self.inputs.ops
+        if self.ones is None and (number == 1 or self.lse is None):
+            ops.initialise(accumulator, along_columns(ops.load(self.refs[number], 1), self.shape))
+        ops.mma(accumulator, a, b)
+        if self.ones is not None:
+            ops.mma(accumulator, self.ones.at[number], self.refs[0].T)
+
+    def probabilities(self, logits: Float[Array, "keys queries"]) -> Float[Array, "keys queries"]:
+        """P^T, from what `mma` made of a plain call, or the logits of another."""
+        own = exponent.exponent(self.inputs.spec)
+        return own.of_difference(logits) if self.lse is None else own(logits, self.lse)

@@ -1,0 +1,1 @@
+"""The kernels of Hopper: each file is one kernel, its plan, its shared memory, and its launch."""

@@ -1,0 +1,301 @@
+"""Backward in two kernels, the second: a CTA owns 64 keys and walks over the queries that can see them.
+
+    two consumer warpgroups, for each query head that shares the keys and each tile of queries:
+      S^T = K Q^T                          dP^T = V dO^T
+      P^T = exp(S^T - lse)          --->   dS^T = P^T (dP^T - delta)
+      dV  = dV + P^T dO                    dK   = dK + dS^T Q
+    the producer warpgroup copies tiles of queries ahead of them into shared memory
+
+Each consumer holds one of the two sums, so that head dims of 256 fit in registers; P^T goes through shared memory.
+A CTA alone owns what it sums, so every sum has one order.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._backends.mosaic_gpu import exponent, gradient
+from jflash._backends.mosaic_gpu.hardware import pipeline, smem
+from jflash._backends.mosaic_gpu.hardware.launch import Launch, Refs
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
+from jflash._backends.mosaic_gpu.schedule import tile_range
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
+from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
+from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._semantics.spec import Spec
+
+QUERIES = 64
+"""Queries of a tile."""
+
+
+class SharedMemory(NamedTuple):
+    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    bias: Any
+    """Tiles of the bias, if it has any; they come and go with the queries."""
+    statistics: list[Any]
+    """Vectors of lse and delta."""
+    p: Any
+    slopes: list[Any]
+    """The derivatives of logits by products, of a call that is not plain, and by a bias that `score_mod` changes."""
+    kv_full: Any
+    q_full: Any
+    q_empty: Any
+    do_full: Any
+    do_empty: Any
+    p_full: Any
+    p_empty: Any
+    finished: Any
+
+
+def shared_memory(spec: Spec, stages: int, slopes: int) -> SharedMemory:
+    """The kernel's declaration, for so many tiles of queries and of slopes."""
+    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
+    has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+    pair, ring = smem.barriers(1, arrivals=2), smem.barriers(stages, arrivals=2)
+    return SharedMemory(
+        k=smem.tile((WARPGROUP_ROWS, columns), spec.dtype, head_dim),
+        v=smem.tile((WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
+        q=smem.tile((stages, QUERIES, columns), spec.dtype, head_dim),
+        do=smem.tile((stages, QUERIES, value_columns), spec.dtype, value_dim),
+        bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
+        statistics=row_statistics.smem_tiles(False, stages, QUERIES),
+        p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
+        slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(slopes)],
+        kv_full=pair,
+        q_full=smem.barriers(stages, arrivals=2 + has_bias_tiles),
+        q_empty=ring,
+        do_full=ring,
+        do_empty=ring,
+        p_full=smem.barriers(1),
+        p_empty=smem.barriers(1),
+        finished=pair,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvPlan:
+    """The kernel for dK and dV, before any array."""
+
+    spec: Spec
+    stages: int
+    """Tiles of queries that are in shared memory together."""
+    schedule: BackwardSchedule
+    wants_bias: bool
+    """Whether it sums the gradient of a bias of keys over queries."""
+
+    @property
+    def score_mod_of_bias(self) -> tuple[str, ...]:
+        """The bias, if `score_mod` stands between it and the logits, so that its gradient has a slope of its own."""
+        return ("bias",) if self.wants_bias and self.spec.score_mod is not None else ()
+
+    @property
+    def smem(self) -> SharedMemory:
+        """What a CTA has of shared memory."""
+        return shared_memory(self.spec, self.stages, slopes(self.spec, wants_bias=self.wants_bias))
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel's launch."""
+        spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
+        head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+        rows, keys = round_up(spec.key_length, 8), schedule.blocks * WARPGROUP_ROWS
+        d_key = shape((spec.batch, rows, spec.key_heads, head_dim), spec.dtype)
+        d_value = shape((spec.batch, rows, spec.key_heads, value_dim), spec.dtype)
+        results = dict(
+            d_key=schedule.gradient(d_key, keys, round_up(head_dim, 16)),
+            d_value=schedule.gradient(d_value, keys, round_up(value_dim, 16)),
+        )
+        if self.wants_bias:
+            results["d_bias"] = shape((spec.batch, spec.heads, keys), jnp.float32)
+        return Launch(
+            name=f"jflash_d_key_value_{head_dim}_{value_dim}",
+            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            results=results,
+            smem=self.smem,
+            warpgroups=3,
+        )
+
+
+def slopes(spec: Spec, *, wants_bias: bool) -> int:
+    """How many derivatives of the logits go through shared memory."""
+    return (not exponent.is_plain(spec)) + (wants_bias and spec.score_mod is not None)
+
+
+def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`.
+
+    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
+    and what was prepared of the other operands.
+    """
+    made = plan.launch.run(lambda refs: _kernel(plan, refs, ops), arrays, ops)
+    return made | {f"d_{name}": plan.schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
+
+
+def _kernel(plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    spec, schedule = plan.spec, plan.schedule
+    inputs = KernelInputs(spec, ops, refs.arrays, keys_first=True)
+    wave, block, item, warpgroup = (lax.axis_index(name) for name in ("wave", "block", "item", "warpgroup"))
+    own = schedule.item(wave, item)
+    tiles = tile_range.query_tiles(inputs, own.batch, block, WARPGROUP_ROWS, QUERIES)
+    order = TileOrder.of(spec, tiles, schedule.heads, block, by_head=plan.wants_bias)
+    dims = (spec.head_dim, spec.value_dim)
+    qk, vo = (pipeline.columns(round_up(dim, 16), whole_dim(dim), own.batch) for dim in dims)
+    cta = _Cta(plan, inputs, refs, own, block * WARPGROUP_ROWS, order, qk, vo)
+    pl.when(warpgroup == 0)(cta.make_dv)
+    pl.when(warpgroup == 1)(cta.make_dk)
+    pl.when(warpgroup == 2)(cta.produce)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """What a CTA's warpgroups share."""
+
+    plan: DkvPlan
+    inputs: KernelInputs
+    refs: Refs
+    item: WorkItem
+    first_key: Int[Array, ""]
+    order: TileOrder
+    qk_columns: Any
+    """What tiles take of the columns of queries and keys."""
+    vo_columns: Any
+    """What tiles take of the columns of values and d_out."""
+
+    @property
+    def smem(self) -> SharedMemory:
+        return self.refs.smem
+
+    @property
+    def own_keys(self) -> Any:
+        return pl.ds(self.first_key, WARPGROUP_ROWS)
+
+    def make_dv(self) -> None:
+        """The warpgroup that makes P and dV; it copies keys and values."""
+        shared = self.smem
+        pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
+        pipeline.split_registers(2, copies=False)
+        keys = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head, self.qk_columns)
+        self.inputs.copy_rows("key", keys, shared.k, shared.kv_full)
+        self.inputs.copy_rows("value", keys._replace(columns=self.vo_columns), shared.v, shared.kv_full)
+        plgpu.barrier_wait(shared.kv_full)
+        zeros = self.inputs.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
+        acc_dv = self.order.each(self._add_dv, zeros)
+        plgpu.barrier_wait(shared.p_empty)
+        self._store(acc_dv, "d_value", shared.v, self.vo_columns)
+
+    def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
+        shared, ops, dtype = self.smem, self.inputs.ops, self.plan.spec.dtype
+        slot, shape = lax.rem(step, self.plan.stages), (WARPGROUP_ROWS, QUERIES)
+        at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+        plgpu.barrier_wait(shared.q_full.at[slot])
+        s = ops.matmul(shared.k, shared.q.at[slot].T, shape)
+        lse = along_columns(ops.load(shared.statistics[0].at[slot], 1), shape)
+        loaded = self.inputs.load_packed_mask(at, shape)
+        if shared.bias is not None:
+            loaded["bias"] = ops.load(shared.bias.at[slot].T)
+        mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)
+        to_p = lambda logits: exponent.exponent(self.plan.spec)(logits, lse)
+        p, pull_back = gradient.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
+        plgpu.barrier_wait(shared.p_empty)
+        shared.p[...] = p.astype(dtype)
+        if shared.slopes:
+            slope, others = pull_back(ops.full(shape, 1))
+            for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
+                ref[...] = values.astype(dtype)
+        ops.commit()
+        plgpu.barrier_arrive(shared.q_empty.at[slot])
+        plgpu.barrier_arrive(shared.p_full)
+        plgpu.barrier_wait(shared.do_full.at[slot])
+        acc_dv = ops.add_matmul(acc_dv, p.astype(dtype), shared.do.at[slot])
+        plgpu.barrier_arrive(shared.do_empty.at[slot])
+        return acc_dv
+
+    def make_dk(self) -> None:
+        """The warpgroup that makes dS and dK."""
+        shared, ops = self.smem, self.inputs.ops
+        pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
+        plgpu.barrier_arrive(shared.p_empty)
+        pipeline.split_registers(2, copies=False)
+        plgpu.barrier_wait(shared.kv_full)
+        d_bias_refs = [self.refs.results["d_bias"]] if self.plan.wants_bias else []
+
+        def finish_head(head: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            acc_dk, *sums = carry
+            for ref, total in zip(d_bias_refs, sums, strict=True):
+                ref[self.item.batch, self.item.first_head + head, self.own_keys] = total
+            return acc_dk, *(total * 0 for total in sums)
+
+        zeros = [ops.full((WARPGROUP_ROWS,), 0) for _ in d_bias_refs]
+        start = (ops.full((WARPGROUP_ROWS, shared.k.shape[1]), 0), *zeros)
+        acc_dk, *_ = self.order.each(self._add_dk, start, finish_head)
+        self._store(acc_dk * exponent.sums_scale(self.plan.spec), "d_key", shared.k, self.qk_columns)
+
+    def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        acc_dk, *sums = carry
+        shared, ops, shape = self.smem, self.inputs.ops, (WARPGROUP_ROWS, QUERIES)
+        slot = lax.rem(step, self.plan.stages)
+        plgpu.barrier_wait(shared.do_full.at[slot])
+        dp = ops.matmul(shared.v, shared.do.at[slot].T, shape)
+        delta = along_columns(ops.load(shared.statistics[1].at[slot], 1), shape)
+        ops.commit()
+        plgpu.barrier_arrive(shared.do_empty.at[slot])
+        plgpu.barrier_wait(shared.p_full)
+        d_logits = ops.load(shared.p).astype(jnp.float32) * (dp - delta)
+        slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
+        d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
+        sums = [total + d_bias.sum(axis=1) for total in sums]
+        ds = d_logits * slopes[0] if slopes else d_logits
+        plgpu.barrier_arrive(shared.p_empty)
+        plgpu.barrier_wait(shared.q_full.at[slot])
+        acc_dk = ops.add_matmul(acc_dk, ds.astype(self.plan.spec.dtype), shared.q.at[slot])
+        plgpu.barrier_arrive(shared.q_empty.at[slot])
+        return acc_dk, *sums
+
+    def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref, columns: Any) -> None:
+        """An accumulator into device memory: in float32, or through shared memory that both warpgroups have read."""
+        result, item = self.refs.results[name], self.item
+        if self.plan.schedule.head_groups > 1:
+            result[item.batch, item.head_group, self.own_keys] = acc
+            return
+        plgpu.barrier_arrive(self.smem.finished)
+        plgpu.barrier_wait(self.smem.finished)
+        staged[...] = acc.astype(staged.dtype)
+        self.inputs.ops.commit()
+        plgpu.copy_smem_to_gmem(staged, result.at[item.batch, self.own_keys, item.key_head, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def produce(self) -> None:
+        """The warpgroup that copies queries."""
+        pipeline.split_registers(2, copies=True)
+        producer = QueryProducer(
+            self.inputs,
+            self.order,
+            (self.refs.arrays["lse"], self.refs.arrays["delta"]),
+            self.item.batch,
+            self.item.first_head,
+            self.own_keys,
+            (self.qk_columns, self.vo_columns),
+        )
+        producer.copy_all(self.smem)

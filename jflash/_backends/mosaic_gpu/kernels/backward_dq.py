@@ -1,0 +1,245 @@
+"""Backward in two kernels, the first: a CTA owns some rows of queries and walks over the keys that they can see.
+
+    each consumer warpgroup, on 64 rows of queries, for each tile of keys:
+      S  = Q K^T
+      dP = dO V^T                    the matrix unit runs this, while the warpgroup goes on with
+      P  = exp(S - lse)
+      dS = P (dP - delta)
+      dQ = dQ + dS K
+    the producer warpgroup copies tiles of keys and values ahead of them into shared memory
+
+A CTA alone owns what it sums, so every sum has one order. So have the sums over keys of a bias that has only a query
+axis; the fused backward (`backward`) would have to add them up in device memory.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from jflash._backends.mosaic_gpu import exponent, gradient
+from jflash._backends.mosaic_gpu.hardware import pipeline, smem
+from jflash._backends.mosaic_gpu.hardware.launch import Launch, Refs
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
+from jflash._backends.mosaic_gpu.schedule import tile_range
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
+from jflash._backends.mosaic_gpu.schedule.tile_range import TileRange
+from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles
+from jflash._semantics.spec import Spec
+
+
+class SharedMemory(NamedTuple):
+    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    bias: Any
+    """Tiles of the bias, if it has any; they come and go with the values."""
+    rows_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+def shared_memory(spec: Spec, tile: DqTiles) -> SharedMemory:
+    """The kernel's declaration."""
+    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
+    has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+    return SharedMemory(
+        q=smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype, head_dim),
+        do=smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
+        k=smem.tile((tile.key_stages, tile.keys, columns), spec.dtype, head_dim),
+        v=smem.tile((tile.value_stages, tile.keys, value_columns), spec.dtype, value_dim),
+        bias=smem.tile((tile.value_stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
+        rows_full=smem.barriers(tile.warpgroups, arrivals=2),
+        k_full=smem.barriers(tile.key_stages),
+        k_empty=smem.barriers(tile.key_stages, arrivals=tile.warpgroups),
+        v_full=smem.barriers(tile.value_stages, arrivals=1 + has_bias_tiles),
+        v_empty=smem.barriers(tile.value_stages, arrivals=tile.warpgroups),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DqPlan:
+    """The kernel for dQ, before any array."""
+
+    spec: Spec
+    tile: DqTiles
+    schedule: BackwardSchedule
+    """Every head has blocks of its own, here of queries."""
+    wanted: tuple[str, ...]
+    """Parameters whose gradients the kernel sums over keys."""
+
+    @property
+    def smem(self) -> SharedMemory:
+        """What a CTA has of shared memory."""
+        return shared_memory(self.spec, self.tile)
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel's launch."""
+        spec, schedule = self.spec, self.schedule
+        head_dim = whole_dim(spec.head_dim)
+        d_query = (spec.batch, round_up(spec.query_length, 8), spec.heads, head_dim)
+        sums = (spec.batch, spec.heads, schedule.blocks * self.tile.rows)
+        return Launch(
+            name=f"jflash_d_query_{head_dim}_{whole_dim(spec.value_dim)}",
+            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            results=dict(
+                d_query=jax.ShapeDtypeStruct(d_query, spec.dtype),
+                **{f"d_{name}": jax.ShapeDtypeStruct(sums, jnp.float32) for name in self.wanted},
+            ),
+            smem=self.smem,
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+
+def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`.
+
+    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
+    and what was prepared of the other operands.
+    """
+    return plan.launch.run(lambda refs: _kernel(plan, refs, ops), arrays, ops)
+
+
+def _kernel(plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    spec, schedule = plan.spec, plan.schedule
+    inputs = KernelInputs(spec, ops, refs.arrays)
+    item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
+    block, warpgroup = schedule.blocks - 1 - lax.axis_index("block"), lax.axis_index("warpgroup")
+    tiles = tile_range.key_tiles(inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
+    dims = (spec.head_dim, spec.value_dim)
+    qk, vo = (pipeline.columns(round_up(dim, 16), whole_dim(dim), item.batch) for dim in dims)
+    # With a head of keys for each query head, a head group is a query head.
+    cta = _Cta(plan, inputs, refs, item.batch, item.head_group, block * plan.tile.rows, tiles, qk, vo)
+    pl.when(warpgroup < plan.tile.warpgroups)(lambda: cta.consume(warpgroup))
+    pl.when(warpgroup == plan.tile.warpgroups)(cta.produce)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """What a CTA's warpgroups share."""
+
+    plan: DqPlan
+    inputs: KernelInputs
+    refs: Refs
+    batch: Int[Array, ""]
+    head: Int[Array, ""]
+    first_row: Int[Array, ""]
+    tiles: TileRange
+    qk_columns: Any
+    """What tiles take of the columns of queries and keys."""
+    vo_columns: Any
+    """What tiles take of the columns of values and d_out."""
+
+    def consume(self, warpgroup: Any) -> None:
+        """A warpgroup that computes."""
+        tile, shared, ops = self.plan.tile, self.refs.smem, self.inputs.ops
+        pipeline.release(tile.key_stages, shared.k_empty)
+        pipeline.release(tile.value_stages, shared.v_empty)
+        pipeline.split_registers(tile.warpgroups, copies=False)
+        own_row = self.first_row + warpgroup * WARPGROUP_ROWS
+        own = pl.ds(own_row, WARPGROUP_ROWS)
+        full = shared.rows_full.at[warpgroup]
+        rows = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.head, self.qk_columns)
+        self.inputs.copy_rows("query", rows, shared.q.at[warpgroup], full)
+        self.inputs.copy_rows("d_out", rows._replace(columns=self.vo_columns), shared.do.at[warpgroup], full)
+        statistics = tuple(
+            ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")
+        )
+        plgpu.barrier_wait(full)
+        zeros = tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+        acc_dq = ops.full((WARPGROUP_ROWS, shared.q.shape[2]), 0)
+        visit = lambda index, carry: self._visit(index, warpgroup, statistics, carry)
+        acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, (acc_dq, zeros))
+        results = self.refs.results
+        for name, total in zip(self.plan.wanted, sums, strict=True):
+            results[f"d_{name}"][self.batch, self.head, own] = total
+        shared.q[warpgroup] = (acc_dq * exponent.sums_scale(self.plan.spec)).astype(self.plan.spec.dtype)
+        ops.commit()
+        target = results["d_query"].at[self.batch, own, self.head, self.qk_columns]
+        plgpu.copy_smem_to_gmem(shared.q.at[warpgroup], target)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _visit(
+        self, index: Array, warpgroup: Any, statistics: tuple[Array, ...], carry: tuple[Array, tuple[Array, ...]]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Add one tile's part to dQ and to the sums of parameters' gradients."""
+        acc_dq, sums = carry
+        tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.refs.smem, self.inputs.ops
+        wanted, shape = self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
+        key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
+        at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
+        k, v = shared.k.at[key_slot], shared.v.at[value_slot]
+        loaded = self.inputs.load_packed_mask(at, shape)
+        plgpu.barrier_wait(shared.k_full.at[key_slot])
+
+        def differentiate(acc_s: Any, acc_dp: Any) -> tuple[Array, tuple[Array, ...]]:
+            still = warpgroup + pipeline.opaque_zero(index, warpgroup)
+            ops.mma(acc_s, shared.q.at[still], k.T)
+            plgpu.barrier_wait(shared.v_full.at[value_slot])
+            ops.mma(acc_dp, shared.do.at[still], v.T)
+            if shared.bias is not None:
+                own_rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+                loaded["bias"] = ops.load(shared.bias.at[value_slot, own_rows])
+            s = ops.read(acc_s, pending=1)
+            lse, delta = (along_rows(statistic, shape) for statistic in statistics)
+            mask = TileMask(self.inputs, self.tiles, index, at, loaded)
+            to_p = lambda logits: exponent.exponent(spec)(logits, lse)
+            p, pull_back = gradient.differentiate(s, mask, to_p, wanted)
+            ds, d_parameters = pull_back(p * (ops.read(acc_dp) - delta))
+            added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
+            return ds.astype(spec.dtype), added
+
+        ds, added = ops.accumulators(differentiate, shape, shape)
+        if shared.bias is not None:
+            ops.commit()
+        plgpu.barrier_arrive(shared.v_empty.at[value_slot])
+        acc_dq = ops.add_matmul(acc_dq, ds, k)
+        plgpu.barrier_arrive(shared.k_empty.at[key_slot])
+        return acc_dq, tuple(total + more for total, more in zip(sums, added, strict=True))
+
+    def produce(self) -> None:
+        """The warpgroup that copies keys and values."""
+        tile, shared = self.plan.tile, self.refs.smem
+        pipeline.split_registers(tile.warpgroups, copies=True)
+        key_head = lax.div(self.head, self.plan.spec.group)
+
+        def copy(index: Array) -> None:
+            key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
+            first_key = self.tiles.start(index)
+            plgpu.barrier_wait(shared.k_empty.at[key_slot])
+            keys = GmemTile(self.batch, first_key, tile.keys, key_head, self.qk_columns)
+            self.inputs.copy_rows("key", keys, shared.k.at[key_slot], shared.k_full.at[key_slot])
+            plgpu.barrier_wait(shared.v_empty.at[value_slot])
+            full = shared.v_full.at[value_slot]
+            if shared.bias is not None:
+                own = pl.ds(self.first_row, tile.rows), pl.ds(first_key, tile.keys)
+                source = self.inputs.part("bias", self.batch, self.head).at[own]
+                plgpu.copy_gmem_to_smem(source, shared.bias.at[value_slot], full)
+            values = keys._replace(columns=self.vo_columns)
+            self.inputs.copy_rows("value", values, shared.v.at[value_slot], full)
+
+        pipeline.for_each_copy(self.tiles.count, copy, "wave", "item", "block")
+        pipeline.drain(tile.key_stages, shared.k_empty)
+        pipeline.drain(tile.value_stages, shared.v_empty)

@@ -1,0 +1,168 @@
+"""The fused backward's main loop: one warpgroup's keys against the tiles of queries that can see them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._backends.mosaic_gpu import gradient
+from jflash._backends.mosaic_gpu.hardware import pipeline
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
+from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
+from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan, SharedMemory
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
+from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+
+
+class Step(NamedTuple):
+    """Where a step's queries are."""
+
+    head: Int[Array, ""]
+    """Of the head group."""
+    eighth: Int[Array, ""]
+    """An eighth of the first one's index, so that the compiler knows that the index is a multiple of 8."""
+
+
+class Accumulators(NamedTuple):
+    """dK and dV of a warpgroup's keys."""
+
+    dk: Float[Array, "keys H"]
+    dv: Float[Array, "keys D"]
+
+
+Carry = tuple[Accumulators, tuple[Array, ...], Step]
+"""The loop's state: accumulators, the sums of parameters' gradients for one head, and the step before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MainLoop:
+    """A warpgroup's walk over the tiles of queries of its block of keys."""
+
+    plan: FusedPlan
+    inputs: KernelInputs
+    smem: SharedMemory
+    order: TileOrder
+    dq: DqAccumulator
+    warpgroup: Int[Array, ""]
+    origin: TileCoord
+    """The batch entry, the work item's first query head, and the CTA's first key."""
+    dq_columns: Any
+    """The columns of dQ that this warpgroup makes."""
+
+    @property
+    def _own(self) -> Any:
+        return pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    def run(self, store_sums: Callable[[Array, tuple[Array, ...]], None]) -> Accumulators:
+        """dK and dV after all tiles. `store_sums` takes what a head's parameters' gradients are summed from."""
+        ops, dims = self.inputs.ops, (self.smem.k.shape[2], self.smem.v.shape[2])
+        zeros = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+
+        def finish_head(head: Array, carry: Carry) -> Carry:
+            acc, sums, before = carry
+            store_sums(head, sums)
+            return acc, zeros(), before
+
+        acc = Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
+        start = (acc, zeros(), Step(jnp.int32(0), jnp.int32(0)))
+        acc, _, before = self.order.each(self._visit, start, finish_head)
+        steps = self.order.tiles.count * self.order.heads
+        pl.when(steps > 0)(lambda: self._add_dq(steps - 1, before, lambda: None))
+        # No barrier may end in the middle of its phase.
+        plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
+        return acc
+
+    def _visit(self, step: Array, head: Array, index: Array, carry: Carry) -> Carry:
+        acc, sums, before = carry
+        origin, start = self.origin, self.order.tiles.start(index)
+        at = TileCoord(origin.batch, origin.head + head, start, origin.key + self.warpgroup * WARPGROUP_ROWS)
+        acc, sums = self._visit_tile(step, index, at, (acc, sums, before))
+        return acc, sums, Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
+
+    def _visit_tile(
+        self, step: Array, index: Array, at: TileCoord, carry: Carry
+    ) -> tuple[Accumulators, tuple[Array, ...]]:
+        """Add one tile's part to the accumulators, and the last one's to dQ."""
+        acc, sums, before = carry
+        smem, ops, shape = self.smem, self.inputs.ops, (WARPGROUP_ROWS, self.plan.tile.queries)
+        slot, parity = lax.rem(step, self.plan.tile.stages), lax.rem(step, 2)
+        still = pipeline.opaque_zero(step, self.warpgroup)
+        q, do = smem.q.at[slot], smem.do.at[slot]
+        k, v = smem.k.at[still], smem.v.at[still]
+        loaded = self.inputs.load_packed_mask(at, shape)
+        plgpu.barrier_wait(smem.q_full.at[slot])
+        statistics = RowStatistics.of(self.inputs, shape, [ref.at[slot] for ref in smem.statistics], smem.ones)
+        if smem.bias is not None:
+            loaded["bias"] = ops.load(smem.bias.at[slot, :, self._own].T)
+        mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)
+
+        def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
+            def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Array, tuple[Array, ...]]:
+                statistics.mma(acc_s, k.at[self._own], q.T, 0)
+                plgpu.barrier_wait(smem.do_full.at[slot])
+                statistics.mma(acc_dp, v.at[self._own], do.T, 1)
+                s = ops.read(acc_s, pending=statistics.mmas)
+                p, pull_back = gradient.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
+                ops.mma(acc_dv, p.astype(self.plan.spec.dtype), do)
+                ds, d_parameters = pull_back(p * ops.read(acc_dp, pending=1))
+                totals = tuple(
+                    total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
+                )
+                return self._hand_over(ds, parity), totals
+
+            ds, totals = ops.accumulators(differentiate, shape, shape)
+            ops.mma(acc_dk, ds, q)
+
+            def free() -> None:
+                plgpu.barrier_arrive(smem.ds_empty.at[1 - parity])
+                plgpu.barrier_arrive(smem.do_empty.at[slot])
+                plgpu.barrier_arrive(smem.q_empty.at[slot])
+
+            ops.cond(step > 0, lambda: self._add_dq(step - 1, before, free), free)
+            return totals
+
+        sums, (dk, dv) = ops.accumulate(add, acc.dk, acc.dv, like=sums)
+        return Accumulators(dk, dv), sums
+
+    def _hand_over(self, ds: Array, parity: Array) -> Array:
+        """dS^T in the operands' dtype, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
+        ds = ds.astype(self.plan.spec.dtype)
+        plgpu.barrier_wait(self.smem.ds_empty.at[parity])
+        self.smem.ds.at[parity][self._own] = ds
+        self.inputs.ops.commit()
+        plgpu.barrier_arrive(self.smem.ds_full.at[parity])
+        return ds
+
+    def _add_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
+        """Add this warpgroup's half of a step's dQ to what is in device memory; calls `made` after its products."""
+        by_rows, ops = self.plan.tile.split_dq_by_rows, self.inputs.ops
+        first = at.eighth * 8
+        rows = pl.ds(first + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS) if by_rows else None
+        target = self.dq.target(at.head, rows or pl.ds(first, self.plan.tile.queries), self.dq_columns)
+        parity = lax.rem(step, 2)
+        plgpu.barrier_wait(self.smem.ds_full.at[parity])
+        ds, width = self.smem.ds.at[parity], self.smem.dq.shape[-1]
+        k = self.smem.k.at[pipeline.opaque_zero(step, self.warpgroup)]
+
+        def product(acc_dq: Any) -> Array:
+            if by_rows:
+                ops.mma(acc_dq, ds.at[:, self._own].T, k)
+            else:
+                ops.mma(acc_dq, ds.T, k.at[:, pl.ds(self.warpgroup * width, width)])
+            return ops.read(acc_dq)
+
+        half = ops.accumulators(product, (WARPGROUP_ROWS, width))
+        made()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.smem.dq[self.warpgroup] = half
+        ops.commit()
+        ops.reduce_add(target, self.smem.dq.at[self.warpgroup])

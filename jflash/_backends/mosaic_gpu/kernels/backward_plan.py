@@ -1,0 +1,123 @@
+"""The fused backward before any array: its tiles, schedule, shared memory and launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jflash._backends.mosaic_gpu.hardware import smem
+from jflash._backends.mosaic_gpu.hardware.launch import Launch
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics
+from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+from jflash._backends.mosaic_gpu.schedule import dq_accumulator
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
+from jflash._backends.mosaic_gpu.schedule.tiles import FusedTiles
+from jflash._semantics.spec import Spec
+
+WARPGROUPS = 2
+"""Of a CTA, that compute."""
+
+
+class SharedMemory(NamedTuple):
+    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    bias: Any
+    """Tiles of the bias, if it has any; they come and go with the queries."""
+    statistics: list[Any]
+    """Row statistics as columns, or as vectors of lse and delta."""
+    ones: Any
+    """What columns are multiplied with; it comes with the keys."""
+    ds: Any
+    """dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
+    dq: Any
+    kv_full: Any
+    q_full: Any
+    q_empty: Any
+    do_full: Any
+    do_empty: Any
+    ds_full: Any
+    ds_empty: Any
+    finished: Any
+
+
+def shared_memory(spec: Spec, tile: FusedTiles) -> SharedMemory:
+    """The kernel's declaration."""
+    dims = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    columns, value_columns = map(tile.columns, dims)
+    width = columns if tile.split_dq_by_rows else columns // 2
+    has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
+    empty = smem.barriers(tile.stages, arrivals=WARPGROUPS)
+    handed = smem.barriers(2, arrivals=WARPGROUPS)
+    return SharedMemory(
+        k=smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width),
+        v=smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1]),
+        q=smem.tile((tile.stages, tile.queries, columns), spec.dtype, dims[0], part=width),
+        do=smem.tile((tile.stages, tile.queries, value_columns), spec.dtype, dims[1]),
+        bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
+        statistics=row_statistics.smem_tiles(as_columns, tile.stages, tile.queries),
+        ones=row_statistics.smem_ones() if as_columns else None,
+        ds=smem.tile((2, tile.keys, tile.queries), spec.dtype, dims[0], part=width),
+        dq=smem.tile((WARPGROUPS, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
+        kv_full=smem.barriers(1, arrivals=2 + as_columns),
+        q_full=smem.barriers(tile.stages, arrivals=2 + has_bias_tiles),
+        q_empty=empty,
+        do_full=smem.barriers(tile.stages, arrivals=1 if as_columns else 2),
+        do_empty=empty,
+        ds_full=handed,
+        ds_empty=handed,
+        finished=smem.barriers(1, arrivals=WARPGROUPS),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedPlan:
+    """One kernel for dQ, dK and dV."""
+
+    spec: Spec
+    tile: FusedTiles
+    schedule: BackwardSchedule
+    wanted: tuple[str, ...]
+    """Parameters whose gradients the kernel sums over queries."""
+
+    @property
+    def smem(self) -> SharedMemory:
+        """What a CTA has of shared memory."""
+        return shared_memory(self.spec, self.tile)
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel's launch, with a few waves more than have keys: they round what the last ones accumulated."""
+        spec, schedule = self.spec, self.schedule
+        head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+        rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
+        shape = jax.ShapeDtypeStruct
+        key_rows = round_up(spec.key_length, 8)
+        d_key = shape((spec.batch, key_rows, spec.key_heads, head_dim), spec.dtype)
+        d_value = shape((spec.batch, key_rows, spec.key_heads, value_dim), spec.dtype)
+        sums = {f"d_{name}": shape((spec.batch, spec.heads, keys), jnp.float32) for name in self.wanted}
+        return Launch(
+            name=f"jflash_backward_{head_dim}_{value_dim}",
+            grid=dict(wave=schedule.waves + dq_accumulator.lag(schedule), block=schedule.blocks, item=schedule.items),
+            results=dict(
+                d_query=shape((spec.batch, rows, spec.heads, head_dim), spec.dtype),
+                d_key=schedule.gradient(d_key, keys, self.tile.columns(head_dim)),
+                d_value=schedule.gradient(d_value, keys, self.tile.columns(value_dim)),
+                **sums,
+            ),
+            smem=self.smem,
+            warpgroups=WARPGROUPS + 1,
+        )
+
+    def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
+        """The accumulators of dQ, `[accumulators, L, H]`, with a margin for copies that add."""
+        rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
+        columns = whole_dim(self.spec.head_dim) + margin
+        return jax.ShapeDtypeStruct((dq_accumulator.accumulators(self.schedule), rows, columns), jnp.float32)

@@ -1,0 +1,136 @@
+"""What the backward needs before its first tile, in one pass over the output and its cotangent.
+
+    delta   = sum(dO * O) - d_lse
+    columns = [-lse / scale, -delta]     each in three pieces, for those products that subtract both
+    dq_acc  = 0                          where the fused backward begins to accumulate dQ
+
+A CTA takes 64 queries of one head. Neighbours take other heads of the same queries: in device memory those are side by
+side. The pass is bound by what it reads, and writes little beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.hardware import pipeline, smem
+from jflash._backends.mosaic_gpu.hardware.launch import Launch, Refs
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.inputs import row_statistics
+from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
+from jflash._backends.mosaic_gpu.inputs.prepare import whole_shape
+from jflash._semantics.spec import Residuals, Spec
+
+
+class Delta(NamedTuple):
+    """What the kernel makes."""
+
+    delta: Float[Array, "B N T"]
+    """0 for queries that see nothing."""
+    columns: Float[Array, "B N L 8"] | None
+    """Row statistics as columns."""
+    dq_acc: Float[Array, "accumulators L H"] | None
+    """Zeros."""
+
+
+class SharedMemory(NamedTuple):
+    """Buffers and barriers."""
+
+    factors: list[Any]
+    """Tiles of the output and its cotangent."""
+    full: Any
+
+
+def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None, ops: WarpgroupOps) -> Delta:
+    """Launch the kernel. For a fused backward it makes the zeros of `dq_acc`, and columns if the call has any."""
+    out, lse, d_out, d_lse = residuals
+    factors = dict(out=out, d_out=d_out)
+    if whole_shape(out.shape) != out.shape:
+        # Cheaper than padded copies of both.
+        products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+        factors, d_lse = {}, d_lse - products.sum(axis=-1).transpose(0, 2, 1)
+    batch, length, heads, value_dim = out.shape
+    rows = smem.round_up(length, WARPGROUP_ROWS)
+    as_columns = dq_acc is not None and row_statistics.as_columns(spec)
+    # Tiles may begin at the last query: what they read behind it is written too.
+    stored_rows = row_statistics.stored_rows(length) if as_columns else rows
+    width = smem.round_up(value_dim, 16)
+    part = next(columns for columns in (64, 32, 16) if width % columns == 0)
+    results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
+    if as_columns:
+        results["columns"] = jax.ShapeDtypeStruct((batch, heads, stored_rows, STORED_COLUMNS), jnp.bfloat16)
+    if dq_acc is not None:
+        results["dq_acc"] = dq_acc
+    launch = Launch(
+        name=f"jflash_delta_{value_dim}",
+        grid=dict(batch=batch, block=stored_rows // WARPGROUP_ROWS, head=heads),
+        results=results,
+        smem=SharedMemory(
+            factors=[smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, part=part) for _ in factors],
+            full=smem.barriers(1, arrivals=2),
+        ),
+    )
+    room = [(0, 0), (0, 0), (0, rows - length)]
+    arrays = dict(lse=jnp.pad(lse, room, constant_values=-jnp.inf), d_lse=jnp.pad(d_lse, room)) | factors
+    made = launch.run(lambda refs: _kernel(spec, ops, list(factors), part, refs), arrays, ops)
+    return Delta(made["delta"][:, :, :length], made.get("columns"), made.get("dq_acc"))
+
+
+def _kernel(spec: Spec, ops: WarpgroupOps, factors: list[str], part: int, refs: Refs) -> None:
+    arrays, results, shared = refs
+    b, block, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
+    own = pl.ds(block * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    rows = results["delta"].shape[2]
+
+    @pl.when(block * WARPGROUP_ROWS < rows)
+    def _() -> None:
+        for name, buffer in zip(factors, shared.factors, strict=True):
+            values = pipeline.columns(buffer.shape[1], arrays[name].shape[3], b)
+            plgpu.copy_gmem_to_smem(arrays[name].at[b, own, head, values], buffer, shared.full)
+        if "dq_acc" in results:
+            _zero(results["dq_acc"], own, ops)
+        lse, d_lse = (ops.load(arrays[name].at[b, head, own], 0) for name in ("lse", "d_lse"))
+        products = _products(shared, part, ops)
+        delta = jnp.where(lse == -jnp.inf, 0.0, products.sum(axis=1) - d_lse)
+        results["delta"][b, head, own] = delta
+        if "columns" in results:
+            results["columns"][b, head, own] = row_statistics.columns(spec, lse, delta, ops)
+
+    if "columns" in results:
+
+        @pl.when(block * WARPGROUP_ROWS >= rows)
+        def _() -> None:
+            nothing = ops.full((WARPGROUP_ROWS,), -jnp.inf), ops.full((WARPGROUP_ROWS,), 0)
+            results["columns"][b, head, own] = row_statistics.columns(spec, *nothing, ops)
+
+
+def _zero(acc: Ref, rows: Any, ops: WarpgroupOps) -> None:
+    """Each head's CTAs zero one accumulator, as far as there are as many."""
+    zeros = ops.zeros_strided((WARPGROUP_ROWS, acc.shape[2]))
+    place = lax.axis_index("batch") * lax.axis_size("head") + lax.axis_index("head")
+
+    @pl.when(place < acc.shape[0])
+    def _() -> None:
+        acc[place, rows] = zeros
+
+
+def _products(shared: SharedMemory, part: int, ops: WarpgroupOps) -> Float[Array, "rows part"]:
+    """dO * O, summed over the parts of the columns."""
+
+    def multiplied(index: Any, total: Array) -> Array:
+        columns = pl.ds(pl.multiple_of(index * part, part), part)
+        left, right = (ops.load(ref.at[:, columns]).astype(jnp.float32) for ref in shared.factors)
+        return total + left * right
+
+    total = ops.full((WARPGROUP_ROWS, part), 0)
+    if shared.factors:
+        plgpu.barrier_wait(shared.full)
+        total = lax.fori_loop(0, shared.factors[0].shape[1] // part, multiplied, total)
+    return total

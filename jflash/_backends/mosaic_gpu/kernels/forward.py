@@ -1,0 +1,178 @@
+"""Forward: a CTA owns some rows of queries and walks over the tiles of keys that they can see.
+
+    each consumer warpgroup, on 64 rows of queries:
+      S = Q K_0^T;  P, m, l = online softmax of S
+      for j = 1, 2, ...:
+        S = Q K_j^T                 the matrix unit runs this
+        O = O + P V_(j-1)           and this, while the warpgroup goes on with
+        P, m, l = online softmax of S
+        O = O * rescale
+      O = O + P V_last;  out = O / l;  lse = log l + m
+    the producer warpgroup copies tiles of keys and values ahead of them into shared memory
+
+Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) and 3.2 (the overlap within one).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._backends.mosaic_gpu import logits, online_softmax
+from jflash._backends.mosaic_gpu.hardware import pipeline
+from jflash._backends.mosaic_gpu.hardware.launch import Refs
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.inputs import bias_columns
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+from jflash._backends.mosaic_gpu.kernels.forward_mainloop import Cta, MainLoop
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
+
+
+def forward(
+    plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps
+) -> tuple[Float[Array, "splits B T N D"], Float[Array, "splits B N L"]]:
+    """Launch the kernel on query, key, value and what was prepared of the other operands, by name.
+
+    T, S, H and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32,
+    and sinks are left to their merge.
+    """
+    made = plan.launch.run(lambda refs: _kernel(plan, refs, ops), arrays, ops)
+    return made["out"], made["lse"]
+
+
+def _kernel(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    spec = plan.spec
+    has_bias = not logits.form(spec).bias_by_mma
+    inputs = KernelInputs(spec, ops, refs.arrays, plan.packed_heads, has_bias=has_bias)
+    head = lax.axis_index("head_group") * (plan.heads // plan.schedule.head_groups) + lax.axis_index("head")
+    split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
+    place = lax.axis_index("block"), lax.axis_index("batch")
+    dims = (spec.head_dim, spec.value_dim)
+    qk, vo = (pipeline.columns(round_up(dim, 16), whole_dim(dim), head) for dim in dims)
+    cta = Cta(plan, inputs, refs, head, split, place, qk, vo)
+    pl.when(warpgroup < plan.tile.warpgroups)(_Consumer(cta, warpgroup).run)
+    pl.when(warpgroup == plan.tile.warpgroups)(_Producer(cta).run)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """A warpgroup that computes: it copies its own queries, and stores its own output."""
+
+    cta: Cta
+    warpgroup: Int[Array, ""]
+
+    def run(self) -> None:
+        plan, shared = self.cta.plan, self.cta.smem
+        pipeline.release(plan.tile.stages, shared.k_empty, shared.v_empty)
+        pipeline.split_registers(plan.tile.warpgroups, copies=False)
+        self._copy_q(0)
+        plan.schedule.each(self.cta.place, self._attend)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _rows(self, block: Any) -> Any:
+        """The rows of this warpgroup; past the end of all, where a block has fewer."""
+        plan, missing = self.cta.plan, self.cta.plan.missing_rows
+        rows = plan.tile.rows
+        start = self.cta.block_start(block) + self.warpgroup * WARPGROUP_ROWS
+        if missing:
+            there = start < (block + 1) * rows - missing
+            start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.warpgroup * WARPGROUP_ROWS)
+        return pl.ds(start, WARPGROUP_ROWS)
+
+    def _part(self, ref: Ref, rows: Any, columns: Any) -> Ref:
+        """This head's part of queries or output."""
+        head = self.cta.head
+        return ref.at[rows, head, columns] if self.cta.plan.packed_heads == 1 else ref.at[head, rows, columns]
+
+    def _copy_q(self, index: Any) -> None:
+        batch, block, _ = self.cta.item(index)
+        shared = self.cta.smem
+        source = self._part(self.cta.refs.arrays["query"].at[batch], self._rows(block), self.cta.qk_columns)
+        plgpu.copy_gmem_to_smem(source, shared.q.at[self.warpgroup], shared.q_full.at[self.warpgroup])
+
+    def _attend(self, index: Any, visited: Any) -> Any:
+        """Attend for one work item; `visited` tiles came before, in others."""
+        cta, plan = self.cta, self.cta.plan
+        batch, block, tiles = cta.item(index)
+        plgpu.barrier_wait(cta.smem.q_full.at[self.warpgroup])
+        at = TileCoord(batch, cta.head, self._rows(block).start, 0)
+        copy_next = lambda: plan.schedule.if_next(cta.place, index, self._copy_q)
+        own_buffer = plan.output_parts > 0
+        loop = MainLoop(cta, self.warpgroup, tiles, at, visited)
+        state, acc_o = loop.run(q_read=copy_next if own_buffer else lambda: None)
+        sink = None if plan.splits > 1 else cta.inputs.value("sinks", batch, cta.head)
+        out, lse = online_softmax.finish(loop.form.exponent(plan.spec), state, acc_o, sink)
+        self._store(batch, block, out, lse)
+        if plan.schedule.items_per_cta > 1 and not own_buffer:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            copy_next()
+        return visited + tiles.count
+
+    def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
+        cta, plan, shared = self.cta, self.cta.plan, self.cta.smem
+        o, own_buffer = shared.o.at[self.warpgroup], plan.output_parts > 0
+        if isinstance(shared.q_o, tuple) and not own_buffer:
+            # The output has another layout than the queries, which other warpgroups may still read.
+            plgpu.barrier_arrive(shared.q_empty)
+            plgpu.barrier_wait(shared.q_empty)
+        results = cta.refs.results
+        results["lse"][cta.split, batch, cta.head, self._rows(block)] = lse
+        columns, width = out.shape[1], o.shape[1]
+        for first in range(0, columns, width):
+            if own_buffer:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o[...] = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width)).astype(plan.out_dtype)
+            cta.inputs.ops.commit()
+            part = cta.vo_columns if width == columns else pl.ds(first, width)
+            plgpu.copy_smem_to_gmem(o, self._part(results["out"].at[cta.split, batch], self._rows(block), part))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Producer:
+    """The warpgroup that copies keys and values."""
+
+    cta: Cta
+
+    def run(self) -> None:
+        plan, shared = self.cta.plan, self.cta.smem
+        pipeline.split_registers(plan.tile.warpgroups, copies=True)
+        key_head = lax.div(self.cta.head, plan.heads // plan.spec.key_heads)
+
+        def copy_block(index: Any, visited: Any) -> Any:
+            batch, block, tiles = self.cta.item(index)
+
+            def copy(index: Array) -> None:
+                slot = lax.rem(visited + index, plan.tile.stages)
+                keys = GmemTile(batch, tiles.start(index), plan.tile.keys, key_head, self.cta.qk_columns)
+                self._copy_keys(keys, block, slot)
+
+            pipeline.for_each_copy(tiles.count, copy, "head", "block", "head_group", "batch")
+            return visited + tiles.count
+
+        plan.schedule.each(self.cta.place, copy_block)
+        pipeline.drain(plan.tile.stages, shared.k_empty, shared.v_empty)
+
+    def _copy_keys(self, keys: GmemTile, block: Array, slot: Array) -> None:
+        cta, shared, inputs = self.cta, self.cta.smem, self.cta.inputs
+        full = shared.k_full.at[slot]
+        plgpu.barrier_wait(shared.k_empty.at[slot])
+        inputs.copy_rows("key", keys, shared.k.at[slot], full)
+        if shared.bias_columns is not None:
+            source = bias_columns.part(inputs, keys, cta.head)
+            plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
+        if shared.bias is not None:
+            own = pl.ds(cta.block_start(block), cta.plan.tile.rows), pl.ds(keys.first, keys.size)
+            source = inputs.part("bias", keys.batch, cta.head).at[own]
+            plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
+        plgpu.barrier_wait(shared.v_empty.at[slot])
+        values = keys._replace(columns=cta.vo_columns)
+        inputs.copy_rows("value", values, shared.v.at[slot], shared.v_full.at[slot])

@@ -1,0 +1,180 @@
+"""The forward's main loop: one warpgroup's online softmax over the tiles of keys of one work item."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._backends.mosaic_gpu import logits
+from jflash._backends.mosaic_gpu.hardware.launch import Refs
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, SharedMemory
+from jflash._backends.mosaic_gpu.online_softmax import Softmax
+from jflash._backends.mosaic_gpu.schedule import tile_range
+from jflash._backends.mosaic_gpu.schedule.tile_range import TileRange
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """What a CTA's warpgroups share."""
+
+    plan: ForwardPlan
+    inputs: KernelInputs
+    refs: Refs
+    head: Int[Array, ""]
+    split: Int[Array, ""]
+    place: tuple[Any, Any]
+    """Among the CTAs of a head."""
+    qk_columns: Any
+    """What tiles take of the columns of queries and keys."""
+    vo_columns: Any
+    """What tiles take of the columns of values and output."""
+
+    @property
+    def smem(self) -> SharedMemory:
+        return self.refs.smem
+
+    def item(self, index: Any) -> tuple[Array, Array, TileRange]:
+        """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
+        that none of them is left at the end alone."""
+        plan = self.plan
+        batch, turn = plan.schedule.item(self.place, index)
+        block = plan.schedule.blocks - 1 - turn
+        tile = plan.tile
+        tiles = tile_range.key_tiles(self.inputs, batch, block, tile.rows, tile.keys, plan.missing_rows)
+        return batch, block, tiles.split(self.split, plan.splits)
+
+    def block_start(self, block: Any) -> Any:
+        """The first row of a block."""
+        return tile_range.block_start(block, self.plan.tile.rows, self.plan.missing_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class MainLoop:
+    """A warpgroup's walk over the tiles of keys of one work item."""
+
+    cta: Cta
+    warpgroup: Int[Array, ""]
+    tiles: TileRange
+    at: TileCoord
+    visited: Int[Array, ""] | int
+
+    @property
+    def form(self) -> logits.LogitsForm:
+        """The form of the call's logits."""
+        return logits.form(self.cta.plan.spec)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a warpgroup leaves out tiles that only other rows of its CTA see."""
+        return self.cta.plan.tile.rows > self.cta.plan.tile.keys
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return WARPGROUP_ROWS, self.cta.plan.tile.keys
+
+    def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
+        """The softmax's state, and O, after all tiles; `q_read` is called when the queries are not needed any more."""
+        plan, ops = self.cta.plan, self.cta.inputs.ops
+        start, stop, loop = 0, self.tiles.count, self
+        if self._skips:
+            start, stop, own = tile_range.own_key_tiles(
+                self.cta.inputs, self.tiles, self.at.batch, self.at.query, WARPGROUP_ROWS
+            )
+            loop = dataclasses.replace(self, tiles=own)
+            lax.fori_loop(0, start, self._leave, 0)
+        state = loop._first_tile(start)
+        acc_o = ops.full((WARPGROUP_ROWS, round_up(plan.spec.value_dim, 16)), 0)
+        state, acc_o = lax.fori_loop(start + 1, stop, loop._next_tile, (state, acc_o))
+        q_read()
+        acc_o = loop._last_product(stop, state, acc_o)
+        if self._skips:
+            lax.fori_loop(stop, self.tiles.count, self._leave, 0)
+        return state, acc_o
+
+    def _slot(self, index: Any) -> Any:
+        return lax.rem(self.visited + index, self.cta.plan.tile.stages)
+
+    def _prefetch(self, index: Any) -> dict[str, Array]:
+        at = self.at._replace(key=self.tiles.start(index))
+        return self.form.prefetch(self.cta.inputs, at, self._shape, self.cta.plan.tile.warpgroups)
+
+    def _issue_s(self, acc_s: Any, slot: Any) -> None:
+        shared = self.cta.smem
+        self.cta.inputs.ops.mma(acc_s, shared.q.at[self.warpgroup], shared.k.at[slot].T)
+        if shared.bias_columns is not None:
+            self.form.add_to_products(self.cta.inputs, acc_s, shared.bias_columns.at[slot])
+
+    def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
+        shared, ops, slot = self.cta.smem, self.cta.inputs.ops, self._slot(index)
+        at = self.at._replace(key=self.tiles.start(index))
+        if shared.bias is not None:
+            own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            loaded = loaded | {"bias": ops.load(shared.bias.at[slot, own])}
+            # A copy may overwrite what threads have read.
+            ops.commit()
+        plgpu.barrier_arrive(shared.k_empty.at[slot])
+        mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
+        return self.form.step(s, mask, before, self.cta.plan.spec.dtype)
+
+    def _first_tile(self, start: Any) -> Softmax:
+        ops = self.cta.inputs.ops
+        slot, loaded = self._slot(jnp.int32(start)), self._prefetch(start)
+        plgpu.barrier_wait(self.cta.smem.k_full.at[slot])
+
+        def product(acc_s: Any) -> Array:
+            self._issue_s(acc_s, slot)
+            return ops.read(acc_s)
+
+        s = ops.accumulators(product, self._shape)
+        return self._softmax(s, jnp.int32(start), None, loaded)
+
+    def _next_tile(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+        state, acc_o = carry
+        cta, shared, ops = self.cta, self.cta.smem, self.cta.inputs.ops
+        slot, last = self._slot(index), self._slot(index - 1)
+        loaded = self._prefetch(index)
+        is_masked = self.tiles.whole is not None
+        fence = self.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
+        plgpu.barrier_wait(shared.k_full.at[slot])
+
+        def attend_tile(acc_o: Any) -> Softmax:
+            def overlap(acc_s: Any) -> Softmax:
+                self._issue_s(acc_s, slot)
+                plgpu.barrier_wait(shared.v_full.at[last])
+                ops.mma(acc_o, state.p, shared.v.at[last])
+                new = self._softmax(ops.read(acc_s, pending=1), index, state, loaded)
+                if fence is not None:
+                    # Four threads write one number: racecheck reports it.
+                    shared.fence[self.warpgroup] = getattr(new, fence)
+                return new
+
+            return ops.accumulators(overlap, self._shape)
+
+        state, (acc_o,) = ops.accumulate(attend_tile, acc_o, like=state)
+        plgpu.barrier_arrive(shared.v_empty.at[last])
+        return state, self.form.rescaled(cta.inputs, state, acc_o)
+
+    def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
+        shared, last = self.cta.smem, self._slot(stop - 1)
+        plgpu.barrier_wait(shared.v_full.at[last])
+        acc_o = self.cta.inputs.ops.add_matmul(acc_o, state.p, shared.v.at[last])
+        plgpu.barrier_arrive(shared.v_empty.at[last])
+        return acc_o
+
+    def _leave(self, index: Array, carry: int) -> int:
+        """Pass a tile by that no row of this warpgroup sees."""
+        shared, slot = self.cta.smem, self._slot(index)
+        for full, empty in ((shared.k_full, shared.k_empty), (shared.v_full, shared.v_empty)):
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_arrive(empty.at[slot])
+        return carry

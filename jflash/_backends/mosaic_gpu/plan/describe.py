@@ -1,0 +1,41 @@
+"""Plans in words, for `explain(..., verbose=True)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jflash._backends.mosaic_gpu import logits
+from jflash._backends.mosaic_gpu.hardware import smem
+from jflash._backends.mosaic_gpu.inputs import prepare
+from jflash._backends.mosaic_gpu.plan.backward import plan_backward
+from jflash._backends.mosaic_gpu.plan.forward import plan_forward
+from jflash._semantics.spec import Spec
+
+
+def describe(spec: Spec, processors: int | None) -> str:
+    """The forward's and the backward's kernels, tiles, shared memory and schedules, and the copies before them."""
+    forward, backward = plan_forward(spec, processors), plan_backward(spec, processors)
+    form = type(logits.form(spec)).__name__
+    details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
+    if forward.output_parts:
+        details += f", output in {forward.output_parts} parts"
+    lines = ["forward:", *_kernel(forward), f"    {details}", "backward:"]
+    for plan in (backward.fused, backward.dq, backward.dkv, backward.dbias):
+        lines += [] if plan is None else _kernel(plan)
+    copies = prepare.copied(spec)
+    return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
+
+
+def _kernel(plan: Any) -> list[str]:
+    """A kernel's name, grid and shared memory, and the fields of its tiles and schedule."""
+    launch = plan.launch
+    grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
+    lines = [
+        f"  {launch.name}: grid {grid}, {launch.warpgroups} warpgroups",
+        f"    {smem.size(launch.smem) / 1024:.1f}",
+    ]
+    lines[-1] += f" of {smem.CAPACITY / 1024:.1f} KiB of shared memory"
+    lines += [
+        f"    {part}" for part in (getattr(plan, name, None) for name in ("tile", "schedule")) if part is not None
+    ]
+    return lines

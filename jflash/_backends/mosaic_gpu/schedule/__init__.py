@@ -1,0 +1,1 @@
+"""Which CTA does what, and in which order."""

@@ -1,0 +1,103 @@
+"""Which block of keys each CTA of a backward kernel has, and in which order CTAs begin.
+
+A block of keys is visited by a head group: all query heads that share the keys, unless that makes too few CTAs for all
+multiprocessors. What several groups make of dK and dV is summed in the end, in float32: rounded sums of a few heads
+would be less exact than one of all.
+
+The slowest axis of the grid counts waves. A work item, a batch entry of a head group, has CTAs for all its blocks of
+keys in one wave. Causal, an item's longest block takes twice as long as the average. Those of all the wave's items
+begin first; and a wave has a CTA for every multiprocessor, so that a long one in the last wave follows a short one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+_ALMOST_ALL = 0.9
+"""The part of the multiprocessors for which a wave needs CTAs: 128 are enough for 132."""
+
+
+class WorkItem(NamedTuple):
+    """What has a CTA for each block of keys."""
+
+    batch: Any
+    head_group: Any
+    """Query heads that share keys; the groups of one key head are neighbours."""
+    key_head: Any
+    first_head: Any
+    """The first query head of the group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardSchedule:
+    """The CTAs of a grid (waves, blocks, items)."""
+
+    head_groups: int
+    """Of each key head."""
+    heads: int
+    """Of a head group."""
+    blocks: int
+    """Of keys, that a work item has."""
+    batch: int
+    items: int
+    """Work items of a wave."""
+    waves: int
+
+    @staticmethod
+    def of(heads: int, key_heads: int, blocks: int, batch: int, processors: int | None) -> BackwardSchedule:
+        """The schedule for `blocks` of keys of each key head and batch entry, on so many multiprocessors; `None` where
+        the device is unknown."""
+        group = heads // key_heads
+        head_groups = _head_groups(group, key_heads * blocks * batch, processors)
+        every = key_heads * head_groups * batch
+        # Whole head groups, or entries of one: others would need divisions, in every CTA.
+        sizes = [size for size in range(1, every) if batch % size == 0 or (size % batch, every % size) == (0, 0)]
+        # Of an odd number of waves, one has no partner with which long and short CTAs are exchanged.
+        enough = lambda waves: _ALMOST_ALL * (processors or math.inf) * (1 + waves % 2)
+        items = next((size for size in sizes if size * blocks >= enough(every // size)), every)
+        return BackwardSchedule(head_groups, group // head_groups, blocks, batch, items, every // items)
+
+    def item(self, wave: Any, number: Any) -> WorkItem:
+        """A wave's work item; past the last wave, of no head group."""
+        if self.items <= self.batch:
+            parts = self.batch // self.items
+            batch, own = lax.rem(wave, parts) * self.items + number, lax.div(wave, parts)
+        else:
+            batch = lax.rem(number, self.batch)
+            own = wave * (self.items // self.batch) + lax.div(number, self.batch)
+        return WorkItem(batch, own, lax.div(own, self.head_groups), own * self.heads)
+
+    def gradient(self, of: jax.ShapeDtypeStruct, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+        """What is stored for keys or values `[B, S, K, H]`: the same, or of several groups `[B, groups, rows, columns]`
+        in float32."""
+        if self.head_groups == 1:
+            return of
+        return jax.ShapeDtypeStruct((of.shape[0], of.shape[2] * self.head_groups, rows, columns), jnp.float32)
+
+    def summed(self, gradient: Array, of: Array) -> Float[Array, "B S K H"]:
+        """The whole gradient of keys or values, from what was stored."""
+        if self.head_groups == 1:
+            return gradient
+        batch, rows, key_heads, columns = of.shape
+        each = gradient[:, :, :rows, :columns].reshape(batch, key_heads, self.head_groups, rows, columns)
+        return each.sum(axis=2).transpose(0, 2, 1, 3).astype(of.dtype)
+
+
+def _head_groups(group: int, blocks: int, processors: int | None) -> int:
+    """How many groups the query heads of one key head are divided into, if there are `blocks` of keys in all.
+
+    The sums of a group cost as much as a head's visits to a few thousand queries. For four heads and more, 3 CTAs for
+    each multiprocessor make up for that, as there are more waves; for fewer only CTAs that would otherwise be missing.
+    """
+    every = [groups for groups in range(1, group + 1) if group % groups == 0]
+    wanted = lambda least, times: (
+        groups for groups in every if group >= least * groups and groups * blocks >= times * (processors or 0)
+    )
+    return next(wanted(4, 3.0), None) or next(wanted(1, 1.5), group)

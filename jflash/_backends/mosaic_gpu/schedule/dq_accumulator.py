@@ -1,0 +1,184 @@
+"""dQ of the fused backward: CTAs add to accumulators in device memory, and CTAs of later waves round them.
+
+A CTA waits for its first tiles when it begins, and its producer waits for the other warpgroups to be done with tiles.
+In that time they round a share of what earlier CTAs accumulated, and zero the accumulators for later ones. So
+accumulators stay in the cache, and few more of them exist than are in use.
+
+What was accumulated `lag` waves before is rounded; after the last wave, `lag` more waves do nothing else. Accumulators
+exist for 2 lag waves: when a wave begins, the one that had its place was rounded by the wave `lag` before it, for which
+it waits anyway.
+
+A wait is short, or none: about twice as many CTAs as the device runs at once begin between those that a CTA waits for
+and itself. It ends, whatever the order in which CTAs begin: a CTA's place in the grid is a ticket that it draws when it
+begins, so all CTAs of earlier waves have begun (decoupled look-back, Merrill and Garland, 2016, has the same device).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
+
+SPARE = 3
+"""Parts that the producer can round while the other warpgroups are at the last tiles."""
+
+
+def lag(schedule: BackwardSchedule) -> int:
+    """When a wave begins, the last CTAs of the one before are always still at work."""
+    return min(schedule.waves, 2)
+
+
+def waves_with_room(schedule: BackwardSchedule) -> int:
+    """The waves for which accumulators exist."""
+    return min(schedule.waves, 2 * lag(schedule))
+
+
+def accumulators(schedule: BackwardSchedule) -> int:
+    """The heads of queries for which accumulators exist."""
+    return waves_with_room(schedule) * schedule.items * schedule.heads
+
+
+@dataclasses.dataclass(frozen=True)
+class DqRefs:
+    """Device memory of all CTAs."""
+
+    acc: Ref
+    """The accumulators, `[accumulators, L, H]`; L is a multiple of 64."""
+    finished: Ref
+    """How many warpgroups have finished the keys of a head group, `[B, head groups]`."""
+    dq: Ref
+    """The result, `[B, L, N, H]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DqAccumulator:
+    """What one CTA does with the accumulators."""
+
+    schedule: BackwardSchedule
+    ops: WarpgroupOps
+    refs: DqRefs
+    scale: float
+    """What is accumulated is multiplied with it when it is rounded."""
+    warpgroups: int
+    """Of a CTA, that compute."""
+    ticket: tuple[Any, Any, Any]
+    """The CTA's wave, block and work item."""
+    copies: Any
+    """Tiles of queries that this CTA visits."""
+
+    @property
+    def wave(self) -> Any:
+        """The CTA's wave."""
+        return self.ticket[0]
+
+    @property
+    def adds(self) -> Any:
+        """Whether this CTA has keys."""
+        return self.wave < self.schedule.waves
+
+    def target(self, head: Any, rows: Any, columns: Any) -> Ref:
+        """A part of the accumulator of one of the head group's heads."""
+        return self._acc(self.wave, head).at[rows, columns]
+
+    def begin(self, warpgroup: Any) -> None:
+        """For a warpgroup that computes, before it adds: round what the copies leave no time for."""
+        self._wait()
+        # The last one comes first: the first is still at the copies of the block's keys.
+        first = lax.div(self._beside_copies, self._portion) + self.warpgroups - 1 - warpgroup
+        self._round(first, self._tiles * (self._parts // self._portion), self._portion, self.warpgroups)
+
+    def after_copy(self, index: Any) -> None:
+        """For the producer: round a part of a tile, as it has registers for 8 numbers a thread."""
+        pl.when(index == 0)(self._wait)
+        self._round(index, jnp.minimum(index + 1, self._beside_copies))
+
+    def finish(self) -> None:
+        """A warpgroup has rounded its share, and what it added is there."""
+        own = self.schedule.item(self.wave, self.ticket[2])
+        self.ops.signal(self.refs.finished.at[own.batch, own.head_group])
+
+    @property
+    def _is_early(self) -> Any:
+        """Whether nothing is to be rounded yet."""
+        return self.wave < lag(self.schedule)
+
+    @property
+    def _earlier_wave(self) -> Any:
+        return jnp.maximum(self.wave - lag(self.schedule), 0)
+
+    @property
+    def _earlier(self) -> WorkItem:
+        """The work item that is rounded: all heads of its group, and of their rows a part by each block's CTA."""
+        return self.schedule.item(self._earlier_wave, self.ticket[2])
+
+    def _acc(self, wave: Any, head: Any) -> Ref:
+        """Of this CTA's place in a wave."""
+        place = lax.rem(wave, waves_with_room(self.schedule)) * self.schedule.items + self.ticket[2]
+        return self.refs.acc.at[place * self.schedule.heads + head]
+
+    @property
+    def _share(self) -> int:
+        """Tiles of 64 rows of each head that fall to a CTA, if so many are left."""
+        return -(-self.refs.dq.shape[1] // (self.schedule.blocks * WARPGROUP_ROWS))
+
+    @property
+    def _tiles(self) -> Any:
+        """How many tiles this CTA rounds."""
+        left = self.refs.dq.shape[1] // WARPGROUP_ROWS - self.ticket[1] * self._share
+        return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.schedule.heads)
+
+    @property
+    def _parts(self) -> int:
+        """Of a tile: as many numbers as 8 for each thread, or what comes out even."""
+        numbers = {rows: rows * self.refs.dq.shape[3] for rows in (64, 32, 16, 8)}
+        even = (rows for rows, size in numbers.items() if size <= 1024 and size % 128 == 0)
+        return WARPGROUP_ROWS // next(even, 16)
+
+    @property
+    def _portion(self) -> int:
+        """Parts that a warpgroup that computes takes at once: 32 numbers for each thread, or a tile."""
+        return min(self._parts, 4)
+
+    @property
+    def _beside_copies(self) -> Any:
+        """How many parts are rounded one by one, after each copy and after them all."""
+        parts = jnp.minimum(self.copies + SPARE, self._tiles * self._parts)
+        return jnp.where(self.adds, lax.div(parts, self._portion) * self._portion, 0)
+
+    def _wait(self) -> None:
+        """Until what is rounded here is accumulated, and there is room for what is added."""
+        finished = self.refs.finished.at[self._earlier.batch, self._earlier.head_group]
+        # The producer counts too.
+        wait = lambda: self.ops.wait_for(finished, self.schedule.blocks * (self.warpgroups + 1))
+        pl.when(~self._is_early)(wait)
+
+    def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
+        """Some of this CTA's parts, a portion at once."""
+        parts = self._parts // portion
+        first_tile = self.ticket[1] * self._share
+        size = WARPGROUP_ROWS // parts
+
+        def round_rows(index: Any, _: None) -> None:
+            number = first + index * every
+            tile = lax.div(number, parts)
+            row = (first_tile + lax.div(tile, self.schedule.heads)) * WARPGROUP_ROWS + lax.rem(number, parts) * size
+            self._round_rows(lax.rem(tile, self.schedule.heads), pl.ds(row, size))
+
+        lax.fori_loop(0, lax.div(last - first + every - 1, every), round_rows, None)
+
+    def _round_rows(self, head: Any, rows: Any) -> None:
+        acc = self._acc(self._earlier_wave, head).at[rows, pl.ds(0, self.refs.dq.shape[3])]
+        total = self.ops.load_strided(acc)
+        earlier = self._earlier
+        rounded = (total * self.scale).astype(self.refs.dq.dtype)
+        self.refs.dq[earlier.batch, rows, earlier.first_head + head] = rounded
+        if waves_with_room(self.schedule) < self.schedule.waves:
+            # Each thread overwrites what it has read.
+            acc[...] = self.ops.zeros_strided(total.shape)

@@ -1,0 +1,91 @@
+"""The producer of both backwards by blocks of keys: it copies tiles of queries ahead of the warpgroups that compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from jflash._backends.mosaic_gpu.hardware import pipeline
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref
+from jflash._backends.mosaic_gpu.inputs import row_statistics
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs
+from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+
+
+class Ring(Protocol):
+    """What is filled in shared memory, `[stages, ...]`, and its barriers."""
+
+    @property
+    def q(self) -> Ref: ...
+    @property
+    def do(self) -> Ref: ...
+    @property
+    def bias(self) -> Ref | None: ...
+    @property
+    def statistics(self) -> Sequence[Ref]: ...
+    @property
+    def q_full(self) -> Ref: ...
+    @property
+    def q_empty(self) -> Ref: ...
+    @property
+    def do_full(self) -> Ref: ...
+    @property
+    def do_empty(self) -> Ref: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryProducer:
+    """The tiles of one block of keys, in its order."""
+
+    inputs: KernelInputs
+    order: TileOrder
+    statistics: Sequence[Ref]
+    """Row statistics in device memory: columns, or vectors of lse and delta."""
+    batch: Int[Array, ""]
+    first_head: Int[Array, ""]
+    """The first query head of the work item."""
+    keys: Any
+    """The block's own keys."""
+    columns: tuple[Any, Any]
+    """What a tile takes of the columns of queries, and of d_out."""
+
+    def copy_all(self, smem: Ring, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
+        """Copy every tile; `then` is called after each, and for `more` steps while the last ones are read."""
+        stages = smem.q.shape[0]
+        # The same number for the loop and for its remainders: with one head, they are no divisions then.
+        count = pipeline.opaque(self.order.tiles.count, "block")
+
+        def take(step: Array, carry: int) -> int:
+            pl.when(step < count * self.order.heads)(lambda: self._copy(smem, step, count))
+            then(step)
+            return carry
+
+        lax.fori_loop(0, count * self.order.heads + more, take, 0)
+        pipeline.drain(stages, smem.q_empty, smem.do_empty)
+
+    def _copy(self, smem: Ring, step: Array, count: Array) -> None:
+        stages, queries = smem.q.shape[:2]
+        slot = lax.rem(step, stages)
+        own_head, index = self.order.at(step, count)
+        head, first = self.first_head + own_head, self.order.tiles.start(index)
+        rows = pl.ds(first, queries)
+        tile = GmemTile(self.batch, first, queries, head, self.columns[0])
+        plgpu.barrier_wait(smem.q_empty.at[slot])
+        full = smem.q_full.at[slot]
+        self.inputs.copy_rows("query", tile, smem.q.at[slot], full)
+        early, *late = row_statistics.parts(self.statistics, self.batch, head, rows)
+        plgpu.copy_gmem_to_smem(early, smem.statistics[0].at[slot], full)
+        if smem.bias is not None:
+            bias = self.inputs.part("bias", self.batch, head).at[rows, self.keys]
+            plgpu.copy_gmem_to_smem(bias, smem.bias.at[slot], full)
+        plgpu.barrier_wait(smem.do_empty.at[slot])
+        full = smem.do_full.at[slot]
+        self.inputs.copy_rows("d_out", tile._replace(columns=self.columns[1]), smem.do.at[slot], full)
+        for source, target in zip(late, smem.statistics[1:], strict=True):
+            plgpu.copy_gmem_to_smem(source, target.at[slot], full)

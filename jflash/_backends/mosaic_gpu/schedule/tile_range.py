@@ -1,0 +1,142 @@
+"""Which tiles of keys a block of queries visits, and which tiles of queries a block of keys.
+
+A kernel finds them from the block's index and its batch entry's offset and lengths; with segments it reads them from a
+small table, made before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs
+from jflash._semantics import visibility
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.visibility import Spans
+
+LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
+"""Operands whose values, unknown before the call, limit what is seen."""
+
+TABLE = "tile_ranges"
+"""The table's name among a kernel's arrays."""
+
+
+def block_start(block: Any, size: int, missing: int = 0) -> Any:
+    """Where a block of `size` begins, if the first one lacks `missing` rows."""
+    return jnp.maximum(block * size - missing, 0) if missing else block * size
+
+
+def table(
+    spec: Spec, operands: Operands, size: int, missing: int = 0, *, of_keys: bool = False
+) -> dict[str, Int[Array, "B blocks 4"]]:
+    """The spans of every block of `size` queries (or, `of_keys`, keys), by name; empty where a kernel finds them."""
+    if "query_segments" not in spec.operands:
+        return {}
+    find, length = _find(of_keys), spec.key_length if of_keys else spec.query_length
+    unmasked = operands._replace(mask=None)
+    one = lambda batch, block: jnp.stack(
+        find(spec, unmasked, batch, 1, block_start(block, size, missing), min(size, length))
+    )
+    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    return {TABLE: every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))}
+
+
+def _find(of_keys: bool) -> Callable[..., Spans]:
+    return visibility.query_spans if of_keys else visibility.key_spans
+
+
+@dataclasses.dataclass(frozen=True)
+class TileRange:
+    """The tiles that a block visits, of `size` each, from `first` on.
+
+    Tiles outside [whole_start, whole_stop) need a mask, apart from a dense one; `None` if no tile does.
+    """
+
+    first: Int[Array, ""]
+    count: Int[Array, ""]
+    whole: tuple[Int[Array, ""], Int[Array, ""]] | None
+    size: int
+
+    def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
+        """The first key (or query) of the tile that is visited after `index` others."""
+        return self.first + index * self.size
+
+    def is_partial(self, index: Int[Array, ""]) -> Bool[Array, ""] | None:
+        """Whether a tile needs a mask; `None` if none does."""
+        if self.whole is None:
+            return None
+        start = self.start(index)
+        return (start < self.whole[0]) | (start + self.size > self.whole[1])
+
+    def split(self, index: Int[Array, ""], splits: int) -> TileRange:
+        """One CTA's share of a range that several split; at least one tile, which may be past the end."""
+        if splits == 1:
+            return dataclasses.replace(self, count=jnp.maximum(self.count, 1))
+        stop = self.first + self.count * self.size
+        each = lax.div(self.count + splits - 1, splits)
+        first = jnp.minimum(self.first + index * each * self.size, stop)
+        count = jnp.maximum(jnp.minimum(self.count - index * each, each), 1)
+        whole = self.whole if self.whole is not None else (self.first, stop)
+        return dataclasses.replace(self, first=first, count=count, whole=whole)
+
+
+def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int, *, of_keys: bool) -> Spans:
+    """The spans of some rows of queries (or, `of_keys`, keys) in a call without segments."""
+    limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
+    nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
+    return _find(of_keys)(inputs.spec, nothing, 0, 1, first, rows)
+
+
+def key_tiles(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0) -> TileRange:
+    """The tiles of keys that a block of `rows` queries visits, if the first block lacks `missing` rows."""
+    rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
+    return _tile_range(inputs, batch, block, block_start(block, rows, missing), rows, size, of_keys=False)
+
+
+def own_key_tiles(
+    inputs: KernelInputs, tiles: TileRange, batch: Any, row: Any, rows: int
+) -> tuple[Any, Any, TileRange]:
+    """Of a CTA's range, the indices from where to where a warpgroup's rows see any key, at least one tile; and the
+    range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
+    spec = inputs.spec
+    if TABLE in inputs.refs or inputs.packed_heads > 1:
+        return 0, tiles.count, tiles
+    found = _spans(inputs, batch, row, rows, of_keys=False)
+    seen_stop = jnp.where(row < spec.query_length, found.stop, found.start)
+    start = jnp.clip(lax.div(found.start - tiles.first, tiles.size), 0, tiles.count - 1)
+    stop = jnp.clip(lax.div(seen_stop - tiles.first + tiles.size - 1, tiles.size), start + 1, tiles.count)
+    whole = None if tiles.whole is None else (found.full_start, jnp.minimum(found.full_stop, tiles.whole[1]))
+    return start, stop, dataclasses.replace(tiles, whole=whole)
+
+
+def query_tiles(inputs: KernelInputs, batch: Any, block: Any, keys: int, size: int) -> TileRange:
+    """The tiles of queries that a block of keys visits."""
+    return _tile_range(inputs, batch, block, block * keys, keys, size, of_keys=True)
+
+
+def _tile_range(
+    inputs: KernelInputs, batch: Any, block: Any, row: Any, rows: int, size: int, *, of_keys: bool
+) -> TileRange:
+    spec = inputs.spec
+    known = inputs.refs.get(TABLE)
+    if known is not None:
+        found = Spans(*(known[batch, block, part] for part in range(4)))
+    else:
+        found = _spans(inputs, batch, row, rows, of_keys=of_keys)
+    alignment = 64 if bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec) else 8
+    first = lax.div(found.start, alignment) * alignment
+    count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
+    whole = found.full_start, found.full_stop
+    ragged = spec.key_length % (rows if of_keys else size) != 0
+    if ragged and of_keys:
+        # What is read as keys past the end is 0, and would have weights.
+        whole = whole[0], jnp.where(row + rows > spec.key_length, first, whole[1])
+    limited = spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
+    return TileRange(first, count, whole if ragged or limited else None, size)

@@ -1,0 +1,87 @@
+"""The shapes of the kernels' tiles: what a tuned choice is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiles:
+    """Tiles of the forward."""
+
+    warpgroups: int
+    """Warpgroups that compute, each on 64 rows of queries."""
+    keys: int
+    stages: int
+    """Tiles of keys and values that are in shared memory together."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one CTA's tile."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+    def missing(self, rows: int) -> int:
+        """How many of its rows the first of a head's blocks lacks, of `rows` in all.
+
+        Not the last block: where queries see what is before them, the first has least to do.
+        """
+        return -round_up(rows, WARPGROUP_ROWS) % self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedTiles:
+    """Tiles of the fused backward, in which two warpgroups compute, each on 64 keys."""
+
+    queries: int
+    stages: int
+    """Tiles of queries that are in shared memory together."""
+
+    @property
+    def keys(self) -> int:
+        """Keys of one CTA."""
+        return 2 * WARPGROUP_ROWS
+
+    @property
+    def split_dq_by_rows(self) -> bool:
+        """Whether each warpgroup makes half the rows of a tile's dQ, or half its columns: the matrix unit wants 64
+        rows at least."""
+        return self.queries == 2 * WARPGROUP_ROWS
+
+    def columns(self, dim: int) -> int:
+        """Columns of tiles of queries, keys and values: half of them are whole swizzles."""
+        return round_up(dim, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class DqTiles:
+    """Tiles of the kernel that makes dQ alone."""
+
+    warpgroups: int
+    """Warpgroups that compute, each on 64 rows of queries."""
+    keys: int
+    key_stages: int
+    value_stages: int
+    """Tiles of keys, and of values, that are in shared memory together: values are needed for a shorter time."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one CTA."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasTiles:
+    """Tiles of the kernel that makes a bias's gradient: one of each array at a time, but for the bias."""
+
+    warpgroups: int
+    """Warpgroups that compute, each on 64 rows of queries."""
+    keys: int
+    stages: int
+    """Tiles of the bias that are in shared memory together."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one CTA."""
+        return WARPGROUP_ROWS * self.warpgroups

@@ -1,0 +1,126 @@
+"""`WarpgroupOps` on any machine: plain array code for Pallas' interpreter, which can find races."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import packed_masks
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
+
+
+@dataclasses.dataclass
+class Accumulator:
+    """The interpreter's accumulator of products."""
+
+    value: Float[Array, "rows columns"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter(WarpgroupOps):
+    """The operations of one warpgroup; it needs a thread for every warpgroup of a CTA.
+
+    A product is made as late as the hardware may make it: not before something waits for it.
+    """
+
+    interpret: plgpu.InterpretGPUParams
+    pending: list[tuple[Accumulator, Any, Ref]] = dataclasses.field(default_factory=list, compare=False)
+    """Products that were issued and not waited for."""
+    margin = 256
+    """`reduce_add` reads what it adds to, and reads whole tiles."""
+
+    def full(self, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
+        return jnp.full(shape, value, jnp.float32)
+
+    def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def load(self, ref: Ref, axis: int | None = None) -> Array:
+        return ref[...]
+
+    def load_strided(self, ref: Ref) -> Array:
+        return ref[...]
+
+    def zeros_strided(self, shape: tuple[int, ...]) -> Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
+        return rounded(values)
+
+    def matmul(self, a: Any, b: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+        return self.add_matmul(jnp.zeros(shape, jnp.float32), a, b)
+
+    def add_matmul(self, acc: Float[Array, "rows columns"], a: Any, b: Ref) -> Float[Array, "rows columns"]:
+        left = a if isinstance(a, jax.Array) else a[...]
+        right = b[...]
+        plgpu.commit_smem()
+        return acc + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+    def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
+        return body(*(Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+
+    def accumulate(self, body: Any, *acc: Float[Array, "rows columns"], like: Any) -> Any:
+        accumulators = [Accumulator(array) for array in acc]
+        results = body(*accumulators)
+        self._finish(0)
+        return results, tuple(accumulator.value for accumulator in accumulators)
+
+    def initialise(self, accumulator: Accumulator, values: Float[Array, "rows columns"]) -> None:
+        accumulator.value = values
+
+    def mma(self, accumulator: Accumulator, a: Any, b: Ref) -> None:
+        self.pending.append((accumulator, a, b))
+
+    def read(self, accumulator: Accumulator, pending: int = 0) -> Float[Array, "rows columns"]:
+        self._finish(pending)
+        return accumulator.value
+
+    def cond(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
+        self._finish(0)
+        lax.cond(condition, last, nothing)
+
+    def _finish(self, pending: int) -> None:
+        while len(self.pending) > pending:
+            accumulator, a, b = self.pending.pop(0)
+            accumulator.value = self.add_matmul(accumulator.value, a, b)
+
+    def reduce_add(self, destination: Ref, source: Ref) -> None:
+        destination[...] = destination[...] + source[...]
+
+    def commit(self) -> None:
+        plgpu.commit_smem()
+
+    def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
+        return packed_masks.pack(mask[...], plane, query, key, keys_first)
+
+    def load_packed_mask(self, ref: Ref) -> Int[Array, "tiles 128"]:
+        return ref[...]
+
+    def expand_mask(self, words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "rows columns"]:
+        return packed_masks.expand(words, shape)
+
+    def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
+        return jnp.all(jnp.abs(tile) < limit)
+
+    def warp_all(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
+        return jnp.all(condition)
+
+    def prevent_tail_merge(self) -> None:
+        """Nothing."""
+
+    def take_ticket(self, counter: Ref, ticket: Ref) -> None:
+        ticket[0] = counter[0]
+        counter[0] = counter[0] + 1
+
+    def signal(self, counter: Ref) -> None:
+        """Nothing: CTAs run one after the other, so none has to wait."""
+
+    def wait_for(self, counter: Ref, value: int) -> None:
+        """Nothing."""
