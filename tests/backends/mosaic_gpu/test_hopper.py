@@ -13,13 +13,13 @@ import oracle
 import pytest
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jflash._backends.mosaic_gpu.tiles import ForwardTiles
-from jflash._backends.mosaic_gpu.turns import Turns
 
 import jflash
 from jflash import _platform, _tuning
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu import query_sums
+from jflash._backends.mosaic_gpu.schedule import dq_accumulator
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
+from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
 from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ CASES = [Case(**row) for row in PRODUCT] + [drawn(seed) for seed in range(400 if
 
 @pytest.fixture(autouse=True)
 def _on_hopper():
-    plain = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, frozenset(), scale=1.0)
+    plain = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
     reason = mosaic_gpu.unsupported(plain, _platform.current())
     if reason is not None:
         pytest.skip(f"mosaic_gpu: {reason}")
@@ -147,9 +147,9 @@ def test_rounds(dims, options):
 def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: tuple[int, int], options: dict):
     """So many short sequences that heads and batch entries take each other's place in the sums of dQ: in turns of some
     entries of a head, and of several heads."""
-    turns = Turns.of(*heads, 2, batch, _platform.current().processors)
-    assert (turns.units < batch) == (batch > 100)
-    assert query_sums.places(turns) < turns.number
+    schedule = BackwardSchedule.of(*heads, 2, batch, _platform.current().processors)
+    assert (schedule.items < batch) == (batch > 100)
+    assert dq_accumulator.waves_with_room(schedule) < schedule.waves
     call = cases.build(Case("bfloat16", 70, 130, heads=heads, dims=dims, batch=(batch,), **options))
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)

@@ -11,11 +11,15 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jflash._backends.mosaic_gpu.operations import Interpreter
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import delta_kernel, elementwise, key_columns, statistics, tiles
+from jflash._backends.mosaic_gpu.hardware import soft_cap
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_columns
+from jflash._backends.mosaic_gpu.kernels.delta import delta
+from jflash._backends.mosaic_gpu.schedule import forward_schedule
+from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
 from jflash._semantics.spec import Residuals
 
 FEATURES = dict(
@@ -57,7 +61,7 @@ def test_split(case: Case):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@pytest.mark.parametrize(("number", "entries"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("items", "entries"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
@@ -66,38 +70,40 @@ def test_split(case: Case):
         ((64, 64), dict(window=(150, 10))),
         ((128, 128), dict(causal=True, lengths="both")),
         ((128, 128), dict(bias="full", window=(100, 0))),
-        # The output leaves in two parts, from a place of its own.
+        # The output leaves in two parts, from a buffer of its own.
         ((256, 256), dict(causal=True, offset="end")),
         ((192, 128), dict(lengths="both")),
-        # And from that of the queries.
+        # And from the queries' buffer.
         ((256, 256), dict(bias="full")),
         ((80, 80), dict(bias="full", mask="full", causal=True, sinks=True)),
         ((40, 40), dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
     ],
     ids=str,
 )
-def test_rounds(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, number: int, entries: int):
-    """Each block of the grid takes several of queries, of one or two batch entries; in the last round not all have one.
+def test_several_items_a_cta(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, items: int, entries: int
+):
+    """Each CTA takes several blocks of queries, of one or two batch entries; some CTAs have one less.
 
     The first block of a head is not whole, and of 2 heads each has its own keys.
     """
-    planned = lambda one, *_: dataclasses.replace(one, number=number, entries=entries)
-    monkeypatch.setattr(tiles, "plan", planned)
+    planned = lambda one, *_: dataclasses.replace(one, items_per_cta=items, entries=entries)
+    monkeypatch.setattr(forward_schedule, "choose", planned)
     case = Case("bfloat16", 260, 140, heads=(2, 2), dims=dims, batch=(2,), **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@pytest.mark.parametrize("tile", [tiles.ForwardTiles(3, 128, 2), tiles.ForwardTiles(4, 64, 3)], ids=str)
-def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch, tile: tiles.ForwardTiles):
+@pytest.mark.parametrize("tile", [ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3)], ids=str)
+def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: ForwardTiles):
     """6 causal heads are worked on 3 at a time, where more than two warpgroups compute."""
     planned = []
-    monkeypatch.setattr(tiles, "plan", lambda one, *_: planned.append(one) or one)
+    monkeypatch.setattr(forward_schedule, "choose", lambda one, *_: planned.append(one) or one)
     case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
     call = cases.build(case)
     with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (64, 64, 0, "long")): tile}):
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
-    assert [one.sections for one in planned] == [3]
+    assert [one.head_groups for one in planned] == [3]
 
 
 @pytest.mark.parametrize(
@@ -109,19 +115,19 @@ def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch, tile: tiles.ForwardT
         (1, 200, (3, 3), 1, dict(causal=True, offset="end")),
         (1, 200, (4, 2), 3, dict(causal=True)),
         (1, 100, (3, 1), 4, dict(window=(40, 10), bias="keys")),
-        # Turns of units of several heads and batch entries.
+        # Waves of work items of several heads and batch entries.
         (3, 100, (2, 2), 9, dict(causal=True)),
-        # Heads that share keys are in sets: of one head, and of two.
+        # Heads that share keys are in head groups: of one head, and of two.
         (1, 100, (3, 1), 1, dict(causal=True, offset="end")),
         (2, 200, (4, 1), 1, dict(causal=True, bias="keys", lengths="keys")),
         (2, 140, (4, 1), 1, dict(window=(150, 0))),
     ],
     ids=str,
 )
-def test_sums_of_few_heads_at_a_time(
+def test_accumulators_of_few_heads_at_a_time(
     processors: int, key_length: int, heads: tuple[int, int], batch: int, options: dict
 ):
-    """So few processors that heads and batch entries take each other's place in the sums of dQ."""
+    """On so few multiprocessors heads and batch entries take each other's place in the accumulators of dQ."""
     case = Case("bfloat16", 300, key_length, heads=heads, dims=(64, 64), batch=(batch,), **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, processors, detect_races=False), call)
@@ -172,10 +178,10 @@ def test_bias_of_keys_by_scale(scale: float):
 @pytest.mark.parametrize("scale", [0.125, 1e-6, 40.0])
 def test_soft_cap_by_size(cap: float, scale: float):
     """As near to tanh where some products are small as where all are: a small logit's error is small."""
-    are_below = lambda x, limit: jnp.all(jnp.abs(x) < limit)
+    all_below = lambda x, limit: jnp.all(jnp.abs(x) < limit)
     for most in (0.01, 0.499, 0.501, 3.0, 1e6):
         products = (np.linspace(-most, most, 20_001) * (cap / scale)).astype(np.float32)
-        capped = elementwise.soft_cap(jnp.asarray(products), scale, cap, are_below)
+        capped = soft_cap.soft_cap(jnp.asarray(products), scale, cap, all_below)
         expected = cap * np.tanh(products.astype(np.float64) * scale / cap)
         np.testing.assert_allclose(capped, expected, rtol=1e-6)
 
@@ -189,7 +195,7 @@ def test_forms_of_soft_cap(cap: float, most: float, ratio: float, is_known: bool
     scale = float(np.float32(ratio * cap))
     products = (np.linspace(-20, 20, 200_001) * (cap / scale)).clip(-3e38, 3e38).astype(np.float32)
     given = scale if is_known else jnp.float32(scale)
-    form, numbers = elementwise.SoftCap.of(jnp.asarray(products), given, cap, factor=1.5, most=most)
+    form, numbers = soft_cap.SoftCap.of(jnp.asarray(products), given, cap, factor=1.5, most=most)
     expected = 1.5 * cap * np.tanh(products.astype(np.float64) * scale / cap)
     np.testing.assert_allclose(form.of_any(numbers), expected, rtol=1e-6)
     are_small = np.abs(numbers) < form.limit
@@ -227,8 +233,8 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
 def test_three_numbers_of_bfloat16_make_one_of_float32():
     generator = np.random.default_rng(0)
     values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
-    operations = Interpreter(plgpu.InterpretGPUParams(), processors=None)
-    pieces = [np.asarray(piece) for piece in statistics.pieces(jnp.asarray(values), operations.rounded)]
+    ops = Interpreter(plgpu.InterpretGPUParams())
+    pieces = [np.asarray(piece) for piece in bf16_pieces.split(jnp.asarray(values), ops.rounded)]
     for piece in pieces:
         np.testing.assert_array_equal(piece, np.asarray(jnp.asarray(piece, jnp.bfloat16), np.float32))
     np.testing.assert_array_equal(sum(piece.astype(np.float64) for piece in pieces), values)
@@ -239,8 +245,8 @@ def test_pieces_of_a_bias_of_keys():
     generator = np.random.default_rng(0)
     finite = generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 119, 10_000)
     values = np.concatenate([finite, [2.0**126, -(2.0**126), 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
-    pieces = np.asarray(key_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
-    assert pieces.shape[1] == statistics.STORED
+    pieces = np.asarray(bias_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
+    assert pieces.shape[1] == bf16_pieces.STORED_COLUMNS
     np.testing.assert_array_equal(np.add.reduce(pieces, 1), values)
     np.testing.assert_array_equal(np.add.reduce(pieces[:, ::-1], 1), values)
     np.testing.assert_array_equal(pieces[:, 3:], 0)
@@ -249,7 +255,7 @@ def test_pieces_of_a_bias_of_keys():
 
 @pytest.mark.parametrize(("queries", "value_dim"), [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)])
 def test_delta(queries: int, value_dim: int):
-    """delta, columns that are lse and delta, and sums of 0; for queries that see nothing, and behind the last one."""
+    """delta, columns that are lse and delta, and zeros; for queries that see nothing, and behind the last one."""
     rows = -(-queries // 8) * 8
     generator = np.random.default_rng(0)
     shape = (2, queries, 3, value_dim)
@@ -257,18 +263,18 @@ def test_delta(queries: int, value_dim: int):
     lse, d_lse = (generator.normal(size=(2, 3, queries)).astype(np.float32) for _ in range(2))
     lse[0, 1, -1] = -np.inf
     spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out, scale=0.3)
-    operations = Interpreter(plgpu.InterpretGPUParams(detect_races=True), processors=None)
-    sums = jax.ShapeDtypeStruct((4, -(-rows // 64) * 64, 16), jnp.float32)
+    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
+    dq_acc = jax.ShapeDtypeStruct((4, -(-rows // 64) * 64, 16), jnp.float32)
     residuals = Residuals(out, jnp.asarray(lse), d_out, jnp.asarray(d_lse))
-    delta, columns, zeros = delta_kernel.delta(spec, residuals, sums, operations)
+    made, columns, zeros = delta(spec, residuals, dq_acc, ops)
     assert not hopper_kernels.races_found()
 
     products = np.asarray(out, np.float64) * np.asarray(d_out, np.float64)
     exact = products.sum(axis=-1).transpose(0, 2, 1) - d_lse
-    error = np.abs(np.asarray(delta) - np.where(lse == -np.inf, 0, exact))
+    error = np.abs(np.asarray(made) - np.where(lse == -np.inf, 0, exact))
     size = np.abs(products).sum(axis=-1).transpose(0, 2, 1) + np.abs(d_lse)
     assert (error <= size * value_dim * 2.0**-24).all()
-    assert delta[0, 1, -1] == 0
+    assert made[0, 1, -1] == 0
 
     assert columns is not None
     columns = np.asarray(columns, np.float64)
@@ -280,7 +286,7 @@ def test_delta(queries: int, value_dim: int):
     assert columns[0, 1, queries - 1, :3].sum() < -3e38
     seen = lse > -np.inf
     np.testing.assert_allclose(columns[:, :, :queries, :3].sum(axis=-1)[seen], (-lse / 0.3)[seen], rtol=2.0**-22)
-    np.testing.assert_array_equal(columns[:, :, :queries, 3:6].sum(axis=-1), -np.asarray(delta))
+    np.testing.assert_array_equal(columns[:, :, :queries, 3:6].sum(axis=-1), -np.asarray(made))
     np.testing.assert_array_equal(columns[:, :, queries:, 3:6], 0)
     np.testing.assert_array_equal(zeros, 0)
 
@@ -289,11 +295,11 @@ def test_no_columns_where_two_kernels_make_the_gradients():
     out = jnp.ones((1, 8, 1, 16), jnp.bfloat16)
     numbers = jnp.zeros((1, 1, 8))
     spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out)
-    operations = Interpreter(plgpu.InterpretGPUParams(), processors=None)
-    delta, columns, sums = delta_kernel.delta(spec, Residuals(out, numbers, out, numbers), None, operations)
-    np.testing.assert_array_equal(delta, 16)
+    ops = Interpreter(plgpu.InterpretGPUParams())
+    made, columns, dq_acc = delta(spec, Residuals(out, numbers, out, numbers), None, ops)
+    np.testing.assert_array_equal(made, 16)
     assert columns is None
-    assert sums is None
+    assert dq_acc is None
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -346,7 +352,7 @@ def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
     call = cases.build(Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), **options))
     with _tuning.trying({}) as trial:
         hopper_kernels.traced(call, deterministic=deterministic)
-    answers = {question: candidates[min(place, len(candidates) - 1)] for question, candidates in trial.asked.items()}
+    answers = {key: candidates[min(place, len(candidates) - 1)] for key, candidates in trial.asked.items()}
     with _tuning.trying(answers) as trial:
         oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
     assert answers.keys() == trial.asked.keys()

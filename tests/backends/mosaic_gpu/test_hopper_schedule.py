@@ -1,4 +1,4 @@
-"""Which block of the Hopper kernels does what, and when: nothing is left out, done twice, or waited for in vain."""
+"""Which CTA of the Hopper kernels does what, and when: nothing is left out, done twice, or waited for in vain."""
 
 import dataclasses
 import heapq
@@ -11,95 +11,119 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jflash._backends.mosaic_gpu.query_order import Order
-from jflash._backends.mosaic_gpu.turns import Turns
 
-from jflash._backends.mosaic_gpu import query_sums, rounds, tiles
+from jflash._backends.mosaic_gpu.hardware import smem
+from jflash._backends.mosaic_gpu.kernels.forward_plan import shared_memory
+from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
+from jflash._backends.mosaic_gpu.plan import forward as forward_plans
+from jflash._backends.mosaic_gpu.schedule import dq_accumulator, forward_schedule
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqRefs
+from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
+from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._semantics.spec import Spec
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize("staggered", [False, True])
+@pytest.mark.parametrize("items", [1, 2, 3, 8])
 @pytest.mark.parametrize(("batch", "entries"), [(1, 1), (3, 1), (3, 3), (8, 4)])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 8, 13])
-def test_rounds_take_every_block_once(blocks: int, batch: int, entries: int, number: int, turned: bool):
-    work = rounds.Rounds(blocks, batch, number, entries, turned=turned)
+def test_every_block_is_an_item_of_one_cta(blocks: int, batch: int, entries: int, items: int, staggered: bool):
+    schedule = ForwardSchedule(blocks, batch, items, entries, staggered=staggered)
     everything = []
-    for member in itertools.product(*map(range, work.grid)):
-        turns = []
+    for cta in itertools.product(*map(range, schedule.grid)):
+        taken = []
 
-        def take(index, carry, member=member, turns=turns):
-            turns.append(tuple(map(int, work.taken(member, index))))
+        def take(index, carry, cta=cta, taken=taken):
+            taken.append(tuple(map(int, schedule.item(cta, index))))
             return carry
 
         with jax.disable_jit():
-            work.each(member, take)
-        assert turned or turns == sorted(turns)
-        everything += turns
+            schedule.each(cta, take)
+        assert staggered or taken == sorted(taken)
+        everything += taken
     assert sorted(everything) == list(itertools.product(range(batch), range(blocks)))
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2, 3])
-def test_blocks_for_nothing_are_shared_out(empty: int):
-    """Of 4 causal blocks some are past the end of a length that nobody knew: two members still have as much to do."""
-    work = rounds.Rounds(4, 8, 16, 8, turned=True)
-    to_do = lambda turn: 0 if turn < empty else 4 - turn
-    taken = lambda member: (int(work.taken((member, 0), index)[1]) for index in range(16))
-    assert len({sum(map(to_do, taken(member))) for member in range(2)}) == 1
+def test_empty_blocks_are_shared_out(empty: int):
+    """Of 4 causal blocks some are past the end of a length unknown to the plan: both CTAs still have as much to do."""
+    schedule = ForwardSchedule(4, 8, 16, 8, staggered=True)
+    to_do = lambda block: 0 if block < empty else 4 - block
+    taken = lambda cta: (int(schedule.item((cta, 0), index)[1]) for index in range(16))
+    assert len({sum(map(to_do, taken(cta))) for cta in range(2)}) == 1
 
 
 def last(times: Iterable[float]) -> float:
-    """When the last of 132 processors is done, each of which takes the next block of the grid when it is free."""
+    """When the last of 132 multiprocessors is done, each of which takes the next CTA when it is free."""
     free = [0.0] * 132
     for time in times:
         heapq.heapreplace(free, free[0] + time)
     return max(free)
 
 
-def ends(work: rounds.Rounds, visits: tuple[float, ...], heads: int, beginning: float) -> float:
-    """When the last processor is done with a forward."""
-    axes = heads // work.sections, work.grid[0], work.sections, work.grid[1]
+def ends(schedule: ForwardSchedule, visits: tuple[float, ...], heads: int, beginning: float) -> float:
+    """When the last multiprocessor is done with a forward."""
+    axes = heads // schedule.head_groups, schedule.grid[0], schedule.head_groups, schedule.grid[1]
+    left = len(visits) * schedule.entries
 
-    def time(member: int) -> float:
-        places = (int(work.place(member, index)) for index in range(work.number))
-        return beginning + sum(visits[place % len(visits)] for place in places if place < len(visits) * work.entries)
+    def time(cta: int) -> float:
+        places = (int(schedule.place(cta, index)) for index in range(schedule.items_per_cta))
+        return beginning + sum(visits[place % len(visits)] for place in places if place < left)
 
-    return last(time(member) for _, member, _, _ in itertools.product(*map(range, axes)))
+    return last(time(cta) for _, cta, _, _ in itertools.product(*map(range, axes)))
 
 
 @pytest.mark.parametrize("beginning", [0.5, 3.0])
 @pytest.mark.parametrize(("batch", "heads"), [(1, 3), (16, 16), (12, 40), (1, 300)])
 @pytest.mark.parametrize("visits", [(8,) * 8, (9, 7, 5, 3, 1), (32,) * 43, (2.5,) * 7, (1,)], ids=len)
-def test_rounds_leave_no_processor_waiting(visits: tuple[float, ...], batch: int, heads: int, beginning: float):
-    one = rounds.Rounds(len(visits), batch)
-    work = rounds.plan(one, visits, heads, rounds.Device(132, beginning, 2**16))
-    assert work.batch % work.entries == 0
+def test_forward_leaves_no_processor_waiting(visits: tuple[float, ...], batch: int, heads: int, beginning: float):
+    one = ForwardSchedule(len(visits), batch)
+    schedule = forward_schedule.choose(one, visits, heads, Device(132, beginning, 2**16))
+    assert schedule.batch % schedule.entries == 0
     without = ends(one, visits, heads, beginning)
-    assert ends(work, visits, heads, beginning) <= 1.02 * without
+    assert ends(schedule, visits, heads, beginning) <= 1.02 * without
 
 
 @pytest.mark.parametrize(("blocks", "heads"), [(43, 8), (22, 16), (11, 32), (86, 8)])
 def test_long_blocks_of_few_heads_begin_first(blocks: int, heads: int):
-    """A head has too few blocks for all processors: they would wait for the last one's."""
+    """A head has too few blocks for all multiprocessors: they would wait for the last one's."""
     visits = tuple(1.5 * float(blocks - block) for block in range(blocks))
-    one = rounds.Rounds(blocks, 1)
-    work = rounds.plan(one, visits, heads, rounds.Device(132, 3.0, 2**15))
-    assert heads % work.sections == 0
-    assert ends(work, visits, heads, 3.0) <= 0.95 * ends(one, visits, heads, 3.0)
+    one = ForwardSchedule(blocks, 1)
+    schedule = forward_schedule.choose(one, visits, heads, Device(132, 3.0, 2**15))
+    assert heads % schedule.head_groups == 0
+    assert ends(schedule, visits, heads, 3.0) <= 0.95 * ends(one, visits, heads, 3.0)
 
 
-def test_long_sequences_take_no_rounds_and_short_ones_many():
-    device = rounds.Device(132, 1.0, 2**16)
-    assert rounds.plan(rounds.Rounds(128, 1), (128,) * 128, 16, device).number == 1
-    assert rounds.plan(rounds.Rounds(4, 32), (4,) * 4, 16, device).number == 16
+def test_ctas_of_long_sequences_take_one_item_and_of_short_ones_many():
+    device = Device(132, 1.0, 2**16)
+    assert forward_schedule.choose(ForwardSchedule(128, 1), (128,) * 128, 16, device).items_per_cta == 1
+    assert forward_schedule.choose(ForwardSchedule(4, 32), (4,) * 4, 16, device).items_per_cta == 16
+
+
+def spec(head_dim: int, value_dim: int, bias: Any = None, **facts: Any) -> Spec:
+    """A call's, with a bias of a dtype: of pairs, or where the head is narrow of keys."""
+    shape = (1, 1, 1024, 1024)
+    return Spec(
+        **dict(batch=2, query_length=1024, key_length=1024, heads=16, key_heads=16) | facts,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=np.dtype(jnp.bfloat16),
+        bias_shape=None if bias is None else shape,
+        bias_dtype=None if bias is None else np.dtype(bias),
+        mask_shape=None,
+        operands=frozenset({"query", "key", "value", *(() if bias is None else ("bias",))}),
+        scale=0.1,
+        query_offset=0,
+    )
 
 
 def test_tiles_by_length():
     """Four warpgroups where a block visits few tiles, three where it visits many, two where processors would wait."""
 
     def warpgroups(length: int, causal: bool, heads: int) -> int:
-        stop = lambda rows: np.arange(length, 0, -rows)[::-1]
-        visits = lambda rows, keys: (-(-(stop(rows) if causal else 0 * stop(rows) + length) // keys)).tolist()
-        return tiles.forward_tiles(tiles.Sizes(64, 64), length, visits, 132 / heads, 4).warpgroups
+        call = spec(64, 64, batch=1, heads=heads, key_heads=heads, query_length=length, key_length=length)
+        return plan_forward(dataclasses.replace(call, is_causal=causal), 132).tile.warpgroups
 
     assert [warpgroups(256, causal, 1024) for causal in (False, True)] == [4, 4]
     assert [warpgroups(4096, causal, 1024) for causal in (False, True)] == [3, 3]
@@ -109,23 +133,38 @@ def test_tiles_by_length():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "parts"),
+    ("dims", "bias", "parts"),
     [
-        (tiles.Sizes(128, 128), 1),
-        (tiles.Sizes(192, 128), 2),
-        (tiles.Sizes(256, 256), 2),
-        (tiles.Sizes(256, 256, bias_columns=16), 0),
-        (tiles.Sizes(256, 256, 2), 0),
-        (tiles.Sizes(192, 192, 4), 0),
+        ((128, 128), None, 1),
+        ((192, 128), None, 2),
+        ((256, 256), None, 2),
+        ((256, 256), jnp.bfloat16, 0),
+        ((192, 192), jnp.float32, 0),
     ],
     ids=str,
 )
-def test_output_leaves_in_as_few_parts_as_there_is_room_for(sizes: tiles.Sizes, parts: int):
-    tile = tiles.forward_tiles(sizes, 1024, lambda rows, keys: [1024 // keys] * (1024 // rows), 1, 4)
-    assert tile.out_parts(sizes) == parts
-    left = tiles.SHARED_MEMORY - tile.bytes(sizes, 2)
-    whole = tile.rows * sizes.value_dim * 2
-    assert {0: whole > 2 * left or sizes.value_dim % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
+def test_output_leaves_in_as_few_parts_as_there_is_room_for(dims: tuple[int, int], bias: Any, parts: int):
+    call = spec(*dims, bias)
+    tile = plan_forward(call, 132).tile
+    assert forward_plans.output_parts(call, tile) == parts
+    left = smem.CAPACITY - smem.size(shared_memory(call, tile, call.dtype))
+    whole = tile.rows * dims[1] * 2
+    assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
+
+
+def test_plans_are_printable_and_made_without_an_array():
+    """From a Spec and a number of processors; equal calls have equal plans, which can be keys."""
+    for options in ({}, dict(is_causal=True), dict(deterministic=True), dict(query_length=1, heads=16, key_heads=2)):
+        call = dataclasses.replace(spec(128, 128), **options)
+        for make in (plan_forward, plan_backward):
+            assert make(call, 132) == make(call, 132)
+            assert hash(make(call, 132)) == hash(make(call, 132))
+        text = describe(call, 132)
+        for word in ("forward", "backward", "grid", "KiB of shared memory", "copies", "Tiles(", "Schedule("):
+            assert word in text
+    assert "bias is padded from [1000, 1000] to [1000, 1024]" in describe(
+        dataclasses.replace(spec(128, 128, jnp.bfloat16), bias_shape=(1, 1, 1000, 1000)), 132
+    )
 
 
 @pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])
@@ -136,9 +175,9 @@ def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: i
         bounds=(3 if kind == "window" else None, 0),
         operands={"query_segments"} if kind == "segments" else set(),
     )
-    walk: Any = types.SimpleNamespace(count=count)
+    tiles: Any = types.SimpleNamespace(count=count)
     for block in range(3):
-        order = Order.of(spec, walk, group, jnp.int32(block), by_head=kind == "by head")
+        order = TileOrder.of(spec, tiles, group, jnp.int32(block), by_head=kind == "by head")
         steps = range(count * group)
         visit = lambda step, head, tile, seen: seen.at[step].set(jnp.array([head, tile]))
         seen = np.asarray(order.each(visit, jnp.full((len(steps) + 1, 2), -1)))[:-1]
@@ -149,43 +188,43 @@ def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: i
             assert at[:group] == [(head, count - 1) for head in range(group) if count]
 
 
-def ends_backward(turns: Turns) -> float:
-    """When the last processor is done with a causal backward."""
-    axes = turns.number, turns.blocks, turns.units
-    return last(turns.blocks - block + 1 for _, block, _ in itertools.product(*map(range, axes)))
+def ends_backward(schedule: BackwardSchedule) -> float:
+    """When the last multiprocessor is done with a causal backward."""
+    axes = schedule.waves, schedule.blocks, schedule.items
+    return last(schedule.blocks - block + 1 for _, block, _ in itertools.product(*map(range, axes)))
 
 
 @pytest.mark.parametrize("blocks", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize(("sets", "batch"), [(1, 16), (8, 1), (16, 1), (40, 1), (3, 5), (32, 2), (64, 4)])
-def test_turns_leave_no_processor_waiting(sets: int, batch: int, blocks: int):
-    """Not much longer than where all is one turn, whose longest blocks begin first."""
-    of = lambda processors: Turns.of(sets, sets, blocks, batch, processors)
+@pytest.mark.parametrize(("heads", "batch"), [(1, 16), (8, 1), (16, 1), (40, 1), (3, 5), (32, 2), (64, 4)])
+def test_backward_leaves_no_processor_waiting(heads: int, batch: int, blocks: int):
+    """Not much longer than where all is one wave, whose longest blocks begin first."""
+    of = lambda processors: BackwardSchedule.of(heads, heads, blocks, batch, processors)
     assert ends_backward(of(132)) <= 1.05 * ends_backward(of(None))
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded(query_sums.QuerySums):
-    """What one block rounds, with the place of its sums, and whom it waits for."""
+class Recorded(dq_accumulator.DqAccumulator):
+    """What one CTA rounds, with the place of its accumulator, and which work item it waits for."""
 
     awaited: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     rounded: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
 
-    def place(self, turn: int, head: int) -> int:
-        (place,) = self._sums(turn, head)
+    def place(self, wave: int, head: int) -> int:
+        (place,) = self._acc(wave, head)
         return int(place)
 
     def _wait(self):
         if not self._is_early:
-            self.awaited.add((int(self._earlier.batch), int(self._earlier.set)))
+            self.awaited.add((int(self._earlier.batch), int(self._earlier.head_group)))
 
     def _round_rows(self, head, rows):
-        earlier, place = self._earlier, self.place(self._earlier_turn, head)
+        earlier, place = self._earlier, self.place(self._earlier_wave, head)
         query_head = earlier.first_head + head
         self.rounded.append((*map(int, (earlier.batch, query_head)), place, int(rows.start), rows.size))
 
 
 class Places:
-    """Sums of which only the place is asked."""
+    """Accumulators of which only the place is asked."""
 
     def __init__(self, number: int):
         self.number = number
@@ -213,49 +252,49 @@ class Places:
         (2, 2, 2, 12, 128, 64, 5),
         (4, 2, 2, 30, 128, 128, 4),
         (1, 1, 3, 8, 192, 64, 7),
-        # Heads that share keys in sets, of one head and of two.
+        # Heads that share keys in head groups, of one head and of two.
         (12, 4, 3, 1, 192, 64, 132),
         (8, 8, 4, 1, 256, 64, 8),
         (16, 8, 2, 6, 128, 64, 18),
     ],
 )
-def test_every_sum_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
-    """By a block that began after all those that add to it, and before any that has its place in memory."""
-    turns = Turns.of(heads, heads // group, blocks, batch, processors)
-    places = query_sums.room(turns)
+def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
+    """By a CTA that began after all those that add to it, and before any that has its place in memory."""
+    schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors)
+    places = dq_accumulator.accumulators(schedule)
     assert places <= heads * batch
     shape = lambda *sizes: types.SimpleNamespace(shape=sizes)
     begun: list[tuple[int, int]] = []
-    # Of each place whose sums it has, and of each head when which of its rows were rounded.
+    # Of each place the head whose accumulator it is, and of each head when which of its rows were rounded.
     owners: dict[int, tuple[int, int]] = {}
     rounded: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for turn in range(turns.number + query_sums.lag(turns)):
-        for block, unit in itertools.product(range(blocks), range(turns.units)):
-            copies = (block * 5 + unit) % 17
-            outputs = shape(batch, rows, heads, head_dim)
+    for wave in range(schedule.waves + dq_accumulator.lag(schedule)):
+        for block, item in itertools.product(range(blocks), range(schedule.items)):
+            copies = (block * 5 + item) % 17
+            refs = DqRefs(Places(places), None, shape(batch, rows, heads, head_dim))
             with jax.disable_jit():
-                own_batch, own_set, _, first_head = map(int, turns.unit(turn, unit))
-                taken = Recorded(*(turns, None, Places(places), None, outputs, 1.0, 2), *(turn, block, unit, copies))
+                own_batch, own_group, _, first_head = map(int, schedule.item(wave, item))
+                taken = Recorded(schedule, None, refs, 1.0, 2, (wave, block, item), copies)
                 for warpgroup in range(2):
                     taken.begin(warpgroup)
-                for index in range(copies + query_sums.SPARE if taken.adds else 0):
+                for index in range(copies + dq_accumulator.SPARE if taken.adds else 0):
                     taken.after_copy(index)
-                own_places = [taken.place(turn, head) for head in range(turns.heads)]
+                own_places = [taken.place(wave, head) for head in range(schedule.heads)]
             for awaited in taken.awaited:
                 assert begun.count(awaited) == blocks
             for entry_of, head, place, first, size in taken.rounded:
-                assert {(entry_of, head // turns.heads)} == taken.awaited
+                assert {(entry_of, head // schedule.heads)} == taken.awaited
                 assert owners[place] == (entry_of, head)
-                rounded.setdefault((entry_of, head), []).append((first, size, turn))
+                rounded.setdefault((entry_of, head), []).append((first, size, wave))
             if taken.adds:
-                begun.append((own_batch, own_set))
+                begun.append((own_batch, own_group))
                 for head, place in enumerate(own_places, first_head):
                     before = owners.get(place, (own_batch, head))
                     if before != (own_batch, head):
-                        # Rounded in the turn that this block waits for, or before it.
+                        # Rounded in the wave that this CTA waits for, or before it.
                         assert taken.awaited
                         parts = rounded[before]
-                        assert sum(size for _, size, by in parts if by <= turn - query_sums.lag(turns)) == rows
+                        assert sum(size for _, size, by in parts if by <= wave - dq_accumulator.lag(schedule)) == rows
                     owners[place] = own_batch, head
     assert rounded.keys() == set(itertools.product(range(batch), range(heads)))
     for parts in rounded.values():

@@ -51,6 +51,8 @@ def forward(
 
 def _kernel(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
     spec = plan.spec
+    if isinstance(plan.smem.q_o, plgpu.RefUnion):
+        refs = refs._replace(smem=refs.smem._replace(q_o=tuple(refs.smem.q_o)))
     has_bias = not logits.form(spec).bias_by_mma
     inputs = KernelInputs(spec, ops, refs.arrays, plan.packed_heads, has_bias=has_bias)
     head = lax.axis_index("head_group") * (plan.heads // plan.schedule.head_groups) + lax.axis_index("head")

@@ -4,15 +4,16 @@ import types
 
 import jax.numpy as jnp
 import numpy as np
+import packed_masks
 import pytest
 
-from jflash._backends.mosaic_gpu import mask_bits
+from jflash._backends.mosaic_gpu.hardware import packed_mask
 
-THREAD = np.arange(mask_bits.THREADS, dtype=np.uint32)
+THREAD = np.arange(packed_mask.THREADS, dtype=np.uint32)
 
 
 class Arithmetic:
-    """What `mask_bits` uses of MLIR's."""
+    """What `packed_mask` uses of MLIR's."""
 
     CmpIPredicate = types.SimpleNamespace(eq=np.equal, ne=np.not_equal)
     andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
@@ -21,7 +22,7 @@ class Arithmetic:
     cmpi = staticmethod(lambda predicate, left, right: predicate(left, right))
 
 
-class Numbers(mask_bits._Numbers):
+class Numbers(packed_mask._LaneWords):
     """One of every thread."""
 
     def __init__(self):
@@ -30,7 +31,7 @@ class Numbers(mask_bits._Numbers):
         self.row, self.pair = np.divmod(self.lane, np.uint32(4))
 
     def __call__(self, value: int) -> np.ndarray:
-        return np.full(mask_bits.THREADS, value, np.uint32)
+        return np.full(packed_mask.THREADS, value, np.uint32)
 
 
 def exchanged(numbers: np.ndarray, distance: int) -> np.ndarray:
@@ -49,7 +50,7 @@ def voted(members: np.ndarray, bit: np.ndarray, kind: str) -> np.ndarray:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch):
     utils = types.SimpleNamespace(shfl_bfly=exchanged, nvvm=types.SimpleNamespace(vote_sync=voted))
-    monkeypatch.setattr(mask_bits, "mgpu", types.SimpleNamespace(utils=utils))
+    monkeypatch.setattr(packed_mask, "mgpu", types.SimpleNamespace(utils=utils))
 
 
 @pytest.mark.parametrize("keys_first", [False, True])
@@ -60,17 +61,17 @@ def test_lanes_pack_what_is_said_in_the_plain_way(query: int, key: int, keys_fir
     whole[:150, :144] = mask[0, 0]
 
     def read(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        pieces = whole[queries[:, None], keys[:, None] + np.arange(mask_bits.PIECE)]
-        return (pieces << np.arange(mask_bits.PIECE)).sum(axis=1).astype(np.uint32)
+        pieces = whole[queries[:, None], keys[:, None] + np.arange(packed_mask.KEYS_PER_LOAD)]
+        return (pieces << np.arange(packed_mask.KEYS_PER_LOAD)).sum(axis=1).astype(np.uint32)
 
     numbers = Numbers()
-    make = mask_bits._columns_of_rows if keys_first else mask_bits._rows
+    make = packed_mask._columns_of_rows if keys_first else packed_mask._rows
     words = make(numbers, read, numbers(query), numbers(key))
-    plain = mask_bits.plainly_packed(jnp.asarray(mask), 0, query, key, keys_first)
+    plain = packed_masks.pack(jnp.asarray(mask), 0, query, key, keys_first)
     np.testing.assert_array_equal(words, np.asarray(plain).view(np.uint32))
 
     tile = whole[query : query + 64, key : key + 64]
-    expanded = mask_bits.plainly_expanded(plain[None], (64, 64))
+    expanded = packed_masks.expand(plain[None], (64, 64))
     np.testing.assert_array_equal(expanded, tile.T if keys_first else tile)
 
 
