@@ -53,6 +53,11 @@ def vectors(shape: tuple[int, ...]) -> Any:
     return plgpu.SMEM(shape, jnp.float32)
 
 
+def integers(number: int) -> Any:
+    """Shared memory for int32 numbers."""
+    return plgpu.SMEM((number,), jnp.int32)
+
+
 def barriers(number: int, arrivals: int = 1) -> Any:
     """Barriers that complete a phase after so many arrivals."""
     return plgpu.Barrier(num_barriers=number, num_arrivals=arrivals)

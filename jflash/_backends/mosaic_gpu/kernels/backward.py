@@ -41,7 +41,7 @@ from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInp
 from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
 from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, MainLoop
 from jflash._backends.mosaic_gpu.kernels.backward_plan import WARPGROUPS, FusedPlan, SharedMemory
-from jflash._backends.mosaic_gpu.schedule import tile_range
+from jflash._backends.mosaic_gpu.schedule import dq_accumulator, tile_range
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import WorkItem
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE, DqAccumulator, DqRefs
 from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
@@ -58,17 +58,17 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) ->
     read_only = {name: array for name, array in arrays.items() if name != "dq_acc"}
 
     def store(refs: Any) -> None:
-        results, dq_acc, finished = refs
+        results, dq_acc, counters = refs
         made = launch.run(
-            lambda refs: _kernel(plan, refs, ops), read_only | dict(dq_acc=dq_acc, finished=finished), ops
+            lambda refs: _kernel(plan, refs, ops), read_only | dict(dq_acc=dq_acc, counters=counters), ops
         )
         for name, ref in results.items():
             ref[...] = made[name]
 
     # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
     states = {name: jnp.zeros(result.shape, result.dtype) for name, result in launch.results.items()}
-    finished = jnp.zeros((plan.spec.batch, plan.spec.key_heads * schedule.head_groups), jnp.int32)
-    made, _, _ = pl.run_state(store)((states, arrays["dq_acc"], finished))
+    counters = jnp.zeros(dq_accumulator.counters(schedule), jnp.int32)
+    made, _, _ = pl.run_state(store)((states, arrays["dq_acc"], counters))
     of_keys = {f"d_{name}": schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
     return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
 
@@ -76,14 +76,15 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) ->
 def _kernel(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
     spec, schedule = plan.spec, plan.schedule
     inputs = KernelInputs(spec, ops, refs.arrays, keys_first=True)
-    wave, block, item, warpgroup = (lax.axis_index(name) for name in ("wave", "block", "item", "warpgroup"))
+    warpgroup = lax.axis_index("warpgroup")
+    wave, block, item = _take_ticket(plan, refs, warpgroup, ops)
     own = schedule.item(wave, item)
     tiles = tile_range.query_tiles(inputs, own.batch, block, plan.tile.keys, plan.tile.queries)
     order = TileOrder.of(spec, tiles, schedule.heads, block, by_head=bool(plan.wanted))
     dq = DqAccumulator(
         schedule,
         ops,
-        DqRefs(refs.arrays["dq_acc"], refs.arrays["finished"], refs.results["d_query"]),
+        DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"]),
         sums_scale(spec),
         WARPGROUPS,
         (wave, block, item),
@@ -94,6 +95,22 @@ def _kernel(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
     cta = _Cta(plan, inputs, refs, own, block * plan.tile.keys, order, dq, qk, vo)
     pl.when(warpgroup < WARPGROUPS)(lambda: cta.consume(warpgroup))
     pl.when(warpgroup == WARPGROUPS)(cta.produce)
+
+
+def _take_ticket(plan: FusedPlan, refs: Refs, warpgroup: Any, ops: WarpgroupOps) -> tuple[Any, Any, Any]:
+    """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
+    earlier waves: so its place is not its index, but the number of CTAs that began before it."""
+    shared = refs.smem
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _() -> None:
+        ops.take_ticket(refs.arrays["counters"], shared.ticket)
+        plgpu.barrier_arrive(shared.ticket_drawn)
+
+    plgpu.barrier_wait(shared.ticket_drawn)
+    ticket = shared.ticket[0]
+    items, blocks = plan.schedule.items, plan.schedule.blocks
+    return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)
 
 
 @dataclasses.dataclass(frozen=True)

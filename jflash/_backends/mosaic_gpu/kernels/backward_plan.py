@@ -46,6 +46,9 @@ class SharedMemory(NamedTuple):
     ds_full: Any
     ds_empty: Any
     finished: Any
+    ticket: Any
+    """The CTA's place in the order in which CTAs begin."""
+    ticket_drawn: Any
 
 
 def shared_memory(spec: Spec, tile: FusedTiles) -> SharedMemory:
@@ -74,6 +77,8 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> SharedMemory:
         ds_full=handed,
         ds_empty=handed,
         finished=smem.barriers(1, arrivals=WARPGROUPS),
+        ticket=smem.integers(1),
+        ticket_drawn=smem.barriers(1),
     )
 
 

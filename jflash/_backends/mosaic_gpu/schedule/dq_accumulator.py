@@ -45,14 +45,19 @@ def accumulators(schedule: BackwardSchedule) -> int:
     return waves_with_room(schedule) * schedule.items * schedule.heads
 
 
+def counters(schedule: BackwardSchedule) -> int:
+    """The next ticket, and a counter for each work item."""
+    return 1 + schedule.waves * schedule.items
+
+
 @dataclasses.dataclass(frozen=True)
 class DqRefs:
     """Device memory of all CTAs."""
 
     acc: Ref
     """The accumulators, `[accumulators, L, H]`; L is a multiple of 64."""
-    finished: Ref
-    """How many warpgroups have finished the keys of a head group, `[B, head groups]`."""
+    counters: Ref
+    """The next ticket, and of each work item how many warpgroups have finished."""
     dq: Ref
     """The result, `[B, L, N, H]`."""
 
@@ -101,8 +106,7 @@ class DqAccumulator:
 
     def finish(self) -> None:
         """A warpgroup has rounded its share, and what it added is there."""
-        own = self.schedule.item(self.wave, self.ticket[2])
-        self.ops.signal(self.refs.finished.at[own.batch, own.head_group])
+        self.ops.signal(self._finished(self.wave))
 
     @property
     def _is_early(self) -> Any:
@@ -117,6 +121,10 @@ class DqAccumulator:
     def _earlier(self) -> WorkItem:
         """The work item that is rounded: all heads of its group, and of their rows a part by each block's CTA."""
         return self.schedule.item(self._earlier_wave, self.ticket[2])
+
+    def _finished(self, wave: Any) -> Ref:
+        """The counter of this CTA's work item in a wave."""
+        return self.refs.counters.at[1 + wave * self.schedule.items + self.ticket[2]]
 
     def _acc(self, wave: Any, head: Any) -> Ref:
         """Of this CTA's place in a wave."""
@@ -154,9 +162,9 @@ class DqAccumulator:
 
     def _wait(self) -> None:
         """Until what is rounded here is accumulated, and there is room for what is added."""
-        finished = self.refs.finished.at[self._earlier.batch, self._earlier.head_group]
         # The producer counts too.
-        wait = lambda: self.ops.wait_for(finished, self.schedule.blocks * (self.warpgroups + 1))
+        everyone = self.schedule.blocks * (self.warpgroups + 1)
+        wait = lambda: self.ops.wait_for(self._finished(self._earlier_wave), everyone)
         pl.when(~self._is_early)(wait)
 
     def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
