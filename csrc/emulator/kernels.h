@@ -21,11 +21,14 @@ class Kernels : protected Source {
   void explicit_instantiation(std::size_t i);
   std::string entries() const;
 
+  bool apple_matrix_layout_ = false;
+
  private:
   struct Parameter {
     std::string type;       // without name, attribute and address space
     std::string attribute;  // "buffer", "thread_position_in_grid", ...
     std::string argument;   // "3" of buffer(3)
+    std::string condition;  // the function constant without which the buffer is not bound; "" for none
     bool pointer = false, reference = false;
   };
 

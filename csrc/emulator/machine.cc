@@ -49,10 +49,18 @@ std::uint32_t Machine::random() {
   return static_cast<std::uint32_t>(random_state_ >> 32);
 }
 
-// Element e of a matrix lies in lane layout[e] / 2, as that lane's element layout[e] % 2. Nobody may rely on it.
+// Element e of a matrix lies in lane layout[e] / 2, as that lane's element layout[e] % 2. The language leaves it open.
 void Machine::draw_matrix_layout() {
   std::iota(matrix_layout_.begin(), matrix_layout_.end(), std::uint8_t{0});
   for (unsigned i = 63; i > 0; --i) std::swap(matrix_layout_[i], matrix_layout_[random() % (i + 1)]);
+}
+
+// Apple documents no layout; this is the one that its GPUs are known to have. A lane's two elements are neighbours.
+void Machine::take_apple_matrix_layout() {
+  for (unsigned lane = 0; lane < simd_width; ++lane) {
+    const unsigned quad = lane / 4, row = (quad & 4) + lane / 2 % 4, column = (quad & 2) * 2 + lane % 2 * 2;
+    for (unsigned i = 0; i < 2; ++i) matrix_layout_[row * 8 + column + i] = static_cast<std::uint8_t>(lane * 2 + i);
+  }
 }
 
 std::optional<std::string> Machine::run(const Entry& entry, const std::array<std::uint32_t, 3>& grid,
@@ -64,7 +72,10 @@ std::optional<std::string> Machine::run(const Entry& entry, const std::array<std
   while (stacks.size() < count) stacks.emplace_back();
   threads_.resize(count);
   simdgroups_.resize((count + simd_width - 1) / simd_width);
-  draw_matrix_layout();
+  if (entry.apple_matrix_layout)
+    take_apple_matrix_layout();
+  else
+    draw_matrix_layout();
   for (unsigned i = 0; i < count; ++i) {
     Arguments& arguments = threads_[i].arguments;
     arguments = {};

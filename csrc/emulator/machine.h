@@ -151,6 +151,7 @@ class Machine {
   std::string at(std::uint32_t place) const;
   std::uint32_t random();
   void draw_matrix_layout();
+  void take_apple_matrix_layout();
 
   std::string title_;
   std::vector<Region> regions_;

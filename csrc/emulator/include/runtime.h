@@ -24,6 +24,7 @@ struct Arguments {
 struct Entry {
   const char* name;
   void (*run)(const Arguments&);
+  bool apple_matrix_layout;  // else random
 };
 
 enum class Type { boolean, int8, uint8, int16, uint16, int32, uint32, int64, uint64, float16, bfloat16, float32 };
