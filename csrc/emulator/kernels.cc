@@ -84,7 +84,7 @@ Kernels::Parameter Kernels::parameter(std::size_t begin, std::size_t end, const 
           result.attribute = text(at);
           result.argument = argument;
         }
-        at = next + 1;  // behind the comma
+        at = next + 1;  // past the comma
       }
       i = close - 1;
     } else if (tokens_[i].kind != Token::marker) {

@@ -51,7 +51,8 @@ class Translator : Kernels {
     const std::string start = "#pragma METAL_EMULATOR ", constant = "function_constant(";
     for (const Token& token : tokens_) {
       if (token.kind != Token::marker || !token.text.starts_with(start)) continue;
-      const std::string setting = token.text.substr(start.size(), token.text.find_last_not_of(" \r") + 1 - start.size());
+      const std::string setting =
+          token.text.substr(start.size(), token.text.find_last_not_of(" \r") + 1 - start.size());
       const std::size_t close = setting.find(')'), equals = setting.find('=');
       if (setting == "matrix_layout(apple)") {
         apple_matrix_layout_ = true;
@@ -78,7 +79,7 @@ class Translator : Kernels {
     }
   }
 
-  // A function constant without a value may only be named where the shader also asks whether it has one.
+  // A function constant without a value may be used only if the shader also asks whether it is defined.
   void check_unused(const std::string& name, std::size_t declaration) const {
     bool used = false;
     for (std::size_t i = 0; i < tokens_.size(); ++i) {
@@ -91,7 +92,7 @@ class Translator : Kernels {
                              "#pragma METAL_EMULATOR function_constant(N) = value");
   }
 
-  // `threadgroup float a[8], b;` inside a function: one object for the whole threadgroup. Pointers stay as they are.
+  // `threadgroup float a[8], b;` in a function declares one object for the whole threadgroup. Pointers are unchanged.
   void threadgroup_declaration(std::size_t i) {
     std::size_t before = i;
     while (before > 0 && (tokens_[before - 1].kind == Token::marker || text(before - 1).empty())) --before;
@@ -161,7 +162,7 @@ class Translator : Kernels {
   }
 
   // `template <class T> struct element<device T*> {...};` beside that of `threadgroup T*`: without address spaces the
-  // second repeats the first, and is left out.
+  // second repeats the first, so it is removed.
   void specialization(std::size_t i) {
     if (text(i + 2) != "<") {
       specializations_.erase(text(i + 1));  // another template of this name, in another namespace
@@ -178,7 +179,8 @@ class Translator : Kernels {
     const auto [before, is_new] = specializations_[text(i + 1)].emplace(arguments, definition);
     if (is_new) return;
     if (before->second != definition)
-      throw TranslationError("`" + text(i + 1) + "` means something else in each address space, and the compiled shader " +
+      throw TranslationError("`" + text(i + 1) +
+                             "` means something else in each address space, and the compiled shader " +
                              "has only one: " + joined(i, end));
     while (i > 0 && text(i) != "template") --i;
     erase(i, end + 1);
@@ -209,7 +211,7 @@ class Translator : Kernels {
     if (checking_ && !is_constexpr) t += " EMULATOR_CONSTANT";
   }
 
-  // float4(a, b, c, d) and `float4 v(a, b, c, d), w(v);`, which clang's own vectors do not understand.
+  // float4(a, b, c, d) and `float4 v(a, b, c, d), w(v);`, which clang's own vectors do not support.
   void vector_from_parts(std::size_t i) {
     static const std::set<std::string> scalars = {"bool", "char", "uchar", "short", "ushort", "int",
                                                   "uint", "long", "ulong", "half",  "bfloat", "float"};
@@ -227,8 +229,8 @@ class Translator : Kernels {
     }
   }
 
-  // Whether `i` is declared from arguments and is no function: those have a parameter's type and name side by side,
-  // nothing between the brackets, or a body behind them.
+  // Whether `i` is a variable initialised in parentheses. A function has a parameter's type and name side by side,
+  // nothing between the parentheses, or a body after them.
   bool is_variable_from_parts(std::size_t i) const {
     if (i >= tokens_.size() || tokens_[i].kind != Token::identifier) return false;
     if (text(i + 1) != "(" || text(i + 2) == ")") return false;
@@ -239,8 +241,8 @@ class Translator : Kernels {
     return true;
   }
 
-  // `float sum(int n) const device {...}`, a member function of structs in device memory, as clang knows it: the object
-  // as a parameter. Calls are looked at, the body is not: it has no word for `this`.
+  // `float sum(int n) const device {...}`, a member function of structs in device memory, becomes one with an explicit
+  // object parameter, so clang checks its calls. The body is dropped, as it may use `this`.
   void member_of_address_space(std::size_t i) {
     static const std::map<std::string, std::string> spaces = {{"device", "EMULATOR_DEVICE"},
                                                               {"threadgroup", "EMULATOR_THREADGROUP"},

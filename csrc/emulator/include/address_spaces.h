@@ -1,7 +1,5 @@
-// The Metal language with its address spaces, for a look at a shader by clang: nothing here can be run.
-//
-// Vectors are clang's own, whose swizzles and loads know address spaces, and library functions are declared, not
-// defined.
+// The Metal language with its address spaces, for clang's check of them. Nothing here can be run: vectors are clang's
+// own, whose swizzles and loads respect address spaces, and library functions are only declared.
 #pragma once
 
 #include "scalars.h"
@@ -201,7 +199,7 @@ using metal::as_type;
 
 namespace emulator {
 
-// Of vectors from parts, which clang's vectors cannot be made of by a cast.
+// Vectors from parts, which clang does not make by a cast.
 template <class V, class... Parts>
 constexpr V make(Parts... parts) {
   if constexpr (sizeof...(Parts) == 1)

@@ -3,7 +3,7 @@
 
 #include "scalars.h"
 
-// The upper half of a float, rounded to nearest, ties to even. From a number only by a cast, as the language asks.
+// The upper half of a float, rounded to nearest, ties to even. The language has no implicit conversion from a number.
 struct bfloat {
   unsigned short bits;
 
