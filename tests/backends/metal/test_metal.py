@@ -74,6 +74,15 @@ def test_other_platforms_are_refused(name: str, sentence: str) -> None:
     assert re.search(sentence, str(jflash_metal.unsupported(spec_of(), Platform(name, name, None))))
 
 
+@pytest.mark.parametrize("name", ["METAL", "mps"])
+def test_xla_serves_apples_own_platforms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_platform, "current", lambda: Platform(name, "Apple M", None))
+    assert jflash.explain(**PLAIN).startswith("xla serves")
+    verdict, refusal = jflash.explain(**PLAIN, implementation="metal").splitlines()
+    assert verdict.startswith("No implementation")
+    assert "no FFI" in refusal
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
