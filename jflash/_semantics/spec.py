@@ -65,6 +65,7 @@ class Spec:
     value_dim: int
     dtype: np.dtype[Any]
     bias_shape: tuple[int, int, int, int] | None
+    bias_dtype: np.dtype[Any] | None
     mask_shape: tuple[int, int, int, int] | None
     operands: frozenset[str]
     """Names of the operands that the call has."""
@@ -119,6 +120,7 @@ def shape_facts(operands: Operands) -> dict[str, Any]:
         value_dim=value_dim,
         dtype=np.dtype(operands.query.dtype),
         bias_shape=None if operands.bias is None else operands.bias.shape,
+        bias_dtype=None if operands.bias is None else np.dtype(operands.bias.dtype),
         mask_shape=None if operands.mask is None else operands.mask.shape,
         operands=frozenset(name for name, value in operands._asdict().items() if len(jax.tree.leaves(value)) > 0),
     )

@@ -1,7 +1,7 @@
-"""The proof of the proof: break the real shaders, one piece at a time, and see that no break goes unnoticed.
+"""Mutation tests: break the real shaders, one piece at a time, and check that every break is caught.
 
 A break counts as caught when the emulator rejects a launch, or a result leaves its tolerance. A missing barrier and too
-much threadgroup memory must be caught by the emulator itself: on a GPU they may well give right results, for a while.
+much threadgroup memory must be caught by the emulator itself: on a GPU they may give right results for a while.
 """
 
 import dataclasses

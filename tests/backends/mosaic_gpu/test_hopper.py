@@ -62,7 +62,7 @@ CASES = [Case(**row) for row in PRODUCT] + [drawn(seed) for seed in range(400 if
 
 @pytest.fixture(autouse=True)
 def _on_hopper():
-    plain = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, frozenset(), scale=1.0)
+    plain = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
     reason = mosaic_gpu.unsupported(plain, _platform.current())
     if reason is not None:
         pytest.skip(f"mosaic_gpu: {reason}")
