@@ -1,6 +1,6 @@
 """The bench's peers in torch, FlashAttention-4 among them: what they are asked for, and how they are timed.
 
-Modules of the test's own stand in for torch and for flash-attn-4, whose kernels need a Hopper GPU. They compute nothing.
+Modules of the test stand in for torch and for flash-attn-4, whose kernels need a Hopper GPU. They compute nothing.
 They say what they were asked for, in jflash's words.
 """
 
