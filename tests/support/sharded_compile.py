@@ -2,10 +2,11 @@
 
     python sharded_compile.py SPLIT full|causal forward|gradient LENGTH
 
-A program of its own: its limit in time is that of a process, and what XLA makes of a program's source lines depends on
-the stack that traced it.
+A program of its own: it may take 30 seconds of processor time, which do not depend on what else the machine does, and
+what XLA makes of source lines depends on the stack that traced them.
 """
 
+import resource
 import sys
 
 import jax
@@ -43,4 +44,5 @@ def main(split: str, visible: str, derivative: str, length: str) -> None:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
     main(*sys.argv[1:])
