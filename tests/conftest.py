@@ -70,9 +70,11 @@ def resident_bytes() -> int:
     return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else 0
 
 
-@pytest.fixture(params=_dispatch.BACKENDS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name == "reference" else ()) for name in _dispatch.BACKENDS]
+)
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of each backend in turn."""
+    """The name of each backend in turn; the short run has no more of the definition than others are held against."""
     return request.param
 
 

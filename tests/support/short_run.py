@@ -49,7 +49,7 @@ def mark_slow(items: Iterable[Any], is_refused: Callable[[Any], bool]) -> None:
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for rows in tests.values():
         refused = [row for row in rows if any(map(is_refused, row.callspec.params.values()))]
-        served = [row for row in rows if row not in refused]
+        served = [row for row in rows if row not in refused and not row.get_closest_marker("slow")]
         kept = {*_kept(served), *refused[:1]}
         for row in rows:
             if row not in kept:

@@ -130,6 +130,7 @@ def test_unbroken(name: str) -> None:
     assert outcome(name) is None
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_schedule_gives_the_same_bits(name: str) -> None:
     call = call_of(name)

@@ -42,20 +42,24 @@ FUSED = {**FEATURES, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64,
 SPLIT = {**FEATURES, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128))}
 
 
-def product(values: dict) -> list:
-    """Half of the pairs; in the short run every value once."""
-    some = [Case(batch=(2,), **row) for row in cases.product(values, 2)][::2]
-    once = cases.once(some)
-    return [pytest.param(case, marks=() if case in once else pytest.mark.slow) for case in some]
+FUSED_CASES, SPLIT_CASES = (
+    [Case(batch=(2,), **row) for row in cases.product(values, 2)][::2] for values in (FUSED, SPLIT)
+)
+ONCE = cases.once([*FUSED_CASES, *SPLIT_CASES])
 
 
-@pytest.mark.parametrize("case", product(FUSED), ids=str)
+def marked(some: list[Case]) -> list:
+    """In the short run every value is in a case of one kind or the other."""
+    return [pytest.param(case, marks=() if case in ONCE else pytest.mark.slow) for case in some]
+
+
+@pytest.mark.parametrize("case", marked(FUSED_CASES), ids=str)
 def test_fused(case: Case):
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@pytest.mark.parametrize("case", product(SPLIT), ids=str)
+@pytest.mark.parametrize("case", marked(SPLIT_CASES), ids=str)
 def test_split(case: Case):
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
