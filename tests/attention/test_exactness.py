@@ -73,6 +73,13 @@ def test_exact(attention: Callable[..., Any], case: Case):
     assert_exact(attention, case)
 
 
+def test_logits_that_rise_from_tile_to_tile(attention: Callable[..., Any]):
+    """What weights are relative to has to follow them, and what was summed before to shrink with it."""
+    call = build(Case(query_length=40, key_length=150, heads=(1, 1), batch=(), bias="keys"))
+    call = cases.with_bias_of_index(call, lambda key: key / 8)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
 @pytest.mark.parametrize("sizes", NOTHING, ids=str)
 @pytest.mark.parametrize("case", [Case(), EVERYTHING], ids=["plain", "everything"])
 def test_nothing_to_see_or_nobody_to_see_it(

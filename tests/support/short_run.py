@@ -50,13 +50,14 @@ def mark_slow(items: Iterable[Any], is_refused: Callable[[Any], bool]) -> None:
     for rows in tests.values():
         refused = [row for row in rows if any(map(is_refused, row.callspec.params.values()))]
         served = [row for row in rows if row not in refused and not row.get_closest_marker("slow")]
-        kept = {*_kept(served), *refused[:1]}
+        kept = {*(_kept(served) if served else []), *refused[:1]}
         for row in rows:
             if row not in kept:
                 row.add_marker(pytest.mark.slow)
 
 
 def _kept(rows: Sequence[Any]) -> list[Any]:
+    """Those of one test that the short run takes."""
     if sample := rows[0].get_closest_marker("sampled"):
         return list(rows[:: sample.args[0]])
     # A parameter's value is the same object in all rows that share it, and often not hashable.
