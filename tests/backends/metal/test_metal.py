@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import short_run
 from cases import Case
 from operands import PLAIN, assert_same
 from refusals import skip_refused
@@ -153,6 +154,7 @@ def test_sums_that_cancel() -> None:
     oracle.assert_right(oracle.run(attention, one), one)
 
 
+@short_run.cover(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 75, 100), (1, 4, 75, 100), (4, 1, 100), (1, 75, 1), (75, 100)], ids=str)

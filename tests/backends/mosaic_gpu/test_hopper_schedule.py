@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from short_run import cover, sampled
 
 from jflash._backends.mosaic_gpu import query_sums, rounds, tiles
 from jflash._backends.mosaic_gpu.query_order import Order
 from jflash._backends.mosaic_gpu.turns import Turns
 
 
+@cover(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 @pytest.mark.parametrize(("batch", "entries"), [(1, 1), (3, 1), (3, 3), (8, 4)])
@@ -199,6 +201,7 @@ class Places:
         return (place,)
 
 
+@sampled(5)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [
