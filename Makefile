@@ -1,5 +1,10 @@
-# `make quickstart` and `make test` do all set-up themselves, in .venv; they need Python 3.12 or newer and nothing else.
+# All do their set-up themselves, in .venv; they need Python 3.12 or newer and nothing else.
 # Another Python: make test PYTHON=/path/to/python3.12
+#
+#   make quickstart   what jflash does, in a minute
+#   make test         lint, types, and of the tests what finds a defect soonest: minutes
+#   make test-rest    the tests that `make test` leaves out
+#   make test-all     both, and then the deep profile, which searches for hours
 
 PYTHON := python3
 VENV_PYTHON := .venv/bin/python
@@ -10,7 +15,10 @@ export PATH := $(subst $(VIRTUAL_ENV)/bin:,,$(PATH))
 endif
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
-.PHONY: quickstart test
+# Each worker begins at its own end of the list, so that modules stay together, and idle ones take from others.
+PYTEST := JFLASH_METAL_EMULATOR=1 $(VENV_PYTHON) -m pytest -n auto --dist worksteal
+
+.PHONY: quickstart test test-rest test-all
 
 quickstart: .venv/installed-examples
 	$(VENV_PYTHON) examples/quickstart.py
@@ -19,7 +27,13 @@ test: .venv/installed-test
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
-	JFLASH_METAL_EMULATOR=1 $(VENV_PYTHON) -m pytest -n auto
+	$(PYTEST) -m "not slow"
+
+test-rest: .venv/installed-test
+	$(PYTEST) -m slow
+
+test-all: test test-rest
+	JFLASH_TEST_PROFILE=deep $(PYTEST)
 
 # The tests run the Metal backend in its emulator, which has to be compiled: by the machine's C++ compiler, or by zig.
 .venv/installed-test: export JFLASH_METAL_EMULATOR := 1

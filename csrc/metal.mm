@@ -29,7 +29,7 @@ NSString* string(std::string_view text) {
   return [[NSString alloc] initWithBytes:text.data() length:text.size() encoding:NSUTF8StringEncoding];
 }
 
-// The first GPU, what runs on it in order, and the kernels compiled for it. Made once, never destroyed.
+// The first GPU, its command queue and the kernels compiled for it. Made once, never destroyed.
 class Gpu {
  public:
   static Gpu& instance() {
@@ -79,7 +79,7 @@ class Gpu {
       return nil;
     }
     MTLCompileOptions* options = [MTLCompileOptions new];
-    // Infinities are data here, so arithmetic may not assume that there are none.
+    // Infinities are data here, so arithmetic must not assume their absence.
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
     if (@available(macOS 15.0, *)) {
       options.mathMode = MTLMathModeSafe;
@@ -124,7 +124,7 @@ struct Binding {
   bool copied = false;
 };
 
-// `with_contents`: a copy, should one be needed, begins with what the memory holds.
+// `with_contents`: a copy, if one is needed, has the contents of the memory.
 Binding bind(id<MTLDevice> device, const Buffer& buffer, bool with_contents) {
   // Metal has no empty buffers; the kernel reads nothing from this one.
   if (buffer.bytes == 0) return {[device newBufferWithLength:16 options:MTLResourceStorageModeShared], 0, false};
@@ -159,7 +159,7 @@ std::optional<std::string> run(const Launch& launch) {
   std::vector<Binding> operands, results;
   for (const Buffer& operand : launch.operands) operands.push_back(bind(gpu.device(), operand, true));
   for (const Buffer& result : launch.results) {
-    // A result that is an operand's alias is that operand's memory, also when it had to be copied.
+    // A result that aliases an operand shares its memory, even if that is a copy.
     const Binding* alias = nullptr;
     for (std::size_t i = 0; i < operands.size(); ++i) {
       if (result.bytes > 0 && launch.operands[i].data == result.data) alias = &operands[i];
@@ -198,7 +198,7 @@ std::optional<std::string> run(const Launch& launch) {
 }  // namespace
 
 std::optional<std::string> launch(const Launch& launch) {
-  // XLA's threads have no pool of their own for what Metal's methods return.
+  // XLA's threads have no autorelease pool for the objects that Metal's methods return.
   @autoreleasepool {
     auto failure = run(launch);
     if (failure.has_value()) return "Metal kernel " + std::string(launch.entry) + ": " + *failure;

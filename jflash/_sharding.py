@@ -20,6 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jflash._locations import without_locations
 from jflash._semantics.spec import Operands, Residuals
 
 _HEADS_AXIS: dict[str, int] = {
@@ -138,7 +139,8 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
                         part = lax.all_gather(part, axes).sum(axis=0).astype(part.dtype)
                 return part
 
-            return mesh, local, tuple(map(split.sharding, outputs)), tuple(map(split.sharding, inputs))
+            shardings = lambda arrays: tuple(map(split.sharding, arrays))
+            return mesh, without_locations(local), shardings(outputs), shardings(inputs)
 
         partitioned = custom_partitioning(flat)
         rule, replicated = _rule(inputs, outputs, batch, heads, key_heads)

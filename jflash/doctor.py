@@ -1,6 +1,6 @@
 """What jflash finds on this machine, as text to paste into a report.
 
-    python -m jflash.doctor               versions, devices, who serves and who refuses and why, the native library
+    python -m jflash.doctor               versions, devices, what each implementation serves or why it refuses
     python -m jflash.doctor --selfcheck   and a short numeric check of every implementation that accepts
 
 It needs nothing that jflash itself does not need, as it is for machines on which something is missing.

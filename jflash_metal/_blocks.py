@@ -1,4 +1,4 @@
-"""How large the blocks of each kernel are: as large as threadgroup memory and registers allow."""
+"""The blocks of each kernel: the largest that fit into threadgroup memory and registers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from jflash._semantics.spec import Spec
-
 THREADGROUP_MEMORY = 32768
-"""Bytes that a threadgroup may have on every Apple GPU that has SIMD-group matrices (Metal feature set tables)."""
+"""Bytes per threadgroup on every Apple GPU that has SIMD-group matrices (Metal feature set tables)."""
 ACCUMULATORS = 64
-"""32-bit registers that the sums of a thread may take; an Apple GPU has 128 for each thread at full precision."""
+"""32-bit registers per thread for accumulators; an Apple GPU has 128 per thread at full occupancy."""
 SIMDGROUPS = 4
+THREADS = 32 * SIMDGROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What a threadgroup of a kernel holds: a block of one side, and tiles of the other that stream by."""
+    """What a threadgroup holds: `rows` of one side, which stay, and `columns` of the other side, which stream by."""
 
     rows: int
     columns: int
     streams: int = 1
-    """2: keys and values (or queries and their outputs' gradients) of a tile are both held."""
+    """2: both tiles of a step (keys and values, or queries and dO) are held at once; 1: they take turns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of threadgroup memory that the kernels take, as the entry points declare it."""
+    """Bytes of each kernel's threadgroup variables, by the names that its entry point gives them."""
 
     itemsize: int
     head_dim: int
@@ -37,42 +36,54 @@ class Memory:
     def _tile(self, rows: int, features: int) -> int:
         return rows * (_whole(features) * self.itemsize + 16)
 
-    def _products(self, block: Block) -> int:
-        return block.rows * (block.columns + 4) * 4
-
     def _stream(self, block: Block) -> int:
         tiles = [self._tile(block.columns, features) for features in (self.head_dim, self.value_dim)]
         return sum(tiles) if block.streams == 2 else max(tiles)
 
     @staticmethod
-    def _facts(block: Block) -> int:
-        return 20 * (block.rows + block.columns)
+    def _scores(block: Block) -> int:
+        return block.rows * (block.columns + 4) * 4
 
+    _METADATA = 20
     _SCRATCH = SIMDGROUPS * 64 * 4
 
-    def forward(self, block: Block) -> int:
+    def forward(self, block: Block) -> dict[str, int]:
         """Of the kernel `forward`."""
-        weights = self._tile(block.rows, block.columns)
-        own = self._tile(block.rows, self.head_dim) + 4 * block.rows
-        return own + self._stream(block) + self._products(block) + weights + self._SCRATCH + self._facts(block)
+        return dict(
+            q=self._tile(block.rows, self.head_dim),
+            kv=self._stream(block),
+            s=self._scores(block),
+            p=self._tile(block.rows, block.columns),
+            scratch=self._SCRATCH,
+            rescale=4 * block.rows,
+            query_metadata=self._METADATA * block.rows,
+            key_metadata=self._METADATA * block.columns,
+        )
 
-    def _backward(self, block: Block, weights: int) -> int:
-        own = self._tile(block.rows, self.head_dim) + self._tile(block.rows, self.value_dim)
-        tiles = 2 * self._products(block) + weights * self._tile(block.rows, block.columns)
-        return own + self._stream(block) + tiles + self._SCRATCH + self._facts(block)
+    def d_bias(self, block: Block) -> dict[str, int]:
+        """Of the kernel `d_bias`."""
+        return dict(
+            block_qk=self._tile(block.rows, self.head_dim),
+            block_vdo=self._tile(block.rows, self.value_dim),
+            stream=self._stream(block),
+            s=self._scores(block),
+            dp=self._scores(block),
+            block_metadata=self._METADATA * block.rows,
+            tile_metadata=self._METADATA * block.columns,
+        )
 
-    def d_query(self, block: Block) -> int:
+    def d_query(self, block: Block) -> dict[str, int]:
         """Of the kernel `d_query`."""
-        return self._backward(block, weights=1)
+        return dict(self.d_bias(block), ds=self._tile(block.rows, block.columns), scratch=self._SCRATCH)
 
-    def d_key_value(self, block: Block) -> int:
+    def d_key_value(self, block: Block) -> dict[str, int]:
         """Of the kernel `d_key_value`."""
-        return self._backward(block, weights=2)
+        return dict(self.d_query(block), p=self._tile(block.rows, block.columns))
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of each kernel of a call."""
+    """The blocks of each kernel of a call; `d_bias` has those of `d_query`."""
 
     forward: Block
     d_query: Block
@@ -84,38 +95,38 @@ def _whole(features: int) -> int:
 
 
 def _registers(rows: int, *widths: int) -> int:
-    """Of a thread for [rows, width] sums: each 8x8 matrix takes two of every thread."""
+    """Per thread for [rows, width] accumulators: each 8x8 matrix takes two registers of every thread."""
     share = SIMDGROUPS * 8 // rows
     return sum(2 * -(-(_whole(width) // 8) // share) for width in widths)
 
 
-def blocks(spec: Spec) -> Blocks:
-    """The blocks with which the fewest bytes stream by, of those that fit into threadgroup memory and registers."""
-    return blocks_of(spec.dtype.itemsize, spec.head_dim, spec.value_dim)
-
-
 @functools.lru_cache(maxsize=256)
-def blocks_of(itemsize: int, heads: int, values: int) -> Blocks:
-    """The same from what they depend on: bytes of a number, head dimension, head dimension of the values."""
-    memory = Memory(itemsize, heads, values)
+def blocks_of(itemsize: int, head_dim: int, value_dim: int) -> Blocks:
+    """Of those that fit, the blocks with which the fewest bytes stream by."""
+    memory = Memory(itemsize, head_dim, value_dim)
 
     def best(
-        bytes_of: Callable[[Block], int], widths: tuple[int, ...], traffic: Callable[[Block], float], streams: int
+        variables: Callable[[Block], dict[str, int]],
+        widths: tuple[int, ...],
+        traffic: Callable[[Block], float],
+        streams: int,
     ) -> Block:
         every = (Block(*sizes) for sizes in itertools.product((32, 16, 8), (32, 16, 8), (2, 1)[2 - streams :]))
         fitting = [
             block
             for block in every
-            if bytes_of(block) <= THREADGROUP_MEMORY and _registers(block.rows, *widths) <= ACCUMULATORS
+            if sum(variables(block).values()) <= THREADGROUP_MEMORY and _registers(block.rows, *widths) <= ACCUMULATORS
         ]
-        # Of equals the one with the fewest barriers: four for each tile, and two where its halves share a place.
+        # Of equals the one with the fewest barriers: four per tile, and two more if its halves take turns.
         return min(fitting, key=lambda block: (traffic(block), (8 - 2 * block.streams) / block.columns))
 
     by_rows: Callable[[Block], float] = lambda block: 1 / block.rows
-    # Where its halves share a place, a tile of queries comes twice: for the logits and for dK.
-    twice: Callable[[Block], float] = lambda block: (1 + (2 - block.streams) * heads / (heads + values)) / block.rows
+    # If its halves take turns, a tile of queries is loaded twice: for the logits and for dK.
+    reload: Callable[[Block], float] = lambda block: (
+        (1 + (2 - block.streams) * head_dim / (head_dim + value_dim)) / block.rows
+    )
     return Blocks(
-        forward=best(memory.forward, (values,), by_rows, 1),
-        d_query=best(memory.d_query, (heads,), by_rows, 2),
-        d_key_value=best(memory.d_key_value, (heads, values), twice, 2),
+        forward=best(memory.forward, (value_dim,), by_rows, 1),
+        d_query=best(memory.d_query, (head_dim,), by_rows, 2),
+        d_key_value=best(memory.d_key_value, (head_dim, value_dim), reload, 2),
     )

@@ -33,7 +33,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """What one launch in the emulator did. Bytes are those of every access, with no cache between."""
+    """What one launch in the emulator did. Bytes are those of all accesses, as if without a cache."""
 
     entry: str
     threadgroups: int
@@ -121,7 +121,7 @@ def launch(
 
 
 def counters() -> tuple[Counters, ...]:
-    """Of this process's last launches in the emulator (up to 256), oldest first."""
+    """The counts of this process's last launches in the emulator (up to 256), oldest first."""
     function = _emulator().metal_emulator_counters
     function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_size_t
     size = 0
@@ -138,12 +138,12 @@ def counters() -> tuple[Counters, ...]:
 
 
 def forget_counters() -> None:
-    """From here on `counters` starts with the next launch."""
+    """Makes `counters` start with the next launch."""
     _emulator().metal_emulator_forget_counters()
 
 
 def set_schedule(seed: int) -> None:
-    """The order in which the emulator runs threads, and how it lays matrices into lanes; 0 until it is set."""
+    """Seeds the order in which the emulator runs threads, and the random lane layout of matrices; 0 until it is set."""
     _emulator().metal_emulator_set_seed(ctypes.c_uint64(seed))
 
 
@@ -163,7 +163,7 @@ def _library() -> ctypes.CDLL:
 
 
 def clang() -> tuple[str, ...]:
-    """The clang that checks address spaces for the emulator, zig's if need be; empty where there is none."""
+    """The clang that checks address spaces for the emulator, if need be zig's; empty if none is installed."""
     on_path = shutil.which("clang++")
     if on_path is not None:
         return (on_path,)

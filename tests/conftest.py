@@ -1,4 +1,5 @@
-"""What every test file shares: eight simulated devices, the hypothesis profiles, and one run of a test per backend."""
+"""What every test file shares: eight simulated devices, the hypothesis profiles, one run of a test per backend, and
+what the short run leaves out."""
 
 import os
 
@@ -12,14 +13,21 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
+import ctypes
 import functools
+import gc
 import importlib.metadata
+import resource
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
+import jax
+import jax.numpy as jnp
 import pytest
+import short_run
 from refusals import skip_refused
 
 import jflash
@@ -35,9 +43,38 @@ hypothesis.settings.register_profile("deep", max_examples=300, print_blob=True, 
 hypothesis.settings.load_profile(os.environ.get("JFLASH_TEST_PROFILE", "default"))
 
 
-@pytest.fixture(params=_dispatch.BACKENDS)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` is looked at."""
+    plain = [jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.float32)] * 3
+    explain = functools.partial(jflash.explain, *plain)
+    refusing = {name for name in _dispatch.BACKENDS if "serves" not in explain(implementation=name)}
+    short_run.mark_slow(items, lambda value: isinstance(value, str) and value in refusing)
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_forgotten() -> Iterator[None]:
+    """JAX keeps what it traced and compiled for every call, and glibc what was freed: both would come to gigabytes."""
+    yield
+    if resident_bytes() > 2**30:
+        jax.clear_caches()
+        gc.collect()
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Of this process, now; 0 where the system does not say."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else 0
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name == "reference" else ()) for name in _dispatch.BACKENDS]
+)
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of each backend in turn."""
+    """The name of each backend in turn; the short run has no more of the definition than others are held against."""
     return request.param
 
 

@@ -1,4 +1,4 @@
-// The half of Machine that looks at every access to memory, and says in words what is wrong with one.
+// The half of Machine that checks every access to memory and reports the wrong ones in words.
 #include <algorithm>
 #include <cstring>
 
@@ -8,10 +8,10 @@ namespace emulator {
 
 namespace {
 
-// Between two threadgroup variables: large enough that a slip of an index or of a row does not reach the next one.
+// The distance between two threadgroup variables: an index or a row that is off by one does not reach the next one.
 constexpr std::size_t gap = 8 * 1024;
 
-// A place is an instruction's offset in the module, or with this bit the number of a library operation's site.
+// A place is an instruction's offset in the module or, with this bit, the number of the site of a library operation.
 constexpr std::uint32_t is_site = 1u << 31;
 
 }  // namespace
@@ -33,19 +33,20 @@ void* Machine::threadgroup_variable(int id, const char* name, std::size_t bytes,
   return threadgroup_memory_.get() + offset;
 }
 
-Stamp Machine::stamp(int space, std::uint32_t place, Who who) const {
+Stamp Machine::stamp(int space, std::uint32_t place, AccessScope scope) const {
   Stamp stamp;
   stamp.group = group_;
   stamp.place = place;
   stamp.barriers = barriers_[space];
   stamp.simd_barriers = simdgroups_[running_ / simd_width].barriers[space];
   stamp.thread = static_cast<std::uint16_t>(running_) & 1023;
-  stamp.who = who;
+  stamp.scope = scope;
   return stamp;
 }
 
-void Machine::touch(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place, Who who) {
-  if (++accesses_ == patience_) endless(place);
+void Machine::check_access(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place,
+                           AccessScope scope) {
+  if (++accesses_ == access_limit_) report_endless_loop(place);
   if (address - stack_ < Stack::bytes) return;
   const auto shared = reinterpret_cast<std::uintptr_t>(threadgroup_memory_.get());
   if (address - shared < threadgroup_address_space) {
@@ -54,10 +55,10 @@ void Machine::touch(std::uintptr_t address, std::size_t bytes, Access access, st
       if (offset - variable.offset >= variable.bytes || variable.bytes - (offset - variable.offset) < bytes) continue;
       if (reads(access)) counters_.threadgroup_bytes_read += bytes;
       if (writes(access)) counters_.threadgroup_bytes_written += bytes;
-      return check(variable.shadow, threadgroup_space, variable.name, offset - variable.offset, bytes, access, place,
-                   who);
+      return check_shadow(variable.shadow, threadgroup_space, variable.name, offset - variable.offset, bytes, access,
+                          place, scope);
     }
-    outside(address, bytes, access, place);
+    report_out_of_bounds(address, bytes, access, place);
   }
   for (std::size_t i = 0; i < regions_.size(); ++i) {
     Region& region = regions_[(recent_ + i) % regions_.size()];
@@ -68,52 +69,53 @@ void Machine::touch(std::uintptr_t address, std::size_t bytes, Access access, st
     if (reads(access)) traffic.bytes_read += bytes;
     if (writes(access)) traffic.bytes_written += bytes;
     if (region.shadow != nullptr)
-      return check(*region.shadow, device_space, region.name, offset, bytes, access, place, who);
+      return check_shadow(*region.shadow, device_space, region.name, offset, bytes, access, place, scope);
     if (!writes(access)) return;
     violation("write to an operand: " + thread_name(running_) + " writes " + std::to_string(bytes) + " bytes at byte " +
               std::to_string(offset) + " of " + region.name + at(place) + ", which is read only.");
   }
   if (access == Access::read && address >= module_.begin && address + bytes <= module_.end) return;
-  outside(address, bytes, access, place);
+  report_out_of_bounds(address, bytes, access, place);
 }
 
-void Machine::check(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes,
-                    Access access, std::uint32_t place, Who who) {
-  const Finding finding = shadow.touch(offset, bytes, access, stamp(space, place, who));
+void Machine::check_shadow(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes,
+                           Access access, std::uint32_t place, AccessScope scope) {
+  const Finding finding = shadow.record(offset, bytes, access, stamp(space, place, scope));
   if (finding.verdict == Verdict::fine) return;
   const std::string here = thread_name(running_) + (!writes(access) ? " reads" : " writes") + " byte " +
                            std::to_string(finding.offset) + " of " + name + at(place);
   if (finding.verdict == Verdict::uninitialised)
-    violation("uninitialised read: " + here + ", which nobody has written.");
+    violation("uninitialised read: " + here + ", which has not been written.");
   const Stamp& other = finding.other;
   std::string whom = thread_name(other.thread);
   if (other.group != group_) {
     whom = "another threadgroup";
-  } else if (other.who != Who::lane || who != Who::lane) {
+  } else if (other.scope != AccessScope::lane || scope != AccessScope::lane) {
     whom = "a lane of the SIMD-group of " + whom;
   }
   violation("race: " + here + ", which " + whom + (finding.verdict == Verdict::race_with_read ? " read" : " wrote") +
             at(other.place) + ", and no barrier lies between.");
 }
 
-void Machine::endless(std::uint32_t place) {
+void Machine::report_endless_loop(std::uint32_t place) {
   const bool alone = accesses_ < most_accesses_of_threadgroup;
   violation("a loop without end: " + (alone ? thread_name(running_) : "the threadgroup of " + thread_name(running_)) +
             " has accessed memory " + std::to_string(alone ? most_accesses_of_thread : accesses_) + " times" +
             (alone ? " without waiting for another" : "") + ", the last time" + at(place) + ".");
 }
 
-void Machine::outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place) {
+void Machine::report_out_of_bounds(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place) {
   violation("out of bounds: " + thread_name(running_) + (writes(access) ? " writes " : " reads ") +
             std::to_string(bytes) + " bytes at " + describe(address) + at(place) + ".");
 }
 
-void Machine::misaligned(std::uintptr_t address, std::size_t alignment, const char* type, const std::string& where) {
+void Machine::report_misaligned(std::uintptr_t address, std::size_t alignment, const char* type,
+                                const std::string& where) {
   violation("misaligned: " + thread_name(running_) + " uses " + describe(address) + " as " + type + where +
             "; its address must be a multiple of " + std::to_string(alignment) + ".");
 }
 
-// In words, from the nearest buffer or variable.
+// An address in words, relative to the nearest buffer or variable.
 std::string Machine::describe(std::uintptr_t address) const {
   struct Near {
     std::string name;
@@ -159,7 +161,7 @@ std::string Machine::thread_name(unsigned thread) const {
          position(threads_[thread].arguments.threadgroup_position_in_grid);
 }
 
-std::uint32_t Machine::number(const Site& site) {
+std::uint32_t Machine::site_number(const Site& site) {
   const auto found = std::find(sites_.begin(), sites_.end(), site);
   if (found == sites_.end()) return sites_.push_back(site), (static_cast<std::uint32_t>(sites_.size()) - 1) | is_site;
   return static_cast<std::uint32_t>(found - sites_.begin()) | is_site;

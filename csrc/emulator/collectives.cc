@@ -1,4 +1,4 @@
-// What the lanes of a SIMD-group and the threads of a threadgroup do together, and atomics.
+// Collective operations of SIMD-groups and threadgroups, and atomics.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,13 +9,13 @@
 #include "numbers.h"
 
 using emulator::Access;
+using emulator::AccessScope;
 using emulator::Atomic;
 using emulator::Collective;
+using emulator::LaneOperands;
 using emulator::Machine;
-using emulator::Offer;
 using emulator::Site;
 using emulator::Type;
-using emulator::Who;
 
 namespace {
 
@@ -85,13 +85,13 @@ void as_number(Type type, Body body) {
   }
 }
 
-// One component of all lanes: reductions to all, or prefixes. Lanes combine in order of their number.
+// Reduces one component over all lanes, or computes its prefixes. Lanes combine in the order of their number.
 template <class T>
-void reduce(Collective what, Type type, std::size_t at, Offer* offers, unsigned lanes) {
+void reduce(Collective what, Type type, std::size_t at, LaneOperands* operands, unsigned lanes) {
   const bool inclusive = what == Collective::inclusive_sum || what == Collective::inclusive_product;
   const bool exclusive = what == Collective::exclusive_sum || what == Collective::exclusive_product;
-  const auto in = [&](unsigned lane) { return load<T>(type, static_cast<const char*>(offers[lane].in) + at); };
-  const auto out = [&](unsigned lane, T value) { store<T>(type, static_cast<char*>(offers[lane].out) + at, value); };
+  const auto in = [&](unsigned lane) { return load<T>(type, static_cast<const char*>(operands[lane].in) + at); };
+  const auto out = [&](unsigned lane, T value) { store<T>(type, static_cast<char*>(operands[lane].out) + at, value); };
   T total = exclusive ? static_cast<T>(what == Collective::exclusive_sum ? 0 : 1) : in(0);
   if (inclusive) out(0, total);
   for (unsigned lane = exclusive ? 0 : 1; lane < lanes; ++lane) {
@@ -104,7 +104,7 @@ void reduce(Collective what, Type type, std::size_t at, Offer* offers, unsigned 
   for (unsigned lane = 0; lane < lanes; ++lane) out(lane, total);
 }
 
-// The lane to read from; its own where the operation leaves a lane's data alone.
+// The lane to read from: its own if the operation leaves a lane's data unchanged.
 unsigned source_lane(Collective what, unsigned lane, unsigned argument, unsigned lanes) {
   switch (what) {
     case Collective::shuffle:
@@ -142,39 +142,40 @@ extern "C" void* metal_emulator_threadgroup_variable(int id, const char* name, u
 extern "C" void metal_emulator_collective(Collective what, Type type, int count, const void* in, void* out,
                                           unsigned argument, const char* name, const char* file, int line) {
   Machine& machine = *Machine::current();
-  machine.collective({name, file, line}, {in, out, nullptr, nullptr, argument}, [&](Offer* offers, unsigned lanes) {
-    ++machine.counters().collectives;
-    const std::size_t size = size_of(type), all = size * static_cast<std::size_t>(count);
-    if (what == Collective::ballot) {
-      std::uint64_t votes = 0;
-      for (unsigned lane = 0; lane < lanes; ++lane)
-        votes |= std::uint64_t{*static_cast<const bool*>(offers[lane].in)} << lane;
-      for (unsigned lane = 0; lane < lanes; ++lane) std::memcpy(offers[lane].out, &votes, sizeof votes);
-      return;
-    }
-    if (what < Collective::shuffle) {
-      for (std::size_t at = 0; at < all; at += size)
-        as_number(type, [&]<class T>(T) { reduce<T>(what, type, at, offers, lanes); });
-      return;
-    }
-    for (unsigned lane = 0; lane < lanes; ++lane) {
-      const unsigned distance = offers[lane].argument;
-      const bool fill = what == Collective::fill_up || what == Collective::fill_down;
-      if (fill) {  // the first or last lanes take the filling of the lanes at the other end
-        const bool up = what == Collective::fill_up;
-        const unsigned from = up ? (lane + lanes - distance) % lanes : (lane + distance) % lanes;
-        const bool wraps = up ? lane < distance : lane + distance >= lanes;
-        std::memcpy(offers[lane].out, static_cast<const char*>(offers[from].in) + (wraps ? all : 0), all);
-        continue;
-      }
-      const unsigned from = source_lane(what, lane, distance, lanes);
-      if (from >= lanes) {
-        machine.violation(std::string(name) + " at " + file + ":" + std::to_string(line) + " reads from lane " +
-                          std::to_string(from) + " of a SIMD-group of " + std::to_string(lanes) + ".");
-      }
-      std::memcpy(offers[lane].out, offers[from].in, all);
-    }
-  });
+  machine.collective(
+      {name, file, line}, {in, out, nullptr, nullptr, argument}, [&](LaneOperands* operands, unsigned lanes) {
+        ++machine.counters().collectives;
+        const std::size_t size = size_of(type), all = size * static_cast<std::size_t>(count);
+        if (what == Collective::ballot) {
+          std::uint64_t votes = 0;
+          for (unsigned lane = 0; lane < lanes; ++lane)
+            votes |= std::uint64_t{*static_cast<const bool*>(operands[lane].in)} << lane;
+          for (unsigned lane = 0; lane < lanes; ++lane) std::memcpy(operands[lane].out, &votes, sizeof votes);
+          return;
+        }
+        if (what < Collective::shuffle) {
+          for (std::size_t at = 0; at < all; at += size)
+            as_number(type, [&]<class T>(T) { reduce<T>(what, type, at, operands, lanes); });
+          return;
+        }
+        for (unsigned lane = 0; lane < lanes; ++lane) {
+          const unsigned distance = operands[lane].argument;
+          const bool fill = what == Collective::fill_up || what == Collective::fill_down;
+          if (fill) {  // the first or last lanes take the filling of the lanes at the other end
+            const bool up = what == Collective::fill_up;
+            const unsigned from = up ? (lane + lanes - distance) % lanes : (lane + distance) % lanes;
+            const bool wraps = up ? lane < distance : lane + distance >= lanes;
+            std::memcpy(operands[lane].out, static_cast<const char*>(operands[from].in) + (wraps ? all : 0), all);
+            continue;
+          }
+          const unsigned from = source_lane(what, lane, distance, lanes);
+          if (from >= lanes) {
+            machine.violation(std::string(name) + " at " + file + ":" + std::to_string(line) + " reads from lane " +
+                              std::to_string(from) + " of a SIMD-group of " + std::to_string(lanes) + ".");
+          }
+          std::memcpy(operands[lane].out, operands[from].in, all);
+        }
+      });
 }
 
 namespace {
@@ -225,7 +226,7 @@ extern "C" void metal_emulator_atomic(Atomic what, Type type, void* address, con
                     : what == Atomic::load ? Access::atomic_load
                                            : Access::atomic;
   machine.access(reinterpret_cast<std::uintptr_t>(address), size_of(type), kind, Site{"atomic operation", file, line},
-                 Who::lane);
+                 AccessScope::lane);
   atomic_operation(what, type, address, operand, before);
 }
 
@@ -235,7 +236,7 @@ extern "C" bool metal_emulator_compare_exchange(Type type, void* address, void* 
   ++machine.counters().atomics;
   const std::size_t size = size_of(type);
   machine.access(reinterpret_cast<std::uintptr_t>(address), size, Access::atomic, Site{"atomic operation", file, line},
-                 Who::lane);
+                 AccessScope::lane);
   const bool equal = std::memcmp(address, expected, size) == 0;
   if (!equal) std::memcpy(expected, address, size);
   if (equal) std::memcpy(address, desired, size);

@@ -44,7 +44,7 @@ std::vector<std::string> words_of(const std::string& text) {
   return words;
 }
 
-// The shader must be compiled so that every access to memory becomes a call, and no access is invented.
+// With these flags every access to memory becomes a call, and the compiler adds no accesses of its own.
 std::vector<std::string> compile_flags() {
   std::vector<std::string> flags = {"-std=c++20",
                                     "-O1",
@@ -63,7 +63,7 @@ std::vector<std::string> compile_flags() {
                                     "-fno-strict-aliasing",
                                     "-fstack-clash-protection"};
 #if defined(__clang__)
-  // Clang takes a read that a write to the same place follows for part of the write, unless it is told to report both.
+  // Without these, clang reports a read that precedes a write to the same place as a part of the write.
   flags.insert(flags.end(), {"-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm",
                              "-tsan-instrument-read-before-write=1", "-fno-sanitize=null"});
 #else
@@ -116,7 +116,7 @@ class Hash {
   std::uint64_t a_ = 0xcbf29ce484222325u, b_ = 0x6c62272e07bb0142u;
 };
 
-// Of everything but the shader that decides what it is compiled to.
+// A hash of everything beside the shader that determines the compiled code.
 const std::string& environment_key() {
   static const std::string key = [] {
     Hash hash;
@@ -136,7 +136,7 @@ const std::string& environment_key() {
   return key;
 }
 
-// Runs a program to its end; what it says goes to `log`. Whether it succeeded.
+// Runs a program to its end, with its messages in `log`. Returns whether it succeeded.
 bool succeeds(const std::vector<std::string>& command, const fs::path& log) {
   std::vector<char*> arguments;
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
@@ -180,7 +180,7 @@ class FileLock {
   int file_;
 };
 
-// Whether every error is one that is none in Metal, where a struct can be copied out of any address space.
+// Whether all errors are copies of a struct out of another address space, which Metal allows.
 bool only_copies(const std::string& errors) {
   const std::string start = ": error: ";
   for (std::size_t at = errors.find(start); at != std::string::npos;) {
@@ -200,8 +200,7 @@ void check_address_spaces(const std::string& preprocessed, const fs::path& cpp, 
   std::vector<std::string> look = clang;
   look.insert(look.end(), {"-x", "c++", "-std=c++2b", "-fsyntax-only", "-ferror-limit=0", "-fno-caret-diagnostics",
                            "-w", "-I" + headers().string(), cpp.string()});
-  if (!succeeds(look, log) && !only_copies(read_file(log)))
-    fail("Clang, looking at the shader's address spaces, finds:", log);
+  if (!succeeds(look, log) && !only_copies(read_file(log))) fail("Clang finds in the shader's address spaces:", log);
   fs::remove(cpp);
 }
 
@@ -226,7 +225,7 @@ void compile(std::string_view source, const fs::path& directory, const fs::path&
   if (!clang.empty() && text.find("#pragma METAL_EMULATOR no_address_spaces") == std::string::npos)
     check_address_spaces(text, directory / (stem + ".spaces.cc"), log);
   command = compiler();
-  // No sanitizer's library is wanted: this library has the functions that the sanitizers' calls go to.
+  // Without the sanitizers' runtime: this library defines the functions that instrumented code calls.
   command.insert(command.end(), {"-shared", "-O1", "-fno-sanitize=undefined", object.string(), library().string(),
                                  "-lm", "-o", made.string()});
   run(command, log, "The shader does not link:");

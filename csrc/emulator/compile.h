@@ -1,4 +1,4 @@
-// From the text of a shader to its code, loaded into this process; kept in a folder between processes.
+// Compiles the text of a shader, loads its code into this process, and caches it in a folder.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,11 @@ struct LoadedShader {
 // Where compiled shaders are kept. Must be called before the first load.
 void set_cache_directory(std::string directory);
 
-// With which clang to look at address spaces, its words parted by '|'; without one nobody looks. Before the first load.
+// The command of the clang that checks address spaces, its words separated by '|'; empty: no check. Must be called
+// before the first load.
 void set_clang(const std::string& command);
 
-// Translates, compiles and loads at first use, and returns what is loaded after that; from any thread.
+// Translates, compiles and loads a shader at its first use. May be called from any thread.
 // Throws CompileError or TranslationError.
 const LoadedShader& load_shader(std::string_view source);
 

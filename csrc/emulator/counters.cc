@@ -42,7 +42,7 @@ std::string json(const Counters& counters) {
 
 }  // namespace
 
-void remember(Counters counters) {
+void record(Counters counters) {
   const std::lock_guard lock(mutex);
   last.push_back(std::move(counters));
   if (last.size() > remembered) last.pop_front();
@@ -53,7 +53,7 @@ void remember(Counters counters) {
 #pragma GCC visibility push(default)
 
 // Writes the counters of the last launches, oldest first, as a JSON list and a final zero, if `capacity` suffices.
-// Returns how many bytes that takes.
+// Returns the number of bytes needed.
 extern "C" std::size_t metal_emulator_counters(char* out, std::size_t capacity) {
   const std::lock_guard lock(emulator::mutex);
   std::string text = "[";

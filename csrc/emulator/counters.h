@@ -1,4 +1,4 @@
-// What one launch did, for those who have no hardware to time it on.
+// Counts of what one launch did, for want of hardware that could time it.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +26,6 @@ struct Counters {
 };
 
 // Keeps the counters of the last launches of this process, for metal_emulator_counters.
-void remember(Counters counters);
+void record(Counters counters);
 
 }  // namespace emulator

@@ -108,13 +108,13 @@ FaultStack::FaultStack(void (*handler)(std::uintptr_t)) {
     fault_handler = handler;
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
-    // The handler may leave by a switch to another stack, and never return: no signal may stay blocked.
+    // The handler may switch to another stack and never return, so no signal may stay blocked.
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     return sigaction(SIGSEGV, &action, &before) == 0;
   }();
   stack_t present;
   sigaltstack(nullptr, &present);
-  if (!once || (present.ss_flags & SS_DISABLE) == 0) return;  // somebody else's serves as well
+  if (!once || (present.ss_flags & SS_DISABLE) == 0) return;  // another handler's stack serves as well
   memory_ = std::make_unique<char[]>(fault_stack_bytes);
   stack_t own = {};
   own.ss_sp = memory_.get();

@@ -7,11 +7,11 @@
 
 namespace emulator {
 
-// Memory for one stack, with some below it that faults. Movable, not copyable.
+// Memory for one stack, above guard pages. Movable, not copyable.
 class Stack {
  public:
   static constexpr std::size_t bytes = 256 * 1024;
-  // A whole number of pages on every system; the compiled shader steps over no more of it at once.
+  // A whole number of pages on every system. No step of the compiled shader is larger.
   static constexpr std::size_t guard_bytes = 64 * 1024;
 
   Stack();  // throws std::bad_alloc
@@ -28,10 +28,10 @@ class Stack {
   char* memory_;
 };
 
-// While it lives, a fault on this OS thread gets a stack of its own, which a fiber that has run out of its has not.
+// Gives faults on this OS thread a stack of their own, as a fiber whose stack overflows cannot handle one.
 class FaultStack {
  public:
-  // `handler` takes the address. Where it returns, the fault is none of the emulator's. One handler for the process.
+  // `handler` takes the address, and returns if the fault is not the emulator's. One handler serves the process.
   explicit FaultStack(void (*handler)(std::uintptr_t));
   ~FaultStack();
   FaultStack(const FaultStack&) = delete;

@@ -1,5 +1,5 @@
-// What the sanitizers make a shader call: -fsanitize=thread at every access to memory, -fsanitize=bounds,alignment
-// where an index or an address is wrong. No sanitizer's library is used.
+// The functions that an instrumented shader calls: at every access to memory (-fsanitize=thread), and for a wrong index
+// or address (-fsanitize=bounds,alignment). They replace the sanitizers' runtime.
 #include <cstdint>
 #include <string>
 
@@ -96,8 +96,8 @@ void __ubsan_handle_type_mismatch_v1(void* error, void* address) {
   const auto& mismatch = *static_cast<const TypeMismatch*>(error);
   if (emulator::Machine* machine = emulator::Machine::current()) {
     const std::size_t alignment = std::size_t{1} << mismatch.log_alignment;
-    machine->misaligned(reinterpret_cast<std::uintptr_t>(address), alignment, mismatch.type->name,
-                        std::string(" at ") + mismatch.place.file + ":" + std::to_string(mismatch.place.line));
+    machine->report_misaligned(reinterpret_cast<std::uintptr_t>(address), alignment, mismatch.type->name,
+                               std::string(" at ") + mismatch.place.file + ":" + std::to_string(mismatch.place.line));
   }
 }
 

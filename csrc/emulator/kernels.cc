@@ -74,9 +74,18 @@ Kernels::Parameter Kernels::parameter(std::size_t begin, std::size_t end, const 
   std::vector<std::size_t> words;
   for (std::size_t i = begin; i < end; ++i) {
     if (is_attribute(i)) {
-      result.attribute = text(i + 2);
       const std::size_t close = attribute_end(i);
-      if (text(i + 3) == "(") result.argument = joined(i + 4, close - 3);
+      for (std::size_t at = i + 2; at + 2 < close;) {
+        const std::size_t next = text(at + 1) == "(" ? closing(at + 1) : at + 1;
+        const std::string argument = next > at + 1 ? joined(at + 2, next - 1) : "";
+        if (text(at) == "function_constant") {
+          result.condition = argument;
+        } else {
+          result.attribute = text(at);
+          result.argument = argument;
+        }
+        at = next + 1;  // past the comma
+      }
       i = close - 1;
     } else if (tokens_[i].kind != Token::marker) {
       words.push_back(i);
@@ -148,7 +157,8 @@ std::string Kernels::entries() const {
       out += first ? "" : ", ";
       first = false;
       if (p.attribute == "buffer" || p.attribute == "threadgroup") {
-        out += std::string(p.reference ? "emulator::Reference" : "emulator::Pointer") + "{emulator_arguments." +
+        out += std::string(p.reference ? "emulator::Reference" : "emulator::Pointer") + "{" +
+               (p.condition.empty() ? "" : "!(" + p.condition + ") ? nullptr : ") + "emulator_arguments." +
                (p.attribute == "buffer" ? "buffers" : "threadgroup_buffers") + "[" + p.argument + "]}";
       } else {
         const std::string name = p.attribute == "thread_execution_width" ? "threads_per_simdgroup" : p.attribute;
@@ -156,10 +166,10 @@ std::string Kernels::entries() const {
       }
     }
     out += ");\n}\n";
-    table += "    {\"" + kernel.name + "\", " + function + "},\n";
+    table += "    {\"" + kernel.name + "\", " + function + (apple_matrix_layout_ ? ", true},\n" : ", false},\n");
   }
   return out + "extern \"C\" const emulator::Entry metal_emulator_entries[] = {\n" + table +
-         "    {nullptr, nullptr}};\n";
+         "    {nullptr, nullptr, false}};\n";
 }
 
 }  // namespace emulator

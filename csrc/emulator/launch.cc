@@ -1,4 +1,4 @@
-// launch() where there is no Apple GPU: the shader runs on the CPU, under every check.
+// launch() without an Apple GPU: the shader runs on the CPU, under every check.
 #include "../launch.h"
 
 #include <sys/mman.h>
@@ -17,7 +17,7 @@ namespace {
 
 std::atomic<std::uint64_t> seed{0};
 
-// All buffers of a launch, each surrounded by addresses that belong to nobody.
+// Memory for all buffers of a launch, each surrounded by unused addresses.
 class Arena {
  public:
   explicit Arena(std::size_t bytes) : bytes_(bytes) {
@@ -55,12 +55,12 @@ std::optional<std::string> run(const jflash::Launch& launch) {
   const Arena arena(total);
   std::vector<Region> regions;
   std::vector<void*> bindings;
-  std::vector<std::pair<std::size_t, std::size_t>> outputs;  // of a result: its number and its region's
+  std::vector<std::pair<std::size_t, std::size_t>> outputs;  // of each result: its number, its region's number
   std::size_t offset = 1 << 20;
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     const auto& buffer = buffers[i];
     const bool result = i >= first_result && i < first_result + launch.results.size();
-    // A result that is an operand's alias is that operand, writable.
+    // A result that aliases an operand makes that operand writable.
     std::size_t alias = first_result;
     for (std::size_t operand = 0; result && operand < first_result; ++operand)
       if (buffer.bytes > 0 && buffers[operand].data == buffer.data) alias = operand;
@@ -99,7 +99,7 @@ std::optional<std::string> run(const jflash::Launch& launch) {
     }
     if (region.bytes > 0) std::memcpy(buffers[number].data, region.begin, region.bytes);
   }
-  remember(std::move(machine.counters()));
+  record(std::move(machine.counters()));
   return violation;
 }
 
@@ -126,10 +126,11 @@ const char* host() { return "emulator"; }
 // `directory` is where compiled shaders are kept; called once, before the first launch.
 extern "C" void metal_emulator_set_cache_directory(const char* directory) { emulator::set_cache_directory(directory); }
 
-// The clang that looks at address spaces, its words parted by '|'; called once, before the first launch.
+// The command of the clang that checks address spaces, its words separated by '|'; called once, before the first
+// launch.
 extern "C" void metal_emulator_set_clang(const char* command) { emulator::set_clang(command); }
 
-// Threads, threadgroups and matrix layouts come in an order that follows from `seed`.
+// `seed` determines the order of threads and threadgroups, and the random layout of matrices.
 extern "C" void metal_emulator_set_seed(std::uint64_t seed) { emulator::seed = seed; }
 
 #pragma GCC visibility pop

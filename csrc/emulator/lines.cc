@@ -13,7 +13,7 @@ namespace emulator {
 
 namespace {
 
-// Reads little-endian numbers; what lies past the end reads as zeros.
+// Reads little-endian numbers, and zeros past the end.
 class Reader {
  public:
   explicit Reader(std::string_view data) : data_(data) {}
@@ -99,7 +99,7 @@ void run(Reader& reader, std::size_t end, std::uint64_t address, std::string& fo
   for (unsigned i = 1; i < opcode_base; ++i) operands[i] = reader.number<std::uint8_t>();
   while (!reader.text().empty()) {
   }
-  // Those without a directory are the shader's own; the emulator's headers have one.
+  // The shader's own files have no directory; the emulator's headers have one.
   std::vector<std::string_view> files = {""};
   for (std::string_view name = reader.text(); !name.empty(); name = reader.text()) {
     files.push_back(reader.variable(false) == 0 ? name : "");
@@ -109,7 +109,7 @@ void run(Reader& reader, std::size_t end, std::uint64_t address, std::string& fo
 
   Row row, before;
   bool in_sequence = false;
-  std::string shader_line;  // the last of the shader's before a function of the emulator's that is inlined there
+  std::string shader_line;  // the last line of the shader before an inlined function of the emulator
   const auto emit = [&](bool last) {
     if (in_sequence && before.file < files.size() && !files[before.file].empty() && before.line > 0)
       shader_line = std::string(files[before.file]) + ":" + std::to_string(before.line);

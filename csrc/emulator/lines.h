@@ -1,4 +1,4 @@
-// Which line of the shader an instruction of the compiled shader comes from.
+// Finds the line of the shader that an instruction of the compiled shader comes from.
 #pragma once
 
 #include <cstdint>

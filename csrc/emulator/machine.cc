@@ -8,7 +8,7 @@ namespace emulator {
 
 namespace {
 
-// Kept from launch to launch; a launch needs one for each thread of its threadgroup.
+// Reused by later launches; a launch needs one for each thread of its threadgroup.
 thread_local std::vector<Stack> stacks;
 
 // The flag of each kind of memory in mem_flags.
@@ -49,10 +49,18 @@ std::uint32_t Machine::random() {
   return static_cast<std::uint32_t>(random_state_ >> 32);
 }
 
-// Element e of a matrix lies in lane layout[e] / 2, as that lane's element layout[e] % 2. Nobody may rely on it.
+// Element e of a matrix lies in lane layout[e] / 2, as that lane's element layout[e] % 2. Metal does not define it.
 void Machine::draw_matrix_layout() {
   std::iota(matrix_layout_.begin(), matrix_layout_.end(), std::uint8_t{0});
   for (unsigned i = 63; i > 0; --i) std::swap(matrix_layout_[i], matrix_layout_[random() % (i + 1)]);
+}
+
+// The layout that Apple's GPUs are known to have. A lane's two elements are neighbours in a row.
+void Machine::take_apple_matrix_layout() {
+  for (unsigned lane = 0; lane < simd_width; ++lane) {
+    const unsigned quad = lane / 4, row = (quad & 4) + lane / 2 % 4, column = (quad & 2) * 2 + lane % 2 * 2;
+    for (unsigned i = 0; i < 2; ++i) matrix_layout_[row * 8 + column + i] = static_cast<std::uint8_t>(lane * 2 + i);
+  }
 }
 
 std::optional<std::string> Machine::run(const Entry& entry, const std::array<std::uint32_t, 3>& grid,
@@ -64,7 +72,10 @@ std::optional<std::string> Machine::run(const Entry& entry, const std::array<std
   while (stacks.size() < count) stacks.emplace_back();
   threads_.resize(count);
   simdgroups_.resize((count + simd_width - 1) / simd_width);
-  draw_matrix_layout();
+  if (entry.apple_matrix_layout)
+    take_apple_matrix_layout();
+  else
+    draw_matrix_layout();
   for (unsigned i = 0; i < count; ++i) {
     Arguments& arguments = threads_[i].arguments;
     arguments = {};
@@ -112,7 +123,7 @@ std::optional<std::string> Machine::run(const Entry& entry, const std::array<std
 void Machine::fiber_main() {
   Machine& self = *running;
   const unsigned thread = self.running_;
-  const Arguments arguments = self.threads_[thread].arguments;  // on its own stack, which it may read
+  const Arguments arguments = self.threads_[thread].arguments;  // on the fiber's own stack, which it may read
   self.entry_->run(arguments);
   self.threads_[thread].state = State::done;
   self.simdgroups_[thread / simd_width].runnable &= ~(1u << thread % simd_width);
@@ -120,7 +131,7 @@ void Machine::fiber_main() {
   metal_emulator_switch(&abandoned, self.scheduler_);
 }
 
-// On the stack for faults, of which it needs little: all words are made by the scheduler, on its own.
+// Runs on the small stack for faults, so the scheduler composes the message.
 void Machine::on_fault(std::uintptr_t address) {
   if (running == nullptr || running->stack_ - address - 1 >= Stack::guard_bytes) return;
   running->overflowed_ = true;
@@ -128,16 +139,16 @@ void Machine::on_fault(std::uintptr_t address) {
   metal_emulator_switch(&abandoned, running->scheduler_);
 }
 
-// A random SIMD-group runs as far as it can before another moves, its lanes in random order: the schedule that makes
-// most of a missing barrier.
+// A random SIMD-group runs as far as it can before another one does, its lanes in random order: this schedule exposes
+// missing barriers best.
 void Machine::run_threadgroup() {
   const unsigned count = static_cast<unsigned>(threads_.size());
-  meeting_ = {count};
+  rendezvous_ = {count};
   barriers_ = {};
   accesses_ = 0;
   for (unsigned s = 0; s < simdgroups_.size(); ++s) {
     const unsigned members = std::min(simd_width, count - s * simd_width);
-    simdgroups_[s].meeting = {members};
+    simdgroups_[s].rendezvous = {members};
     simdgroups_[s].runnable = members == 32 ? ~0u : (1u << members) - 1;
     simdgroups_[s].barriers = {};
   }
@@ -145,7 +156,7 @@ void Machine::run_threadgroup() {
     threads_[i].context = stacks[i].start(fiber_main);
     threads_[i].state = State::runnable;
   }
-  // Not a number in any floating-point type.
+  // A NaN in every floating-point type.
   for (const Variable& variable : variables_)
     std::memset(threadgroup_memory_.get() + variable.offset, 0xff, variable.bytes);
 
@@ -158,12 +169,12 @@ void Machine::run_threadgroup() {
     if (chosen == groups) break;
     Simdgroup& simdgroup = simdgroups_[chosen];
     while (simdgroup.runnable != 0) {
-      const unsigned turn = random() % simd_width;
-      const std::uint32_t from_turn = simdgroup.runnable >> turn << turn;
+      const unsigned first_lane = random() % simd_width;
+      const std::uint32_t from_first = simdgroup.runnable >> first_lane << first_lane;
       running_ = chosen * simd_width +
-                 static_cast<unsigned>(std::countr_zero(from_turn != 0 ? from_turn : simdgroup.runnable));
+                 static_cast<unsigned>(std::countr_zero(from_first != 0 ? from_first : simdgroup.runnable));
       stack_ = reinterpret_cast<std::uintptr_t>(stacks[running_].begin());
-      patience_ = std::min(accesses_ + most_accesses_of_thread, most_accesses_of_threadgroup);
+      access_limit_ = std::min(accesses_ + most_accesses_of_thread, most_accesses_of_threadgroup);
       metal_emulator_switch(&scheduler_, threads_[running_].context);
       if (overflowed_) {
         violation_ = title_ + "stack overflow: " + thread_name(running_) + " needs more than " +
@@ -198,17 +209,17 @@ std::string Machine::deadlock() const {
   return text + ".";
 }
 
-// True in the last member to come.
-bool Machine::arrive(Meeting& meeting, const Site& site) {
-  if (meeting.arrived == 0) {
-    meeting.site = site;
-  } else if (!(meeting.site == site)) {
+// Returns true in the last member to arrive.
+bool Machine::arrive(Rendezvous& rendezvous, const Site& site) {
+  if (rendezvous.arrived == 0) {
+    rendezvous.site = site;
+  } else if (!(rendezvous.site == site)) {
     violation("divergence: " + thread_name(running_) + " comes to " + site.text() +
-              " while others of its group wait in " + meeting.site.text() + ".");
+              " while others of its group wait in " + rendezvous.site.text() + ".");
   }
   threads_[running_].waits_at = site;
-  if (++meeting.arrived < meeting.members) return false;
-  meeting.arrived = 0;
+  if (++rendezvous.arrived < rendezvous.members) return false;
+  rendezvous.arrived = 0;
   return true;
 }
 
@@ -221,12 +232,12 @@ void Machine::wait() {
 
 void Machine::wake(Simdgroup& simdgroup) {
   const unsigned first = static_cast<unsigned>(&simdgroup - simdgroups_.data()) * simd_width;
-  for (unsigned i = 0; i < simdgroup.meeting.members; ++i) threads_[first + i].state = State::runnable;
-  simdgroup.runnable = simdgroup.meeting.members == 32 ? ~0u : (1u << simdgroup.meeting.members) - 1;
+  for (unsigned i = 0; i < simdgroup.rendezvous.members; ++i) threads_[first + i].state = State::runnable;
+  simdgroup.runnable = simdgroup.rendezvous.members == 32 ? ~0u : (1u << simdgroup.rendezvous.members) - 1;
 }
 
 void Machine::threadgroup_barrier(unsigned flags, const Site& site) {
-  if (!arrive(meeting_, site)) return wait();
+  if (!arrive(rendezvous_, site)) return wait();
   ++counters_.threadgroup_barriers;
   for (int space : {threadgroup_space, device_space}) {
     if ((flags & space_flag[space]) == 0) continue;
@@ -237,7 +248,7 @@ void Machine::threadgroup_barrier(unsigned flags, const Site& site) {
 }
 
 void Machine::simdgroup_barrier(unsigned flags, const Site& site) {
-  collective(site, {}, [&](Offer*, unsigned) {
+  collective(site, {}, [&](LaneOperands*, unsigned) {
     ++counters_.simdgroup_barriers;
     auto& barriers = simdgroups_[running_ / simd_width].barriers;
     for (int space : {threadgroup_space, device_space}) {
@@ -248,7 +259,7 @@ void Machine::simdgroup_barrier(unsigned flags, const Site& site) {
   });
 }
 
-// The fiber is left where it is and never continued.
+// The fiber stays where it is and never continues.
 void Machine::violation(const std::string& what) {
   violation_ = title_ + what;
   void* abandoned;

@@ -21,8 +21,8 @@ constexpr unsigned most_threads = 1024;
 constexpr std::size_t threadgroup_memory_limit = 32 * 1024;
 constexpr std::size_t threadgroup_address_space = 4 * 1024 * 1024;
 
-// So many accesses, by a thread that waits for nobody meanwhile or by a threadgroup, are taken for a loop without end:
-// seconds and minutes.
+// More accesses, by a thread that does not wait meanwhile (seconds) or by a threadgroup (minutes), count as an endless
+// loop.
 constexpr std::uint64_t most_accesses_of_thread = std::uint64_t{1} << 28;
 constexpr std::uint64_t most_accesses_of_threadgroup = std::uint64_t{1} << 32;
 
@@ -44,7 +44,7 @@ struct Module {
   std::function<std::string(std::uintptr_t)> place;  // an offset from `begin` as "file:line", or ""
 };
 
-// What barrier or collective operation threads meet at; all must come to the same one.
+// The barrier or collective operation at which threads wait; all of them must come to the same one.
 struct Site {
   const char* name;
   const char* file;
@@ -54,12 +54,12 @@ struct Site {
   std::string text() const;
 };
 
-// What a lane brings to a collective operation.
-struct Offer {
+// A lane's part in a collective operation.
+struct LaneOperands {
   const void* in;
   void* out;
-  const void* more;
-  const void* last;
+  const void* second;  // the address of a load or store, or the second factor
+  const void* third;   // the summand
   unsigned argument;
 };
 
@@ -67,33 +67,33 @@ class Machine {
  public:
   Machine(std::string title, std::vector<Region> regions, Module module, std::uint64_t seed);
 
-  // Runs all threadgroups; the result says which rule was broken, if any.
+  // Runs all threadgroups. Returns in words the first rule that was broken, if any.
   std::optional<std::string> run(const Entry& entry, const std::array<std::uint32_t, 3>& grid,
                                  const std::array<std::uint32_t, 3>& threads, std::vector<void*> buffers);
 
   // The machine whose fiber runs now on this OS thread, or null.
   static Machine* current() { return running; }
 
-  // Called from fibers.
-  // One lane's access. `instruction` is where in the shader.
+  // From here on, called from fibers.
+  // One lane's access; `instruction` is its address in the shader.
   void access(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction) {
-    touch(address, bytes, access, static_cast<std::uint32_t>(instruction - module_.begin), Who::lane);
+    check_access(address, bytes, access, static_cast<std::uint32_t>(instruction - module_.begin), AccessScope::lane);
   }
-  // An access of an operation of the library; of a collective one it is by some lane of the SIMD-group.
-  void access(std::uintptr_t address, std::size_t bytes, Access access, const Site& site, Who who) {
-    touch(address, bytes, access, number(site), who);
+  // An access by an operation of the library. In a collective one some lane of the SIMD-group makes it.
+  void access(std::uintptr_t address, std::size_t bytes, Access access, const Site& site, AccessScope scope) {
+    check_access(address, bytes, access, site_number(site), scope);
   }
   void threadgroup_barrier(unsigned flags, const Site& site);
   void simdgroup_barrier(unsigned flags, const Site& site);
   void* threadgroup_variable(int id, const char* name, std::size_t bytes, std::size_t alignment);
-  // `complete` runs once, in the last lane to come, with what each lane of the SIMD-group offers.
+  // `complete` runs once, in the last lane to arrive, with the operands of all lanes of the SIMD-group.
   template <class Complete>
-  void collective(const Site& site, const Offer& offer, Complete complete);
+  void collective(const Site& site, const LaneOperands& operands, Complete complete);
   unsigned lane() const { return running_ % simd_width; }
   const std::array<std::uint8_t, 64>& matrix_layout() const { return matrix_layout_; }
   Counters& counters() { return counters_; }
-  [[noreturn]] void misaligned(std::uintptr_t address, std::size_t alignment, const char* type,
-                               const std::string& where);
+  [[noreturn]] void report_misaligned(std::uintptr_t address, std::size_t alignment, const char* type,
+                                      const std::string& where);
   [[noreturn]] void violation(const std::string& what);
   std::vector<Region>& regions() { return regions_; }
 
@@ -107,16 +107,16 @@ class Machine {
     Arguments arguments;
   };
 
-  struct Meeting {  // of a threadgroup or a SIMD-group
+  struct Rendezvous {  // of a threadgroup or a SIMD-group
     unsigned members = 0, arrived = 0;
     Site site = {};
   };
 
   struct Simdgroup {
-    Meeting meeting;
+    Rendezvous rendezvous;
     std::uint32_t runnable = 0;  // a bit for each lane
     std::array<std::uint16_t, 2> barriers = {};
-    std::array<Offer, simd_width> offers = {};
+    std::array<LaneOperands, simd_width> operands = {};
   };
 
   struct Variable {
@@ -126,8 +126,8 @@ class Machine {
     Shadow shadow;
   };
 
-  // Looked at before every memory access of a shader, hence the fast model: this library is loaded once, by a process
-  // that has room for it.
+  // Every memory access of a shader reads it, hence the fast model. It needs static TLS space, which a process has that
+  // loads this library once.
   static thread_local constinit Machine* running __attribute__((tls_model("initial-exec")));
 
   static void fiber_main();
@@ -135,22 +135,23 @@ class Machine {
   static bool in_stack(std::uintptr_t address, unsigned thread);
   void run_threadgroup();
   std::string deadlock() const;
-  bool arrive(Meeting& meeting, const Site& site);
+  bool arrive(Rendezvous& rendezvous, const Site& site);
   void wait();
   void wake(Simdgroup& simdgroup);
-  void touch(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place, Who who);
-  Stamp stamp(int space, std::uint32_t place, Who who) const;
-  void check(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes, Access access,
-             std::uint32_t place, Who who);
-  [[noreturn]] void endless(std::uint32_t place);
-  [[noreturn]] void outside(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place);
+  void check_access(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place, AccessScope scope);
+  Stamp stamp(int space, std::uint32_t place, AccessScope scope) const;
+  void check_shadow(Shadow& shadow, int space, const std::string& name, std::size_t offset, std::size_t bytes,
+                    Access access, std::uint32_t place, AccessScope scope);
+  [[noreturn]] void report_endless_loop(std::uint32_t place);
+  [[noreturn]] void report_out_of_bounds(std::uintptr_t address, std::size_t bytes, Access access, std::uint32_t place);
   std::string describe(std::uintptr_t address) const;
   std::string thread_name(unsigned thread) const;
   std::string position(const unsigned* position) const;
-  std::uint32_t number(const Site& site);
+  std::uint32_t site_number(const Site& site);
   std::string at(std::uint32_t place) const;
   std::uint32_t random();
   void draw_matrix_layout();
+  void take_apple_matrix_layout();
 
   std::string title_;
   std::vector<Region> regions_;
@@ -166,13 +167,13 @@ class Machine {
   std::uint32_t group_ = 0;  // 1 + the running threadgroup's number
   unsigned running_ = 0;     // the running thread
   std::uintptr_t stack_ = 0;
-  bool overflowed_ = false;     // the running thread's stack
-  std::uint64_t accesses_ = 0;  // of this threadgroup
-  std::uint64_t patience_ = 0;  // the number of accesses at which somebody loops for ever
+  bool overflowed_ = false;         // the running thread's stack
+  std::uint64_t accesses_ = 0;      // of this threadgroup
+  std::uint64_t access_limit_ = 0;  // the number of accesses that counts as an endless loop
   void* scheduler_ = nullptr;
   std::vector<Thread> threads_;
   std::vector<Simdgroup> simdgroups_;
-  Meeting meeting_;
+  Rendezvous rendezvous_;
   std::array<std::uint32_t, 2> barriers_ = {};
   std::vector<Variable> variables_;
   std::size_t variables_end_ = 0;
@@ -181,11 +182,11 @@ class Machine {
 };
 
 template <class Complete>
-void Machine::collective(const Site& site, const Offer& offer, Complete complete) {
+void Machine::collective(const Site& site, const LaneOperands& operands, Complete complete) {
   Simdgroup& simdgroup = simdgroups_[running_ / simd_width];
-  simdgroup.offers[lane()] = offer;
-  if (arrive(simdgroup.meeting, site)) {
-    complete(simdgroup.offers.data(), simdgroup.meeting.members);
+  simdgroup.operands[lane()] = operands;
+  if (arrive(simdgroup.rendezvous, site)) {
+    complete(simdgroup.operands.data(), simdgroup.rendezvous.members);
     wake(simdgroup);
   } else {
     wait();

@@ -1,4 +1,4 @@
-// Elementary functions of a shader: the C library's, counted where hardware has a slow unit for them.
+// A shader's elementary functions are the C library's. Those that hardware computes in a slow unit are counted.
 #include <cmath>
 
 #include "include/runtime.h"

@@ -1,4 +1,4 @@
-// Who last wrote and who last read each byte of a memory, and whether a barrier lies between.
+// Shadow memory: the last write and the last read of each byte, and whether a barrier lies between two accesses.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +13,19 @@ constexpr bool reads(Access access) { return access != Access::write && access !
 constexpr bool writes(Access access) { return access != Access::read && access != Access::atomic_load; }
 constexpr bool atomic(Access access) { return access >= Access::atomic_load; }
 
-// How many threads one stamp stands for. A collective load or store is made by some lane, nobody may know which.
-enum class Who : std::uint16_t { lane, simdgroup, threadgroup, grid };
+// The threads that a stamp stands for. A collective load or store is made by an unknown lane of the SIMD-group.
+enum class AccessScope : std::uint16_t { lane, simdgroup, threadgroup, grid };
 
-// One access: by whom, where in the code, and after how many barriers that order this kind of memory.
+// One access: its thread, its place in the code, and the number of earlier barriers that order this kind of memory.
 struct Stamp {
-  static constexpr std::uint32_t nobody = 0, host = ~0u;
+  static constexpr std::uint32_t none = 0, host = ~0u;
 
-  std::uint32_t group = nobody;     // 1 + the threadgroup's number
+  std::uint32_t group = none;       // 1 + the threadgroup's number
   std::uint32_t place = 0;          // of the instruction in the compiled shader
   std::uint32_t barriers = 0;       // of the threadgroup
   std::uint16_t simd_barriers = 0;  // of the SIMD-group, since the threadgroup's last
   std::uint16_t thread : 10 = 0;
-  Who who : 2 = Who::lane;
+  AccessScope scope : 2 = AccessScope::lane;
   std::uint16_t atomic : 1 = 0;
 };
 
@@ -39,17 +39,17 @@ struct Finding {
 
 class Shadow {
  public:
-  // `element_bytes` (a power of two) is the size of most accesses: smaller ones make the shadow finer when they come.
-  // `private_to_group`: every threadgroup has its own memory, so what others did to it is forgotten.
+  // `element_bytes` (a power of two) is the size of most accesses; smaller ones refine the shadow when they occur.
+  // `private_to_group`: every threadgroup has its own memory, so accesses of other threadgroups do not count.
   Shadow(std::size_t bytes, std::size_t element_bytes, bool private_to_group);
 
-  // All bytes count as written before the launch.
+  // Marks all bytes as written before the launch.
   void initialise();
 
-  // Checks an access that lies inside, and remembers it if it is fine.
-  Finding touch(std::size_t offset, std::size_t bytes, Access access, const Stamp& me);
+  // Checks an access that lies inside, and records it if it is allowed.
+  Finding record(std::size_t offset, std::size_t bytes, Access access, const Stamp& me);
 
-  // The first byte that nobody ever wrote and how many there are; {bytes, 0} if there is none.
+  // The first byte that was never written and the number of them; {bytes, 0} if there is none.
   struct Unwritten {
     std::size_t first, count;
   };
@@ -61,11 +61,11 @@ class Shadow {
   };
 
   void refine(unsigned shift);
-  bool forgotten(const Stamp& earlier, const Stamp& me) const {
-    return earlier.group == Stamp::nobody || (private_to_group_ && earlier.group != me.group);
+  bool expired(const Stamp& earlier, const Stamp& me) const {
+    return earlier.group == Stamp::none || (private_to_group_ && earlier.group != me.group);
   }
   bool ordered(const Stamp& earlier, const Stamp& me) const;
-  Verdict touch(Cell& cell, Access access, const Stamp& me) const;
+  Verdict record(Cell& cell, Access access, const Stamp& me) const;
 
   std::size_t bytes_;
   unsigned shift_;

@@ -1,4 +1,4 @@
-// A shader behind the preprocessor as a list of words, numbers, signs and line markers.
+// The tokens of a preprocessed shader: identifiers, numbers, punctuation and line markers.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ struct Token {
 
 using Tokens = std::vector<Token>;
 
-// Joined again, space and text in turn, the tokens are the source.
+// Concatenated, space and text in turn, the tokens give the source.
 Tokens tokenize(std::string_view source);
 
-// Tokens by their number, and what can be said of them.
+// A source as numbered tokens, with queries about them.
 class Source {
  protected:
   explicit Source(std::string_view preprocessed) : tokens_(tokenize(preprocessed)) {}

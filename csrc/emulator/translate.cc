@@ -17,6 +17,7 @@ class Translator : Kernels {
       : Kernels(preprocessed), checking_(purpose == Purpose::check_address_spaces) {}
 
   std::string run() {
+    read_pragmas();
     read_function_constants();
     for (std::size_t i = 0; i < tokens_.size(); ++i) {
       if (is_attribute(i)) {
@@ -28,6 +29,7 @@ class Translator : Kernels {
       if (text(i) == "threadgroup") threadgroup_declaration(i);
       if (tokens_[i].kind == Token::number && !text(i).empty()) literal(tokens_[i]);
       if (text(i) == "." && !checking_) swizzle(i);
+      if (text(i) == "struct" && !checking_) specialization(i);
       if (checking_) vector_from_parts(i);
       if (checking_) member_of_address_space(i);
       if (text(i) == "is_function_constant_defined" && text(i + 1) == "(") {
@@ -45,18 +47,28 @@ class Translator : Kernels {
   }
 
  private:
-  // `#pragma METAL_EMULATOR function_constant(3) = true`, and then `constant T name [[function_constant(3)]];`.
-  void read_function_constants() {
+  void read_pragmas() {
+    const std::string start = "#pragma METAL_EMULATOR ", constant = "function_constant(";
     for (const Token& token : tokens_) {
-      const std::string start = "#pragma METAL_EMULATOR function_constant(";
-      if (token.kind != Token::marker || token.text.rfind(start, 0) != 0) continue;
-      const std::size_t close = token.text.find(')'), equals = token.text.find('=');
-      if (close == std::string::npos || equals == std::string::npos)
-        throw TranslationError("A function constant is given as: " + start + "0) = true");
-      constants_[token.text.substr(start.size(), close - start.size())] = token.text.substr(equals + 1);
+      if (token.kind != Token::marker || !token.text.starts_with(start)) continue;
+      const std::string setting =
+          token.text.substr(start.size(), token.text.find_last_not_of(" \r") + 1 - start.size());
+      const std::size_t close = setting.find(')'), equals = setting.find('=');
+      if (setting == "matrix_layout(apple)") {
+        apple_matrix_layout_ = true;
+      } else if (setting.starts_with(constant) && close < equals && equals != std::string::npos) {
+        constants_[setting.substr(constant.size(), close - constant.size())] = setting.substr(equals + 1);
+      } else if (setting != "no_address_spaces") {
+        throw TranslationError("The emulator does not know `" + token.text + "`. It knows " + constant +
+                               "0) = true, matrix_layout(apple) and no_address_spaces.");
+      }
     }
+  }
+
+  // `constant T name [[function_constant(3)]];` gets the value that a pragma gives.
+  void read_function_constants() {
     for (std::size_t i = 0; i < tokens_.size(); ++i) {
-      if (!is_attribute(i) || text(i + 2) != "function_constant") continue;
+      if (!is_attribute(i) || text(i + 2) != "function_constant" || tokens_[i + 4].kind != Token::number) continue;
       const std::string number = text(i + 4), name = text(i - 1);
       const std::size_t end = attribute_end(i);
       const auto value = constants_.find(number);
@@ -67,7 +79,7 @@ class Translator : Kernels {
     }
   }
 
-  // A function constant without a value may only be named where the shader also asks whether it has one.
+  // A function constant without a value may be used only if the shader also asks whether it is defined.
   void check_unused(const std::string& name, std::size_t declaration) const {
     bool used = false;
     for (std::size_t i = 0; i < tokens_.size(); ++i) {
@@ -80,7 +92,7 @@ class Translator : Kernels {
                              "#pragma METAL_EMULATOR function_constant(N) = value");
   }
 
-  // `threadgroup float a[8], b;` inside a function: one object for the whole threadgroup. Pointers stay as they are.
+  // `threadgroup float a[8], b;` in a function declares one object for the whole threadgroup. Pointers are unchanged.
   void threadgroup_declaration(std::size_t i) {
     std::size_t before = i;
     while (before > 0 && (tokens_[before - 1].kind == Token::marker || text(before - 1).empty())) --before;
@@ -149,6 +161,41 @@ class Translator : Kernels {
     tokens_[i + 1].text = call + ">()";
   }
 
+  // `template <class T> struct element<device T*> {...};` beside that of `threadgroup T*`: without address spaces the
+  // second repeats the first, so it is removed.
+  void specialization(std::size_t i) {
+    if (text(i + 2) != "<") {
+      specializations_.erase(text(i + 1));  // another template of this name, in another namespace
+      return;
+    }
+    std::size_t body = i + 2;
+    for (int depth = 0; body < tokens_.size() && (depth > 0 || body == i + 2); ++body)
+      depth += text(body) == "<" ? 1 : text(body) == ">" ? -1 : 0;
+    const std::string arguments = without_address_spaces(i + 2, body);
+    while (body < tokens_.size() && text(body) != "{" && text(body) != ";") ++body;
+    if (text(body) != "{") return;
+    const std::size_t end = closing(body);
+    const std::string definition = without_address_spaces(body, end);
+    const auto [before, is_new] = specializations_[text(i + 1)].emplace(arguments, definition);
+    if (is_new) return;
+    if (before->second != definition)
+      throw TranslationError("`" + text(i + 1) +
+                             "` means something else in each address space, and the compiled shader " +
+                             "has only one: " + joined(i, end));
+    while (i > 0 && text(i) != "template") --i;
+    erase(i, end + 1);
+  }
+
+  std::string without_address_spaces(std::size_t begin, std::size_t end) const {
+    std::string out;
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::string& t = text(i);
+      if (tokens_[i].kind == Token::marker || t == "device" || t == "threadgroup" || t == "thread") continue;
+      out += (t == "constant" ? "const" : t) + " ";
+    }
+    return out;
+  }
+
   void address_space(std::size_t i) {
     std::string& t = tokens_[i].text;
     if (checking_ && t == "device") t = "EMULATOR_DEVICE";
@@ -164,7 +211,7 @@ class Translator : Kernels {
     if (checking_ && !is_constexpr) t += " EMULATOR_CONSTANT";
   }
 
-  // float4(a, b, c, d) and `float4 v(a, b, c, d), w(v);`, which clang's own vectors do not understand.
+  // float4(a, b, c, d) and `float4 v(a, b, c, d), w(v);`, which clang's own vectors do not support.
   void vector_from_parts(std::size_t i) {
     static const std::set<std::string> scalars = {"bool", "char", "uchar", "short", "ushort", "int",
                                                   "uint", "long", "ulong", "half",  "bfloat", "float"};
@@ -182,8 +229,8 @@ class Translator : Kernels {
     }
   }
 
-  // Whether `i` is declared from arguments and is no function: those have a parameter's type and name side by side,
-  // nothing between the brackets, or a body behind them.
+  // Whether `i` is a variable initialised in parentheses. A function has a parameter's type and name side by side,
+  // nothing between the parentheses, or a body after them.
   bool is_variable_from_parts(std::size_t i) const {
     if (i >= tokens_.size() || tokens_[i].kind != Token::identifier) return false;
     if (text(i + 1) != "(" || text(i + 2) == ")") return false;
@@ -194,8 +241,8 @@ class Translator : Kernels {
     return true;
   }
 
-  // `float sum(int n) const device {...}`, a member function of structs in device memory, as clang knows it: the object
-  // as a parameter. Calls are looked at, the body is not: it has no word for `this`.
+  // `float sum(int n) const device {...}`, a member function of structs in device memory, becomes one with an explicit
+  // object parameter, so clang checks its calls. The body is dropped, as it may use `this`.
   void member_of_address_space(std::size_t i) {
     static const std::map<std::string, std::string> spaces = {{"device", "EMULATOR_DEVICE"},
                                                               {"threadgroup", "EMULATOR_THREADGROUP"},
@@ -220,6 +267,7 @@ class Translator : Kernels {
   bool checking_;
   std::map<std::string, std::string> constants_;
   std::map<std::string, bool> constants_by_name_;
+  std::map<std::string, std::map<std::string, std::string>> specializations_;  // by name and arguments
   int variables_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// From Metal to C++20: what the C++ headers in include/ cannot give a meaning to is rewritten, token by token.
+// From Metal to C++20: rewrites, token by token, the constructs that the headers in include/ cannot define.
 #pragma once
 
 #include <string>
@@ -11,11 +11,11 @@ namespace emulator {
 // Blanks the inclusion of Metal's own headers, so that a preprocessor leaves nothing but the shader.
 std::string without_metal_headers(std::string_view source);
 
-// For running: includes "metal_stdlib", ends with the table of the shader's kernels, `metal_emulator_entries`.
-// For clang's look at address spaces: includes "address_spaces.h", which keeps them.
+// For running: includes "metal_stdlib" and ends with the table of kernels, `metal_emulator_entries`.
+// For clang's check of address spaces: includes "address_spaces.h", which keeps them.
 enum class Purpose { run, check_address_spaces };
 
-// `preprocessed` is a shader behind the preprocessor, with its line markers. Throws TranslationError.
+// `preprocessed` is the preprocessor's output, with its line markers. Throws TranslationError.
 std::string translate(std::string_view preprocessed, Purpose purpose);
 
 }  // namespace emulator

@@ -2,14 +2,14 @@
 
     python examples/benchmarks/metal_costs.py [--record]
 
-No kernel of these has run on an Apple GPU. Counts are no times; but a kernel that reads what it need not, or computes
-tiles that nobody sees, shows here.
+None of these kernels has run on an Apple GPU, and counts are no times. But they show a kernel that reads more than it
+needs, or that computes tiles without a visible pair.
 
 The ideal, for blocks of R rows that stay and tiles of C rows that stream by (`jflash_metal._blocks`):
 
-- device bytes: what a block owns is read once, and written once; of the other side each tile that somebody of the block
-  sees is read once for each block; a bias [T, S] likewise, and its gradient is written once. A tile of queries is read
-  once more for dK where queries and their outputs' gradients do not fit into threadgroup memory together.
+- device bytes: what a block owns is read once and written once. Each tile of the other side that has a visible pair is
+  read once per block, as is its part of a bias [T, S], whose gradient is written once. A tile of queries is read a
+  second time for dK where Q and dO do not fit into threadgroup memory together.
 - 8x8x8 matrix products: R/8 * C/8 for each such tile, product and 8 features: two products forward, three for dQ, four
   for dK and dV.
 - exponentials: one for each pair of each such tile.
@@ -53,12 +53,12 @@ class Setting:
 
     def __str__(self) -> str:
         """Its line in the table."""
-        sight = "causal" if self.is_causal else f"window {self.window}" if self.window is not None else "full"
+        form = "causal" if self.is_causal else f"window {self.window}" if self.window is not None else "full"
         packed = f" {self.segments} segments" if self.segments > 1 else ""
-        return f"{self.dtype} d{self.head_dim} {sight}{packed}{' bias' if self.bias else ''}"
+        return f"{self.dtype} d{self.head_dim} {form}{packed}{' bias' if self.bias else ''}"
 
     def visible(self) -> np.ndarray:
-        """Which key `[T, S]` a query sees."""
+        """The visible pairs, `[T, S]`."""
         distance = np.arange(self.length) - np.arange(self.length)[:, None]
         seen = np.ones((self.length, self.length), bool)
         if self.is_causal:
@@ -132,7 +132,7 @@ def ideal(setting: Setting, kernel: str) -> tuple[str, int, int, int]:
 
 
 def visible_tiles(seen: np.ndarray, rows: int, columns: int) -> tuple[int, int]:
-    """How many tiles hold a pair that is seen, and how many columns they have together."""
+    """The number of tiles with a visible pair, and of their columns."""
     tiles = seen.reshape(len(seen) // rows, rows, -1, columns).any(axis=(1, 3))
     return int(tiles.sum()), int(tiles.sum()) * columns
 

@@ -1,4 +1,4 @@
-// The backward with atomic adds: each threadgroup has 32 queries, and everybody adds to dK and dV.
+// The backward with atomic adds: each threadgroup has 32 queries, and all of them add to dK and dV.
 //
 //   P = exp(logits - lse);  dS = P * (dO V^T - delta)
 //   dQ += dS K;  dK += dS^T Q;  dV += P^T dO            (FlashAttention-2, arXiv:2307.08691)

@@ -1,9 +1,9 @@
 // V3 (TILE_SIZE 32) and V4 (TILE_SIZE 16), SIMD-group matrices: the hardware multiplies 8x8 matrices.
 //
-// A SIMD-group has 8 queries. Logits and sums are 8x8 matrices in registers, and which lane holds which element nobody
-// says; so the logits go through threadgroup memory for the softmax (four lanes for each row), and a row of sums shrinks
-// by a product with a diagonal matrix. Smaller tiles take less threadgroup memory, so that more threadgroups run at a time,
-// and read keys and values twice as often.
+// A SIMD-group has 8 queries. Logits and sums are 8x8 matrices in registers. Metal does not define which lane holds
+// which element, so the logits go through threadgroup memory for the softmax (four lanes for each row), and a row of
+// sums shrinks by a product with a diagonal matrix. Smaller tiles take less threadgroup memory, so that more
+// threadgroups run at a time, and read keys and values twice as often.
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,5 +1,6 @@
 """`python -m jflash.bench`: attention of jflash and of its peers, timed on whatever machine it runs.
 
-cases.py says what is measured, peers.py who is, clocks.py how one piece of work is, and measure.py takes all in turns.
-What comes out is a record (record.py), shown as a table (report.py) and in pictures (pictures.py).
+cases.py lists the calls and peers.py the libraries (in_jax.py and in_torch.py call them). clocks.py times one piece of
+work, and measure.py takes all of them in turns. The result is a record (record.py), shown as a table (report.py) and in
+pictures (pictures.py).
 """

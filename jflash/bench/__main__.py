@@ -1,4 +1,4 @@
-"""Time attention on this machine, by jflash and by whoever else is here.
+"""Time attention on this machine, by jflash and by the other libraries that are installed.
 
 python -m jflash.bench                                   the table of this machine
 python -m jflash.bench --features --output results       options too; also results/bench.json and pictures

@@ -50,7 +50,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     has_backward: bool = True
-    """Whether anybody differentiates such a call."""
+    """Whether such a call is ever differentiated: decoding is not."""
 
 
 @dataclasses.dataclass(frozen=True)

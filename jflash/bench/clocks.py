@@ -77,7 +77,7 @@ def prepare(function: Callable[..., Any], *arguments: Any) -> Prepared:
 
 
 def _memory(compiled: Any) -> tuple[int | None, int | None]:
-    """Bytes that are temporary, and all that are there at once: XLA allocates what is temporary in one piece."""
+    """Temporary bytes, and all bytes that are held at once: XLA allocates what is temporary in one piece."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None, None
@@ -107,16 +107,16 @@ def kernel_times(compiled: Any, *arguments: Array) -> Callable[[], Sequence[floa
 
 
 def wall_clock(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
-    """Samples of a call that waits for its results, each the mean of so many calls as make about `SAMPLE_MS`.
+    """Samples of a call that waits for its results, each the mean of the calls that fit into `SAMPLE_MS`.
 
-    Of three at least, as memory that one call gave back may cost the next. The call should have been made before, as a
+    At least three, as memory that one call gave back may cost the next. The call should have been made before, as a
     first one may take longer.
     """
     times = max(3, round(SAMPLE_MS / mean_ms(call, 1)))
 
     def sample() -> Sequence[float]:
         time.sleep(REST_S)
-        # After a rest, and after somebody else's work, cores and caches have to warm up.
+        # After a rest, and after another library's work, cores and caches have to warm up.
         call()
         return [mean_ms(call, times)]
 
@@ -142,7 +142,7 @@ def _high_water_mark() -> int | None:
 
 
 def _memory_limit() -> int | None:
-    """The device's memory in bytes, the machine's on a CPU; `None` where nobody says."""
+    """The device's memory in bytes, the machine's on a CPU; `None` where it is not known."""
     if _platform.current().name != "cpu":
         return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):

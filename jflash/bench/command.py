@@ -23,15 +23,15 @@ from jflash.bench.peers import PEERS, Name
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Time attention on this machine, by jflash and by whoever else is here."""
+    """Time attention on this machine, by jflash and by the other libraries that are installed."""
 
     grid: tyro.conf.OmitArgPrefixes[Grid]
     work: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
     """Forward alone, or backward too, whose time is that of both less the forward's."""
     peers: tuple[Name, ...] = tuple(PEERS)
-    """Whom to measure. Those that are not on this machine are listed, with the reason."""
+    """Libraries to measure. Those that are not on this machine are listed, with the reason."""
     rounds: int = 3
-    """How often each is measured, in turns."""
+    """Rounds of measurements; each round measures every piece of work once."""
     output: pathlib.Path | None = None
     """A folder for bench.json and the pictures."""
     tune: bool = False

@@ -1,10 +1,9 @@
-"""Attention in JAX, whosever it is."""
+"""Attention in JAX: jflash's, jax.nn's, and that of other libraries."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from jaxtyping import Array
 
 import jflash
 from jflash._platform import Platform
-from jflash.bench import clocks
+from jflash.bench import clocks, packages
 from jflash.bench.cases import DIFFERENTIATED, Case, Data, Work, options
 
 
@@ -30,13 +29,19 @@ class InJax:
     needs_nvidia: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Itself."""
+        return (self.package,)
+
     def missing(self, platform: Platform) -> str | None:
-        """If it is not installed, or for another platform."""
-        if importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed."
+        """If it is not installed, for another platform, or cannot be imported."""
+        reason = packages.missing(self.package, self.package)
+        if reason is not None:
+            return reason
         if self.needs_nvidia and not clocks.on_nvidia():
             return f"It needs an NVIDIA GPU, and this is {platform}."
-        return None
+        return packages.unimportable(self.package, self.load)
 
     def refuses(self, case: Case, names: Sequence[str]) -> str | None:
         """A dtype or an argument that it does not have."""

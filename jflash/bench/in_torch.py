@@ -1,41 +1,69 @@
-"""Attention in torch."""
+"""Attention in torch: its own function, and others that take its tensors."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
-import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 from jaxtyping import Array
 
 from jflash._platform import Platform
-from jflash.bench import clocks
+from jflash.bench import clocks, packages
 from jflash.bench.cases import DIFFERENTIATED, Case, Data, Work, options
 from jflash.bench.record import Figures
 
+QUEUEING_CYCLES = 20_000_000
+"""Cycles for which the GPU is kept waiting while a sample's calls are queued: ten milliseconds at 2 GHz."""
 
+
+@dataclasses.dataclass(frozen=True)
 class InTorch:
-    """`torch.nn.functional.scaled_dot_product_attention`; on an NVIDIA GPU by CUDA events, else by the wall clock."""
+    """A function of torch tensors; on an NVIDIA GPU timed by CUDA events, else by the wall clock."""
 
-    package = "torch"
-    ARGUMENTS: ClassVar[dict[str, str]] = {"is_causal": "is_causal", "bias": "attn_mask", "mask": "attn_mask"}
-    """What it calls those options that it has."""
+    package: str
+    """As it is named where it is published."""
+    module: str
+    """As it is named in Python."""
+    load: Callable[[], Callable[..., Any]]
+    """Gives the function, which returns the output alone; called only if the package is here."""
+    arguments: Mapping[str, str]
+    """What it calls those arguments of `jflash.attention` that it has."""
+    heads_first: bool = False
+    """Whether its layout is [batch, heads, tokens, head dimension] instead of jax.nn's."""
+    for_grouped_heads: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """What it has to be told if there are fewer key heads than query heads."""
+    needs_nvidia: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Itself, and torch."""
+        return self.package, "torch"
 
     def missing(self, platform: Platform) -> str | None:
-        """If it is not installed, or does not see JAX's device."""
-        if importlib.util.find_spec(self.package) is None:
-            return "torch is not installed."
-        if platform.name == "cpu" or (clocks.on_nvidia() and self._torch.cuda.is_available()):
+        """If it is not installed, cannot be imported, or does not see JAX's device."""
+        for package, module in (("torch", "torch"), (self.package, self.module)):
+            reason = packages.missing(package, module)
+            if reason is not None:
+                return reason
+        if self.needs_nvidia and not clocks.on_nvidia():
+            return f"It needs an NVIDIA GPU, and this is {platform}."
+        reason = packages.unimportable(self.package, self.load)
+        if reason is not None:
+            return reason
+        if platform.name == "cpu" or (clocks.on_nvidia() and _torch().cuda.is_available()):
             return None
         return f"This torch has no device for {platform}."
 
     def refuses(self, case: Case, names: Sequence[str]) -> str | None:
-        """An option that it does not have."""
-        unknown = [name for name in names if name not in (*self.ARGUMENTS, "query", "key", "value")]
+        """A dtype or an argument that it does not have."""
+        if case.dtype not in self.dtypes:
+            return f"It takes {' and '.join(self.dtypes)}, not {case.dtype}."
+        unknown = [name for name in names if name not in self.arguments]
         return f"It has no argument {', '.join(unknown)}." if unknown else None
 
     def serving(self, case: Case, data: Data) -> str | None:
@@ -43,62 +71,104 @@ class InTorch:
         return None
 
     def prepare(self, case: Case, work: Work, data: Data) -> clocks.Prepared:
-        """In its own layout, [batch, heads, tokens, head dimension]."""
-        torch = self._torch
+        """Called once, with JAX's own arrays as tensors."""
+        torch = _torch()
         torch.set_num_threads(os.cpu_count() or 1)
-        tensors = {
-            name: self._tensor(array if name in self.ARGUMENTS else array.swapaxes(1, 2))
-            for name, array in data.arguments.items()
-        }
-        cotangent = self._tensor(data.cotangent.swapaxes(1, 2))
-        given = {self.ARGUMENTS.get(name, name): value for name, value in {**tensors, **options(case)}.items()}
-        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **given)
+        tensors = {name: self._tensor(name, array) for name, array in data.arguments.items()}
+        cotangent = self._tensor("cotangent", data.cotangent)
+        given = {self.arguments[name]: value for name, value in {**tensors, **options(case)}.items()}
         if case.heads != case.key_heads:
-            attend = functools.partial(attend, enable_gqa=True)
+            given |= self.for_grouped_heads
+        attend = functools.partial(self.load(), **given)
         arguments = sum(tensor.nbytes for tensor in tensors.values())
         if work == "fwd":
-            return self._prepared(attend, arguments)
+            return _prepared(attend, arguments)
         variable = [tensor.requires_grad_() for name, tensor in tensors.items() if name in DIFFERENTIATED]
 
         def both() -> object:
             out = attend()
             return out, torch.autograd.grad(out, variable, cotangent)
 
-        return self._prepared(both, arguments + cotangent.nbytes)
+        return _prepared(both, arguments + cotangent.nbytes)
 
-    @property
-    def _torch(self) -> Any:
-        return importlib.import_module("torch")
+    def _tensor(self, name: str, array: Array) -> Any:
+        by_token = name in ("query", "key", "value", "cotangent")
+        return _torch().from_dlpack(array.swapaxes(1, 2) if self.heads_first and by_token else array)
 
-    def _tensor(self, array: Array) -> Any:
-        # NumPy's bfloat16 is none of torch's.
-        plain = np.array(array, None if array.dtype == bool else np.float32)
-        tensor = self._torch.from_numpy(plain).to("cuda" if clocks.on_nvidia() else "cpu")
-        return tensor if array.dtype == bool else tensor.to(getattr(self._torch, str(array.dtype)))
 
-    def _prepared(self, call: Callable[[], Any], arguments: int) -> clocks.Prepared:
-        """`arguments` is how many bytes they have."""
-        if not clocks.on_nvidia():
+def dot_product_attention() -> InTorch:
+    """`torch.nn.functional.scaled_dot_product_attention`."""
+    return InTorch(
+        package="torch",
+        module="torch",
+        load=lambda: _torch().nn.functional.scaled_dot_product_attention,
+        arguments=dict(
+            query="query", key="key", value="value", is_causal="is_causal", bias="attn_mask", mask="attn_mask"
+        ),
+        heads_first=True,
+        for_grouped_heads={"enable_gqa": True},
+    )
+
+
+def flash_attention_4() -> InTorch:
+    """FlashAttention-4, which is written in CuTe's Python and compiles its kernels when they are first called.
+
+    Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py.
+    """
+
+    def load() -> Callable[..., Any]:
+        function = importlib.import_module("flash_attn.cute").flash_attn_func
+        # It returns the log-sum-exp too.
+        return lambda **arguments: function(**arguments)[0]
+
+    return InTorch(
+        package="flash-attn-4",
+        module="flash_attn.cute",
+        load=load,
+        arguments=dict(
+            query="q",
+            key="k",
+            value="v",
+            is_causal="causal",
+            local_window_size="window_size",
+            logits_soft_cap="softcap",
+            sinks="learnable_sink",
+        ),
+        needs_nvidia=True,
+        dtypes=("bfloat16", "float16"),
+    )
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def _prepared(call: Callable[[], Any], arguments: int) -> clocks.Prepared:
+    """`arguments` is the number of their bytes."""
+    if not clocks.on_nvidia():
+        call()
+        return clocks.Prepared(clocks.wall_clock(call), Figures())
+    cuda = _torch().cuda
+    # The first call may compile, and a compiler allocates what it likes.
+    call()
+    cuda.synchronize()
+    cuda.reset_peak_memory_stats()
+    before = cuda.memory_allocated()
+    results = call()
+    cuda.synchronize()
+    kept, most = cuda.memory_allocated() - before, cuda.max_memory_allocated() - before
+    del results
+
+    def sample() -> Sequence[float]:
+        runs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(clocks.ITERATIONS)]
+        # All calls are queued before the first one begins. A GPU that waited for Python would have its waiting timed.
+        cuda._sleep(QUEUEING_CYCLES)
+        for start, stop in runs:
+            start.record()
             call()
-            return clocks.Prepared(clocks.wall_clock(call), Figures())
-        cuda = self._torch.cuda
-        cuda.reset_peak_memory_stats()
-        before = cuda.memory_allocated()
-        results = call()
+            stop.record()
         cuda.synchronize()
-        kept, most = cuda.memory_allocated() - before, cuda.max_memory_allocated() - before
-        del results
+        return [start.elapsed_time(stop) for start, stop in runs]
 
-        def sample() -> Sequence[float]:
-            times: list[float] = []
-            for _ in range(clocks.ITERATIONS):
-                start, stop = (cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call()
-                stop.record()
-                stop.synchronize()
-                times.append(start.elapsed_time(stop))
-            return times
-
-        memory = Figures(temporary_mib=(most - kept) / clocks.MIB, peak_mib=(most + arguments) / clocks.MIB)
-        return clocks.Prepared(sample, memory)
+    memory = Figures(temporary_mib=(most - kept) / clocks.MIB, peak_mib=(most + arguments) / clocks.MIB)
+    return clocks.Prepared(sample, memory)

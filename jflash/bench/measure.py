@@ -106,7 +106,7 @@ def _turn(case: Case, peer: Name, work: Work, arrays: Data) -> _Turn:
 
 
 def _attempt[T](function: Callable[[], T]) -> T | str:
-    """What a function of somebody else's gives, or the first line of what it raises."""
+    """What a peer's function returns, or the first line of what it raises."""
     try:
         return function()
     except Exception as error:  # It is theirs to choose, and is recorded, as what they cannot do is a result too.

@@ -1,4 +1,4 @@
-"""Who is measured."""
+"""The libraries that are measured."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import jax
 import jflash
 from jflash import _versions
 from jflash._platform import Platform
+from jflash.bench import in_torch
 from jflash.bench.cases import Case, Data, Work
 from jflash.bench.clocks import Prepared
 from jflash.bench.in_jax import InJax
-from jflash.bench.in_torch import InTorch
 
-Name = Literal["jflash", "jax.nn", "cuDNN", "tokamax", "torch"]
+Name = Literal["jflash", "jax.nn", "cuDNN", "tokamax", "torch", "FlashAttention-4"]
 
 
 class Peer(Protocol):
     """An implementation of attention."""
 
     @property
-    def package(self) -> str:
-        """Whose version is recorded."""
+    def packages(self) -> tuple[str, ...]:
+        """Whose versions are recorded."""
         ...
 
     def missing(self, platform: Platform) -> str | None:
@@ -53,14 +53,17 @@ PEERS: dict[Name, Peer] = {
     "jax.nn": InJax("jax", lambda: jax.nn.dot_product_attention, "xla"),
     "cuDNN": InJax("jax", lambda: jax.nn.dot_product_attention, "cudnn", True, ("bfloat16", "float16")),
     "tokamax": InJax("tokamax", _tokamax),
-    "torch": InTorch(),
+    "torch": in_torch.dot_product_attention(),
+    "FlashAttention-4": in_torch.flash_attention_4(),
 }
 """By the names under which they are shown; cuDNN's is its attention by way of jax.nn."""
 
 
 def versions(peers: Sequence[Name]) -> dict[str, str]:
     """Of jflash, JAX and the packages of these peers."""
-    packages = dict.fromkeys(["jflash", "jax", "jaxlib", *(PEERS[name].package for name in peers)])
+    packages = dict.fromkeys(
+        ["jflash", "jax", "jaxlib", *(package for name in peers for package in PEERS[name].packages)]
+    )
     return {name: version(name) for name in packages}
 
 

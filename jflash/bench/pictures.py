@@ -12,7 +12,14 @@ from matplotlib.figure import Figure
 from jflash.bench.record import Record, Row
 from jflash.bench.report import notes, rate_unit, shape
 
-COLOURS = {"jflash": "#d9480f", "jax.nn": "#868e96", "cuDNN": "#2b8a3e", "tokamax": "#1971c2", "torch": "#6741d9"}
+COLOURS = {
+    "jflash": "#d9480f",
+    "jax.nn": "#868e96",
+    "cuDNN": "#2b8a3e",
+    "tokamax": "#1971c2",
+    "torch": "#6741d9",
+    "FlashAttention-4": "#e8a200",
+}
 TITLES = {"fwd": "forward", "bwd": "backward"}
 BARS = 0.8
 """The part of the place of a length, or of an option, that its bars take."""

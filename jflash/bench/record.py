@@ -46,7 +46,7 @@ class Figures:
     device_peak_mib: float | None = None
     """The device's own high-water mark, everything else that was on it included; known where this work raised it."""
     refusal: str | None = None
-    """Why it was not done, in the words of whoever refused."""
+    """Why it was not done, in the words of the peer that refused."""
 
 
 @dataclasses.dataclass(frozen=True)

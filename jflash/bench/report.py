@@ -52,7 +52,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def caption(record: Record) -> Iterator[str]:
-    """What one must know to read the figures: where, how, who is missing, who refused what."""
+    """What a reader of the figures needs: the machine, the clock, the missing peers, the refusals."""
     yield str(record.about)
     if record.product is not None:
         product = record.product

@@ -1,4 +1,4 @@
-// What the backward's kernels share: the gradient of one pair, and two products for each tile.
+// What the backward's kernels share: dS of one query and one key.
 //
 //   delta = rowsum(dO * O) - dlse
 //   P  = exp(S - lse)
@@ -6,9 +6,9 @@
 //   dS = P * (dP - delta), taken back through bias, soft cap and scale
 //   dV += P^T dO;  dK += dS^T Q;  dQ += dS K
 //
-// FlashAttention-2, arXiv:2307.08691, section 3.1.2. Every kernel owns what it writes, so nothing is added atomically and
-// the same call gives the same bits: dQ, and all sums over keys, belong to blocks of queries (d_query.h), dK, dV and sums
-// over queries to blocks of keys (d_key_value.h), and a bias [T, S] that heads or batch entries share to d_bias.h.
+// FlashAttention-2, arXiv:2307.08691, section 3.1.2. Every kernel owns what it writes, so it needs no atomics, and the
+// same call gives the same bits. Blocks of queries own dQ and all sums over keys (d_query.h), blocks of keys own dK, dV
+// and all sums over queries (d_key_value.h). A bias [T, S] that is shared has a kernel of its own (d_bias.h).
 #pragma once
 
 #include "scores.h"
@@ -29,67 +29,67 @@ inline Residuals residuals_of(
     int batch,
     int head_index) {
   return Residuals{
-      d_out + batch * parameters.out.batch + long(head_index) * parameters.out.head, lse + head.rows, delta + head.rows};
+      d_out + batch * parameters.out.batch + long(head_index) * parameters.out.head, lse + head.rows,
+      delta + head.rows};
 }
 
-/// A block of one side stays, tiles of the other stream by. `_heads` holds what the logits are the product of, queries or
-/// keys, `_values` what dP is the product of, their output's gradients or values.
+/// A block of one side stays while tiles of the other side stream by. `_qk` is the operand of S, queries or keys;
+/// `_vdo` is the operand of dP, values or gradients of the output.
 struct BackwardMemory {
-  threadgroup Scalar* own_heads;
-  threadgroup Scalar* own_values;
-  threadgroup Scalar* stream_heads;
-  /// The same place as `stream_heads` where both do not fit.
-  threadgroup Scalar* stream_values;
-  threadgroup float* products;
-  threadgroup float* d_weights;
-  threadgroup Facts* own_facts;
-  threadgroup Facts* stream_facts;
+  threadgroup Scalar* block_qk;
+  threadgroup Scalar* block_vdo;
+  threadgroup Scalar* tile_qk;
+  /// Shares memory with `tile_qk` where both do not fit.
+  threadgroup Scalar* tile_vdo;
+  threadgroup float* s;
+  threadgroup float* dp;
+  threadgroup RowMetadata* block_metadata;
+  threadgroup RowMetadata* tile_metadata;
 };
 
-/// Log-sum-exp and delta of queries first, first + 1, ...
+/// Loads the log-sum-exp and delta of COUNT queries from `first` on.
 template <int COUNT>
-void stage_residuals(
-    threadgroup Facts* facts, thread const Residuals& residuals, int first, int queries, uint thread_index) {
+void load_row_statistics(
+    threadgroup RowMetadata* metadata, thread const Residuals& residuals, int first, int queries, uint thread_index) {
   for (int index = int(thread_index); index < COUNT; index += THREADS) {
     float lse = -INFINITY, delta = 0.0f;
     if (first + index < queries) {
       lse = residuals.lse[first + index];
       delta = residuals.delta[first + index];
     }
-    // A query that sees no key: exp(S - inf) = 0 makes everything of it zero.
-    facts[index].lse = lse == -INFINITY ? INFINITY : lse;
-    facts[index].delta = delta;
+    // For a query that sees no key, exp(S - inf) = 0 makes all gradients zero.
+    metadata[index].lse = lse == -INFINITY ? INFINITY : lse;
+    metadata[index].delta = delta;
   }
 }
 
-/// What one query and one key give.
-struct Pair {
-  /// P.
-  float weight;
-  /// The gradient of the logit, and of the product times the scale.
+/// For one query and one key.
+struct ScoreGradient {
+  float p;
+  /// The gradients of the logit and of the scaled product.
   float d_logit;
   float d_scaled;
 };
 
-inline Pair pair_of(
+inline ScoreGradient score_gradient(
     float product,
-    float d_weight,
+    float dp,
     thread const Head& head,
     constant Parameters& parameters,
     int query,
     int key,
-    threadgroup const Facts& query_facts,
-    threadgroup const Facts& key_facts,
-    bool all_seen) {
-  Pair pair = {0.0f, 0.0f, 0.0f};
-  if (all_seen || seen(head, parameters, query, key, query_facts, key_facts)) {
-    Logit logit = logit_of(product, head, parameters, query, key, query_facts, key_facts);
-    pair.weight = exp_of(logit.value, query_facts.lse);
-    // What a key that has no weight holds takes no part, be it infinite.
-    if (pair.weight != 0.0f) {
-      pair.d_logit = pair.weight * (d_weight - query_facts.delta);
-      pair.d_scaled = pair.d_logit * logit.slope;
+    threadgroup const RowMetadata& query_metadata,
+    threadgroup const RowMetadata& key_metadata,
+    bool is_full) {
+  ScoreGradient gradient = {0.0f, 0.0f, 0.0f};
+  if (is_full || visible(head, parameters, query, key, query_metadata, key_metadata)) {
+    Logit logit = logit_of(product, head, parameters, query, key, query_metadata, key_metadata);
+    gradient.p = exp_of(logit.value, query_metadata.lse);
+    // Where P is 0, an infinite dP must not make a NaN.
+    if (gradient.p != 0.0f) {
+      gradient.d_logit = gradient.p * (dp - query_metadata.delta);
+      gradient.d_scaled = gradient.d_logit * logit.slope;
     }
   }
-  return pair;
+  return gradient;
 }

@@ -1,4 +1,4 @@
-// Backward of a block of keys of one key head: dK and dV, and what else is a sum over queries.
+// Backward of a block of keys of one key head: dK, dV and the other sums over queries.
 //
 //   dK, dV = 0
 //   for each query head that has this key head:
@@ -6,12 +6,12 @@
 //       S^T = logits of K Q^T;  dP^T = V dO^T
 //       dS^T as in backward.h
 //       dV += P^T dO;  dK += dS^T Q
-//     sums over queries: of a bias [.., 1, S]
+//     the gradient of a bias [.., 1, S] is the sum of dS over queries
 #pragma once
 
 #include "backward.h"
 
-/// Results of one key head.
+/// Gradients of one key head.
 struct KeyGradients {
   device Scalar* d_key;
   device Scalar* d_value;
@@ -19,41 +19,41 @@ struct KeyGradients {
   device float* d_bias_columns;
 };
 
-/// Turns a tile's products into P^T and dS^T; the sum of this thread's gradients of its key's logits.
+/// Turns a tile's S^T and dP^T into P^T and dS^T. Returns the sum of this thread's dS, all of one key.
 inline float differentiate_transposed_tile(
     thread const BackwardMemory& memory,
-    threadgroup Scalar* weights,
-    threadgroup Scalar* d_scores,
+    threadgroup Scalar* p,
+    threadgroup Scalar* ds,
     thread const Head& head,
     constant Parameters& parameters,
     int first_query,
     int first_key,
-    bool all_seen,
+    bool is_full,
     uint thread_index) {
-  typedef Deal<D_KEY_VALUE_ROWS, D_KEY_VALUE_COLUMNS> Mine;
-  Mine mine(thread_index);
+  typedef LaneMap<D_KEY_VALUE_ROWS, D_KEY_VALUE_COLUMNS> Lanes;
+  Lanes lanes(thread_index);
   float sum = 0.0f;
-  for (int element = 0; element < Mine::COUNT; ++element) {
-    int column = mine.column(element);
+  for (int element = 0; element < Lanes::ELEMENTS; ++element) {
+    int column = lanes.column(element);
     if (column < D_KEY_VALUE_COLUMNS) {
-      int index = mine.row * product_stride(D_KEY_VALUE_COLUMNS) + column;
-      Pair pair = pair_of(
-          memory.products[index], memory.d_weights[index], head, parameters, first_query + column, first_key + mine.row,
-          memory.stream_facts[column], memory.own_facts[mine.row], all_seen);
-      int to = mine.row * row_stride(D_KEY_VALUE_COLUMNS) + column;
-      weights[to] = Scalar(pair.weight);
-      d_scores[to] = Scalar(pair.d_scaled * head.scale);
-      sum += pair.d_logit;
+      int index = lanes.row * score_stride(D_KEY_VALUE_COLUMNS) + column;
+      ScoreGradient gradient = score_gradient(
+          memory.s[index], memory.dp[index], head, parameters, first_query + column, first_key + lanes.row,
+          memory.tile_metadata[column], memory.block_metadata[lanes.row], is_full);
+      int to = lanes.row * row_stride(D_KEY_VALUE_COLUMNS) + column;
+      p[to] = Scalar(gradient.p);
+      ds[to] = Scalar(gradient.d_scaled * head.scale);
+      sum += gradient.d_logit;
     }
   }
   return sum;
 }
 
-/// `d_out`, `lse` and `delta` are the whole call's.
+/// `d_out`, `lse` and `delta` belong to the whole call.
 inline void d_key_value_block(
     thread const BackwardMemory& memory,
-    threadgroup Scalar* weights,
-    threadgroup Scalar* d_scores,
+    threadgroup Scalar* p,
+    threadgroup Scalar* ds,
     threadgroup float* scratch,
     thread const Operands& operands,
     device const Scalar* d_out,
@@ -66,78 +66,79 @@ inline void d_key_value_block(
     int first_key,
     Worker worker) {
   constexpr int ROWS = D_KEY_VALUE_ROWS, COLUMNS = D_KEY_VALUE_COLUMNS, SHARE = share_of(ROWS);
-  typedef Deal<ROWS, COLUMNS> Mine;
-  Mine mine(worker.index);
+  typedef LaneMap<ROWS, COLUMNS> Lanes;
+  Lanes lanes(worker.index);
   int first_head = key_head * parameters.group;
   Head shared = head_of(operands, parameters, batch, first_head);
   int valid_rows = shared.key_limit - first_key;
-  stage<ROWS, HEAD_DIM>(
-      memory.own_heads, shared.key + first_key * long(parameters.key.row), parameters.key.row, valid_rows,
+  load_tile<ROWS, HEAD_DIM>(
+      memory.block_qk, shared.key + first_key * long(parameters.key.row), parameters.key.row, valid_rows,
       worker.index);
-  stage<ROWS, VALUE_DIM>(
-      memory.own_values, shared.value + first_key * long(parameters.value.row), parameters.value.row, valid_rows,
+  load_tile<ROWS, VALUE_DIM>(
+      memory.block_vdo, shared.value + first_key * long(parameters.value.row), parameters.value.row, valid_rows,
       worker.index);
-  Range range = {0, 0};
+  SegmentRange segments = {0, 0};
   if (HAS_SEGMENTS) {
-    range = range_of<ROWS>(shared.key_ranges, first_key, parameters.keys, worker.lane);
+    segments = segment_range<ROWS>(shared.key_segment_ranges, first_key, parameters.keys, worker.lane);
   }
-  Span span = queries_of(shared, parameters, first_key, ROWS);
+  TileRange range = visible_queries(shared, parameters, first_key, ROWS);
 
-  Sums<ROWS, HEAD_DIM> d_keys;
-  Sums<ROWS, VALUE_DIM> d_values;
-  d_keys.clear();
-  d_values.clear();
+  Accumulator<ROWS, HEAD_DIM> acc_dk;
+  Accumulator<ROWS, VALUE_DIM> acc_dv;
+  acc_dk.clear();
+  acc_dv.clear();
   for (int head_index = first_head; head_index < first_head + parameters.group; ++head_index) {
     Head head = head_of(operands, parameters, batch, head_index);
     Residuals residuals = residuals_of(d_out, lse, delta, head, parameters, batch, head_index);
-    stage_key_facts<ROWS>(memory.own_facts, head, parameters, first_key, worker.index);
+    load_key_metadata<ROWS>(memory.block_metadata, head, parameters, first_key, worker.index);
     float bias_sum = 0.0f;
-    for (int first_query = span.start; first_query < span.stop; first_query += COLUMNS) {
-      Sight sight = sight_of<COLUMNS>(span, first_query, range, head.query_ranges, parameters.queries, worker.lane);
-      if (sight == Sight::NONE) {
+    for (int first_query = range.start; first_query < range.stop; first_query += COLUMNS) {
+      TileCoverage coverage = tile_coverage<COLUMNS>(
+          range, first_query, segments, head.query_segment_ranges, parameters.queries, worker.lane);
+      if (coverage == TileCoverage::NONE) {
         continue;
       }
       int valid = head.query_limit - first_query;
       device const Scalar* queries = head.query + first_query * long(parameters.query.row);
       device const Scalar* d_outs = residuals.d_out + first_query * long(parameters.out.row);
-      stage<COLUMNS, HEAD_DIM>(memory.stream_heads, queries, parameters.query.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, parameters.query.row, valid, worker.index);
       if (D_KEY_VALUE_STREAMS == 2) {
-        stage<COLUMNS, VALUE_DIM>(memory.stream_values, d_outs, parameters.out.row, valid, worker.index);
+        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, parameters.out.row, valid, worker.index);
       }
-      stage_query_facts<COLUMNS>(memory.stream_facts, head, parameters, first_query, worker.index);
-      stage_residuals<COLUMNS>(memory.stream_facts, residuals, first_query, parameters.queries, worker.index);
+      load_query_metadata<COLUMNS>(memory.tile_metadata, head, parameters, first_query, worker.index);
+      load_row_statistics<COLUMNS>(memory.tile_metadata, residuals, first_query, parameters.queries, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.products, memory.own_heads, memory.stream_heads, worker);
+      multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);
       if (D_KEY_VALUE_STREAMS == 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        stage<COLUMNS, VALUE_DIM>(memory.stream_values, d_outs, parameters.out.row, valid, worker.index);
+        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, parameters.out.row, valid, worker.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.d_weights, memory.own_values, memory.stream_values, worker);
+      multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       bias_sum += differentiate_transposed_tile(
-          memory, weights, d_scores, head, parameters, first_query, first_key, sight == Sight::ALL, worker.index);
+          memory, p, ds, head, parameters, first_query, first_key, coverage == TileCoverage::FULL, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      multiply_add<COLUMNS>(d_values, weights, memory.stream_values, worker);
+      multiply_add<COLUMNS>(acc_dv, p, memory.tile_vdo, worker);
       if (D_KEY_VALUE_STREAMS == 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        stage<COLUMNS, HEAD_DIM>(memory.stream_heads, queries, parameters.query.row, valid, worker.index);
+        load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, parameters.query.row, valid, worker.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      multiply_add<COLUMNS>(d_keys, d_scores, memory.stream_heads, worker);
+      multiply_add<COLUMNS>(acc_dk, ds, memory.tile_qk, worker);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (WANT_BIAS_COLUMNS) {
-      float sum = sum_of_row<Mine::LANES>(bias_sum);
-      if (mine.first_column == 0 && first_key + mine.row < parameters.keys) {
-        gradients.d_bias_columns[(long(batch) * parameters.heads + head_index) * parameters.keys + first_key + mine.row] =
-            sum;
+      float sum = reduce_sum<Lanes::PER_ROW>(bias_sum);
+      if (lanes.first_column == 0 && first_key + lanes.row < parameters.keys) {
+        long row = long(batch) * parameters.heads + head_index;
+        gradients.d_bias_columns[row * parameters.keys + first_key + lanes.row] = sum;
       }
     }
   }
   int rows = parameters.keys - first_key;
   write_rows(
-      gradients.d_key + first_key * long(parameters.key.row), parameters.key.row, rows, d_keys, scratch, worker);
+      gradients.d_key + first_key * long(parameters.key.row), parameters.key.row, rows, acc_dk, scratch, worker);
   write_rows(
-      gradients.d_value + first_key * long(parameters.value.row), parameters.value.row, rows, d_values, scratch, worker);
+      gradients.d_value + first_key * long(parameters.value.row), parameters.value.row, rows, acc_dv, scratch, worker);
 }

@@ -1,35 +1,35 @@
-// Backward of a block of queries of one head: dQ, and what else is a sum over keys.
+// Backward of a block of queries of one head: dQ and the other sums over keys.
 //
 //   dQ = 0
 //   for each tile of keys that the block can see:
 //     S = logits of Q K^T;  dP = dO V^T
 //     dS as in backward.h
 //     dQ += dS K
-//     the bias's gradient, where it has the shape [B, N, T, S], is dS
-//     rows' sums: of a bias [.., T, 1], of ALiBi's slope, of the scale
+//     the gradient of a bias [B, N, T, S] is dS
+//     the gradients of a bias [.., T, 1], of the ALiBi slope and of the scale are sums over rows
 #pragma once
 
 #include "backward.h"
 
-/// Results of one head beside dQ; those that nobody asked for are not touched.
+/// Gradients of one head; those that are not wanted stay null.
 struct QueryGradients {
   device Scalar* d_query;
   /// [T, S].
   device BiasScalar* d_bias;
-  /// [T] each, to be summed.
+  /// [T] each, one sum for each row.
   device float* d_bias_rows;
   device float* d_slope_rows;
   device float* d_scale_rows;
 };
 
-/// This thread's part of a row's sums.
+/// This thread's share of the sums over one row.
 struct RowSums {
   float bias;
   float slope;
   float scale;
 };
 
-/// The keys of a block that no tile shows have no gradient.
+/// Zeros for keys that the block does not see.
 inline void clear_bias(device BiasScalar* d_bias, int rows, int first_key, int stop_key, int keys, uint thread_index) {
   int count = stop_key - first_key;
   for (int index = int(thread_index); index < rows * count; index += THREADS) {
@@ -37,38 +37,38 @@ inline void clear_bias(device BiasScalar* d_bias, int rows, int first_key, int s
   }
 }
 
-/// Turns a tile's products into dS, and adds up what its rows give.
+/// Turns a tile's S and dP into dS, and adds to the sums over rows.
 inline void differentiate_tile(
     thread RowSums& sums,
     thread const BackwardMemory& memory,
-    threadgroup Scalar* d_scores,
+    threadgroup Scalar* ds,
     thread const Head& head,
     constant Parameters& parameters,
     thread const QueryGradients& gradients,
     int first_query,
     int first_key,
-    bool all_seen,
+    bool is_full,
     uint thread_index) {
-  typedef Deal<D_QUERY_ROWS, D_QUERY_COLUMNS> Mine;
-  Mine mine(thread_index);
-  int query = first_query + mine.row;
-  for (int element = 0; element < Mine::COUNT; ++element) {
-    int column = mine.column(element), key = first_key + column;
+  typedef LaneMap<D_QUERY_ROWS, D_QUERY_COLUMNS> Lanes;
+  Lanes lanes(thread_index);
+  int query = first_query + lanes.row;
+  for (int element = 0; element < Lanes::ELEMENTS; ++element) {
+    int column = lanes.column(element), key = first_key + column;
     if (column < D_QUERY_COLUMNS) {
-      int index = mine.row * product_stride(D_QUERY_COLUMNS) + column;
-      float product = memory.products[index];
-      Pair pair = pair_of(
-          product, memory.d_weights[index], head, parameters, query, key, memory.own_facts[mine.row],
-          memory.stream_facts[column], all_seen);
-      d_scores[mine.row * row_stride(D_QUERY_COLUMNS) + column] = Scalar(pair.d_scaled * head.scale);
+      int index = lanes.row * score_stride(D_QUERY_COLUMNS) + column;
+      float product = memory.s[index];
+      ScoreGradient gradient = score_gradient(
+          product, memory.dp[index], head, parameters, query, key, memory.block_metadata[lanes.row],
+          memory.tile_metadata[column], is_full);
+      ds[lanes.row * row_stride(D_QUERY_COLUMNS) + column] = Scalar(gradient.d_scaled * head.scale);
       if (WANT_BIAS_PAIRS && query < parameters.queries && key < parameters.keys) {
-        gradients.d_bias[long(query) * parameters.keys + key] = BiasScalar(pair.d_logit);
+        gradients.d_bias[long(query) * parameters.keys + key] = BiasScalar(gradient.d_logit);
       }
-      sums.bias += pair.d_logit;
+      sums.bias += gradient.d_logit;
       if (HAS_ALIBI) {
-        sums.slope -= pair.d_logit * float(abs(key - (query + head.offset)));
+        sums.slope -= gradient.d_logit * float(abs(key - (query + head.offset)));
       }
-      sums.scale += pair.d_scaled == 0.0f ? 0.0f : pair.d_scaled * product;
+      sums.scale += gradient.d_scaled == 0.0f ? 0.0f : gradient.d_scaled * product;
     }
   }
 }
@@ -79,24 +79,24 @@ inline void write_row_sums(
     thread const QueryGradients& gradients,
     int first_query,
     uint thread_index) {
-  typedef Deal<D_QUERY_ROWS, D_QUERY_COLUMNS> Mine;
-  Mine mine(thread_index);
-  int query = first_query + mine.row;
-  bool is_writer = mine.first_column == 0 && query < parameters.queries;
+  typedef LaneMap<D_QUERY_ROWS, D_QUERY_COLUMNS> Lanes;
+  Lanes lanes(thread_index);
+  int query = first_query + lanes.row;
+  bool is_writer = lanes.first_column == 0 && query < parameters.queries;
   if (WANT_BIAS_ROWS) {
-    float sum = sum_of_row<Mine::LANES>(sums.bias);
+    float sum = reduce_sum<Lanes::PER_ROW>(sums.bias);
     if (is_writer) {
       gradients.d_bias_rows[query] = sum;
     }
   }
   if (WANT_SLOPES) {
-    float sum = sum_of_row<Mine::LANES>(sums.slope);
+    float sum = reduce_sum<Lanes::PER_ROW>(sums.slope);
     if (is_writer) {
       gradients.d_slope_rows[query] = sum;
     }
   }
   if (WANT_SCALE) {
-    float sum = sum_of_row<Mine::LANES>(sums.scale);
+    float sum = reduce_sum<Lanes::PER_ROW>(sums.scale);
     if (is_writer) {
       gradients.d_scale_rows[query] = sum;
     }
@@ -105,7 +105,7 @@ inline void write_row_sums(
 
 inline void d_query_block(
     thread const BackwardMemory& memory,
-    threadgroup Scalar* d_scores,
+    threadgroup Scalar* ds,
     threadgroup float* scratch,
     thread const Head& head,
     thread const Residuals& residuals,
@@ -115,32 +115,33 @@ inline void d_query_block(
     Worker worker) {
   constexpr int ROWS = D_QUERY_ROWS, COLUMNS = D_QUERY_COLUMNS, SHARE = share_of(ROWS);
   int valid_rows = head.query_limit - first_query;
-  stage<ROWS, HEAD_DIM>(
-      memory.own_heads, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
+  load_tile<ROWS, HEAD_DIM>(
+      memory.block_qk, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
       worker.index);
-  stage<ROWS, VALUE_DIM>(
-      memory.own_values, residuals.d_out + first_query * long(parameters.out.row), parameters.out.row, valid_rows,
+  load_tile<ROWS, VALUE_DIM>(
+      memory.block_vdo, residuals.d_out + first_query * long(parameters.out.row), parameters.out.row, valid_rows,
       worker.index);
-  stage_query_facts<ROWS>(memory.own_facts, head, parameters, first_query, worker.index);
-  stage_residuals<ROWS>(memory.own_facts, residuals, first_query, parameters.queries, worker.index);
-  Range range = {0, 0};
+  load_query_metadata<ROWS>(memory.block_metadata, head, parameters, first_query, worker.index);
+  load_row_statistics<ROWS>(memory.block_metadata, residuals, first_query, parameters.queries, worker.index);
+  SegmentRange segments = {0, 0};
   if (HAS_SEGMENTS) {
-    range = range_of<ROWS>(head.query_ranges, first_query, parameters.queries, worker.lane);
+    segments = segment_range<ROWS>(head.query_segment_ranges, first_query, parameters.queries, worker.lane);
   }
 
-  Sums<ROWS, HEAD_DIM> sums;
-  sums.clear();
+  Accumulator<ROWS, HEAD_DIM> acc_dq;
+  acc_dq.clear();
   RowSums row_sums = {0.0f, 0.0f, 0.0f};
   int rows = min(ROWS, parameters.queries - first_query);
   device BiasScalar* d_bias = gradients.d_bias + long(first_query) * (WANT_BIAS_PAIRS ? parameters.keys : 0);
-  Span span = keys_of(head, parameters, first_query, ROWS);
-  int first_key = span.start;
+  TileRange range = visible_keys(head, parameters, first_query, ROWS);
+  int first_key = range.start;
   if (WANT_BIAS_PAIRS) {
     clear_bias(d_bias, rows, 0, first_key, parameters.keys, worker.index);
   }
-  for (; first_key < span.stop; first_key += COLUMNS) {
-    Sight sight = sight_of<COLUMNS>(span, first_key, range, head.key_ranges, parameters.keys, worker.lane);
-    if (sight == Sight::NONE) {
+  for (; first_key < range.stop; first_key += COLUMNS) {
+    TileCoverage coverage =
+        tile_coverage<COLUMNS>(range, first_key, segments, head.key_segment_ranges, parameters.keys, worker.lane);
+    if (coverage == TileCoverage::NONE) {
       if (WANT_BIAS_PAIRS) {
         clear_bias(
             d_bias, rows, first_key, min(first_key + COLUMNS, parameters.keys), parameters.keys, worker.index);
@@ -150,25 +151,25 @@ inline void d_query_block(
     int valid = head.key_limit - first_key;
     device const Scalar* keys = head.key + first_key * long(parameters.key.row);
     device const Scalar* values = head.value + first_key * long(parameters.value.row);
-    stage<COLUMNS, VALUE_DIM>(memory.stream_values, values, parameters.value.row, valid, worker.index);
+    load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, values, parameters.value.row, valid, worker.index);
     if (D_QUERY_STREAMS == 2) {
-      stage<COLUMNS, HEAD_DIM>(memory.stream_heads, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
     }
-    stage_key_facts<COLUMNS>(memory.stream_facts, head, parameters, first_key, worker.index);
+    load_key_metadata<COLUMNS>(memory.tile_metadata, head, parameters, first_key, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.d_weights, memory.own_values, memory.stream_values, worker);
+    multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
     if (D_QUERY_STREAMS == 1) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage<COLUMNS, HEAD_DIM>(memory.stream_heads, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.products, memory.own_heads, memory.stream_heads, worker);
+    multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     differentiate_tile(
-        row_sums, memory, d_scores, head, parameters, gradients, first_query, first_key, sight == Sight::ALL,
+        row_sums, memory, ds, head, parameters, gradients, first_query, first_key, coverage == TileCoverage::FULL,
         worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    multiply_add<COLUMNS>(sums, d_scores, memory.stream_heads, worker);
+    multiply_add<COLUMNS>(acc_dq, ds, memory.tile_qk, worker);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (WANT_BIAS_PAIRS) {
@@ -177,5 +178,5 @@ inline void d_query_block(
   write_row_sums(row_sums, parameters, gradients, first_query, worker.index);
   write_rows(
       gradients.d_query + first_query * long(parameters.query.row), parameters.query.row,
-      parameters.queries - first_query, sums, scratch, worker);
+      parameters.queries - first_query, acc_dq, scratch, worker);
 }

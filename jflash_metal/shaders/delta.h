@@ -1,4 +1,4 @@
-// delta = rowsum(dO * O) - dlse: what every logit's gradient of a row has in common. A SIMD-group for each row.
+// delta = rowsum(dO * O) - dlse, which every dS of a row subtracts. One SIMD-group for each row.
 #pragma once
 
 #include "operands.h"
@@ -19,7 +19,7 @@ inline void delta_row(
   }
   long row = (long(batch) * parameters.heads + head) * parameters.queries + query;
   long first = batch * parameters.out.batch + query * long(parameters.out.row) + long(head) * parameters.out.head;
-  // A query that sees no key has no gradient, also where it is padding and its output's gradient NaN.
+  // A query that sees no key has no gradient, even where it is padding with NaN in dO.
   bool is_empty = simd_any(lane == 0 && lse[row] == -INFINITY);
   float sum = 0.0f;
   if (!is_empty) {
@@ -27,8 +27,8 @@ inline void delta_row(
       sum += float(out[first + feature]) * float(d_out[first + feature]);
     }
   }
-  // As a tree: with few keys dP is nearly delta, and in what order `simd_sum` adds is not said.
-  sum = sum_of_row<32>(sum);
+  // As a tree: with few keys dP is nearly delta, and Metal does not define the order in which `simd_sum` adds.
+  sum = reduce_sum<32>(sum);
   if (lane == 0) {
     delta[row] = is_empty ? 0.0f : sum - d_lse[row];
   }

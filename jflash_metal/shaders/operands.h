@@ -1,7 +1,7 @@
-// The arrays that every kernel of attention takes, and those of their facts that one (batch entry, head) sees.
+// The arrays that every kernel of attention takes, and the part of them that one (batch entry, head) sees.
 //
-// An array that the call does not have is one element that nobody reads: its name is a 0 in the source (HAS_BIAS, ...),
-// so all that would be done with it is compiled away.
+// An array that the call does not have is bound to one element, which no kernel reads: HAS_BIAS and the like are 0 in
+// the source, so the code that would read it is compiled away.
 #pragma once
 
 #include "parameters.h"
@@ -9,25 +9,42 @@
 
 typedef BIAS_SCALAR BiasScalar;
 
+/// X(element, name, buffer). The ranges are the smallest and the largest segment of each 8 queries or keys.
+#define FOR_EACH_OPERAND(X)        \
+  X(Scalar, query, 0)              \
+  X(Scalar, key, 1)                \
+  X(Scalar, value, 2)              \
+  X(BiasScalar, bias, 3)           \
+  X(uchar, mask, 4)                \
+  X(float, scale, 5)               \
+  X(float, alibi_slopes, 6)        \
+  X(int, query_offset, 7)          \
+  X(int, query_lengths, 8)         \
+  X(int, key_lengths, 9)           \
+  X(int, query_segments, 10)       \
+  X(int, key_segments, 11)         \
+  X(int, query_segment_ranges, 12) \
+  X(int, key_segment_ranges, 13)
+
+#define AS_MEMBER(ELEMENT, NAME, BUFFER) device const ELEMENT* NAME;
+#define AS_ARGUMENT(ELEMENT, NAME, BUFFER) device const ELEMENT* NAME [[buffer(BUFFER)]],
+#define AS_VALUE(ELEMENT, NAME, BUFFER) NAME,
+
 struct Operands {
-  device const Scalar* query;
-  device const Scalar* key;
-  device const Scalar* value;
-  device const BiasScalar* bias;
-  device const uchar* mask;
-  device const float* scale;
-  device const float* alibi_slopes;
-  device const int* query_offset;
-  device const int* query_lengths;
-  device const int* key_lengths;
-  device const int* query_segments;
-  device const int* key_segments;
-  /// Smallest and largest segment of each 8 queries or keys.
-  device const int* query_ranges;
-  device const int* key_ranges;
+  FOR_EACH_OPERAND(AS_MEMBER)
 };
 
-/// The call as one batch entry and one query head see it.
+/// What the entry points declare first and last.
+#define OPERAND_ARGUMENTS FOR_EACH_OPERAND(AS_ARGUMENT)
+#define THREAD_ARGUMENTS                              \
+  uint3 group [[threadgroup_position_in_grid]],       \
+  uint thread_index [[thread_index_in_threadgroup]],  \
+  uint lane [[thread_index_in_simdgroup]],            \
+  uint simdgroup [[simdgroup_index_in_threadgroup]]
+#define OPERANDS \
+  { FOR_EACH_OPERAND(AS_VALUE) }
+
+/// One batch entry and one query head of the call.
 struct Head {
   device const Scalar* query;
   device const Scalar* key;
@@ -36,15 +53,15 @@ struct Head {
   device const uchar* mask;
   device const int* query_segments;
   device const int* key_segments;
-  device const int* query_ranges;
-  device const int* key_ranges;
-  /// Where this head's row of [B, N, T] begins.
+  device const int* query_segment_ranges;
+  device const int* key_segment_ranges;
+  /// The offset of this head in [B, N, T].
   long rows;
   float scale;
   float alibi_slope;
-  /// Query i stands among the keys at i + offset.
+  /// Query i has position i + offset among the keys.
   int offset;
-  /// Queries and keys from here on are padding, or do not exist.
+  /// Queries and keys from these indices on are padding, or do not exist.
   int query_limit;
   int key_limit;
 };
@@ -59,12 +76,15 @@ inline Head head_of(thread const Operands& operands, constant Parameters& parame
   own.mask = operands.mask + batch * parameters.mask.batch + head * parameters.mask.head;
   own.query_segments = operands.query_segments + long(batch) * parameters.query_segments_stride;
   own.key_segments = operands.key_segments + long(batch) * parameters.key_segments_stride;
-  own.query_ranges = operands.query_ranges + long(batch) * parameters.query_ranges_stride;
-  own.key_ranges = operands.key_ranges + long(batch) * parameters.key_ranges_stride;
+  own.query_segment_ranges = operands.query_segment_ranges + long(batch) * parameters.query_segment_ranges_stride;
+  own.key_segment_ranges = operands.key_segment_ranges + long(batch) * parameters.key_segment_ranges_stride;
   own.rows = (long(batch) * parameters.heads + head) * parameters.queries;
   own.scale = SCALE_IS_ARRAY ? operands.scale[batch * parameters.scale_stride] : parameters.scale;
   own.alibi_slope = HAS_ALIBI ? operands.alibi_slopes[batch * parameters.alibi_slopes_stride + head] : 0.0f;
-  own.offset = OFFSET_IS_ARRAY ? operands.query_offset[batch * parameters.query_offset_stride] : parameters.query_offset;
+  own.offset = parameters.query_offset;
+  if (OFFSET_IS_ARRAY) {
+    own.offset = operands.query_offset[batch * parameters.query_offset_stride];
+  }
   own.query_limit = parameters.queries;
   own.key_limit = parameters.keys;
   if (HAS_QUERY_LENGTHS) {

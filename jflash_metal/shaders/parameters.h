@@ -1,15 +1,14 @@
-// What a kernel needs to know of one call beyond its arrays. jflash_metal/_parameters.py has the same structure for
-// Python.
+// The numbers of one call that come with its launch. jflash_metal/_parameters.py has the same structure in Python.
 #pragma once
 
-/// Distances between neighbours in [B, L, heads, features], in elements.
+/// Strides of [B, L, heads, features], in elements.
 struct RowStrides {
   long batch;
   int row;
   int head;
 };
 
-/// Distances between neighbours in [#B, #N, #T, #S], in elements; 0 along an axis that the array shares.
+/// Strides of [#B, #N, #T, #S], in elements; 0 along an axis that the array shares.
 struct PairStrides {
   long batch;
   long head;
@@ -24,16 +23,16 @@ struct Parameters {
   RowStrides out;
   PairStrides bias;
   PairStrides mask;
-  /// B, T, S and N, and how many query heads share a key head.
+  /// B, T, S, N, and the number of query heads that share a key head.
   int batch;
   int queries;
   int keys;
   int heads;
   int group;
-  /// How many batch entries and heads the bias has: 1 where it is shared.
+  /// Batch entries and heads of the bias: 1 where it is shared.
   int bias_batch;
   int bias_heads;
-  /// Distances between batch entries, in elements; 0 where the batch shares the array.
+  /// Strides of the batch axis, in elements; 0 where the batch shares the array.
   int scale_stride;
   int alibi_slopes_stride;
   int sinks_stride;
@@ -42,9 +41,9 @@ struct Parameters {
   int key_lengths_stride;
   int query_segments_stride;
   int key_segments_stride;
-  int query_ranges_stride;
-  int key_ranges_stride;
-  /// What is known when the call is traced, where it is.
+  int query_segment_ranges_stride;
+  int key_segment_ranges_stride;
+  /// Values known at trace time; 0 for those that are arrays or absent.
   int query_offset;
   int left;
   int right;

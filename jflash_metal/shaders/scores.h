@@ -1,4 +1,4 @@
-// From the product of a query and a key to its logit: scale, soft cap, bias, ALiBi, in that order; and back.
+// From the product of a query and a key to its logit: scale, soft cap, bias, ALiBi, in that order.
 //
 // Soft cap: Gemma 2, arXiv:2408.00118, section 2. ALiBi: arXiv:2108.12409, section 3.
 #pragma once
@@ -17,18 +17,18 @@ inline Logit logit_of(
     constant Parameters& parameters,
     int query,
     int key,
-    threadgroup const Facts& query_facts,
-    threadgroup const Facts& key_facts) {
+    threadgroup const RowMetadata& query_metadata,
+    threadgroup const RowMetadata& key_metadata) {
   Logit logit = {product * head.scale, 1.0f};
   if (HAS_SOFT_CAP) {
     float curved = precise::tanh(logit.value / parameters.soft_cap);
     logit = Logit{parameters.soft_cap * curved, 1.0f - curved * curved};
   }
   if (BIAS_OF_QUERIES) {
-    logit.value += query_facts.bias;
+    logit.value += query_metadata.bias;
   }
   if (BIAS_OF_KEYS) {
-    logit.value += key_facts.bias;
+    logit.value += key_metadata.bias;
   }
   if (BIAS_OF_PAIRS) {
     logit.value += float(head.bias[query * parameters.bias.query + key * parameters.bias.key]);

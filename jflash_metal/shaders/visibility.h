@@ -1,25 +1,25 @@
-// Which keys a query may see, and which stretch of one side a block of the other need be shown.
+// Which keys a query may see, and which tiles of one side a block of the other side has to visit.
 //
-// `seen` is the rule, for one query and one key. `keys_of` and `queries_of` are the same rule for a block: outside
-// [start, stop) nobody sees anybody, so those tiles are never visited; inside [whole_start, whole_stop) everybody sees
-// everybody, so there the rule is not asked.
+// `visible` is the rule for one query and one key. `visible_keys` and `visible_queries` are the same rule for a block:
+// no pair outside [start, stop) is visible, so those tiles are never visited; every pair inside [full_start, full_stop)
+// is visible, so those tiles are not masked.
 #pragma once
 
 #include "operands.h"
 
-/// What a query, or a key, brings to the rule and to its logits besides its row; in threadgroup memory, as a row's many
-/// threads share it. Parts that the call does not have are neither written nor read.
-struct Facts {
+/// What the rule and the logits need of a query or of a key, beside its row. It lies in threadgroup memory, as the
+/// threads of a row share it. Fields that the call does not use are neither written nor read.
+struct RowMetadata {
   int segment;
-  /// Of a bias or mask that is the same for all queries the keys', of one that is the same for all keys the queries'.
+  /// A key's value of a bias or mask [.., 1, S], a query's of one [.., T, 1].
   float bias;
   bool mask;
-  /// Of queries, in the backward.
+  /// Of queries only, in the backward.
   float lse;
   float delta;
 };
 
-/// Whether a bias or a mask is [T, 1], or [1, S], or one number.
+/// Whether a bias or a mask is [.., T, 1] or [1, 1], [.., 1, S], or [.., T, S].
 constexpr constant bool BIAS_OF_QUERIES = HAS_BIAS && !BIAS_BY_KEY;
 constexpr constant bool BIAS_OF_KEYS = HAS_BIAS && BIAS_BY_KEY && !BIAS_BY_QUERY;
 constexpr constant bool BIAS_OF_PAIRS = HAS_BIAS && BIAS_BY_KEY && BIAS_BY_QUERY;
@@ -27,49 +27,57 @@ constexpr constant bool MASK_OF_QUERIES = HAS_MASK && !MASK_BY_KEY;
 constexpr constant bool MASK_OF_KEYS = HAS_MASK && MASK_BY_KEY && !MASK_BY_QUERY;
 constexpr constant bool MASK_OF_PAIRS = HAS_MASK && MASK_BY_KEY && MASK_BY_QUERY;
 
-/// Facts of queries first, first + 1, ...; of those from `query_limit` on they mean nothing.
+/// Loads the metadata of COUNT queries from `first` on. That of queries past the last one is never used.
 template <int COUNT>
-void stage_query_facts(
-    threadgroup Facts* facts, thread const Head& head, constant Parameters& parameters, int first, uint thread_index) {
+void load_query_metadata(
+    threadgroup RowMetadata* metadata,
+    thread const Head& head,
+    constant Parameters& parameters,
+    int first,
+    uint thread_index) {
   for (int index = int(thread_index); index < COUNT; index += THREADS) {
     int query = min(first + index, parameters.queries - 1);
     if (HAS_SEGMENTS) {
-      facts[index].segment = head.query_segments[query];
+      metadata[index].segment = head.query_segments[query];
     }
     if (BIAS_OF_QUERIES) {
-      facts[index].bias = float(head.bias[query * parameters.bias.query]);
+      metadata[index].bias = float(head.bias[query * parameters.bias.query]);
     }
     if (MASK_OF_QUERIES) {
-      facts[index].mask = head.mask[query * parameters.mask.query] != 0;
+      metadata[index].mask = head.mask[query * parameters.mask.query] != 0;
     }
   }
 }
 
-/// The same of keys.
+/// The same for keys.
 template <int COUNT>
-void stage_key_facts(
-    threadgroup Facts* facts, thread const Head& head, constant Parameters& parameters, int first, uint thread_index) {
+void load_key_metadata(
+    threadgroup RowMetadata* metadata,
+    thread const Head& head,
+    constant Parameters& parameters,
+    int first,
+    uint thread_index) {
   for (int index = int(thread_index); index < COUNT; index += THREADS) {
     int key = min(first + index, parameters.keys - 1);
     if (HAS_SEGMENTS) {
-      facts[index].segment = head.key_segments[key];
+      metadata[index].segment = head.key_segments[key];
     }
     if (BIAS_OF_KEYS) {
-      facts[index].bias = float(head.bias[key * parameters.bias.key]);
+      metadata[index].bias = float(head.bias[key * parameters.bias.key]);
     }
     if (MASK_OF_KEYS) {
-      facts[index].mask = head.mask[key * parameters.mask.key] != 0;
+      metadata[index].mask = head.mask[key * parameters.mask.key] != 0;
     }
   }
 }
 
-inline bool seen(
+inline bool visible(
     thread const Head& head,
     constant Parameters& parameters,
     int query,
     int key,
-    threadgroup const Facts& query_facts,
-    threadgroup const Facts& key_facts) {
+    threadgroup const RowMetadata& query_metadata,
+    threadgroup const RowMetadata& key_metadata) {
   bool result = query < head.query_limit && key < head.key_limit;
   int distance = key - (query + head.offset);
   if (HAS_LEFT) {
@@ -79,13 +87,13 @@ inline bool seen(
     result = result && distance <= parameters.right;
   }
   if (HAS_SEGMENTS) {
-    result = result && query_facts.segment == key_facts.segment;
+    result = result && query_metadata.segment == key_metadata.segment;
   }
   if (MASK_OF_QUERIES) {
-    result = result && query_facts.mask;
+    result = result && query_metadata.mask;
   }
   if (MASK_OF_KEYS) {
-    result = result && key_facts.mask;
+    result = result && key_metadata.mask;
   }
   if (MASK_OF_PAIRS) {
     result = result && head.mask[query * parameters.mask.query + key * parameters.mask.key] != 0;
@@ -93,90 +101,91 @@ inline bool seen(
   return result;
 }
 
-/// 0 <= start <= stop <= the limit; the whole stretch may be empty.
-struct Span {
+/// 0 <= start <= stop <= the limit; the full part may be empty.
+struct TileRange {
   int start;
   int stop;
-  int whole_start;
-  int whole_stop;
+  int full_start;
+  int full_stop;
 };
 
-/// The stretch of `limit` that lies `least` to `most` from every one, or from any one, of first ... last.
-/// 64-bit, as positions and bounds add up to more than 32 bits hold.
-inline Span span_between(
+/// The part of [0, limit) at a distance of `least` to `most` from some of first ... last, and its full part: that from
+/// all of them. In 64 bits, as sums of positions and bounds exceed 32.
+inline TileRange range_between(
     int first, int last, int limit, bool is_bounded_below, long least, bool is_bounded_above, long most, bool exists) {
-  long start = 0, stop = limit, whole_start = 0, whole_stop = limit;
+  long start = 0, stop = limit, full_start = 0, full_stop = limit;
   if (is_bounded_below) {
     start = max(start, first + least);
-    whole_start = max(whole_start, last + least);
+    full_start = max(full_start, last + least);
   }
   if (is_bounded_above) {
     stop = min(stop, last + most + 1);
-    whole_stop = min(whole_stop, first + most + 1);
+    full_stop = min(full_stop, first + most + 1);
   }
-  // Eight keys have one range of segments, so tiles begin at multiples of eight.
+  // Every eight keys have one segment range, so tiles begin at multiples of eight.
   start = start / 8 * 8;
   if (!exists || stop <= start) {
-    return Span{0, 0, 0, 0};
+    return TileRange{0, 0, 0, 0};
   }
-  return Span{int(start), int(stop), int(min(whole_start, stop)), int(max(whole_stop, start))};
+  return TileRange{int(start), int(stop), int(min(full_start, stop)), int(max(full_stop, start))};
 }
 
-/// The keys that queries first ... first + count - 1 see.
-inline Span keys_of(thread const Head& head, constant Parameters& parameters, int first, int count) {
+/// The keys that `count` queries from `first` on see.
+inline TileRange visible_keys(thread const Head& head, constant Parameters& parameters, int first, int count) {
   int last = first + count - 1;
-  Span span = span_between(
+  TileRange range = range_between(
       first, last, head.key_limit,
       HAS_LEFT, long(head.offset) - parameters.left, HAS_RIGHT, long(head.offset) + parameters.right,
       first < head.query_limit);
   if (HAS_MASK || last >= head.query_limit) {
-    span.whole_stop = span.whole_start;
+    range.full_stop = range.full_start;
   }
-  return span;
+  return range;
 }
 
-/// The queries that see keys first ... first + count - 1.
-inline Span queries_of(thread const Head& head, constant Parameters& parameters, int first, int count) {
+/// The queries that see `count` keys from `first` on.
+inline TileRange visible_queries(thread const Head& head, constant Parameters& parameters, int first, int count) {
   int last = first + count - 1;
-  Span span = span_between(
+  TileRange range = range_between(
       first, last, head.query_limit,
       HAS_RIGHT, -long(head.offset) - parameters.right, HAS_LEFT, -long(head.offset) + parameters.left,
       first < head.key_limit);
   if (HAS_MASK || last >= head.key_limit) {
-    span.whole_stop = span.whole_start;
+    range.full_stop = range.full_start;
   }
-  return span;
+  return range;
 }
 
-/// Smallest and largest segment of a tile.
-struct Range {
+/// The smallest and the largest segment of a tile.
+struct SegmentRange {
   int least;
   int most;
 };
 
-/// Of COUNT queries or keys, from a multiple of eight on. All threads of a SIMD-group ask together.
+/// Of COUNT queries or keys from `first` on, a multiple of eight. All threads of a SIMD-group must call it.
 template <int COUNT>
-Range range_of(device const int* ranges, int first, int length, uint lane) {
-  Range range = {0x7fffffff, -0x7fffffff - 1};
+SegmentRange segment_range(device const int* ranges, int first, int length, uint lane) {
+  SegmentRange segments = {0x7fffffff, -0x7fffffff - 1};
   int index = first / 8 + int(lane);
   if (int(lane) < COUNT / 8 && 8 * index < length) {
-    range = Range{ranges[2 * index], ranges[2 * index + 1]};
+    segments = SegmentRange{ranges[2 * index], ranges[2 * index + 1]};
   }
-  return Range{simd_min(range.least), simd_max(range.most)};
+  return SegmentRange{simd_min(segments.least), simd_max(segments.most)};
 }
 
-enum class Sight { NONE, SOME, ALL };
+enum class TileCoverage { NONE, PARTIAL, FULL };
 
-/// What a block sees of a tile of COLUMNS at `first`; `own` is the block's range of segments, where there are any.
+/// The coverage of a tile of COLUMNS at `first`; `own` is the block's segment range, if the call has segments.
 template <int COLUMNS>
-Sight sight_of(Span span, int first, Range own, device const int* ranges, int length, uint lane) {
-  bool all = first >= span.whole_start && first + COLUMNS <= span.whole_stop;
+TileCoverage tile_coverage(
+    TileRange range, int first, SegmentRange own, device const int* ranges, int length, uint lane) {
+  bool all = first >= range.full_start && first + COLUMNS <= range.full_stop;
   if (HAS_SEGMENTS) {
-    Range other = range_of<COLUMNS>(ranges, first, length, lane);
+    SegmentRange other = segment_range<COLUMNS>(ranges, first, length, lane);
     if (other.most < own.least || other.least > own.most) {
-      return Sight::NONE;
+      return TileCoverage::NONE;
     }
     all = all && own.least == own.most && other.least == other.most && own.least == other.least;
   }
-  return all ? Sight::ALL : Sight::SOME;
+  return all ? TileCoverage::FULL : TileCoverage::PARTIAL;
 }

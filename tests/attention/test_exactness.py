@@ -15,8 +15,19 @@ from refusals import skip_refused
 import jflash
 from jflash import _dispatch
 
-CASES = cases.all_cases(cases.SHORT, cases.LONG)
-EMULATED = cases.all_cases(cases.EMULATED, cases.EMULATED_LONG)
+QUICK, SHORT, LONG = map(cases.all_cases, (cases.QUICK, cases.SHORT, cases.LONG))
+EMULATED_QUICK, EMULATED_SHORT, EMULATED_LONG = map(
+    cases.all_cases, (cases.EMULATED_QUICK, cases.EMULATED, cases.EMULATED_LONG)
+)
+CASES = [*QUICK, *SHORT, *LONG]
+EMULATED = [*EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]
+IN_SHORT_RUN = {
+    "xla": {*QUICK, *cases.once(SHORT), *cases.once(LONG)},
+    "metal": {*EMULATED_QUICK, *cases.once(EMULATED_SHORT), *cases.once(EMULATED_LONG)},
+    # The definition is short, and what others are held against in many tests; Hopper kernels have tests of their own.
+    "reference": set(cases.once(QUICK)),
+    "mosaic_gpu": set(cases.once(QUICK)),
+}
 IN_FULL = [name for name in _dispatch.BACKENDS if name != "metal"]
 EVERYTHING = Case(
     scale="traced",
@@ -52,11 +63,21 @@ def assert_exact(attention: Callable[..., Any], case: Case):
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [*itertools.product(CASES, IN_FULL), *((case, "metal") for case in EMULATED)],
+    [
+        pytest.param(case, backend, marks=() if case in IN_SHORT_RUN[backend] else pytest.mark.slow)
+        for case, backend in [*itertools.product(CASES, IN_FULL), *((case, "metal") for case in EMULATED)]
+    ],
     ids=str,
 )
 def test_exact(attention: Callable[..., Any], case: Case):
     assert_exact(attention, case)
+
+
+def test_logits_that_rise_from_tile_to_tile(attention: Callable[..., Any]):
+    """What weights are relative to has to follow them, and what was summed before to shrink with it."""
+    call = build(Case(query_length=40, key_length=150, heads=(1, 1), batch=(), bias="keys"))
+    call = cases.with_bias_of_index(call, lambda key: key / 8)
+    oracle.assert_right(oracle.run(attention, call), call)
 
 
 @pytest.mark.parametrize("sizes", NOTHING, ids=str)
@@ -104,8 +125,8 @@ def test_what_a_backend_lacks_it_refuses(lack: str):
 
 @pytest.mark.parametrize(
     "values",
-    [cases.SHORT, cases.LONG, cases.EMULATED, cases.EMULATED_LONG],
-    ids=["short", "long", "emulated", "emulated_long"],
+    [cases.QUICK, cases.SHORT, cases.LONG, cases.EMULATED_QUICK, cases.EMULATED, cases.EMULATED_LONG],
+    ids=["quick", "short", "long", "emulated_quick", "emulated", "emulated_long"],
 )
 def test_every_pair_of_values_meets(values: Mapping[str, Sequence[Any]]):
     """And meets where there is something to see, but for the pairs of which one value leaves nothing."""

@@ -117,6 +117,7 @@ def test_search_from_a_checkout_that_was_never_installed(nothing_installed, fold
     assert "from a folder on the path" in tune.store([]).read_text()
 
 
+@pytest.mark.slow
 def test_command_tunes_this_machine(monkeypatch, folder):
     monkeypatch.setattr(tiling, "BLOCKS", BLOCKS)
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)

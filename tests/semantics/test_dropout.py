@@ -10,6 +10,7 @@ import pytest
 from cases import dropout_mask
 from operands import PLAIN
 from refusals import skip_refused
+from short_run import cover
 
 KEY = jax.random.key(11)
 SHAPE = (3, 8, 64, 128)
@@ -44,6 +45,7 @@ def test_neighbours_are_independent():
         assert abs(np.sum(signs * other)) < SIGMAS * np.sqrt(np.sum(np.abs(other))), name
 
 
+@cover(1)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 37, 53), (1, 2, 600, 1100)], ids=str)
 def test_every_backend_draws_the_same(backend: str, shape: tuple[int, ...]):
     skip_refused(backend, **PLAIN, dropout_rate=0.3, dropout_key=KEY)

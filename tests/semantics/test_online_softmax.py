@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from short_run import cover
 
 from jflash._semantics import online_softmax
 
@@ -30,6 +31,7 @@ def test_exp_has_its_derivatives():
         np.testing.assert_allclose(jax.vmap(order(online_softmax.exp))(x), jnp.exp(x), rtol=2e-6)
 
 
+@cover(1)
 @pytest.mark.parametrize("sinks", [None, 0.7])
 @pytest.mark.parametrize("pieces", [(0, 5, 12), (0, 1, 2, 12), (0, 12)])
 @pytest.mark.parametrize("bounded", [False, True])

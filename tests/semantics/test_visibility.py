@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from short_run import cover
 
 from jflash import _arguments, _canonical
 from jflash._semantics import visibility
@@ -117,6 +118,7 @@ def test_blocks_of_padding_see_nothing(first: int):
     assert start == stop
 
 
+@cover(1)
 @pytest.mark.parametrize("offset", [-_arguments.OFFSET_LIMIT, _arguments.OFFSET_LIMIT])
 @pytest.mark.parametrize("window", [2**29, 2**31], ids=["limit", "beyond"])
 def test_positions_far_away(attention: Callable[..., Any], offset: int, window: int):

@@ -62,10 +62,10 @@ def launch(
     return by_schedule[0]
 
 
-def run(body: str, *, count: int = 64, parameter: float = 2.0, **options: Any) -> np.ndarray:
-    """What a kernel with this body, `KERNEL`, writes to y [count] where x [count] is 0, 1, 2, ..."""
+def run(body: str, *, source: str = KERNEL, count: int = 64, parameter: float = 2.0, **options: Any) -> np.ndarray:
+    """What the kernel of `source` with this body writes to y [count] where x [count] is 0, 1, 2, ..."""
     (y,) = launch(
-        KERNEL % body,
+        source % body,
         [np.arange(count, dtype=np.float32)],
         [((count,), np.float32)],
         parameters=np.float32(parameter).tobytes(),

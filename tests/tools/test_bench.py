@@ -259,7 +259,7 @@ def test_the_figures_of_the_readme_are_recorded():
             ours, theirs = (
                 tflops[int(dim), int(tokens.replace(",", "")), mask, work, who] for who in ("jflash", "cuDNN")
             )
-            assert figure.strip() == f"{ours:.0f} ({ours / theirs:.2f})"
+            assert figure.strip() == f"{ours:.0f} ({ours / theirs:.2f}x cuDNN)"
 
 
 def test_the_instrument_is_imported_only_by_name():

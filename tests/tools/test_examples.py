@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from operands import PLAIN
 from refusals import skip_refused
+from short_run import sampled
 
 import jflash
 from jflash import doctor
@@ -49,6 +50,7 @@ def test_quickstart():
         numbers(rf"{row}[^\d]*{NUMBER}[^\d]*{NUMBER}", printed)
 
 
+@sampled(2)
 @pytest.mark.parametrize("framework", ["flax", "equinox"])
 def test_training_agrees_with_the_layers_own_attention(framework, tmp_path):
     picture = tmp_path / "curves.png"
@@ -63,6 +65,7 @@ def test_training_agrees_with_the_layers_own_attention(framework, tmp_path):
     assert len(image) > 10_000
 
 
+@pytest.mark.slow
 def test_training_notices_a_wrong_attention(tmp_path, monkeypatch):
     """The comparison, the same for both frameworks, can fail."""
 
@@ -77,6 +80,7 @@ def test_training_notices_a_wrong_attention(tmp_path, monkeypatch):
         train_transformer.main(settings)
 
 
+@pytest.mark.slow
 def test_cpu_benchmark(tmp_path):
     output = tmp_path / "cpu.json"
     printed = run("benchmarks/cpu.py", "--lengths", 64, "--long", 64, "--rounds", 1, "--output", output)
@@ -122,6 +126,7 @@ def test_ladder_backward_without_atomics_owns_what_it_writes():
     assert not any("atomic_" in path.read_text() for path in shaders.iterdir())
 
 
+@sampled(3)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("setting", range(3), ids=["plain", "causal, segments", "bias"])
 def test_metal_costs_are_those_of_the_tiling(monkeypatch, setting):
@@ -149,6 +154,10 @@ def test_doctor(capsys):
     assert f"jflash {jflash.__version__}" in printed
     assert "xla serves" in printed
     assert "native library: " in printed
+
+
+@pytest.mark.slow
+def test_selfcheck(capsys):
     assert doctor.main(["--selfcheck"]) == 0
     printed = capsys.readouterr().out
     for name in ("xla", "reference"):
@@ -156,6 +165,7 @@ def test_doctor(capsys):
     assert ("ok    metal, float16 d64 all options" in printed) == (_ffi.available() is None)
 
 
+@pytest.mark.slow
 def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
     attention = jflash.attention
     wrong = lambda query, **options: attention(query * (1 + 0.01 * (options["implementation"] == "xla")), **options)
@@ -164,6 +174,7 @@ def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
     assert "WRONG xla, float32 d32 causal: out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_doctor_goes_on_after_a_failure(capsys, monkeypatch):
     attention = jflash.attention
 

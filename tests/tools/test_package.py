@@ -134,6 +134,7 @@ def test_wheel_without_a_compiler(tmp_path: Path) -> None:
     assert built_with_the_emulator(tmp_path, CXX=str(tmp_path / "none"), CC=str(tmp_path / "none")) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
 def test_wheel_with_the_emulator(tmp_path: Path) -> None:
     """The library, and the headers that it compiles shaders with."""

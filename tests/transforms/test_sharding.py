@@ -28,6 +28,7 @@ from operands import (
     served,
 )
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
@@ -123,22 +124,26 @@ def check(layout: Layout, operands: Operands, backend: str) -> None:
     assert_same(got, reference(operands))
 
 
+@cover(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sharded_jit(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(PLAIN), split_backend)
 
 
+@cover(1)
 @pytest.mark.parametrize("layout", ["batch_2d", "heads", "batch_heads", "multi_query_2d"])
 def test_all_operands(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
 
 
+@cover(1)
 @pytest.mark.parametrize("layout", ["batch_heads", "multi_query_batch"])
 def test_inside_set_mesh(split_backend: str, layout: str) -> None:
     with jax.set_mesh(mesh()):
         check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
 
 
+@cover(1)
 @pytest.mark.parametrize("shape", [(8, 8, 5, 7), (8, 1, 1, 7), (1, 8, 5, 1), (1, 1, 5, 7)], ids=str)
 def test_bias_of_any_shape(split_backend: str, shape: tuple[int, ...]) -> None:
     layout = LAYOUTS["batch_heads"]
@@ -161,6 +166,7 @@ def test_several_batch_axes(split_backend: str) -> None:
     assert_same(compiled(*on_devices), jit(lambda *arrays: (plain(*arrays), gradients(plain, *arrays)))(*operands))
 
 
+@cover(1)
 @pytest.mark.parametrize(
     ("counts", "specs"),
     [
@@ -184,6 +190,7 @@ def test_other_splits(split_backend: str, counts: tuple[int, int], specs: tuple[
     assert_same(got, reference(operands))
 
 
+@cover(1)
 @pytest.mark.parametrize("spec", [P(None, "y"), P("y")], ids=["sequence", "indivisible_batch"])
 def test_constraints_inside(split_backend: str, spec: PartitionSpec) -> None:
     """Splits that the program itself asks for, of 6 examples or 6 tokens over 4 devices."""
@@ -224,6 +231,7 @@ def mapped(layout: Layout, operands: Operands, backend: str, **options: Any) -> 
     )
 
 
+@cover(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", ["batch_2d", "heads", "batch_heads", "multi_query_batch"])
 def test_shard_map(split_backend: str, layout: str, check_vma: bool) -> None:
@@ -253,6 +261,7 @@ def test_shard_map_over_some_axes(split_backend: str) -> None:
     assert_same(jit(functools.partial(pull_back, local))(on_devices), reference(operands))
 
 
+@cover(1)
 @pytest.mark.parametrize("set_mesh", [False, True], ids=["plain", "set_mesh"])
 @pytest.mark.parametrize("names", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("layout", ["batch_heads", "multi_query"])

@@ -28,6 +28,7 @@ from operands import (
     stack,
 )
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
@@ -40,6 +41,7 @@ def _served(backend: str) -> None:
     skip_refused(backend, **PLAIN)
 
 
+@cover(1)
 @pytest.mark.parametrize("operands", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("wrap", [lambda function: function, jit], ids=["eager", "jit"])
 def test_value_and_gradients(backend: str, wrap: Callable[..., Any], operands: Operands) -> None:
@@ -57,6 +59,7 @@ STRICT = {
 }
 
 
+@cover(1)
 @pytest.mark.parametrize("mode", STRICT)
 def test_strict_modes_of_jax(backend: str, mode: str) -> None:
     """Of people who let JAX reject what is often a mistake, or look at what it does step by step."""
@@ -67,6 +70,7 @@ def test_strict_modes_of_jax(backend: str, mode: str) -> None:
     assert_same(got, want)
 
 
+@cover(1)
 @pytest.mark.parametrize(
     ("result", "names"),
     [(0, ("query",)), (0, ("bias",)), (0, ("value", "sinks")), (1, ("modulation", "scale"))],
@@ -86,6 +90,7 @@ def test_gradient_of_some(backend: str, result: int, names: tuple[str, ...]) -> 
     )
 
 
+@cover(1)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -186,6 +191,7 @@ def test_scan_over_a_growing_cache(backend: str) -> None:
     assert_same(jit(lambda: results(decode))(), jit(lambda: results(whole))())
 
 
+@cover(1)
 @pytest.mark.parametrize("operands", [PLAIN, ALL], ids=["plain", "all"])
 def test_export_round_trip(backend: str, operands: Operands) -> None:
     """Serialised with its derivative, read back, called, differentiated."""
@@ -234,6 +240,7 @@ class Table:
         return self(*scalars)
 
 
+@cover(1)
 @pytest.mark.parametrize(
     "form",
     [

@@ -25,6 +25,7 @@ from operands import (
     stack,
 )
 from refusals import skip_refused
+from short_run import cover
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,7 @@ def named(axes: Mapping[str, int]) -> str:
     return "all" if len(axes) == len(ALL) else "+".join(f"{name}{axis or ''}" for name, axis in axes.items())
 
 
+@cover(1)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -81,6 +83,7 @@ def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
     assert_same(jit(function)(join(calls, axes)), expected)
 
 
+@cover(1)
 @pytest.mark.parametrize(
     "axes",
     [dict(key=0, bias=0, query_offset=0), dict(dropout_key=0, scale=0, modulation=0), dict.fromkeys(ALL, 0)],

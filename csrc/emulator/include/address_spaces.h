@@ -1,53 +1,16 @@
-// The Metal language with its address spaces, for a look at a shader by clang: nothing here can be run.
-//
-// Vectors are clang's own, whose swizzles and loads know address spaces, and library functions are declared, not
-// defined.
+// The Metal language with its address spaces, for clang's check of them. Nothing here can be run: vectors are clang's
+// own, whose swizzles and loads respect address spaces, and library functions are only declared.
 #pragma once
 
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef decltype(sizeof 0) size_t;
-typedef signed char int8_t;
-typedef unsigned char uint8_t;
-typedef short int16_t;
-typedef unsigned short uint16_t;
-typedef int int32_t;
-typedef unsigned int uint32_t;
-typedef long int64_t;
-typedef unsigned long uint64_t;
-typedef _Float16 half;
+#include "scalars.h"
+
 typedef __bf16 bfloat;
+
+#include "traits.h"
 
 #define EMULATOR_DEVICE __attribute__((address_space(1)))
 #define EMULATOR_CONSTANT __attribute__((address_space(2)))
 #define EMULATOR_THREADGROUP __attribute__((address_space(3)))
-#define METAL_FUNC inline
-#define METAL_CONST const
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define HUGE_VALF __builtin_inff()
-#define MAXFLOAT 3.402823466e+38f
-#define FLT_MAX MAXFLOAT
-#define FLT_MIN 1.175494351e-38f
-#define FLT_EPSILON 1.192092896e-7f
-#define HALF_MAX half(65504.0f)
-#define INT_MAX 2147483647
-#define INT_MIN (-INT_MAX - 1)
-#define UINT_MAX 4294967295u
-#define M_E_F 2.718281828f
-#define M_LOG2E_F 1.442695041f
-#define M_LOG10E_F 0.4342944819f
-#define M_LN2_F 0.6931471806f
-#define M_LN10_F 2.302585093f
-#define M_PI_F 3.141592654f
-#define M_PI_2_F 1.570796327f
-#define M_PI_4_F 0.7853981634f
-#define M_1_PI_F 0.3183098862f
-#define M_2_PI_F 0.6366197724f
-#define M_SQRT2_F 1.414213562f
-#define M_SQRT1_2_F 0.7071067812f
 
 namespace metal {
 
@@ -56,43 +19,20 @@ using vec = T __attribute__((ext_vector_type(N)));
 template <class T, int N>
 using packed_vec = T __attribute__((ext_vector_type(N), aligned(sizeof(T))));
 
-template <class A, class B>
-constexpr bool is_same_v = __is_same(A, B);
-template <class A, class B>
-struct is_same {
-  static constexpr bool value = __is_same(A, B);
-};
-template <bool B, class T = void>
-struct enable_if {};
 template <class T>
-struct enable_if<true, T> {
+struct remove_addrspace {
   typedef T type;
 };
-template <bool B, class T = void>
-using enable_if_t = typename enable_if<B, T>::type;
-template <bool B, class T, class F>
-struct conditional {
-  typedef T type;
-};
-template <class T, class F>
-struct conditional<false, T, F> {
-  typedef F type;
-};
-template <bool B, class T, class F>
-using conditional_t = typename conditional<B, T, F>::type;
+#define EMULATOR_REMOVE(SPACE)        \
+  template <class T>                  \
+  struct remove_addrspace<SPACE T> {  \
+    typedef T type;                   \
+  };
+EMULATOR_REMOVE(EMULATOR_DEVICE)
+EMULATOR_REMOVE(EMULATOR_CONSTANT)
+EMULATOR_REMOVE(EMULATOR_THREADGROUP)
 template <class T>
-constexpr bool is_floating_point_v = __is_floating_point(T);
-template <class T>
-constexpr bool is_integral_v = __is_integral(T);
-template <class T>
-struct numeric_limits {
-  static constexpr T max() { return T(1); }
-  static constexpr T min() { return T(1); }
-  static constexpr T lowest() { return T(1); }
-  static constexpr T epsilon() { return T(1); }
-  static constexpr T infinity() { return T(1); }
-  static constexpr T quiet_NaN() { return T(1); }
-};
+using remove_addrspace_t = typename remove_addrspace<T>::type;
 template <class To, class From>
 To as_type(From);
 
@@ -259,7 +199,7 @@ using metal::as_type;
 
 namespace emulator {
 
-// Of vectors from parts, which clang's vectors cannot be made of by a cast.
+// Vectors from parts, which clang does not make by a cast.
 template <class V, class... Parts>
 constexpr V make(Parts... parts) {
   if constexpr (sizeof...(Parts) == 1)

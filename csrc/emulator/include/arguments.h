@@ -1,9 +1,9 @@
-// What the generated entry points use to call a kernel.
+// How the generated entry points pass a kernel its arguments.
 #pragma once
 
 namespace emulator {
 
-// Becomes the pointer, or the reference, that the kernel's parameter asks for.
+// Converts to the pointer or the reference that the kernel's parameter is.
 struct Pointer {
   void* address;
   template <class T>

@@ -8,14 +8,14 @@ struct simdgroup_matrix {
   static_assert(Columns == 8 && Rows == 8, "simdgroup_matrix is 8x8");
   static constexpr emulator::Type type = emulator::Kind<T>::type;
 
-  // Not a number until something is put in.
+  // NaN until it is assigned.
   simdgroup_matrix() : elements(T(NAN)) {}
   // `diagonal` on the diagonal, zeros elsewhere.
   explicit simdgroup_matrix(T diagonal, EMULATOR_SITE) {
     metal_emulator_matrix_fill(type, &elements, float(diagonal), 0.0f, file, line);
   }
 
-  // Which two elements these are differs between lanes and between launches.
+  // The layout of the launch determines which two elements these are.
   vec<T, 2>& thread_elements() { return elements; }
   const vec<T, 2>& thread_elements() const { return elements; }
 

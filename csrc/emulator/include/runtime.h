@@ -3,7 +3,7 @@
 
 namespace emulator {
 
-// Where and as what one thread runs; the generated entry point turns it into the kernel's arguments.
+// The buffers and the position of one thread, from which the generated entry point makes the kernel's arguments.
 constexpr unsigned most_buffers = 31;
 struct Arguments {
   void* buffers[most_buffers];
@@ -24,11 +24,12 @@ struct Arguments {
 struct Entry {
   const char* name;
   void (*run)(const Arguments&);
+  bool apple_matrix_layout;  // else the layout is random
 };
 
 enum class Type { boolean, int8, uint8, int16, uint16, int32, uint32, int64, uint64, float16, bfloat16, float32 };
 
-// What the lanes of a SIMD-group do together.
+// Operations of a whole SIMD-group.
 enum class Collective {
   sum,
   product,
@@ -64,7 +65,7 @@ extern "C" {
 void metal_emulator_threadgroup_barrier(unsigned flags, const char* file, int line);
 void metal_emulator_simdgroup_barrier(unsigned flags, const char* file, int line);
 
-// The threadgroup's one copy of the variable that declaration number `id` declares.
+// The threadgroup's copy of the variable of declaration number `id`.
 void* metal_emulator_threadgroup_variable(int id, const char* name, unsigned long bytes, unsigned long alignment);
 
 // `count` components of `type` of every lane go in, and come out; `argument` is the lane or the distance. For a fill,
@@ -72,7 +73,7 @@ void* metal_emulator_threadgroup_variable(int id, const char* name, unsigned lon
 void metal_emulator_collective(emulator::Collective what, emulator::Type type, int count, const void* in, void* out,
                                unsigned argument, const char* name, const char* file, int line);
 
-// An 8x8 matrix is 64 elements, two in each lane; where each lies is the emulator's secret.
+// An 8x8 matrix has two elements in each lane, in the layout of the launch.
 void metal_emulator_matrix_fill(emulator::Type type, void* elements, float diagonal, float elsewhere, const char* file,
                                 int line);
 void metal_emulator_matrix_load(emulator::Type type, void* elements, emulator::Type memory_type, const void* memory,

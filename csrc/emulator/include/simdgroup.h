@@ -1,11 +1,11 @@
-// Barriers, and what the lanes of a SIMD-group do together.
+// Barriers and the operations of a SIMD-group.
 #pragma once
 
 #define EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 namespace emulator {
 
-// Of which and how many numbers a type consists.
+// The element type of a scalar or a vector, and the number of elements.
 template <class T>
 struct Kind;
 #define EMULATOR_KIND(T, NAME)               \

@@ -1,7 +1,6 @@
 // Vectors of two, three and four components, and their packed kin without padding.
 //
-// Swizzles are not members: the translator turns `v.zx` into v.template swizzle<2, 0>(), so that the many that no
-// shader uses cost no time.
+// Swizzles are not members: the translator turns `v.zx` into v.template swizzle<2, 0>(), so unused ones cost no time.
 #pragma once
 
 namespace emulator {

@@ -1,12 +1,11 @@
-"""The Metal backend's own: who may use it, what its kernels cost, and that their order of work changes no bit.
+"""The Metal backend's own: what it refuses, gradients of shared biases, and the same bits in every order of threads.
 
 That its results are right is shown with every other backend's (test_exactness, test_transforms, ...), here on Linux by
-the emulator, which fails a launch for a race, an access out of bounds or a read of what nobody wrote.
+the emulator, which fails a launch for a race, an access out of bounds or an uninitialised read.
 """
 
 import dataclasses
 import functools
-import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import short_run
 from cases import Case
 from operands import PLAIN, assert_same
 from refusals import skip_refused
@@ -27,10 +27,9 @@ import jflash_metal
 from jflash import _canonical, _dispatch, _platform
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
-from jflash_metal import _blocks, _ffi, _parameters, _source
+from jflash_metal import _ffi
 
 attention = functools.partial(jflash.attention, implementation="metal")
-HEADERS = _source.SHADERS
 EVERYTHING = Case(
     query_length=75,
     key_length=100,
@@ -52,7 +51,7 @@ EVERYTHING = Case(
 
 @pytest.fixture
 def emulated() -> None:
-    """Skips where the kernels cannot run, or where nothing counts and checks them."""
+    """Skips where the kernels cannot run, or run without the emulator's counts and checks."""
     skip_refused("metal", **PLAIN)
     if _ffi.host() != "emulator":
         pytest.skip("The kernels run on an Apple GPU here.")
@@ -74,6 +73,15 @@ def spec_of(**options: Any) -> Spec:
 )
 def test_other_platforms_are_refused(name: str, sentence: str) -> None:
     assert re.search(sentence, str(jflash_metal.unsupported(spec_of(), Platform(name, name, None))))
+
+
+@pytest.mark.parametrize("name", ["METAL", "mps"])
+def test_xla_serves_apples_own_platforms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_platform, "current", lambda: Platform(name, "Apple M", None))
+    assert jflash.explain(**PLAIN).startswith("xla serves")
+    verdict, refusal = jflash.explain(**PLAIN, implementation="metal").splitlines()
+    assert verdict.startswith("No implementation")
+    assert "no FFI" in refusal
 
 
 @pytest.mark.parametrize(
@@ -109,57 +117,9 @@ def test_only_by_name() -> None:
     assert _dispatch.candidates("metal") == ("metal",)
 
 
-def test_parameters_are_laid_out_alike() -> None:
-    """The same names in the same order and types; that sizes agree, the shader asserts when it is compiled."""
-    text = (HEADERS / "parameters.h").read_text()
-    types = {"long": np.dtype("<i8"), "int": np.dtype("<i4"), "float": np.dtype("<f4")}
-    for struct in ("RowStrides", "PairStrides", "Parameters"):
-        body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.DOTALL)[1]
-        fields = re.findall(r"^  (\w+) (\w+);$", body, re.MULTILINE)
-        types[struct] = np.dtype([(name, types[kind]) for kind, name in fields], align=True)
-    assert types["Parameters"] == _parameters.PARAMETERS
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("dims", list(itertools.product([1, 8, 33, 64, 100, 128, 192, 250, 256], repeat=2)), ids=str)
-def test_blocks_fit(itemsize: int, dims: tuple[int, int]) -> None:
-    memory, blocks = _blocks.Memory(itemsize, *dims), _blocks.blocks_of(itemsize, *dims)
-    for kernel in ("forward", "d_query", "d_key_value"):
-        assert getattr(memory, kernel)(getattr(blocks, kernel)) <= 32768
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("dims", [(33, 7), (64, 64), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_is_what_the_shaders_take(dtype: str, dims: tuple[int, int]) -> None:
-    """The sizes that blocks are chosen by are those that the entry points declare."""
-    one = cases.build(Case(dtype=dtype, query_length=9, key_length=9, dims=dims, batch=()))
-    _ffi.forget_counters()
-    jax.block_until_ready(oracle.run(attention, one))
-    itemsize = jnp.dtype(dtype).itemsize
-    memory, blocks = _blocks.Memory(itemsize, *dims), _blocks.blocks_of(itemsize, *dims)
-    counted = {counters.entry: counters.threadgroup_memory for counters in _ffi.counters()}
-    assert counted.pop("delta") == 0
-    assert counted == {name: getattr(memory, name)(getattr(blocks, name)) for name in counted}
-    assert set(counted) == {"forward", "d_query", "d_key_value"}
-
-
-def test_a_source_has_what_the_call_uses() -> None:
-    """And is the same for calls of other sizes and numbers, so that it compiles once."""
-    text = _source.forward(spec_of(is_causal=True), "float32")
-    assert "#define HAS_RIGHT 1\n" in text
-    assert "#define HAS_LEFT 0\n" in text
-    assert "#include <metal_stdlib>" in text
-    assert '#include "' not in text
-    longer = {name: jnp.concatenate([array] * 3, axis=1) for name, array in PLAIN.items()}
-    others = dict(is_causal=True, scale=0.3, query_offset=4)
-    assert _source.forward(_canonical.canonicalize(**longer, **others)[0], "float32") == text
-    assert _source.forward(spec_of(local_window_size=(3, 4)), "float32") != text
-
-
 @pytest.mark.usefixtures("emulated")
 def test_any_order_of_threads_gives_the_same_bits() -> None:
-    """No result is added to by several, so `deterministic` is kept without doing anything for it."""
+    """Every result has one writer, so `deterministic` needs nothing more."""
     one = cases.build(EVERYTHING)
     results = []
     try:
@@ -175,7 +135,7 @@ def test_any_order_of_threads_gives_the_same_bits() -> None:
 
 @pytest.mark.usefixtures("emulated")
 def test_sums_that_cancel() -> None:
-    """With a single key dP is delta but for roundings, which are all that the bias's gradient then has wrong."""
+    """With a single key dP equals delta but for roundings, so the bias's gradient is nothing but roundings."""
     one = cases.build(
         Case(
             query_length=1,
@@ -194,11 +154,12 @@ def test_sums_that_cancel() -> None:
     oracle.assert_right(oracle.run(attention, one), one)
 
 
+@short_run.cover(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 75, 100), (1, 4, 75, 100), (4, 1, 100), (1, 75, 1), (75, 100)], ids=str)
 def test_gradient_of_a_shared_bias(batch: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Of every way to share one, and never by way of an array that has the axes it lacks."""
+    """Every way to share a bias is right, and none makes an array with the axes that the bias lacks."""
     if len(shape) == 4 and not batch:
         shape = shape[1:]
     one = cases.build(Case(query_length=75, key_length=100, heads=(4, 2), batch=batch, causal=True, offset="end"))
@@ -219,7 +180,7 @@ def test_gradient_of_a_shared_bias(batch: tuple[int, ...], shape: tuple[int, ...
 
 
 def equations(jaxpr: Any) -> Any:
-    """All of a program, those inside others' parameters too."""
+    """All equations of a program, nested ones included."""
     for equation in jaxpr.eqns:
         yield equation
         for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
@@ -230,7 +191,7 @@ def equations(jaxpr: Any) -> Any:
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", ["bias", "scale", "alibi_slopes", "key"])
-def test_what_nobody_differentiates_is_not_computed(name: str) -> None:
+def test_unused_gradients_are_not_computed(name: str) -> None:
     one = cases.build(EVERYTHING)
     arrays = {"bias": one.bias, "scale": one.scale, "alibi_slopes": one.alibi_slopes, "key": one.key}
     rest = {other: array for other, array in arrays.items() if other != name}
@@ -256,7 +217,7 @@ def test_wide_integers_and_floats() -> None:
 
 @pytest.mark.usefixtures("emulated")
 def test_on_a_thread_each() -> None:
-    """Calls at the same time do not meet."""
+    """Calls at the same time do not disturb each other."""
     calls = [cases.build(Case(query_length=33 + i, key_length=40, batch=(), causal=bool(i % 2))) for i in range(6)]
     with ThreadPoolExecutor(6) as pool:
         for got, one in zip(pool.map(functools.partial(oracle.run, attention), calls), calls, strict=True):

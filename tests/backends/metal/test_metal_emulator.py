@@ -154,7 +154,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rule(name: str) -> None:
-    """Under every schedule: what is found does not hang on luck."""
+    """Under every schedule: detection does not depend on luck."""
     body, message = BROKEN[name]
     for schedule in metal_shader.SCHEDULES:
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):

@@ -1,4 +1,4 @@
-"""Shaders in the manner of others in the emulator, and shaders that mix address spaces."""
+"""Shaders in the style of other libraries in the emulator, and shaders that mix address spaces."""
 
 import re
 from pathlib import Path
@@ -114,15 +114,13 @@ MIXED = {
 @pytest.mark.skipif(not _ffi.clang(), reason="neither clang++ nor zig is installed")
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_address_spaces(name: str) -> None:
-    """Which the compiled shader, where there is but one, would not show."""
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="Clang, looking at the shader's address spaces, finds:\nshader"
-    ):
+    """The compiled shader, which has only one address space, would not show them."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Clang finds in the shader's address spaces:\nshader"):
         run(MIXED[name], schedules=[0], threads=(32, 1, 1), count=32)
 
 
 @pytest.mark.skipif(not _ffi.clang(), reason="neither clang++ nor zig is installed")
-def test_address_spaces_are_not_looked_at_where_the_source_says_so() -> None:
+def test_no_check_of_address_spaces_if_the_source_says_so() -> None:
     body = "threadgroup float t[32]; t[lane] = x[lane]; thread float* p = t; y[lane] = p[lane];"
     (y,) = launch(
         "#pragma METAL_EMULATOR no_address_spaces\n" + KERNEL % body,
@@ -176,7 +174,7 @@ def test_member_functions_of_each_address_space() -> None:
 )
 def test_member_functions_of_another_address_space(body: str) -> None:
     """One without a qualifier is for structs in thread memory."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Clang, looking at the shader's address spaces, finds:"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Clang finds in the shader's address spaces:"):
         run_with_pair(body)
 
 

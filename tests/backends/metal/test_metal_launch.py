@@ -1,4 +1,4 @@
-"""Launching Metal kernels through XLA: what is bound, checked and counted, by whom, and where it is kept."""
+"""Launching Metal kernels through XLA: what is bound, checked and counted, and where compiled shaders are kept."""
 
 import concurrent.futures
 import re

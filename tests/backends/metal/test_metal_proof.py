@@ -1,7 +1,7 @@
-"""The proof of the proof: break the real shaders, one piece at a time, and see that no break goes unnoticed.
+"""Mutation tests: break the real shaders, one piece at a time, and check that every break is caught.
 
 A break counts as caught when the emulator rejects a launch, or a result leaves its tolerance. A missing barrier and too
-much threadgroup memory must be caught by the emulator itself: on a GPU they may well give right results, for a while.
+much threadgroup memory must be caught by the emulator itself: on a GPU they may give right results for a while.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import oracle
 import pytest
 from cases import Case
 from metal_shader import MISSING, SCHEDULES
+from short_run import sampled
 
 import jflash
 from jflash_metal import _ffi, _source
@@ -129,6 +130,7 @@ def test_unbroken(name: str) -> None:
     assert outcome(name) is None
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_schedule_gives_the_same_bits(name: str) -> None:
     call = call_of(name)
@@ -150,30 +152,35 @@ def test_there_is_something_to_break() -> None:
     assert len(INDICES) > 50
 
 
+@sampled(4)
 @pytest.mark.parametrize("one", BARRIERS, ids=str)
 def test_missing_barrier(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match(r"rejected: INTERNAL: Metal emulator, kernel \w+: (race|uninitialised read)", found), found
 
 
+@sampled(8)
 @pytest.mark.parametrize("one", OVERSIZED, ids=str)
 def test_too_much_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.search(r"the kernel holds \d+ bytes of it; the limit is 32768", found), found
 
 
+@sampled(4)
 @pytest.mark.parametrize("one", some(UNDERSIZED), ids=str)
 def test_too_little_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match("rejected: INTERNAL: Metal emulator, kernel .* out of bounds", found), found
 
 
+@sampled(2)
 @pytest.mark.parametrize("one", MASKS, ids=str)
 def test_missing_mask(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert found.startswith(("wrong", "rejected")), found
 
 
+@sampled(4)
 @pytest.mark.parametrize("one", some(INDICES), ids=str)
 def test_wrong_index(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")

@@ -57,7 +57,10 @@ def drawn(seed: int) -> Case:
 
 # Elsewhere all of them would be skipped with one reason: one of them says it.
 PRODUCT = list(cases.product(VALUES, 2)) if hopper() else [{}]
-CASES = [Case(**row) for row in PRODUCT] + [drawn(seed) for seed in range(400 if hopper() else 0)]
+CASES = [
+    *(Case(**row) for row in PRODUCT),
+    *(pytest.param(drawn(seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import pytest
 from cases import Case
 from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from short_run import cover, sampled
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import soft_cap
@@ -45,22 +46,30 @@ FUSED = {**FEATURES, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64,
 SPLIT = {**FEATURES, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128))}
 
 
-def product(values: dict) -> list[Case]:
-    return [Case(batch=(2,), **row) for row in cases.product(values, 2)]
+FUSED_CASES, SPLIT_CASES = (
+    [Case(batch=(2,), **row) for row in cases.product(values, 2)][::2] for values in (FUSED, SPLIT)
+)
+ONCE = cases.once([*FUSED_CASES, *SPLIT_CASES])
 
 
-@pytest.mark.parametrize("case", product(FUSED)[::2], ids=str)
+def marked(some: list[Case]) -> list:
+    """In the short run every value is in a case of one kind or the other."""
+    return [pytest.param(case, marks=() if case in ONCE else pytest.mark.slow) for case in some]
+
+
+@pytest.mark.parametrize("case", marked(FUSED_CASES), ids=str)
 def test_fused(case: Case):
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@pytest.mark.parametrize("case", product(SPLIT)[::2], ids=str)
+@pytest.mark.parametrize("case", marked(SPLIT_CASES), ids=str)
 def test_split(case: Case):
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@sampled(11)
 @pytest.mark.parametrize(("items", "entries"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -94,6 +103,7 @@ def test_several_items_a_cta(
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@sampled(2)
 @pytest.mark.parametrize("tile", [ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3)], ids=str)
 def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: ForwardTiles):
     """6 causal heads are worked on 3 at a time, where more than two warpgroups compute."""
@@ -106,6 +116,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: Forwa
     assert [one.head_groups for one in planned] == [3]
 
 
+@sampled(5)
 @pytest.mark.parametrize(
     ("processors", "key_length", "heads", "batch", "options"),
     [
@@ -133,6 +144,7 @@ def test_accumulators_of_few_heads_at_a_time(
     oracle.assert_right(hopper_kernels.run(call, processors, detect_races=False), call)
 
 
+@sampled(4)
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (132, 1100)])
 @pytest.mark.parametrize("query_length", [1, 3])
 def test_decoding(query_length: int, processors: int, key_length: int):
@@ -142,6 +154,7 @@ def test_decoding(query_length: int, processors: int, key_length: int):
     oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
 
 
+@sampled(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_weight_on_keys_past_the_end(deterministic: bool):
     """A tile of keys is read as zeros there; sums over it are not cut off as dK is."""
@@ -150,6 +163,7 @@ def test_no_weight_on_keys_past_the_end(deterministic: bool):
     oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
 
 
+@sampled(4)
 @pytest.mark.parametrize("scale", [1e-30, 1e-18])
 @pytest.mark.parametrize("mask", [None, "full"])
 def test_small_scales(scale: float, mask: str | None):
@@ -159,6 +173,7 @@ def test_small_scales(scale: float, mask: str | None):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
+@sampled(2)
 @pytest.mark.parametrize("large", [128, 192])
 def test_large_biases_in_a_window(large: int):
     """A tile's biases may be large in some part of it."""
@@ -166,6 +181,7 @@ def test_large_biases_in_a_window(large: int):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@sampled(5)
 @pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
 def test_bias_of_keys_by_scale(scale: float):
     """The forward divides it by the scale."""
@@ -186,6 +202,7 @@ def test_soft_cap_by_size(cap: float, scale: float):
         np.testing.assert_allclose(capped, expected, rtol=1e-6)
 
 
+@cover(2)
 @pytest.mark.parametrize("cap", [1e-6, 1.5, 50.0, 2.0**14])
 @pytest.mark.parametrize("most", [math.inf, 30.0, 13.0])
 @pytest.mark.parametrize("ratio", [1e-30, 2**-11.9, 0.7, -0.01, 2**11.9, 1e20])
@@ -210,6 +227,7 @@ def test_soft_cap_of_few_large_products():
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@sampled(14)
 @pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("bfloat16", 1e5), ("float16", 64.0)])
 @pytest.mark.parametrize("steps", cases.STEPS)
 def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
@@ -219,6 +237,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@sampled(15)
 @pytest.mark.parametrize(
     ("dtype", "kind", "dim"),
     [("bfloat16", "keys", 64), ("bfloat16", "keys", 80), ("float16", "keys", 80), ("float16", "full", 64)],
@@ -302,6 +321,7 @@ def test_no_columns_where_two_kernels_make_the_gradients():
     assert dq_acc is None
 
 
+@cover(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -323,6 +343,7 @@ def test_nothing_but_a_function_of_the_operands(options: dict, deterministic: bo
         assert not closed.effects
 
 
+@sampled(2)
 @pytest.mark.parametrize("segments", [None, "sorted"])
 def test_parts_that_get_no_keys(segments: str | None):
     """33 tiles in 8 parts are 5 each: the last part has none, and must weigh nothing and read nothing past the end."""
@@ -331,6 +352,7 @@ def test_parts_that_get_no_keys(segments: str | None):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_fill_a_block():
     """16 queries of 12 heads: a block of 128 rows would end amid a query's heads."""
     case = Case("bfloat16", 16, 262, heads=(12, 1), dims=(80, 80), batch=(), causal=True, offset="end")
@@ -338,6 +360,7 @@ def test_groups_that_do_not_fill_a_block():
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+@sampled(5)
 @pytest.mark.parametrize(
     ("dims", "options", "place", "deterministic"),
     [

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from short_run import cover, sampled
 
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.kernels.forward_plan import shared_memory
@@ -24,6 +25,7 @@ from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
 from jflash._semantics.spec import Spec
 
 
+@cover(2)
 @pytest.mark.parametrize("staggered", [False, True])
 @pytest.mark.parametrize("items", [1, 2, 3, 8])
 @pytest.mark.parametrize(("batch", "entries"), [(1, 1), (3, 1), (3, 3), (8, 4)])
@@ -238,6 +240,7 @@ class Places:
         return (place,)
 
 
+@sampled(5)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [

@@ -1,0 +1,66 @@
+"""From operands to the arrays that the kernels bind, and from those, kernel by kernel, to their results."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jflash import _sharding
+from jflash._semantics.spec import Operands, Residuals
+from jflash_metal import _ffi
+from jflash_metal._blocks import THREADS
+from jflash_metal._parameters import with_batch_strides
+from jflash_metal._plan import OPERANDS, SCALARS, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """What a plan's kernels bind: every operand by its name, and the numbers (`Parameters` of shaders/parameters.h)."""
+
+    by_name: dict[str, Array]
+    parameters: bytes
+
+
+def prepare(plan: Plan, operands: Operands, residuals: Residuals | None = None) -> Arrays:
+    """The arrays in dtypes that Metal has: a float64 bias in float32, 64-bit segment ids counted from 0."""
+    names = (*OPERANDS, "sinks")
+    arrays = {name: array for name, array in operands._asdict().items() if name in names and array is not None}
+    if residuals is not None:
+        arrays |= residuals._asdict()
+    if operands.bias is not None and operands.bias.dtype.name not in SCALARS:
+        arrays["bias"] = operands.bias.astype(jnp.float32)
+    queries, keys = operands.query_segments, operands.key_segments
+    if queries is not None and keys is not None:
+        if max(queries.dtype.itemsize, keys.dtype.itemsize) > 4:
+            ids = jnp.sort(jnp.concatenate([queries.ravel(), keys.ravel()]))
+            queries, keys = (jnp.searchsorted(ids, array).astype(jnp.int32) for array in (queries, keys))
+        arrays |= dict(query_segments=queries, key_segments=keys)
+        arrays |= dict(query_segment_ranges=_ranges(queries), key_segment_ranges=_ranges(keys))
+    # A kernel binds something in the place of an operand that the call does not have, and does not read it.
+    placeholders = dict.fromkeys(names, jnp.zeros(1, jnp.int32))
+    return Arrays(placeholders | arrays, with_batch_strides(plan.parameters, arrays))
+
+
+def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:
+    """Every result of the plan's kernels by its name."""
+    source = plan.source()
+    results: dict[str, Array] = {}
+    for kernel in plan.kernels:
+        available = arrays.by_name | results
+        bound = [available[name] for name in kernel.operands]
+        shapes = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in kernel.results]
+        written = _ffi.launch(source, kernel.entry, kernel.grid, (THREADS, 1, 1), arrays.parameters, bound, shapes)
+        # Inside shard_map a result differs between devices as the operands do, which a custom call's type does not say.
+        written = _sharding.varying_alike(written, like=bound)
+        results |= {result.name: array for result, array in zip(kernel.results, written, strict=True)}
+    return results
+
+
+def _ranges(segments: Int[Array, "#B L"]) -> Int[Array, "#B L8 2"]:
+    """The smallest and the largest segment of each eight in turn."""
+    padded = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % 8)), mode="edge")
+    eights = padded.reshape(segments.shape[0], -1, 8)
+    return jnp.stack([eights.min(axis=-1), eights.max(axis=-1)], axis=-1)

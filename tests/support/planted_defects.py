@@ -1,0 +1,276 @@
+"""Plants defects in a copy of the repository, one at a time, and shows that the tests of the short run notice each.
+
+    python tests/support/planted_defects.py [--all] [--only WORD]
+
+A defect is a piece of text, found once in its file, and what takes its place. Of the short run (`make test`) the tests
+that are there to notice it go first, and all others after them, until one fails. What the short run notices, all tests
+do, as they include it; with `--all` a defect that it misses is shown to the slow tests as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    """One wrong piece of source."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    first: str
+    """The test that is to notice it."""
+
+    def plant(self, root: Path) -> None:
+        path = root / self.file
+        text = path.read_text()
+        if text.count(self.right) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {text.count(self.right)} times\n{self.right}")
+        path.write_text(text.replace(self.right, self.wrong))
+
+
+EXACT = "tests/attention/test_exactness.py::test_exact"
+PROPERTIES = "tests/attention/test_properties.py"
+VISIBILITY = "tests/semantics/test_visibility.py"
+INTERPRETED = "tests/backends/mosaic_gpu/test_hopper_interpreted.py"
+BARRIER = "    threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+
+DEFECTS = [
+    Defect(
+        "A window has one key less on its left",
+        "jflash/_semantics/visibility.py",
+        "first = jnp.maximum(tile.position - left, 0)",
+        "first = jnp.maximum(tile.position - left + 1, 0)",
+        VISIBILITY,
+    ),
+    Defect(
+        "Tiles are skipped as if there was no query_offset",
+        "jflash/_semantics/visibility.py",
+        "start = jnp.maximum(start, first + least_offset - left)",
+        "start = jnp.maximum(start, first - left)",
+        VISIBILITY,
+    ),
+    Defect(
+        "Tiles between two parts of a segment carry no mask",
+        "jflash/_semantics/visibility.py",
+        "full_stop = jnp.where(unbroken, jnp.minimum(full_stop, every_stop), start)",
+        "full_stop = jnp.minimum(full_stop, every_stop)",
+        VISIBILITY,
+    ),
+    Defect(
+        "score_mod gets the indices of query and key exchanged",
+        "jflash/_semantics/logits.py",
+        "tile.head, tile.query, tile.key, parameters.score_mod_arrays",
+        "tile.head, tile.key, tile.query, parameters.score_mod_arrays",
+        EXACT,
+    ),
+    Defect(
+        "All heads have the dropout of the first",
+        "jflash/_semantics/dropout.py",
+        "head = mix(first + tile.head.astype(jnp.uint32) * golden)",
+        "head = mix(first + 0 * tile.head.astype(jnp.uint32) * golden)",
+        "tests/semantics/test_dropout.py",
+    ),
+    Defect(
+        "The log-sum-exp is without the sink",
+        "jflash/_semantics/online_softmax.py",
+        "lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))",
+        "lse = jnp.where(empty, -jnp.inf, finite_or_zero(rows.largest) + jnp.log(jnp.where(empty, 1, rows.total)))",
+        f"{PROPERTIES}::test_a_sink_is_a_key_without_a_value",
+    ),
+    Defect(
+        "The gradient of the sinks is the first batch entry's",
+        "jflash/_semantics/online_softmax.py",
+        "gradient.sum(axis=0, keepdims=True)",
+        "gradient[:1]",
+        f"{PROPERTIES}::test_a_sink_is_a_key_without_a_value",
+    ),
+    Defect(
+        "xla: padding in keys and values is not zeroed",
+        "jflash/_backends/xla/tiling.py",
+        "return zero_padding(array, tile.key[:, :, 0, 0, :, None], tile.key_lengths[:, 0])",
+        "return array",
+        f"{PROPERTIES}::test_what_padding_holds",
+    ),
+    Defect(
+        "xla: rows that two blocks share count twice in dK and dV",
+        "jflash/_backends/xla/backward.py",
+        "    if place.fresh is not None:\n",
+        "    if place.fresh is not None and False:\n",
+        "tests/backends/xla/test_tiles.py",
+    ),
+    Defect(
+        "xla: the cotangent of the log-sum-exp is dropped",
+        "jflash/_backends/xla/backward.py",
+        "jnp.where(empty, 0, weighted - residuals.d_lse)",
+        "jnp.where(empty, 0, weighted)",
+        EXACT,
+    ),
+    Defect(
+        "xla: products are summed in the call's dtype",
+        "jflash/_backends/xla/tiling.py",
+        "preferred_element_type=spec.accumulator)",
+        "preferred_element_type=spec.dtype).astype(spec.accumulator)",
+        EXACT,
+    ),
+    Defect(
+        "vmap folds the mapped axis into the batch from behind",
+        "jflash/_autodiff.py",
+        "return jnp.broadcast_to(spread, (axis_size, batch, *rest)).reshape(",
+        "return jnp.broadcast_to(spread, (axis_size, batch, *rest)).swapaxes(0, 1).reshape(",
+        "tests/transforms/test_vmap.py",
+    ),
+    Defect(
+        "Under vmap the batch shares what it has a gradient of",
+        "jflash/_autodiff.py",
+        " or (gradients and smooth)\n",
+        "\n",
+        "tests/transforms/test_vmap.py",
+    ),
+    Defect(
+        "Gradients of what devices with other heads share are not summed",
+        "jflash/_sharding.py",
+        "for axes, own in ((split.batch_axes, along_batch), (split.head_axes, along_heads)):",
+        "for axes, own in ((split.batch_axes, along_batch),):",
+        "tests/transforms/test_sharding.py::test_all_operands",
+    ),
+    Defect(
+        "metal: no barrier between the weights and their product with the values",
+        "jflash_metal/shaders/forward.h",
+        BARRIER + "    if (simd_any(memory.factors",
+        "    if (simd_any(memory.factors",
+        "tests/backends/metal/test_metal_proof.py::test_unbroken",
+    ),
+    Defect(
+        "metal: the sum of the weights is not rescaled where their reference moves",
+        "jflash_metal/shaders/forward.h",
+        "  row.total *= factor;\n",
+        "",
+        "tests/attention/test_exactness.py::test_logits_that_rise_from_tile_to_tile",
+    ),
+    Defect(
+        "mosaic_gpu: products begin before the tile of keys has arrived",
+        "jflash/_backends/mosaic_gpu/forward_kernel.py",
+        "        loaded = early(index)\n        plgpu.barrier_wait(shared.key_filled.at[slot])\n",
+        "        loaded = early(index)\n",
+        f"{INTERPRETED}::test_any_tiles",
+    ),
+    Defect(
+        "mosaic_gpu: dK is without the scale",
+        "jflash/_backends/mosaic_gpu/d_key_value_kernel.py",
+        "            sums = sums * inputs.sums_scale(spec)\n",
+        "",
+        f"{INTERPRETED}::test_rounds",
+    ),
+    Defect(
+        "mosaic_gpu: a query head has the keys of another group",
+        "jflash/_backends/mosaic_gpu/forward_kernel.py",
+        "key_head = lax.div(h, group)",
+        "key_head = lax.rem(h, heads // group)",
+        f"{INTERPRETED}::test_heads_in_sections",
+    ),
+    Defect(
+        "mosaic_gpu: keys past the end have weights in the backward",
+        "jflash/_backends/mosaic_gpu/spans.py",
+        "jnp.where(row + rows > spec.key_length, first, whole[1])",
+        "whole[1]",
+        f"{INTERPRETED}::test_no_weight_on_keys_past_the_end",
+    ),
+]
+
+SITE = """
+import sys
+
+# An editable installation would give the repository itself in the place of the copy.
+sys.meta_path[:] = [one for one in sys.meta_path if type(one).__module__ != "_editable_skbc_jflash"]
+"""
+
+
+def copy(folder: Path) -> Path:
+    """The files that git knows, and the emulator, as they are now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if (ROOT / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+    shutil.copytree(ROOT / "jflash_metal" / "native", folder / "jflash_metal" / "native", dirs_exist_ok=True)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(SITE)
+    return folder
+
+
+def failing(root: Path, *arguments: str) -> str | None:
+    """The first test that fails; `None` if none does."""
+    environment = {**os.environ, "JFLASH_METAL_EMULATOR": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'site'}"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) \S*?(\w+\.py(?:::\w+)?)", done.stdout, re.MULTILINE)
+    if done.returncode != 1 or found is None:
+        raise RuntimeError(done.stdout + done.stderr)
+    return found[1]
+
+
+def noticed(defect: Defect, *, every: bool) -> tuple[str | None, str | None]:
+    """The test of the short run that fails with the defect, and of all tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = copy(Path(folder))
+        defect.plant(root)
+        short = ["-m", "not slow"]
+        by = failing(root, "-p", "no:xdist", *short, defect.first) or failing(root, "-n", "auto", *short)
+        if by is None and every:
+            return None, failing(root, "-n", "auto", "-m", "slow")
+        return by, by
+
+
+def main(every: Annotated[bool, tyro.conf.arg(name="all")] = False, only: str = "") -> None:
+    """Plant each defect and print which tests notice it.
+
+    Args:
+      every: show a defect that the short run misses to the slow tests as well.
+      only: those defects alone that have this in their name.
+    """
+    console = Console()
+    table = Table("defect", "short run", *(["all tests"] if every else []), "s")
+    missed = 0
+    for defect in DEFECTS:
+        if only not in defect.name:
+            continue
+        began = time.monotonic()
+        short, whole = noticed(defect, every=every)
+        missed += short is None
+        row = [
+            defect.name,
+            short or "MISSED",
+            *([whole or "MISSED"] if every else []),
+            f"{time.monotonic() - began:.0f}",
+        ]
+        table.add_row(*row)
+        print(" | ".join(row), flush=True)
+    console.print(table)
+    sys.exit(f"The short run misses {missed}." if missed else 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

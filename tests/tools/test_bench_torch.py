@@ -1,0 +1,213 @@
+"""The bench's peers in torch, FlashAttention-4 among them: what they are asked for, and how they are timed.
+
+Modules of the test stand in for torch and for flash-attn-4, whose kernels need a Hopper GPU. They compute nothing.
+They say what they were asked for, in jflash's words.
+"""
+
+import dataclasses
+import importlib.machinery
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+from jflash import _platform
+from jflash.bench import cases, clocks, measure, peers
+
+FLASH = peers.PEERS["FlashAttention-4"]
+CASES = cases.Grid((64,), (64,), (16,), ("full", "causal"), tokens=64, dtype="bfloat16", features=True).cases()
+
+
+@dataclasses.dataclass
+class Tensor:
+    """What the peers need of a tensor."""
+
+    array: jax.Array
+
+    @property
+    def nbytes(self):
+        return self.array.nbytes
+
+    def requires_grad_(self):
+        return self
+
+
+class StandIn:
+    """Modules in the place of torch and flash_attn.cute, and what was asked of them."""
+
+    def __init__(self):
+        self.log: list[str] = []
+        self.asked: list[dict] = []
+        """The arguments of each call, by their names in `jflash.attention` and in its layout."""
+        self.differentiated: list[list[Tensor]] = []
+
+    def modules(self):
+        named = lambda name, **members: self._module(name, members)
+        functional = types.SimpleNamespace(scaled_dot_product_attention=self.scaled_dot_product_attention)
+        cuda = types.SimpleNamespace(
+            is_available=lambda: True,
+            synchronize=lambda: self.log.append("synchronize"),
+            reset_peak_memory_stats=lambda: None,
+            memory_allocated=lambda: 0,
+            max_memory_allocated=lambda: 3 * clocks.MIB,
+            Event=self.event,
+            _sleep=lambda cycles: self.log.append("sleep"),
+        )
+        torch = dict(
+            set_num_threads=lambda number: None,
+            from_dlpack=Tensor,
+            autograd=types.SimpleNamespace(grad=self.grad),
+            nn=types.SimpleNamespace(functional=functional),
+            cuda=cuda,
+        )
+        flash = named("flash_attn", __path__=[])
+        return [named("torch", **torch), flash, named("flash_attn.cute", flash_attn_func=self.flash_attn_func)]
+
+    def flash_attn_func(
+        self, q, k, v, *, causal=False, window_size=(None, None), softcap=0.0, learnable_sink=None, **unknown
+    ):
+        """As flash_attn.cute's: both the output and the log-sum-exp."""
+        assert not unknown
+        options = dict(is_causal=causal) | (dict(logits_soft_cap=softcap) if softcap else {})
+        options |= dict(local_window_size=window_size) if window_size != (None, None) else {}
+        options |= {} if learnable_sink is None else dict(sinks=learnable_sink.array)
+        return self.out(dict(query=q.array, key=k.array, value=v.array, **options)), "log-sum-exp"
+
+    def scaled_dot_product_attention(self, query, key, value, *, attn_mask=None, is_causal=False, enable_gqa=False):
+        """As torch's: heads before tokens."""
+        arrays = {name: tensor.array.swapaxes(1, 2) for name, tensor in dict(query=query, key=key, value=value).items()}
+        assert enable_gqa == (arrays["query"].shape[2] != arrays["key"].shape[2])
+        options = dict(is_causal=is_causal)
+        if attn_mask is not None:
+            options["mask" if attn_mask.array.dtype == bool else "bias"] = attn_mask.array
+        return self.out(arrays | options, heads_first=True)
+
+    def out(self, asked, heads_first=False):
+        self.log.append("call")
+        self.asked.append(asked)
+        out = jnp.zeros((*asked["query"].shape[:-1], asked["value"].shape[-1]))
+        return Tensor(out.swapaxes(1, 2) if heads_first else out)
+
+    def grad(self, out, variable, cotangent):
+        assert cotangent.array.shape == out.array.shape
+        self.differentiated.append(variable)
+
+    def event(self, enable_timing):
+        assert enable_timing
+        record = lambda: self.log.append("record")
+        return types.SimpleNamespace(record=record, elapsed_time=lambda stop: 0.25)
+
+    @staticmethod
+    def _module(name, members):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        for member, value in members.items():
+            setattr(module, member, value)
+        return module
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Both modules, on what is taken for an NVIDIA GPU."""
+    found = StandIn()
+    for module in found.modules():
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def kernel_times(compiled, aggregate, iterations):
+        return lambda *arrays: (compiled(*arrays), [0.5] * iterations)
+
+    monkeypatch.setattr(profiler, "measure", kernel_times)
+    monkeypatch.setattr(clocks, "on_nvidia", lambda: True)
+    return found
+
+
+def measured(some_cases, names):
+    return measure.measure(some_cases, names, backward=True, rounds=1, step=lambda *_: None)
+
+
+def refusal(peer, case):
+    return peer.refuses(case, [*cases.data(case).arguments, *cases.options(case)])
+
+
+@pytest.mark.parametrize("name", ["torch", "FlashAttention-4"])
+def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
+    peer = peers.PEERS[name]
+    accepted = [case for case in CASES if refusal(peer, case) is None]
+    assert len(accepted) >= 10
+    for case in accepted:
+        data = cases.data(case)
+        expected = dict(is_causal=False) | data.arguments | cases.options(case)
+        for work in ("fwd", "fwd+bwd"):
+            stand_in.differentiated.clear()
+            peer.prepare(case, work, data)
+            asked = stand_in.asked[-1]
+            assert asked.keys() == expected.keys()
+            for argument, value in expected.items():
+                np.testing.assert_array_equal(asked[argument], value, strict=isinstance(value, jax.Array))
+            variables = [argument for argument in data.arguments if argument in cases.DIFFERENTIATED]
+            assert {len(tensors) for tensors in stand_in.differentiated} == (
+                {len(variables)} if work != "fwd" else set()
+            )
+
+
+def test_flash_attention_4_says_which_options_it_lacks():
+    lacking = {case.name: refusal(FLASH, case) for case in CASES if refusal(FLASH, case) is not None}
+    assert lacking == {
+        "bias per pair": "It has no argument bias.",
+        "bias per key": "It has no argument bias.",
+        "mask per pair": "It has no argument mask.",
+        "causal, ALiBi": "It has no argument alibi_slopes.",
+        "causal, 8 packed segments": "It has no argument segment_ids.",
+        "half is padding": "It has no argument query_seq_lengths, key_value_seq_lengths.",
+    }
+    wide = dataclasses.replace(CASES[0], dtype="float32")
+    assert refusal(FLASH, wide) == "It takes bfloat16 and float16, not float32."
+
+
+def test_calls_are_queued_while_the_gpu_is_kept_waiting(stand_in):
+    """The time that Python takes for a launch is not the kernel's."""
+    sample = FLASH.prepare(CASES[0], "fwd", cases.data(CASES[0])).sample
+    stand_in.log.clear()
+    assert sample() == [0.25] * clocks.ITERATIONS
+    assert stand_in.log == ["sleep", *["record", "call", "record"] * clocks.ITERATIONS, "synchronize"]
+
+
+def test_flash_attention_4_has_its_rows_beside_jflash(stand_in):
+    found = measured(CASES[:1], ["jflash", "FlashAttention-4"])
+    assert found.about.missing == {}
+    assert {"flash-attn-4", "torch"} <= found.about.versions.keys()
+    rows = {(row.peer, row.work): row.figures for row in found.rows}
+    assert {peer: rows[peer, "fwd"].ms for peer in ("jflash", "FlashAttention-4")} == {
+        "jflash": 0.5,
+        "FlashAttention-4": 0.25,
+    }
+    assert rows["FlashAttention-4", "bwd"].ms == 0
+    assert rows["FlashAttention-4", "fwd"].temporary_mib == 3
+
+
+def test_an_error_of_flash_attention_4_is_recorded_in_its_words(stand_in, monkeypatch):
+    def refuse(**_):
+        raise AssertionError("Heads of 16 are not supported.\nSecond line.")
+
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", refuse)
+    rows = measured(CASES[:1], ["FlashAttention-4"]).rows
+    assert {row.figures.refusal for row in rows} == {"AssertionError: Heads of 16 are not supported."}
+
+
+def test_why_flash_attention_4_is_missing(stand_in, monkeypatch):
+    here = _platform.current()
+    assert FLASH.missing(here) is None
+    for module in ("no_such_package", "no_such_package.cute", "flash_attn.no_such_module"):
+        assert dataclasses.replace(FLASH, module=module).missing(here) == "flash-attn-4 is not installed."
+
+    def load():
+        raise ModuleNotFoundError("No module named 'cutlass'")
+
+    broken = dataclasses.replace(FLASH, load=load)
+    assert broken.missing(here) == "flash-attn-4 cannot be imported: No module named 'cutlass'"
+    monkeypatch.setattr(clocks, "on_nvidia", lambda: False)
+    assert broken.missing(here) == f"It needs an NVIDIA GPU, and this is {here}."
