@@ -4,7 +4,8 @@ import dataclasses
 import heapq
 import itertools
 import types
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -303,3 +304,46 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
     for parts in rounded.values():
         covered = [row for first, size, _ in parts for row in range(first, first + size)]
         assert sorted(covered) == list(range(rows))
+
+
+@pytest.mark.parametrize("processors", [1, 3, 7])
+@pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2)])
+def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):
+    """A CTA that waits keeps its multiprocessor. With tickets for places all end; with indices some orders do not."""
+    schedule = BackwardSchedule.of(heads, heads, blocks, batch, processors)
+    waves = schedule.waves + dq_accumulator.lag(schedule)
+    places = list(itertools.product(range(waves), range(blocks), range(schedule.items)))
+    awaited = [_awaited(schedule, place) for place in places]
+    generator = np.random.default_rng(0)
+    backwards = range(len(places))[::-1]
+    assert not _ends(schedule, places, awaited, iter(backwards), processors, generator)
+    for order in (backwards, *(generator.permutation(len(places)) for _ in range(5))):
+        tickets = itertools.count()
+        assert _ends(schedule, places, awaited, (next(tickets) for _ in order), processors, generator)
+
+
+def _awaited(schedule: BackwardSchedule, place: tuple[int, int, int]) -> set[tuple[int, int]]:
+    """The work items that the CTA of a place waits for."""
+    shape = types.SimpleNamespace(shape=(schedule.batch, 64, 64, 64))
+    refs = DqRefs(Places(dq_accumulator.accumulators(schedule)), None, shape)
+    with jax.disable_jit():
+        taken = Recorded(schedule, None, refs, 1.0, 2, place, 0)
+        taken.begin(0)
+    return taken.awaited
+
+
+def _ends(schedule, places, awaited, begins: Iterator[int], processors: int, generator: np.random.Generator) -> bool:
+    """Whether all CTAs end, if they begin with places in this order, and end in any order."""
+    resident: list[int] = []
+    ended: list[int] = []
+    while True:
+        resident += itertools.islice(begins, processors - len(resident))
+        if not resident:
+            return len(ended) == len(places)
+        done = Counter(
+            tuple(map(int, schedule.item(wave, item)[:2])) for wave, _, item in map(places.__getitem__, ended)
+        )
+        ready = [place for place in resident if all(done[item] == schedule.blocks for item in awaited[place])]
+        if not ready:
+            return False
+        ended.append(resident.pop(resident.index(generator.choice(ready))))

@@ -22,7 +22,8 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,6 +47,9 @@ from jflash._backends.mosaic_gpu.schedule.backward_schedule import WorkItem
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE, DqAccumulator, DqRefs
 from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+
+_TICKET_DRAWER = 1
+"""The warpgroup that draws the CTA's ticket: the one that copies nothing."""
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
@@ -74,43 +78,67 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) ->
 
 
 def _kernel(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    spec, schedule = plan.spec, plan.schedule
-    inputs = KernelInputs(spec, ops, refs.arrays, keys_first=True)
+    inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
     warpgroup = lax.axis_index("warpgroup")
-    wave, block, item = _take_ticket(plan, refs, warpgroup, ops)
-    own = schedule.item(wave, item)
-    tiles = tile_range.query_tiles(inputs, own.batch, block, plan.tile.keys, plan.tile.queries)
-    order = TileOrder.of(spec, tiles, schedule.heads, block, by_head=bool(plan.wanted))
-    dq = DqAccumulator(
-        schedule,
-        ops,
-        DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"]),
-        sums_scale(spec),
-        WARPGROUPS,
-        (wave, block, item),
-        tiles.count * schedule.heads,
-    )
-    dims = (spec.head_dim, spec.value_dim)
-    qk, vo = (pipeline.columns(plan.tile.columns(dim), whole_dim(dim), own.batch) for dim in dims)
-    cta = _Cta(plan, inputs, refs, own, block * plan.tile.keys, order, dq, qk, vo)
-    pl.when(warpgroup < WARPGROUPS)(lambda: cta.consume(warpgroup))
-    pl.when(warpgroup == WARPGROUPS)(cta.produce)
+    index = index_in_grid(plan)
+    cta_at = functools.partial(_Cta.at, plan, inputs, refs)
 
-
-def _take_ticket(plan: FusedPlan, refs: Refs, warpgroup: Any, ops: WarpgroupOps) -> tuple[Any, Any, Any]:
-    """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
-    earlier waves: so its place is not its index, but the number of CTAs that began before it."""
-    shared = refs.smem
-
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == _TICKET_DRAWER)
     def _() -> None:
-        ops.take_ticket(refs.arrays["counters"], shared.ticket)
-        plgpu.barrier_arrive(shared.ticket_drawn)
+        ops.take_ticket(refs.arrays["counters"], refs.smem.ticket)
+        plgpu.barrier_arrive(refs.smem.ticket_drawn)
 
-    plgpu.barrier_wait(shared.ticket_drawn)
-    ticket = shared.ticket[0]
-    items, blocks = plan.schedule.items, plan.schedule.blocks
-    return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)
+    pl.when(warpgroup < WARPGROUPS)(lambda: _consume(cta_at, index, warpgroup))
+    pl.when(warpgroup == WARPGROUPS)(lambda: _produce(cta_at, index))
+
+
+def index_in_grid(plan: FusedPlan) -> Any:
+    """The CTA's index: the place that it would have if CTAs began in the order of their indices."""
+    wave, block, item = (lax.axis_index(name) for name in plan.launch.grid)
+    return (wave * plan.schedule.blocks + block) * plan.schedule.items + item
+
+
+def _place(refs: Refs, index: Any) -> tuple[Any, Any]:
+    """The CTA's place, and whether it is not the index.
+
+    CUDA promises no order in which CTAs begin, and a CTA waits for those of earlier waves. So its place is not its
+    index, but a ticket: the number of CTAs that began before it. It comes late from device memory. Until then the CTA
+    copies its first tiles as if it were the index, and nearly always it is.
+    """
+    plgpu.barrier_wait(refs.smem.ticket_drawn)
+    ticket = refs.smem.ticket[0]
+    return ticket, ticket != index
+
+
+def _consume(cta_at: Callable[[Any], _Cta], index: Any, warpgroup: Any) -> None:
+    """A warpgroup that computes. The first copies the keys and values."""
+    pipeline.split_registers(WARPGROUPS, copies=False)
+    expected = cta_at(index)
+    shared, stages = expected.smem, expected.plan.tile.stages
+    pipeline.release(stages, shared.q_empty, shared.do_empty)
+    pl.when((warpgroup == 0) & expected.visits)(expected.copy_keys)
+    place, is_other = _place(expected.refs, index)
+    cta = cta_at(place)
+    pl.when(is_other & expected.visits)(expected.discard)
+    pl.when(is_other & (warpgroup == 0) & cta.visits)(cta.copy_keys)
+    cta.consume(warpgroup)
+
+
+def _produce(cta_at: Callable[[Any], _Cta], index: Any) -> None:
+    """The warpgroup that copies queries, and rounds dQ beside it."""
+    pipeline.split_registers(WARPGROUPS, copies=True)
+    expected = cta_at(index)
+    pl.when(expected.visits)(lambda: expected.producer.copy(expected.smem, jnp.int32(0)))
+    place, is_other = _place(expected.refs, index)
+    copied = jnp.where(is_other | ~expected.visits, 0, 1)
+    cta = cta_at(place)
+
+    @pl.when(cta.dq.adds)
+    def _() -> None:
+        cta.producer.copy_all(cta.smem, cta.dq.after_copy, SPARE, copied)
+        cta.dq.finish()
+
+    pipeline.drain(cta.plan.tile.stages, cta.smem.q_empty, cta.smem.do_empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,17 +157,75 @@ class _Cta:
     vo_columns: Any
     """What tiles take of the columns of values and d_out."""
 
+    @staticmethod
+    def at(plan: FusedPlan, inputs: KernelInputs, refs: Refs, place: Any) -> _Cta:
+        """The CTA of a place: of all items of a wave the first block of keys, then the second, and so on."""
+        spec, schedule = plan.spec, plan.schedule
+        items, blocks = schedule.items, schedule.blocks
+        wave, block, item = (
+            lax.div(place, items * blocks),
+            lax.rem(lax.div(place, items), blocks),
+            lax.rem(place, items),
+        )
+        own = schedule.item(wave, item)
+        tiles = tile_range.query_tiles(inputs, own.batch, block, plan.tile.keys, plan.tile.queries)
+        order = TileOrder.of(spec, tiles, schedule.heads, block, by_head=bool(plan.wanted))
+        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"])
+        steps = tiles.count * schedule.heads
+        dq = DqAccumulator(schedule, inputs.ops, dq_refs, sums_scale(spec), WARPGROUPS, (wave, block, item), steps)
+        dims = (spec.head_dim, spec.value_dim)
+        qk, vo = (pipeline.columns(plan.tile.columns(dim), whole_dim(dim), own.batch) for dim in dims)
+        return _Cta(plan, inputs, refs, own, block * plan.tile.keys, order, dq, qk, vo)
+
     @property
     def smem(self) -> SharedMemory:
         return self.refs.smem
 
+    @property
+    def visits(self) -> Any:
+        """Whether the CTA has keys that a query can see."""
+        return self.dq.adds & (self.order.tiles.count > 0)
+
+    @property
+    def producer(self) -> QueryProducer:
+        """What copies the tiles of queries."""
+        names = ("columns",) if row_statistics.as_columns(self.plan.spec) else ("lse", "delta")
+        statistics = [self.refs.arrays[name] for name in names]
+        own_keys = pl.ds(self.first_key, self.plan.tile.keys)
+        columns = (self.qk_columns, self.vo_columns)
+        return QueryProducer(
+            self.inputs, self.order, statistics, self.item.batch, self.item.first_head, own_keys, columns
+        )
+
+    def copy_keys(self) -> None:
+        """Copy the block's keys and values."""
+        shared = self.smem
+        keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head, self.qk_columns)
+        self.inputs.copy_rows("key", keys, shared.k.at[0], shared.kv_full)
+        self.inputs.copy_rows("value", keys._replace(columns=self.vo_columns), shared.v.at[0], shared.kv_full)
+        if shared.ones is not None:
+            plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
+
+    def discard(self) -> None:
+        """Hand the first tiles back: they were another CTA's."""
+        shared = self.smem
+        plgpu.barrier_wait(shared.kv_full)
+        for full, empty in ((shared.q_full, shared.q_empty), (shared.do_full, shared.do_empty)):
+            plgpu.barrier_wait(full.at[0])
+            plgpu.barrier_arrive(empty.at[0])
+        # Keys are copied anew when both warpgroups have waited for these.
+        self._meet()
+
+    def _meet(self) -> None:
+        """Wait for the other warpgroup that computes."""
+        plgpu.barrier_arrive(self.smem.finished)
+        plgpu.barrier_wait(self.smem.finished)
+
     def consume(self, warpgroup: Any) -> None:
-        """A warpgroup that computes."""
-        pipeline.split_registers(WARPGROUPS, copies=False)
+        """Visit all tiles."""
         own_keys = pl.ds(self.first_key + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         width = self.smem.dq.shape[-1]
         own_columns = self.qk_columns if self.plan.tile.split_dq_by_rows else pl.ds(warpgroup * width, width)
-        pl.when(self.dq.adds)(lambda: self._begin(warpgroup))
         self.dq.begin(warpgroup)
 
         def store_sums(head: Array, sums: tuple[Array, ...]) -> None:
@@ -148,24 +234,11 @@ class _Cta:
 
         @pl.when(self.dq.adds)
         def _() -> None:
+            plgpu.barrier_arrive(self.smem.ds_empty.at[0])
             pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(self.smem.kv_full))
             origin = TileCoord(self.item.batch, self.item.first_head, 0, self.first_key)
             loop = MainLoop(self.plan, self.inputs, self.smem, self.order, self.dq, warpgroup, origin, own_columns)
             self._store(loop.run(store_sums), warpgroup, own_keys)
-
-    def _begin(self, warpgroup: Any) -> None:
-        """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
-        shared = self.smem
-        pipeline.release(self.plan.tile.stages, shared.q_empty, shared.do_empty)
-        plgpu.barrier_arrive(shared.ds_empty.at[0])
-
-        @pl.when((warpgroup == 0) & (self.order.tiles.count > 0))
-        def _() -> None:
-            keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head, self.qk_columns)
-            self.inputs.copy_rows("key", keys, shared.k.at[0], shared.kv_full)
-            self.inputs.copy_rows("value", keys._replace(columns=self.vo_columns), shared.v.at[0], shared.kv_full)
-            if shared.ones is not None:
-                plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
 
     def _store(self, acc: Accumulators, warpgroup: Any, own_keys: Any) -> None:
         """Store dK and dV: in float32 where several head groups share the keys."""
@@ -179,8 +252,7 @@ class _Cta:
             self.dq.finish()
             return
         # The other warpgroup reads these keys too.
-        plgpu.barrier_arrive(shared.finished)
-        plgpu.barrier_wait(shared.finished)
+        self._meet()
         own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         shared.k[0, own] = dk.astype(self.plan.spec.dtype)
         shared.v[0, own] = dv.astype(self.plan.spec.dtype)
@@ -191,22 +263,3 @@ class _Cta:
         plgpu.wait_smem_to_gmem(2)
         self.dq.finish()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def produce(self) -> None:
-        """The warpgroup that copies queries, and rounds dQ beside it."""
-        pipeline.split_registers(WARPGROUPS, copies=True)
-
-        @pl.when(self.dq.adds)
-        def _() -> None:
-            names = ("columns",) if row_statistics.as_columns(self.plan.spec) else ("lse", "delta")
-            producer = QueryProducer(
-                self.inputs,
-                self.order,
-                [self.refs.arrays[name] for name in names],
-                self.item.batch,
-                self.item.first_head,
-                pl.ds(self.first_key, self.plan.tile.keys),
-                (self.qk_columns, self.vo_columns),
-            )
-            producer.copy_all(self.smem, self.dq.after_copy, SPARE)
-            self.dq.finish()

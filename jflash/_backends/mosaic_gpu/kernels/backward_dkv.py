@@ -299,3 +299,4 @@ class _Cta:
             (self.qk_columns, self.vo_columns),
         )
         producer.copy_all(self.smem)
+        pipeline.drain(self.smem.q.shape[0], self.smem.q_empty, self.smem.do_empty)
