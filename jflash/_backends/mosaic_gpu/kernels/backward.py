@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -47,6 +47,7 @@ from jflash._backends.mosaic_gpu.schedule.backward_schedule import WorkItem
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE, DqAccumulator, DqRefs
 from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._backends.mosaic_gpu.schedule.tile_range import TileRange
 
 _TICKET_DRAWER = 1
 """The warpgroup that draws the CTA's ticket: the one that copies nothing."""
@@ -77,19 +78,55 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) ->
     return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
 
 
+class _Work(NamedTuple):
+    """What a CTA's place means: a block of keys of a work item, and the tiles of queries that see it."""
+
+    wave: Any
+    block: Any
+    number: Any
+    """Of the item, in its wave."""
+    item: WorkItem
+    tiles: TileRange
+
+
+def _work_at(plan: FusedPlan, inputs: KernelInputs, place: Any) -> _Work:
+    """Of all items of a wave come the first blocks, then the second, and so on."""
+    row, number = lax.div(place, plan.schedule.items), lax.rem(place, plan.schedule.items)
+    wave, block = lax.div(row, plan.schedule.blocks), lax.rem(row, plan.schedule.blocks)
+    item = plan.schedule.item(wave, number)
+    tiles = tile_range.query_tiles(inputs, item.batch, block, plan.tile.keys, plan.tile.queries)
+    return _Work(wave, block, number, item, tiles)
+
+
 def _kernel(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """CUDA promises no order in which CTAs begin, and a CTA waits for those of earlier waves. So its place is not its
+    index, but a ticket: the number of CTAs that began before it. It comes late from device memory. Until then the CTA
+    copies its first tiles as if it were the index, and nearly always it is.
+    """
     inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
     warpgroup = lax.axis_index("warpgroup")
     index = index_in_grid(plan)
-    cta_at = functools.partial(_Cta.at, plan, inputs, refs)
+    expected = _work_at(plan, inputs, index)
 
     @pl.when(warpgroup == _TICKET_DRAWER)
     def _() -> None:
         ops.take_ticket(refs.arrays["counters"], refs.smem.ticket)
         plgpu.barrier_arrive(refs.smem.ticket_drawn)
 
-    pl.when(warpgroup < WARPGROUPS)(lambda: _consume(cta_at, index, warpgroup))
-    pl.when(warpgroup == WARPGROUPS)(lambda: _produce(cta_at, index))
+    # So the compiler knows that tiles begin at a multiple of 8.
+    in_eighths = lambda work: work._replace(tiles=work.tiles.from_row(lax.div(work.tiles.first, 8)))
+
+    def work() -> tuple[_Work, Any]:
+        """The CTA's own, and whether it is not what was expected."""
+        plgpu.barrier_wait(refs.smem.ticket_drawn)
+        ticket = refs.smem.ticket[0]
+        is_other = ticket != index
+        own = lax.cond(is_other, lambda: in_eighths(_work_at(plan, inputs, ticket)), lambda: in_eighths(expected))
+        return own._replace(tiles=own.tiles.from_row(own.tiles.first * 8)), is_other
+
+    cta = functools.partial(_Cta, plan, inputs, refs)
+    pl.when(warpgroup < WARPGROUPS)(lambda: _consume(cta, expected, work, warpgroup))
+    pl.when(warpgroup == WARPGROUPS)(lambda: _produce(cta, expected, work))
 
 
 def index_in_grid(plan: FusedPlan) -> Any:
@@ -98,47 +135,38 @@ def index_in_grid(plan: FusedPlan) -> Any:
     return (wave * plan.schedule.blocks + block) * plan.schedule.items + item
 
 
-def _place(refs: Refs, index: Any) -> tuple[Any, Any]:
-    """The CTA's place, and whether it is not the index.
-
-    CUDA promises no order in which CTAs begin, and a CTA waits for those of earlier waves. So its place is not its
-    index, but a ticket: the number of CTAs that began before it. It comes late from device memory. Until then the CTA
-    copies its first tiles as if it were the index, and nearly always it is.
-    """
-    plgpu.barrier_wait(refs.smem.ticket_drawn)
-    ticket = refs.smem.ticket[0]
-    return ticket, ticket != index
-
-
-def _consume(cta_at: Callable[[Any], _Cta], index: Any, warpgroup: Any) -> None:
+def _consume(
+    cta: Callable[[_Work], _Cta], expected: _Work, work: Callable[[], tuple[_Work, Any]], warpgroup: Any
+) -> None:
     """A warpgroup that computes. The first copies the keys and values."""
+    first = cta(expected)
     pipeline.split_registers(WARPGROUPS, copies=False)
-    expected = cta_at(index)
-    shared, stages = expected.smem, expected.plan.tile.stages
-    pipeline.release(stages, shared.q_empty, shared.do_empty)
-    pl.when((warpgroup == 0) & expected.visits)(expected.copy_keys)
-    place, is_other = _place(expected.refs, index)
-    cta = cta_at(place)
-    pl.when(is_other & expected.visits)(expected.discard)
-    pl.when(is_other & (warpgroup == 0) & cta.visits)(cta.copy_keys)
-    cta.consume(warpgroup)
+    pipeline.release(first.plan.tile.stages, first.smem.q_empty, first.smem.do_empty)
+    pl.when((warpgroup == 0) & first.visits)(first.copy_keys)
+    own, is_other = work()
 
-
-def _produce(cta_at: Callable[[Any], _Cta], index: Any) -> None:
-    """The warpgroup that copies queries, and rounds dQ beside it."""
-    pipeline.split_registers(WARPGROUPS, copies=True)
-    expected = cta_at(index)
-    pl.when(expected.visits)(lambda: expected.producer.copy(expected.smem, jnp.int32(0)))
-    place, is_other = _place(expected.refs, index)
-    copied = jnp.where(is_other | ~expected.visits, 0, 1)
-    cta = cta_at(place)
-
-    @pl.when(cta.dq.adds)
+    @pl.when(is_other)
     def _() -> None:
-        cta.producer.copy_all(cta.smem, cta.dq.after_copy, SPARE, copied)
-        cta.dq.finish()
+        pl.when(first.visits)(first.discard)
+        pl.when((warpgroup == 0) & cta(own).visits)(cta(own).copy_keys)
 
-    pipeline.drain(cta.plan.tile.stages, cta.smem.q_empty, cta.smem.do_empty)
+    cta(own).consume(warpgroup)
+
+
+def _produce(cta: Callable[[_Work], _Cta], expected: _Work, work: Callable[[], tuple[_Work, Any]]) -> None:
+    """The warpgroup that copies queries, and rounds dQ beside it."""
+    first = cta(expected)
+    pipeline.split_registers(WARPGROUPS, copies=True)
+    pl.when(first.visits)(lambda: first.producer.copy(first.smem, jnp.int32(0)))
+    own, is_other = work()
+    copied = jnp.where(is_other | ~first.visits, 0, 1)
+
+    @pl.when(cta(own).dq.adds)
+    def _() -> None:
+        cta(own).producer.copy_all(first.smem, cta(own).dq.after_copy, SPARE, copied)
+        cta(own).dq.finish()
+
+    pipeline.drain(first.plan.tile.stages, first.smem.q_empty, first.smem.do_empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,34 +176,41 @@ class _Cta:
     plan: FusedPlan
     inputs: KernelInputs
     refs: Refs
-    item: WorkItem
-    first_key: Int[Array, ""]
-    order: TileOrder
-    dq: DqAccumulator
-    qk_columns: Any
-    """What tiles take of the columns of queries and keys."""
-    vo_columns: Any
-    """What tiles take of the columns of values and d_out."""
+    work: _Work
 
-    @staticmethod
-    def at(plan: FusedPlan, inputs: KernelInputs, refs: Refs, place: Any) -> _Cta:
-        """The CTA of a place: of all items of a wave the first block of keys, then the second, and so on."""
-        spec, schedule = plan.spec, plan.schedule
-        items, blocks = schedule.items, schedule.blocks
-        wave, block, item = (
-            lax.div(place, items * blocks),
-            lax.rem(lax.div(place, items), blocks),
-            lax.rem(place, items),
-        )
-        own = schedule.item(wave, item)
-        tiles = tile_range.query_tiles(inputs, own.batch, block, plan.tile.keys, plan.tile.queries)
-        order = TileOrder.of(spec, tiles, schedule.heads, block, by_head=bool(plan.wanted))
-        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"])
-        steps = tiles.count * schedule.heads
-        dq = DqAccumulator(schedule, inputs.ops, dq_refs, sums_scale(spec), WARPGROUPS, (wave, block, item), steps)
-        dims = (spec.head_dim, spec.value_dim)
-        qk, vo = (pipeline.columns(plan.tile.columns(dim), whole_dim(dim), own.batch) for dim in dims)
-        return _Cta(plan, inputs, refs, own, block * plan.tile.keys, order, dq, qk, vo)
+    @property
+    def item(self) -> WorkItem:
+        return self.work.item
+
+    @property
+    def first_key(self) -> Int[Array, ""]:
+        return self.work.block * self.plan.tile.keys
+
+    @property
+    def order(self) -> TileOrder:
+        work, heads = self.work, self.plan.schedule.heads
+        return TileOrder.of(self.plan.spec, work.tiles, heads, work.block, by_head=bool(self.plan.wanted))
+
+    @property
+    def dq(self) -> DqAccumulator:
+        schedule, work = self.plan.schedule, self.work
+        refs = DqRefs(self.refs.arrays["dq_acc"], self.refs.arrays["counters"], self.refs.results["d_query"])
+        at = (work.wave, work.block, work.number)
+        steps = work.tiles.count * schedule.heads
+        return DqAccumulator(schedule, self.inputs.ops, refs, sums_scale(self.plan.spec), WARPGROUPS, at, steps)
+
+    @property
+    def qk_columns(self) -> Any:
+        """What tiles take of the columns of queries and keys."""
+        return self._columns(self.plan.spec.head_dim)
+
+    @property
+    def vo_columns(self) -> Any:
+        """What tiles take of the columns of values and d_out."""
+        return self._columns(self.plan.spec.value_dim)
+
+    def _columns(self, dim: int) -> Any:
+        return pipeline.columns(self.plan.tile.columns(dim), whole_dim(dim), self.item.batch)
 
     @property
     def smem(self) -> SharedMemory:

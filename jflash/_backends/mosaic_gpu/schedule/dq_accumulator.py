@@ -30,6 +30,10 @@ SPARE = 3
 """Parts that the producer can round while the other warpgroups are at the last tiles."""
 
 
+_LINE = 32
+"""Counters in a line of the cache: CTAs that poll one should not delay those that increment another."""
+
+
 def lag(schedule: BackwardSchedule) -> int:
     """When a wave begins, the last CTAs of the one before are always still at work."""
     return min(schedule.waves, 2)
@@ -46,8 +50,8 @@ def accumulators(schedule: BackwardSchedule) -> int:
 
 
 def counters(schedule: BackwardSchedule) -> int:
-    """The next ticket, and a counter for each work item."""
-    return 1 + schedule.waves * schedule.items
+    """The next ticket, and a counter for each work item, in a cache line each."""
+    return (1 + schedule.waves * schedule.items) * _LINE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +128,7 @@ class DqAccumulator:
 
     def _finished(self, wave: Any) -> Ref:
         """The counter of this CTA's work item in a wave."""
-        return self.refs.counters.at[1 + wave * self.schedule.items + self.ticket[2]]
+        return self.refs.counters.at[(1 + wave * self.schedule.items + self.ticket[2]) * _LINE]
 
     def _acc(self, wave: Any, head: Any) -> Ref:
         """Of this CTA's place in a wave."""
