@@ -18,7 +18,6 @@ from short_run import cover, sampled
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import soft_cap
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_columns
-from jflash._backends.mosaic_gpu.kernels import backward
 from jflash._backends.mosaic_gpu.kernels.delta import delta
 from jflash._backends.mosaic_gpu.schedule import forward_schedule
 from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
@@ -143,17 +142,6 @@ def test_accumulators_of_few_heads_at_a_time(
     case = Case("bfloat16", 300, key_length, heads=heads, dims=(64, 64), batch=(batch,), **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, processors, detect_races=False), call)
-
-
-@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 10), bias="keys")], ids=str)
-def test_ctas_that_begin_in_another_order(monkeypatch: pytest.MonkeyPatch, options: dict):
-    """The CTA of the last index begins first. It has copied tiles of another place before its ticket comes."""
-    in_order = backward.index_in_grid
-    monkeypatch.setattr(
-        backward, "index_in_grid", lambda plan: math.prod(plan.launch.grid.values()) - 1 - in_order(plan)
-    )
-    call = cases.build(Case("bfloat16", 300, 200, heads=(4, 2), dims=(64, 64), batch=(3,), **options))
-    oracle.assert_right(hopper_kernels.run(call, 1, detect_races=False), call)
 
 
 @sampled(4)

@@ -22,9 +22,8 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -47,10 +46,6 @@ from jflash._backends.mosaic_gpu.schedule.backward_schedule import WorkItem
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE, DqAccumulator, DqRefs
 from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
-from jflash._backends.mosaic_gpu.schedule.tile_range import TileRange
-
-_TICKET_DRAWER = 1
-"""The warpgroup that draws the CTA's ticket: the one that copies nothing."""
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
@@ -78,95 +73,44 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) ->
     return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
 
 
-class _Work(NamedTuple):
-    """What a CTA's place means: a block of keys of a work item, and the tiles of queries that see it."""
-
-    wave: Any
-    block: Any
-    number: Any
-    """Of the item, in its wave."""
-    item: WorkItem
-    tiles: TileRange
-
-
-def _work_at(plan: FusedPlan, inputs: KernelInputs, place: Any) -> _Work:
-    """Of all items of a wave come the first blocks, then the second, and so on."""
-    row, number = lax.div(place, plan.schedule.items), lax.rem(place, plan.schedule.items)
-    wave, block = lax.div(row, plan.schedule.blocks), lax.rem(row, plan.schedule.blocks)
-    item = plan.schedule.item(wave, number)
-    tiles = tile_range.query_tiles(inputs, item.batch, block, plan.tile.keys, plan.tile.queries)
-    return _Work(wave, block, number, item, tiles)
-
-
 def _kernel(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """CUDA promises no order in which CTAs begin, and a CTA waits for those of earlier waves. So its place is not its
-    index, but a ticket: the number of CTAs that began before it. It comes late from device memory. Until then the CTA
-    copies its first tiles as if it were the index, and nearly always it is.
-    """
-    inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
+    spec, schedule = plan.spec, plan.schedule
+    inputs = KernelInputs(spec, ops, refs.arrays, keys_first=True)
     warpgroup = lax.axis_index("warpgroup")
-    index = index_in_grid(plan)
-    expected = _work_at(plan, inputs, index)
+    wave, block, item = _take_ticket(plan, refs, warpgroup, ops)
+    own = schedule.item(wave, item)
+    tiles = tile_range.query_tiles(inputs, own.batch, block, plan.tile.keys, plan.tile.queries)
+    order = TileOrder.of(spec, tiles, schedule.heads, block, by_head=bool(plan.wanted))
+    dq = DqAccumulator(
+        schedule,
+        ops,
+        DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"]),
+        sums_scale(spec),
+        WARPGROUPS,
+        (wave, block, item),
+        tiles.count * schedule.heads,
+    )
+    dims = (spec.head_dim, spec.value_dim)
+    qk, vo = (pipeline.columns(plan.tile.columns(dim), whole_dim(dim), own.batch) for dim in dims)
+    cta = _Cta(plan, inputs, refs, own, block * plan.tile.keys, order, dq, qk, vo)
+    pl.when(warpgroup < WARPGROUPS)(lambda: cta.consume(warpgroup))
+    pl.when(warpgroup == WARPGROUPS)(cta.produce)
 
-    @pl.when(warpgroup == _TICKET_DRAWER)
+
+def _take_ticket(plan: FusedPlan, refs: Refs, warpgroup: Any, ops: WarpgroupOps) -> tuple[Any, Any, Any]:
+    """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
+    earlier waves: so its place is not its index, but the number of CTAs that began before it."""
+    shared = refs.smem
+
+    @pl.when(warpgroup == WARPGROUPS)
     def _() -> None:
-        ops.take_ticket(refs.arrays["counters"], refs.smem.ticket)
-        plgpu.barrier_arrive(refs.smem.ticket_drawn)
+        ops.take_ticket(refs.arrays["counters"], shared.ticket)
+        plgpu.barrier_arrive(shared.ticket_drawn)
 
-    # So the compiler knows that tiles begin at a multiple of 8.
-    in_eighths = lambda work: work._replace(tiles=work.tiles.from_row(lax.div(work.tiles.first, 8)))
-
-    def work() -> tuple[_Work, Any]:
-        """The CTA's own, and whether it is not what was expected."""
-        plgpu.barrier_wait(refs.smem.ticket_drawn)
-        ticket = refs.smem.ticket[0]
-        is_other = ticket != index
-        own = lax.cond(is_other, lambda: in_eighths(_work_at(plan, inputs, ticket)), lambda: in_eighths(expected))
-        return own._replace(tiles=own.tiles.from_row(own.tiles.first * 8)), is_other
-
-    cta = functools.partial(_Cta, plan, inputs, refs)
-    pl.when(warpgroup < WARPGROUPS)(lambda: _consume(cta, expected, work, warpgroup))
-    pl.when(warpgroup == WARPGROUPS)(lambda: _produce(cta, expected, work))
-
-
-def index_in_grid(plan: FusedPlan) -> Any:
-    """The CTA's index: the place that it would have if CTAs began in the order of their indices."""
-    wave, block, item = (lax.axis_index(name) for name in plan.launch.grid)
-    return (wave * plan.schedule.blocks + block) * plan.schedule.items + item
-
-
-def _consume(
-    cta: Callable[[_Work], _Cta], expected: _Work, work: Callable[[], tuple[_Work, Any]], warpgroup: Any
-) -> None:
-    """A warpgroup that computes. The first copies the keys and values."""
-    first = cta(expected)
-    pipeline.split_registers(WARPGROUPS, copies=False)
-    pipeline.release(first.plan.tile.stages, first.smem.q_empty, first.smem.do_empty)
-    pl.when((warpgroup == 0) & first.visits)(first.copy_keys)
-    own, is_other = work()
-
-    @pl.when(is_other)
-    def _() -> None:
-        pl.when(first.visits)(first.discard)
-        pl.when((warpgroup == 0) & cta(own).visits)(cta(own).copy_keys)
-
-    cta(own).consume(warpgroup)
-
-
-def _produce(cta: Callable[[_Work], _Cta], expected: _Work, work: Callable[[], tuple[_Work, Any]]) -> None:
-    """The warpgroup that copies queries, and rounds dQ beside it."""
-    first = cta(expected)
-    pipeline.split_registers(WARPGROUPS, copies=True)
-    pl.when(first.visits)(lambda: first.producer.copy(first.smem, jnp.int32(0)))
-    own, is_other = work()
-    copied = jnp.where(is_other | ~first.visits, 0, 1)
-
-    @pl.when(cta(own).dq.adds)
-    def _() -> None:
-        cta(own).producer.copy_all(first.smem, cta(own).dq.after_copy, SPARE, copied)
-        cta(own).dq.finish()
-
-    pipeline.drain(first.plan.tile.stages, first.smem.q_empty, first.smem.do_empty)
+    plgpu.barrier_wait(shared.ticket_drawn)
+    ticket = shared.ticket[0]
+    items, blocks = plan.schedule.items, plan.schedule.blocks
+    return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,91 +120,26 @@ class _Cta:
     plan: FusedPlan
     inputs: KernelInputs
     refs: Refs
-    work: _Work
-
-    @property
-    def item(self) -> WorkItem:
-        return self.work.item
-
-    @property
-    def first_key(self) -> Int[Array, ""]:
-        return self.work.block * self.plan.tile.keys
-
-    @property
-    def order(self) -> TileOrder:
-        work, heads = self.work, self.plan.schedule.heads
-        return TileOrder.of(self.plan.spec, work.tiles, heads, work.block, by_head=bool(self.plan.wanted))
-
-    @property
-    def dq(self) -> DqAccumulator:
-        schedule, work = self.plan.schedule, self.work
-        refs = DqRefs(self.refs.arrays["dq_acc"], self.refs.arrays["counters"], self.refs.results["d_query"])
-        at = (work.wave, work.block, work.number)
-        steps = work.tiles.count * schedule.heads
-        return DqAccumulator(schedule, self.inputs.ops, refs, sums_scale(self.plan.spec), WARPGROUPS, at, steps)
-
-    @property
-    def qk_columns(self) -> Any:
-        """What tiles take of the columns of queries and keys."""
-        return self._columns(self.plan.spec.head_dim)
-
-    @property
-    def vo_columns(self) -> Any:
-        """What tiles take of the columns of values and d_out."""
-        return self._columns(self.plan.spec.value_dim)
-
-    def _columns(self, dim: int) -> Any:
-        return pipeline.columns(self.plan.tile.columns(dim), whole_dim(dim), self.item.batch)
+    item: WorkItem
+    first_key: Int[Array, ""]
+    order: TileOrder
+    dq: DqAccumulator
+    qk_columns: Any
+    """What tiles take of the columns of queries and keys."""
+    vo_columns: Any
+    """What tiles take of the columns of values and d_out."""
 
     @property
     def smem(self) -> SharedMemory:
         return self.refs.smem
 
-    @property
-    def visits(self) -> Any:
-        """Whether the CTA has keys that a query can see."""
-        return self.dq.adds & (self.order.tiles.count > 0)
-
-    @property
-    def producer(self) -> QueryProducer:
-        """What copies the tiles of queries."""
-        names = ("columns",) if row_statistics.as_columns(self.plan.spec) else ("lse", "delta")
-        statistics = [self.refs.arrays[name] for name in names]
-        own_keys = pl.ds(self.first_key, self.plan.tile.keys)
-        columns = (self.qk_columns, self.vo_columns)
-        return QueryProducer(
-            self.inputs, self.order, statistics, self.item.batch, self.item.first_head, own_keys, columns
-        )
-
-    def copy_keys(self) -> None:
-        """Copy the block's keys and values."""
-        shared = self.smem
-        keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head, self.qk_columns)
-        self.inputs.copy_rows("key", keys, shared.k.at[0], shared.kv_full)
-        self.inputs.copy_rows("value", keys._replace(columns=self.vo_columns), shared.v.at[0], shared.kv_full)
-        if shared.ones is not None:
-            plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
-
-    def discard(self) -> None:
-        """Hand the first tiles back: they were another CTA's."""
-        shared = self.smem
-        plgpu.barrier_wait(shared.kv_full)
-        for full, empty in ((shared.q_full, shared.q_empty), (shared.do_full, shared.do_empty)):
-            plgpu.barrier_wait(full.at[0])
-            plgpu.barrier_arrive(empty.at[0])
-        # Keys are copied anew when both warpgroups have waited for these.
-        self._meet()
-
-    def _meet(self) -> None:
-        """Wait for the other warpgroup that computes."""
-        plgpu.barrier_arrive(self.smem.finished)
-        plgpu.barrier_wait(self.smem.finished)
-
     def consume(self, warpgroup: Any) -> None:
-        """Visit all tiles."""
+        """A warpgroup that computes."""
+        pipeline.split_registers(WARPGROUPS, copies=False)
         own_keys = pl.ds(self.first_key + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         width = self.smem.dq.shape[-1]
         own_columns = self.qk_columns if self.plan.tile.split_dq_by_rows else pl.ds(warpgroup * width, width)
+        pl.when(self.dq.adds)(lambda: self._begin(warpgroup))
         self.dq.begin(warpgroup)
 
         def store_sums(head: Array, sums: tuple[Array, ...]) -> None:
@@ -269,11 +148,24 @@ class _Cta:
 
         @pl.when(self.dq.adds)
         def _() -> None:
-            plgpu.barrier_arrive(self.smem.ds_empty.at[0])
             pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(self.smem.kv_full))
             origin = TileCoord(self.item.batch, self.item.first_head, 0, self.first_key)
             loop = MainLoop(self.plan, self.inputs, self.smem, self.order, self.dq, warpgroup, origin, own_columns)
             self._store(loop.run(store_sums), warpgroup, own_keys)
+
+    def _begin(self, warpgroup: Any) -> None:
+        """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
+        shared = self.smem
+        pipeline.release(self.plan.tile.stages, shared.q_empty, shared.do_empty)
+        plgpu.barrier_arrive(shared.ds_empty.at[0])
+
+        @pl.when((warpgroup == 0) & (self.order.tiles.count > 0))
+        def _() -> None:
+            keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head, self.qk_columns)
+            self.inputs.copy_rows("key", keys, shared.k.at[0], shared.kv_full)
+            self.inputs.copy_rows("value", keys._replace(columns=self.vo_columns), shared.v.at[0], shared.kv_full)
+            if shared.ones is not None:
+                plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
 
     def _store(self, acc: Accumulators, warpgroup: Any, own_keys: Any) -> None:
         """Store dK and dV: in float32 where several head groups share the keys."""
@@ -287,7 +179,8 @@ class _Cta:
             self.dq.finish()
             return
         # The other warpgroup reads these keys too.
-        self._meet()
+        plgpu.barrier_arrive(shared.finished)
+        plgpu.barrier_wait(shared.finished)
         own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         shared.k[0, own] = dk.astype(self.plan.spec.dtype)
         shared.v[0, own] = dv.astype(self.plan.spec.dtype)
@@ -298,3 +191,22 @@ class _Cta:
         plgpu.wait_smem_to_gmem(2)
         self.dq.finish()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def produce(self) -> None:
+        """The warpgroup that copies queries, and rounds dQ beside it."""
+        pipeline.split_registers(WARPGROUPS, copies=True)
+
+        @pl.when(self.dq.adds)
+        def _() -> None:
+            names = ("columns",) if row_statistics.as_columns(self.plan.spec) else ("lse", "delta")
+            producer = QueryProducer(
+                self.inputs,
+                self.order,
+                [self.refs.arrays[name] for name in names],
+                self.item.batch,
+                self.item.first_head,
+                pl.ds(self.first_key, self.plan.tile.keys),
+                (self.qk_columns, self.vo_columns),
+            )
+            producer.copy_all(self.smem, self.dq.after_copy, SPARE)
+            self.dq.finish()

@@ -299,4 +299,3 @@ class _Cta:
             (self.qk_columns, self.vo_columns),
         )
         producer.copy_all(self.smem)
-        pipeline.drain(self.smem.q.shape[0], self.smem.q_empty, self.smem.do_empty)

@@ -55,30 +55,24 @@ class QueryProducer:
     columns: tuple[Any, Any]
     """What a tile takes of the columns of queries, and of d_out."""
 
-    def copy_all(
-        self, smem: Ring, then: Callable[[Array], None] = lambda step: None, more: int = 0, copied: Any = 0
-    ) -> None:
-        """Copy every tile but the first `copied`; `then(0)`, `then(1)`, ... follow, one for each tile and `more` while
-        the last ones are read."""
-        count = self._count
+    def copy_all(self, smem: Ring, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
+        """Copy every tile; `then` is called after each, and for `more` steps while the last ones are read."""
+        stages = smem.q.shape[0]
+        # The same number for the loop and for its remainders: with one head, they are no divisions then.
+        count = pipeline.opaque(self.order.tiles.count, "block")
 
         def take(step: Array, carry: int) -> int:
-            pl.when(step < count * self.order.heads)(lambda: self.copy(smem, step))
-            then(step - copied)
+            pl.when(step < count * self.order.heads)(lambda: self._copy(smem, step, count))
+            then(step)
             return carry
 
-        lax.fori_loop(copied, count * self.order.heads + more + copied, take, 0)
+        lax.fori_loop(0, count * self.order.heads + more, take, 0)
+        pipeline.drain(stages, smem.q_empty, smem.do_empty)
 
-    @property
-    def _count(self) -> Array:
-        # The same number for the loop and for its remainders: with one head, they are no divisions then.
-        return pipeline.opaque(self.order.tiles.count, "block")
-
-    def copy(self, smem: Ring, step: Array) -> None:
-        """Copy the tile of a step, when its slot is empty."""
+    def _copy(self, smem: Ring, step: Array, count: Array) -> None:
         stages, queries = smem.q.shape[:2]
         slot = lax.rem(step, stages)
-        own_head, index = self.order.at(step, self._count)
+        own_head, index = self.order.at(step, count)
         head, first = self.first_head + own_head, self.order.tiles.start(index)
         rows = pl.ds(first, queries)
         tile = GmemTile(self.batch, first, queries, head, self.columns[0])

@@ -7,7 +7,6 @@ small table, made before.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +52,6 @@ def _find(of_keys: bool) -> Callable[..., Spans]:
     return visibility.query_spans if of_keys else visibility.key_spans
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "count", "whole"], meta_fields=["size"])
 @dataclasses.dataclass(frozen=True)
 class TileRange:
     """The tiles that a block visits, of `size` each, from `first` on.
@@ -65,10 +63,6 @@ class TileRange:
     count: Int[Array, ""]
     whole: tuple[Int[Array, ""], Int[Array, ""]] | None
     size: int
-
-    def from_row(self, first: Any) -> TileRange:
-        """As many tiles from another row on."""
-        return dataclasses.replace(self, first=first)
 
     def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
         """The first key (or query) of the tile that is visited after `index` others."""
