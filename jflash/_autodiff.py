@@ -36,13 +36,15 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
     shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
 
     def differentiated(constants: frozenset[str]) -> Callable[[Operands, Residuals], Operands]:
-        def backward(operands: Operands, residuals: Residuals) -> Operands:
+        def backward(operands: Operands, residuals: Residuals, choice: Choice = choice) -> Operands:
             own = dataclasses.replace(spec.resized(operands), constants=constants)
             return _lowering.backward(choice, own, operands, residuals)
 
         name = choice.once_differentiable
         if name is None:
-            return _reverse_differentiable(backward, shard(backward))
+            # Where several backends serve, they are all plain JAX, and any one's backward can be differentiated.
+            first = dataclasses.replace(choice, programs=choice.programs[:1])
+            return _reverse_differentiable(functools.partial(backward, choice=first), shard(backward))
         return _refuse_derivative(name, _batched(shard(backward), gradients=True))
 
     call = jax.custom_vjp(_batched(shard(forward), gradients=False))

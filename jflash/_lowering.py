@@ -1,21 +1,22 @@
 """Which backend's program JAX lowers on which platform.
 
-`jax.lax.platform_dependent` holds a program for each backend of a `Choice`, and lowers the one that serves. The
-programs give results of one form, so a `Choice` can stand wherever one backend can: under the rules for derivatives,
-`vmap` and sharding. A backend that serves everywhere is called as it is.
+Where several backends serve, each on platforms of its own, a primitive holds the program of each, and its lowering
+takes one. (`jax.lax.platform_dependent` does not do: exported for two platforms, it lowers each program for both, and
+a kernel can be lowered for its own only.) The programs give results of one form, so a `Choice` can stand wherever one
+backend can: under the rules for derivatives, `vmap` and sharding, so that the primitive needs none.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jaxtyping import Array
 
@@ -63,24 +64,25 @@ def refuse_unserved(choice: Choice, operands: Operands) -> Operands:
 def _by_platform(choice: Choice, call: Callable[..., Any], *args: Any) -> Any:
     """`call` of the backend that serves, and of arrays."""
 
-    def program_of(program: Program) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with _platform.lowered_for(program.platform):
-                return call(_dispatch.BACKENDS[program.backend], *args)
-
-        return run
+    def run(program: Program, *args: Any) -> Any:
+        with _platform.lowered_for(program.platform):
+            return call(_dispatch.BACKENDS[program.backend], *args)
 
     if len(choice.programs) == 1:
-        return program_of(choice.programs[0])(*args)
-    branches: dict[str, Callable[..., Any]] = {}
-    for program in choice.programs:
-        run = program_of(program)
-        alike = lambda *args, run=run: _sharding.varying_alike(run(*args), like=args)
-        branches |= dict.fromkeys(program.targets, alike)
-    # Where it is refused, `refuse_unserved` has raised before.
-    default = branches.get(_platform.ELSEWHERE)
-    others = {target: branch for target, branch in branches.items() if branch is not default}
-    return lax.platform_dependent(*args, default=default, **others)
+        return run(choice.programs[0], *args)
+    leaves, tree = jax.tree.flatten(args)
+
+    def traced(program: Program) -> tuple[ClosedJaxpr, Any]:
+        def flat(*leaves: Any) -> Any:
+            return _sharding.varying_alike(run(program, *jax.tree.unflatten(tree, leaves)), like=leaves)
+
+        return jax.make_jaxpr(flat, return_shape=True)(*leaves)
+
+    jaxprs, results = zip(*map(traced, choice.programs), strict=True)
+    form, *others = [jax.tree.map(lambda array: (array.shape, array.dtype), result) for result in results]
+    assert all(other == form for other in others), (form, others)
+    targets = tuple(program.targets for program in choice.programs)
+    return jax.tree.unflatten(jax.tree.structure(results[0]), _one_of.bind(*leaves, jaxprs=jaxprs, targets=targets))
 
 
 def _in_full(gradients: Operands, operands: Operands, constants: frozenset[str]) -> Operands:
@@ -95,11 +97,34 @@ def _in_full(gradients: Operands, operands: Operands, constants: frozenset[str])
     return jax.tree.map(full, operands._replace(**unasked), gradients, is_leaf=lambda leaf: leaf is None)
 
 
+def _lower_one(ctx: mlir.LoweringRuleContext, *args: Any, jaxprs: Sequence[ClosedJaxpr], targets: Any) -> Any:
+    platform, *_ = ctx.platforms or ctx.module_context.platforms
+    by_target = {target: jaxpr for jaxpr, own in zip(jaxprs, targets, strict=True) for target in own}
+    jaxpr = by_target[platform if platform in by_target else _platform.ELSEWHERE]
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *args)
+
+
+def _compute_one(*args: Any, **programs: Any) -> Any:
+    """Under `jax.disable_jit`. Only a lowering knows the platform."""
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_one_of.bind, **programs))(*args)
+
+
+_one_of = Primitive("jflash_one_of")
+_one_of.multiple_results = True
+_one_of.def_impl(_compute_one)
+_one_of.def_abstract_eval(lambda *_, jaxprs, targets: jaxprs[0].out_avals)
+mlir.register_lowering(_one_of, _lower_one)
+for _name in ("cpu", "cuda", "rocm", "tpu"):
+    # Each a rule of its own: where a program is exported for several, JAX asks for each in turn.
+    mlir.register_lowering(_one_of, functools.partial(_lower_one), platform=_name)
+
+
 def _refuse(*_: Any, reasons: str, **shape_and_dtype: Any) -> NoReturn:
     raise NotImplementedError(f"No implementation can serve this call on the platform it is lowered for.\n{reasons}")
 
 
-# Without inputs, so that it needs no rules for derivatives and `vmap`.
+# It has no inputs, so it needs no rules for derivatives and `vmap`.
 _refusal = Primitive("jflash_refusal")
 _refusal.def_impl(_refuse)
 _refusal.def_abstract_eval(lambda *, shape, dtype, reasons: ShapedArray(shape, dtype))
