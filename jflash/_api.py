@@ -213,7 +213,7 @@ def _split[Result](
 def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Array]:
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     choice = _dispatch.select(spec, names, _platform.lowering_targets(jax.tree.leaves(operands)))
-    if 0 in (spec.batch, spec.query_length, spec.key_length):
+    if _is_empty(spec):
         out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
         lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
     else:
@@ -221,6 +221,11 @@ def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Ar
             out, lse = _autodiff.attend(choice, spec, operands)
     lse = jnp.swapaxes(lse, 1, 2)
     return out.reshape(*batch_axes, *out.shape[1:]), lse.reshape(*batch_axes, *lse.shape[1:])
+
+
+def _is_empty(spec: Spec) -> bool:
+    """Then no backend is called."""
+    return 0 in (spec.batch, spec.query_length, spec.key_length)
 
 
 def explain(
@@ -260,8 +265,11 @@ def explain(
     shapes, call = _split(arguments, jax.ShapeDtypeStruct, look)
     jax.eval_shape(call, shapes)
     platform = next(iter(_platform.lowering_targets(jax.tree.leaves(arguments)).values()))
-    chosen, refusals = _dispatch.ask(found[0], names, platform)
+    (spec,) = found
+    chosen, refusals = _dispatch.ask(spec, names, platform)
     verdict = f"{chosen} serves" if chosen is not None else "No implementation can serve"
     lines = [f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])]
-    describe = getattr(_dispatch.BACKENDS[chosen], "describe", None) if verbose and chosen is not None else None
-    return "\n".join(lines if describe is None else [*lines, describe(found[0], platform)])
+    if verbose and chosen is not None and not _is_empty(spec):
+        describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)
+        lines += [] if describe is None else [describe(spec, platform)]
+    return "\n".join(lines)

@@ -170,9 +170,17 @@ def test_hopper_kernels_stay_on_the_gpu(gpu_machine: None) -> None:
     """The same of the kernels that the backend above stands in for."""
     operands = {name: jnp.zeros((1, 128, 2, 64), jnp.bfloat16) for name in PLAIN}
     assert jflash.explain(**operands).startswith("mosaic_gpu serves")
-    (out, _), gradients = jit(functools.partial(attend_and_pull_back, implementation=None))(operands)
+    function = functools.partial(attend_and_pull_back, implementation=None)
+    (out, _), gradients = jit(function)(operands)
     assert out.sum() == 0
     assert set(gradients) == set(PLAIN)
+
+    assert "mosaic_gpu" in lowered(function, operands, platform="cuda")
+    assert "mosaic_gpu" not in lowered(function, operands, platform="cpu")
+    unpromised = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    exported = jax.export.export(jax.jit(function), platforms=["cpu", "cuda"], disabled_checks=unpromised)(operands)
+    assert "mosaic_gpu" in exported.mlir_module()
+    assert exported.call(operands)[0][0].sum() == 0
 
 
 @pytest.mark.parametrize("function", [attend, attend_and_pull_back])
@@ -307,8 +315,27 @@ def test_explain_verbose_describes_the_choice(cuda_only: CudaOnly) -> None:
     plain = jflash.explain(**PLAIN)
     assert jflash.explain(**PLAIN, verbose=True).splitlines() == [*plain.splitlines(), "one kernel,", "no copies"]
     assert asked == [(4, CPU)]
+    empty = {name: array[:, :0] for name, array in PLAIN.items()}
+    assert jflash.explain(**empty, verbose=True) == jflash.explain(**empty)
     with pytest.raises(TypeError, match="`verbose`"):
         jflash.explain(**PLAIN, verbose=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_xla_describes_its_tiles() -> None:
+    query, key = (jax.ShapeDtypeStruct((2, 4096, heads, 64), jnp.bfloat16) for heads in (8, 4))
+    _, forward, backward, memory = jflash.explain(query, key, key, implementation="xla", verbose=True).splitlines()
+    assert forward == (
+        "forward: tiles of 512 queries by 1024 keys, 1 of 2 batch entries and 2 of 8 heads at a time: "
+        "4 MiB of float32 logits"
+    )
+    assert backward.startswith("backward: tiles of ")
+    assert backward.endswith("computed again from the log-sum-exp")
+    assert memory.startswith("memory")
+
+
+def test_nothing_is_described_where_nothing_serves() -> None:
+    refused = jflash.explain(**PLAIN, implementation="mosaic_gpu")
+    assert jflash.explain(**PLAIN, implementation="mosaic_gpu", verbose=True) == refused
 
 
 def test_platforms_of_this_machine() -> None:
