@@ -40,12 +40,10 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
             own = dataclasses.replace(spec.resized(operands), constants=constants)
             return _lowering.backward(choice, own, operands, residuals)
 
-        name = choice.once_differentiable
-        if name is None:
-            # Where several backends serve, they are all plain JAX, and any one's backward can be differentiated.
-            first = dataclasses.replace(choice, programs=choice.programs[:1])
-            return _reverse_differentiable(functools.partial(backward, choice=first), shard(backward))
-        return _refuse_derivative(name, _batched(shard(backward), gradients=True))
+        plain = choice.twice_differentiable
+        if plain is None:
+            return _refuse_derivative(choice.names, _batched(shard(backward), gradients=True))
+        return _reverse_differentiable(functools.partial(backward, choice=plain), shard(backward))
 
     call = jax.custom_vjp(_batched(shard(forward), gradients=False))
 
@@ -131,12 +129,12 @@ def _reverse_differentiable(function: Callable[..., Any], compiled: Callable[...
     return call
 
 
-def _refuse_derivative(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_derivative(names: str, function: Callable[..., Any]) -> Callable[..., Any]:
     call = jax.custom_vjp(function)
 
     def pull_back(saved: None, cotangents: Any) -> Any:
         raise NotImplementedError(
-            f"The gradient of {name!r} has no derivative of its own. For second derivatives use "
+            f"The gradient of {names} has no derivative of its own. For second derivatives use "
             "jflash.attention(..., implementation='xla') or 'reference'."
         )
 

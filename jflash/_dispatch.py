@@ -96,11 +96,12 @@ class Choice:
         return len(self.programs) == 1 and not hasattr(BACKENDS[self.programs[0].backend], "backward")
 
     @property
-    def once_differentiable(self) -> str | None:
-        """The first backend whose backward JAX cannot differentiate."""
-        for name in (program.backend for program in self.programs):
-            if hasattr(BACKENDS[name], "backward") and not getattr(BACKENDS[name], "DIFFERENTIABLE_BACKWARD", False):
-                return name
+    def twice_differentiable(self) -> Choice | None:
+        """The first backend whose backward is plain JAX, alone: it has the derivatives of the others' backward too."""
+        for program in self.programs:
+            backend = BACKENDS[program.backend]
+            if not hasattr(backend, "backward") or getattr(backend, "DIFFERENTIABLE_BACKWARD", False):
+                return dataclasses.replace(self, programs=(program,))
         return None
 
 

@@ -265,10 +265,23 @@ def test_derivatives_where_another_platform_is_refused() -> None:
 
 
 def test_backend_without_backward_beside_one_with(cuda_only: CudaOnly, gpu_machine: None) -> None:
-    function = functools.partial(attend_and_pull_back, implementation=("cuda_only", "reference"))
-    assert_same(jit(function)(ALL), reference(ALL))
+    assert_same(
+        jit(functools.partial(attend_and_pull_back, implementation=("cuda_only", "reference")))(ALL), reference(ALL)
+    )
+
+
+@pytest.mark.parametrize("other", ["xla", "reference"])
+def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_machine: None, other: str) -> None:
+    """Where a backend that has them serves on some platform; on each, the first are its own backend's."""
+
+    def second(implementation: Any) -> Callable[[jax.Array], jax.Array]:
+        gradient = jax.grad(lambda query: loss({**PLAIN, "query": query}, implementation))
+        return jax.grad(lambda query: (gradient(query) ** 2).sum())
+
+    assert_same(jit(second(("cuda_only", other)))(PLAIN["query"]), jit(second("reference"))(PLAIN["query"]))
+    assert KERNEL in lowered(second(("cuda_only", other)), PLAIN["query"], platform="cuda")
     with pytest.raises(NotImplementedError, match="The gradient of 'cuda_only' has no derivative"):
-        jax.grad(lambda query: function({**PLAIN, "query": query})[1]["query"].sum())(PLAIN["query"])
+        jax.eval_shape(second("cuda_only"), PLAIN["query"])
 
 
 CHOICES = ("jflash_one_of", "jflash_refusal")
