@@ -1,9 +1,10 @@
 """Which backend's program JAX lowers on which platform.
 
-Where several backends serve, each on platforms of its own, a primitive holds the program of each, and its lowering
-takes one. (`jax.lax.platform_dependent` does not do: exported for two platforms, it lowers each program for both, and
-a kernel can be lowered for its own only.) The programs give results of one form, so a `Choice` can stand wherever one
-backend can: under the rules for derivatives, `vmap` and sharding, so that the primitive needs none.
+Where several backends serve, each on platforms of its own, one primitive holds the program of each, and its lowering
+takes the one that serves. `jax.lax.platform_dependent` cannot do that: when a call is exported for two platforms, it
+lowers both programs for both, and a kernel can be lowered for its own platform only. The programs give results of one
+form, so a `Choice` can stand wherever one backend can. The rules for derivatives, `vmap` and sharding are above it, so
+the primitive needs none.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ class Trial:
     """Answers to be tried, and what is asked meanwhile."""
 
     answers: Mapping[Question, Any]
+    platform: str
+    """Where it is measured. A call may also be traced for other platforms, whose questions are none of the trial's."""
     asked: dict[Question, tuple[Any, ...]] = dataclasses.field(default_factory=dict[Question, tuple[Any, ...]])
     """For each question its candidates, the backend's own choice first."""
 
@@ -45,7 +47,7 @@ _trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", d
 @contextlib.contextmanager
 def trying(answers: Mapping[Question, Any]) -> Generator[Trial]:
     """Inside, these answers count, and none that were found earlier; if what is traced was not traced before."""
-    trial = Trial(answers)
+    trial = Trial(answers, _platform.current().name)
     token = _trial.set(trial)
     try:
         yield trial
@@ -56,7 +58,7 @@ def trying(answers: Mapping[Question, Any]) -> Generator[Trial]:
 def choose[Tiles](question: Question, candidates: Sequence[Tiles]) -> Tiles:
     """One of the candidates, of which there is at least one: dataclasses of whole numbers and booleans."""
     trial = _trial.get()
-    if trial is not None:
+    if trial is not None and trial.platform == _platform.current().name:
         trial.asked[question] = tuple(candidates)
         return trial.answers.get(question, candidates[0])
     found = _found(_platform.device_name()).get(question)

@@ -1,6 +1,7 @@
 """Tiles that were found by measurement: stored for one device, read there and nowhere else, and still right."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -75,6 +76,13 @@ def test_tiles_that_are_tried_come_before_those_found():
     assert trial.asked == {QUESTION: (LARGE, SMALL)}
     with _tuning.trying({QUESTION: SMALL}):
         assert _tuning.choose(QUESTION, [LARGE, SMALL]) == SMALL
+
+
+def test_other_platforms_that_a_call_is_traced_for_are_not_measured():
+    elsewhere = dataclasses.replace(_platform.current(), name="another")
+    with _tuning.trying({QUESTION: SMALL}) as trial, _platform.lowered_for(elsewhere):
+        assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
+    assert trial.asked == {}
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 5}], ids=str)
