@@ -212,15 +212,20 @@ def _split[Result](
 
 def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Array]:
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
-    name = _dispatch.select(spec, names, _platform.current())
-    if 0 in (spec.batch, spec.query_length, spec.key_length):
+    choice = _dispatch.select(spec, names, _platform.lowering_targets(jax.tree.leaves(operands)))
+    if _is_empty(spec):
         out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
         lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
     else:
-        with _autodiff.forward_mode_named(name):
-            out, lse = _autodiff.attend(name, spec, operands)
+        with _autodiff.forward_mode_named(choice.names):
+            out, lse = _autodiff.attend(choice, spec, operands)
     lse = jnp.swapaxes(lse, 1, 2)
     return out.reshape(*batch_axes, *out.shape[1:]), lse.reshape(*batch_axes, *lse.shape[1:])
+
+
+def _is_empty(spec: Spec) -> bool:
+    """Then no backend is called."""
+    return 0 in (spec.batch, spec.query_length, spec.key_length)
 
 
 def explain(
@@ -231,14 +236,20 @@ def explain(
     mask: Any = None,
     *,
     return_residual: bool = False,
+    verbose: bool = False,
     **options: Unpack[Options],
 ) -> str:
-    """Which implementation `attention` would use for these arguments on this machine, and why not the others.
+    """Which implementation `attention` would use for these arguments, and why not the others. Nothing is computed.
 
-    Args: those of `attention`; arrays may be given as `jax.ShapeDtypeStruct`. Nothing is computed.
+    The answer is for the platform of the devices that the arrays are committed to, else for that of
+    `jax.default_device` or of JAX's first device. Inside `jax.jit` the arrays' devices are not known yet: there
+    `attention` chooses when JAX lowers the program.
+
+    Args: those of `attention`; arrays may be given as `jax.ShapeDtypeStruct`. With `verbose` the implementation also
+      describes what it would launch, if it has such a description.
 
     Returns:
-      The choice, or that there is none, and a line for each implementation that refused.
+      The choice, or that there is none, and a line for each implementation that refused; then the description.
 
     Raises: what `attention` raises for arguments that are wrong.
     """
@@ -247,12 +258,18 @@ def explain(
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     names = _dispatch.candidates(options.pop("implementation", None))
     _arguments.static_bool("return_residual", return_residual)
+    verbose = _arguments.static_bool("verbose", verbose)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     found: list[Spec] = []
     look = lambda arguments: found.append(_canonical.canonicalize(**_with_score_mod_traced(arguments))[0])
     shapes, call = _split(arguments, jax.ShapeDtypeStruct, look)
     jax.eval_shape(call, shapes)
-    platform = _platform.current()
-    chosen, refusals = _dispatch.ask(found[0], names, platform)
+    platform = next(iter(_platform.lowering_targets(jax.tree.leaves(arguments)).values()))
+    (spec,) = found
+    chosen, refusals = _dispatch.ask(spec, names, platform)
     verdict = f"{chosen} serves" if chosen is not None else "No implementation can serve"
-    return "\n".join([f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])])
+    lines = [f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])]
+    if verbose and chosen is not None and not _is_empty(spec):
+        describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)
+        lines += [] if describe is None else [describe(spec, platform)]
+    return "\n".join(lines)

@@ -1,7 +1,7 @@
 """What JAX's transforms make of one call to a backend: derivatives, `vmap`, and more than one device.
 
 From the outside in: `custom_vjp` (reverse mode), `custom_vmap` (a mapped axis becomes part of the batch, so that a
-kernel never sees it), the sharding rule (`_sharding`), the backend.
+kernel never sees it), the sharding rule (`_sharding`), the backend of each platform (`_lowering`).
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from jflash import _dispatch, _sharding
+from jflash import _lowering, _sharding
+from jflash._dispatch import Choice
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def attend(name: str, spec: Spec, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse) of the backend called `name`, with every transform that it has."""
-    backend = _dispatch.BACKENDS[name]
-    if not hasattr(backend, "backward"):
-        return backend.forward(spec, operands)
+def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array]:
+    """(out, lse) of the chosen backends, with every transform that they have."""
+    operands = _lowering.refuse_unserved(choice, operands)
+    if choice.differentiated_by_jax:
+        return _lowering.forward(choice, spec, operands)
 
     def forward(operands: Operands) -> tuple[Array, Array]:
-        return backend.forward(spec.resized(operands), operands)
+        return _lowering.forward(choice, spec.resized(operands), operands)
 
     shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
 
     def differentiated(constants: frozenset[str]) -> Callable[[Operands, Residuals], Operands]:
-        def backward(operands: Operands, residuals: Residuals) -> Operands:
+        def backward(operands: Operands, residuals: Residuals, choice: Choice = choice) -> Operands:
             own = dataclasses.replace(spec.resized(operands), constants=constants)
-            return backend.backward(own, operands, residuals)
+            return _lowering.backward(choice, own, operands, residuals)
 
-        if getattr(backend, "DIFFERENTIABLE_BACKWARD", False):
-            return _reverse_differentiable(backward, shard(backward))
-        return _refuse_derivative(name, _batched(shard(backward), gradients=True))
+        plain = choice.twice_differentiable
+        if plain is None:
+            return _refuse_derivative(choice.names, _batched(shard(backward), gradients=True))
+        return _reverse_differentiable(functools.partial(backward, choice=plain), shard(backward))
 
     call = jax.custom_vjp(_batched(shard(forward), gradients=False))
 
@@ -87,14 +89,14 @@ def _materialized(cotangent: Any) -> Array:
 
 
 @contextlib.contextmanager
-def forward_mode_named(name: str) -> Generator[None]:
+def forward_mode_named(names: str) -> Generator[None]:
     """Adds to JAX's refusal of forward mode what to do about it."""
     try:
         yield
     except TypeError as error:
         if "forward-mode" in str(error):
             error.add_note(
-                f"jflash's {name!r} implementation has reverse-mode derivatives only. "
+                f"jflash's {names} implementation has reverse-mode derivatives only. "
                 "For jax.jvp, jax.jacfwd and jax.hessian use jflash.attention(..., implementation='reference')."
             )
         raise
@@ -127,12 +129,12 @@ def _reverse_differentiable(function: Callable[..., Any], compiled: Callable[...
     return call
 
 
-def _refuse_derivative(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_derivative(names: str, function: Callable[..., Any]) -> Callable[..., Any]:
     call = jax.custom_vjp(function)
 
     def pull_back(saved: None, cotangents: Any) -> Any:
         raise NotImplementedError(
-            f"The gradient of {name!r} has no derivative of its own. For second derivatives use "
+            f"The gradient of {names} has no derivative of its own. For second derivatives use "
             "jflash.attention(..., implementation='xla') or 'reference'."
         )
 

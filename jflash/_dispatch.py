@@ -6,16 +6,21 @@ A backend is a module with these functions:
     forward(spec, operands) -> out, lse         out [B, T, N, D]; lse [B, N, T] in natural logarithms, -inf: saw no key
     backward(spec, operands, residuals) -> gradients   an `Operands`, `None` for what has no gradient
 
+and may have
+
+    describe(spec, platform) -> str             what it would launch: for `explain(verbose=True)`
+
 A backend without `backward` is one that JAX differentiates itself. Where a backward is itself plain JAX the module
-says `DIFFERENTIABLE_BACKWARD = True`, and gets reverse over reverse. One that says `ONLY_BY_NAME = True` serves nobody
-who does not name it.
+says `DIFFERENTIABLE_BACKWARD = True`, and gets reverse over reverse. One that says `ONLY_BY_NAME = True` serves only
+calls that name it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jflash_metal
 from jflash._backends import mosaic_gpu, reference, xla
@@ -62,17 +67,64 @@ def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | Non
     return None, refusals
 
 
-def select(spec: Spec, names: Sequence[str], platform: Platform) -> str:
-    """The first backend that can serve `spec`; asks, and never catches an exception to find out.
+class Program(NamedTuple):
+    """A backend, and where it serves a call."""
+
+    backend: str
+    targets: tuple[str, ...]
+    """The platforms, by the names of `_platform.lowering_targets`."""
+    platform: Platform
+    """The first of them. The backend is traced once, for this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call on each platform that JAX may lower it for."""
+
+    programs: tuple[Program, ...]
+    refusals: tuple[tuple[str, str], ...]
+    """The platforms on which no backend serves, and the reasons."""
+
+    @property
+    def names(self) -> str:
+        """The backends, for messages."""
+        return " or ".join(repr(program.backend) for program in self.programs)
+
+    @property
+    def differentiated_by_jax(self) -> bool:
+        """Whether one backend serves, and has no backward."""
+        return len(self.programs) == 1 and not hasattr(BACKENDS[self.programs[0].backend], "backward")
+
+    @property
+    def twice_differentiable(self) -> Choice | None:
+        """The first backend whose backward is plain JAX, alone: it has the derivatives of the others' backward too."""
+        for program in self.programs:
+            backend = BACKENDS[program.backend]
+            if not hasattr(backend, "backward") or getattr(backend, "DIFFERENTIABLE_BACKWARD", False):
+                return dataclasses.replace(self, programs=(program,))
+        return None
+
+
+def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) -> Choice:
+    """On each platform the first backend that can serve `spec`; asks, and never catches an exception to find out.
 
     Raises:
-      NotImplementedError: if none can, with every one's reason.
+      NotImplementedError: if none can on any platform, with the reasons on the first.
     """
-    chosen, refusals = ask(spec, names, platform)
-    if chosen is None:
+    answers = {target: ask(spec, names, platform) for target, platform in targets.items()}
+    here = next(iter(targets))
+    chosen, refusals = answers[here]
+    served: dict[str, list[str]] = {}
+    for target, (name, _) in answers.items():
+        if name is not None:
+            served.setdefault(name, []).append(target)
+    if not served:
         raise NotImplementedError(f"No implementation can serve this call.\n{listing(refusals)}")
-    _log.debug("%s serves on %s; refused by: %s", chosen, platform, refusals or "none")
-    return chosen
+    _log.debug("%s serves on %s; refused by: %s", chosen, targets[here], refusals or "none")
+    return Choice(
+        tuple(Program(name, tuple(where), targets[where[0]]) for name, where in served.items()),
+        tuple((target, listing(reasons)) for target, (name, reasons) in answers.items() if name is None),
+    )
 
 
 def listing(refusals: Mapping[str, str]) -> str:

@@ -35,8 +35,10 @@ class Trial:
     """Answers to be tried, and what is asked meanwhile."""
 
     answers: Mapping[TuningKey, Any]
+    platform: str
+    """Where it is measured. A call may also be traced for other platforms, whose keys are none of the trial's."""
     asked: dict[TuningKey, tuple[Any, ...]] = dataclasses.field(default_factory=dict[TuningKey, tuple[Any, ...]])
-    """For each question its candidates, the backend's own choice first."""
+    """For each key its candidates, the backend's own choice first."""
 
 
 _trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", default=None)
@@ -45,7 +47,7 @@ _trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", d
 @contextlib.contextmanager
 def trying(answers: Mapping[TuningKey, Any]) -> Generator[Trial]:
     """Inside, these answers count, and none that were found earlier; if what is traced was not traced before."""
-    trial = Trial(answers)
+    trial = Trial(answers, _platform.current().name)
     token = _trial.set(trial)
     try:
         yield trial
@@ -56,7 +58,7 @@ def trying(answers: Mapping[TuningKey, Any]) -> Generator[Trial]:
 def choose[Tiles](key: TuningKey, candidates: Sequence[Tiles]) -> Tiles:
     """One of the candidates, of which there is at least one: dataclasses of whole numbers and booleans."""
     trial = _trial.get()
-    if trial is not None:
+    if trial is not None and trial.platform == _platform.current().name:
         trial.asked[key] = tuple(candidates)
         return trial.answers.get(key, candidates[0])
     found = _found(_platform.device_name()).get(key)

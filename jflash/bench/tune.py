@@ -29,7 +29,7 @@ MARGIN = 0.03
 class Open:
     """A choice, and the largest of the cases that leave it open."""
 
-    question: TuningKey
+    key: TuningKey
     candidates: tuple[Any, ...]
     """The backend's own choice first."""
     case: Case
@@ -67,9 +67,9 @@ def tune(cases: Sequence[Case], rounds: int, step: Callable[[str, int], None]) -
         prepared: list[clocks.Prepared] = []
         arrays = data(choice.case)
         for tiles in choice.candidates:
-            step(f"{choice.question.kind}, {choice.case.name}", steps)
+            step(f"{choice.key.kind}, {choice.case.name}", steps)
             function, arguments = function_of_arrays(choice.case, choice.work, arrays)
-            with _tuning.trying({**answers, choice.question: tiles}):
+            with _tuning.trying({**answers, choice.key: tiles}):
                 # Else what was traced with the tiles before would be found again.
                 jax.clear_caches()
                 prepared.append(clocks.prepare(function, *arguments))
@@ -77,7 +77,7 @@ def tune(cases: Sequence[Case], rounds: int, step: Callable[[str, int], None]) -
             for one, taken in zip(prepared, samples, strict=True):
                 taken += one.sample()
         found.append(Found(choice, tuple(statistics.median(taken) for taken in samples)))
-        answers[choice.question] = found[-1].tiles
+        answers[choice.key] = found[-1].tiles
     return found
 
 
@@ -91,15 +91,15 @@ def _left_open(cases: Sequence[Case]) -> Iterator[Open]:
             with _tuning.trying({}) as trial:
                 jax.clear_caches()
                 jax.eval_shape(function, *arguments)
-            for question, candidates in trial.asked.items():
-                if question not in seen and len(candidates) > 1:
-                    yield Open(question, candidates, case, work)
+            for key, candidates in trial.asked.items():
+                if key not in seen and len(candidates) > 1:
+                    yield Open(key, candidates, case, work)
             seen |= trial.asked.keys()
 
 
 def store(found: Sequence[Found]) -> Path:
     """Keep what is faster than the backends' own choices, for all later calls on this device."""
-    better = {one.open.question: one.tiles for one in found if one.fastest}
+    better = {one.open.key: one.tiles for one in found if one.fastest}
     versions = {name: peers.version(name) for name in ("jflash", "jax")}
     return _tuning.store(_platform.device_name(), better, dict(date=str(datetime.date.today()), **versions))
 
@@ -113,10 +113,10 @@ def table(found: Sequence[Found]) -> Table:
         table.add_column(name, justify="right")
     for one in found:
         choice, own, best = one.open, one.times[0], one.times[one.fastest]
-        question = " ".join(map(str, (choice.question.kind, *choice.question.key)))
+        key = " ".join(map(str, (choice.key.kind, *choice.key.key)))
         gain = f"{own / best - 1:.0%}" if one.fastest else ""
         tiles = (_words(choice.candidates[0]), _words(one.tiles) if one.fastest else "the same")
-        table.add_row(question, f"{choice.case.name}, {choice.work}", *tiles, short(own), short(best), gain)
+        table.add_row(key, f"{choice.case.name}, {choice.work}", *tiles, short(own), short(best), gain)
     return table
 
 

@@ -1,6 +1,7 @@
 """Tiles that were found by measurement: stored for one device, read there and nowhere else, and still right."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -77,11 +78,18 @@ def test_tiles_that_are_tried_come_before_those_found():
         assert _tuning.choose(QUESTION, [LARGE, SMALL]) == SMALL
 
 
+def test_other_platforms_that_a_call_is_traced_for_are_not_measured():
+    elsewhere = dataclasses.replace(_platform.current(), name="another")
+    with _tuning.trying({QUESTION: SMALL}) as trial, _platform.lowered_for(elsewhere):
+        assert _tuning.choose(QUESTION, [LARGE, SMALL]) == LARGE
+    assert trial.asked == {}
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 5}], ids=str)
 def test_tiles_found_serve_calls_and_are_right(monkeypatch, options):
     monkeypatch.setattr(tiling, "BLOCKS", BLOCKS)
-    questions = [TuningKey(f"xla {work}", (kind,)) for work in ("forward", "backward") for kind in BLOCKS]
-    _tuning.store(_platform.device_name(), dict.fromkeys(questions, SMALL), {})
+    keys = [TuningKey(f"xla {work}", (kind,)) for work in ("forward", "backward") for kind in BLOCKS]
+    _tuning.store(_platform.device_name(), dict.fromkeys(keys, SMALL), {})
     asked = []
     plan = tiling.plan
     monkeypatch.setattr(tiling, "plan", lambda *arguments: asked.append(plan(*arguments)) or asked[-1])
@@ -97,13 +105,13 @@ def test_search_keeps_what_is_faster(monkeypatch, folder):
     monkeypatch.setattr(tiling, "BLOCKS", BLOCKS)
 
     def prepare(function, *arguments):
-        with_small = [question.kind for question, blocks in _tuning._trial.get().answers.items() if blocks == SMALL]
+        with_small = [key.kind for key, blocks in _tuning._trial.get().answers.items() if blocks == SMALL]
         ms = 100 - 50 * ("xla backward" in with_small) - ("xla forward" in with_small)
         return clocks.Prepared(lambda: [ms], clocks.Figures())
 
     monkeypatch.setattr(clocks, "prepare", prepare)
     found = tune.tune([cases.square("full", "float32", 1, 128, 1, 16)], 1, lambda label, steps: None)
-    assert [(one.open.question.kind, one.tiles, one.times) for one in found] == [
+    assert [(one.open.key.kind, one.tiles, one.times) for one in found] == [
         ("xla forward", LARGE, (100, 99)),
         ("xla backward", SMALL, (100, 50)),
     ]

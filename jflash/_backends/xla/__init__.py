@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from jflash._backends.xla.backward import backward
 from jflash._backends.xla.forward import forward
-from jflash._platform import Platform
+from jflash._backends.xla.tiling import plan
+from jflash._platform import Platform, lowered_for
 from jflash._semantics.spec import Spec
 
-__all__ = ["DIFFERENTIABLE_BACKWARD", "backward", "forward", "unsupported"]
+__all__ = ["DIFFERENTIABLE_BACKWARD", "backward", "describe", "forward", "unsupported"]
 
 DIFFERENTIABLE_BACKWARD = True
 
@@ -24,3 +25,19 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
             "of indexed arrays in any order."
         )
     return None
+
+
+def describe(spec: Spec, platform: Platform) -> str:
+    """The tiles of both passes, and what is held of them."""
+    with lowered_for(platform):
+        shapes = {"forward": plan(spec, "forward"), "backward": plan(spec, "backward")}
+    lines: list[str] = []
+    for work, shape in shapes.items():
+        heads = shape.key_heads * spec.group
+        size = shape.batch * heads * shape.queries * shape.keys * spec.accumulator.itemsize
+        lines.append(
+            f"{work}: tiles of {shape.queries} queries by {shape.keys} keys, {shape.batch} of {spec.batch} batch "
+            f"entries and {heads} of {spec.heads} heads at a time: {size / 2**20:.2g} MiB of {spec.accumulator} logits"
+        )
+    lines[-1] += ", computed again from the log-sum-exp"
+    return "\n".join([*lines, "memory: a few tiles, and arrays that grow with T + S; none that grows with T * S"])

@@ -77,7 +77,7 @@ def test_other_platforms_are_refused(name: str, sentence: str) -> None:
 
 @pytest.mark.parametrize("name", ["METAL", "mps"])
 def test_xla_serves_apples_own_platforms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_platform, "current", lambda: Platform(name, "Apple M", None))
+    monkeypatch.setattr(_platform, "lowering_targets", lambda _: {name: Platform(name, "Apple M", None)})
     assert jflash.explain(**PLAIN).startswith("xla serves")
     verdict, refusal = jflash.explain(**PLAIN, implementation="metal").splitlines()
     assert verdict.startswith("No implementation")
