@@ -40,7 +40,7 @@ def backward(choice: Choice, spec: Spec, operands: Operands, residuals: Residual
         else:
             _, pull_back = jax.vjp(functools.partial(backend.forward, spec), operands)
             (found,) = pull_back((residuals.d_out, residuals.d_lse))
-        return _in_full(found, operands, spec.constants)
+        return _in_full(found, operands, spec.undifferentiated)
 
     return _by_platform(choice, gradients, operands, residuals)
 

@@ -183,9 +183,9 @@ def plan_backward(spec: Spec) -> Plan:
             (_by_row(spec, "delta"),),
         )
     ]
-    if "query" not in spec.constants or row_results:
+    if "query" not in spec.undifferentiated or row_results:
         kernels.append(d_query)
-    if not {"key", "value"} <= spec.constants or want.bias_columns:
+    if not {"key", "value"} <= spec.undifferentiated or want.bias_columns:
         kernels.append(d_key_value)
     if want.bias_shared:
         grid = (key_blocks(sizes.d_query.columns), query_blocks, bias_shape[0] * bias_shape[1])
@@ -218,7 +218,7 @@ def copies(spec: Spec) -> list[str]:
 
 
 def _wanted(spec: Spec) -> Wanted:
-    asked = lambda name: name in spec.operands and name not in spec.constants
+    asked = lambda name: name in spec.operands and name not in spec.undifferentiated
     batch, heads, queries, keys = spec.bias_shape or (1, 1, 1, 1)
     bias, of_pairs = asked("bias"), queries > 1 and keys > 1
     shared = (batch, heads) != (spec.batch, spec.heads)

@@ -64,7 +64,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     (d_query,), (d_key, d_value), (d_parameters,) = sums
     d_arrays = iter(d_parameters.score_mod_arrays)
     d_captured: Any = [
-        next(d_arrays).astype(array.dtype) if s and "score_mod_arrays" not in spec.constants else None
+        next(d_arrays).astype(array.dtype) if s and "score_mod_arrays" not in spec.undifferentiated else None
         for array, s in captured
     ]
     typed = lambda gradient, like: None if gradient is None else gradient.astype(like.dtype)
@@ -120,7 +120,7 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
         d_probabilities = jnp.where(keep, d_probabilities / (1 - spec.dropout_rate), 0)
     d_logits = probabilities * (d_probabilities - delta)
     d_products, d_parameters = pull_back(d_logits)
-    for name in spec.constants.intersection(Parameters._fields):
+    for name in spec.undifferentiated.intersection(Parameters._fields):
         d_parameters = d_parameters._replace(**{name: () if name == "score_mod_arrays" else None})
 
     d_value = tiling.dot(spec, flat(kept), d_out, (3, 2))
