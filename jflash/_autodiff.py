@@ -35,9 +35,9 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
 
     shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
 
-    def differentiated(constants: frozenset[str]) -> Callable[[Operands, Residuals], Operands]:
+    def differentiated(undifferentiated: frozenset[str]) -> Callable[[Operands, Residuals], Operands]:
         def backward(operands: Operands, residuals: Residuals, choice: Choice = choice) -> Operands:
-            own = dataclasses.replace(spec.resized(operands), constants=constants)
+            own = dataclasses.replace(spec.resized(operands), undifferentiated=undifferentiated)
             return _lowering.backward(choice, own, operands, residuals)
 
         plain = choice.twice_differentiable
@@ -49,30 +49,30 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
 
     def save(primals: Any) -> Any:
         operands = jax.tree.map(lambda primal: primal.value, primals)
-        constants = frozenset(
+        undifferentiated = frozenset(
             name
             for name, value in primals._asdict().items()
             if not any(primal.perturbed for primal in jax.tree.leaves(value))
         )
         out, lse = call(operands)
-        return (out, lse), (operands, out, lse, _as_shape(constants))
+        return (out, lse), (operands, out, lse, _as_shape(undifferentiated))
 
     def pull_back(saved: Any, cotangents: Any) -> tuple[Operands]:
-        operands, out, lse, constants = saved
+        operands, out, lse, undifferentiated = saved
         cotangents = jax.tree.map(_materialized, cotangents)
-        return (differentiated(_from_shape(constants))(operands, Residuals(out, lse, *cotangents)),)
+        return (differentiated(_from_shape(undifferentiated))(operands, Residuals(out, lse, *cotangents)),)
 
     call.defvjp(save, pull_back, symbolic_zeros=True)
     return call(_sharding.varying_alike(operands, like=operands))
 
 
-def _as_shape(constants: frozenset[str]) -> Array:
+def _as_shape(undifferentiated: frozenset[str]) -> Array:
     """Names of operands as the shape of an empty array: what the forward tells the backward at trace time.
 
     Not as a static node of what the forward saves. JAX keeps one trace of the forward for each set of operands that
     somebody differentiates, but takes the structure of what is saved from the latest: it has to be the same for all.
     """
-    bits = sum(1 << index for index, name in enumerate(Operands._fields) if name in constants)
+    bits = sum(1 << index for index, name in enumerate(Operands._fields) if name in undifferentiated)
     return jnp.zeros((0, bits), jnp.bool_)
 
 

@@ -86,9 +86,9 @@ def _by_platform(choice: Choice, call: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(results[0]), _one_of.bind(*leaves, jaxprs=jaxprs, targets=targets))
 
 
-def _in_full(gradients: Operands, operands: Operands, constants: frozenset[str]) -> Operands:
+def _in_full(gradients: Operands, operands: Operands, undifferentiated: frozenset[str]) -> Operands:
     """The same form from every backend: one leaves out a gradient that is zero, another gives one not asked for."""
-    unasked = {name: jax.tree.map(lambda _: None, getattr(operands, name)) for name in constants}
+    unasked = {name: jax.tree.map(lambda _: None, getattr(operands, name)) for name in undifferentiated}
 
     def full(operand: Array | None, gradient: Array | None) -> Array | None:
         if operand is None or not jnp.issubdtype(operand.dtype, jnp.inexact):

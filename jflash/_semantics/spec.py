@@ -69,7 +69,7 @@ class Spec:
     mask_shape: tuple[int, int, int, int] | None
     operands: frozenset[str]
     """Names of the operands that the call has."""
-    constants: frozenset[str] = frozenset()
+    undifferentiated: frozenset[str] = frozenset()
     """Names of the operands whose gradient is not asked for; the backward may leave it out."""
     scale: float | None = None
     """`None`: the scale is an operand."""

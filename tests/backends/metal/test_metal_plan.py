@@ -84,7 +84,7 @@ def test_grids_cover_the_call() -> None:
 def test_kernel_that_has_the_gradient_of_a_bias(shape: tuple[int, int, int, int], kernel: str, name: str) -> None:
     results = results_of(with_bias(shape, np.float32))
     assert [entry for entry, names in results.items() if name in names] == [kernel]
-    constant = results_of(with_bias(shape, np.float32, constants=frozenset({"bias"})))
+    constant = results_of(with_bias(shape, np.float32, undifferentiated=frozenset({"bias"})))
     assert not any(name in names for names in constant.values())
 
 
