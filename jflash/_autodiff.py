@@ -70,7 +70,7 @@ def _as_shape(undifferentiated: frozenset[str]) -> Array:
     """Names of operands as the shape of an empty array: what the forward tells the backward at trace time.
 
     Not as a static node of what the forward saves. JAX keeps one trace of the forward for each set of operands that
-    somebody differentiates, but takes the structure of what is saved from the latest: it has to be the same for all.
+    is differentiated, but takes the structure of what is saved from the latest: it has to be the same for all.
     """
     bits = sum(1 << index for index, name in enumerate(Operands._fields) if name in undifferentiated)
     return jnp.zeros((0, bits), jnp.bool_)

@@ -19,7 +19,7 @@ def metal_cache() -> Path:
 def tiles_cache() -> Path | None:
     """Where tuned tiles are: in the user's cache folder, as platformdirs knows it.
 
-    `None` without platformdirs, which whoever tunes has.
+    `None` without platformdirs, which tuning needs anyway.
     """
     if importlib.util.find_spec("platformdirs") is None:
         return None

@@ -82,7 +82,7 @@ def test_logits_that_rise_from_tile_to_tile(attention: Callable[..., Any]):
 
 @pytest.mark.parametrize("sizes", NOTHING, ids=str)
 @pytest.mark.parametrize("case", [Case(), EVERYTHING], ids=["plain", "everything"])
-def test_nothing_to_see_or_nobody_to_see_it(
+def test_no_key_to_see_or_no_query_to_see_it(
     attention: Callable[..., Any], backend: str, case: Case, sizes: dict[str, Any]
 ):
     assert_exact(attention, cases.served(case, backend)._replace(**sizes))

@@ -70,7 +70,7 @@ def test_gradient_of_a_broadcast_bias(attention: Callable[..., Any], bias: tuple
     assert temporary(gradients, array(*bias), *arguments) < 0.2 * 4 * HEADS * length**2
 
 
-def test_a_bias_that_nobody_differentiates_costs_nothing(attention: Callable[..., Any]):
+def test_a_bias_that_is_not_differentiated_costs_nothing(attention: Callable[..., Any]):
     length = 4096
     arguments = [array(1, length, HEADS, HEAD_DIM)] * 3
     bias = array(1, HEADS, length, length)

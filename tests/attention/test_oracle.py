@@ -78,6 +78,6 @@ def test_gradients_are_differences(case: Case):
 
 
 def test_a_signaling_nan_is_an_infinite_error():
-    """Memory that nobody wrote may hold one, and its cast warns."""
+    """Memory that was never written may hold one, and its cast warns."""
     signaling = np.array([0x7F800001], np.uint32).view(np.float32)
     assert oracle.error(signaling, np.zeros(1)) == math.inf

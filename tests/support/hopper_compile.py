@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def over(devices: int, split: PartitionSpec) -> NamedSharding:
-    """Arrays split over so many H200s."""
+    """Arrays split over `devices` H200s."""
     config = (Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{devices}")
     return NamedSharding(topologies.make_mesh(topology, (devices,), ("x",)), split)

@@ -115,7 +115,7 @@ def test_checkpoint(backend: str, policy: Any) -> None:
 
 
 def test_checkpoint_after_gradients_of_others(backend: str) -> None:
-    """What one differentiation leaves undone, as nobody asked for it, another must not, though JAX has traced it."""
+    """What one differentiation leaves undone, as it was not asked for, another must not, though JAX has traced it."""
     everything = {name: array for name, array in ALL.items() if name not in ("modulation", "dropout_key")}
     smooth, _ = split(everything)
 

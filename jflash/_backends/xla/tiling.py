@@ -19,7 +19,7 @@ from jflash._tuning import TuningKey
 
 _NARROW_ROWS = 128
 _NARROW = 1280
-"""A window's keys of 128 rows make one tile while they are at most so many."""
+"""A window's keys of 128 rows make one tile up to this number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _window(spec: Spec) -> int | None:
 
 
 def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
-    """The tiles of this call: of so many heads, then batch entries, as `Blocks.logits` allows."""
+    """The tiles of this call: of as many heads, then batch entries, as `Blocks.logits` allows."""
     window = _window(spec)
     if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         kind = "alike"

@@ -59,7 +59,7 @@ def integers(number: int) -> Any:
 
 
 def barriers(number: int, arrivals: int = 1) -> Any:
-    """Barriers that complete a phase after so many arrivals."""
+    """Barriers that complete a phase after `arrivals` arrivals."""
     return plgpu.Barrier(num_barriers=number, num_arrivals=arrivals)
 
 

@@ -69,7 +69,7 @@ class SharedMemory(NamedTuple):
 
 
 def shared_memory(spec: Spec, stages: int, slopes: int) -> SharedMemory:
-    """The kernel's declaration, for so many tiles of queries and of slopes."""
+    """The kernel's declaration, for `stages` tiles of queries and `slopes` tiles of slopes."""
     head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)

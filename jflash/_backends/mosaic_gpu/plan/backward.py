@@ -42,7 +42,7 @@ class BackwardPlan:
 
 
 def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
-    """The plan of a call's backward on a device with so many multiprocessors; `None` where that is unknown."""
+    """The plan of a call's backward on a device with `processors` multiprocessors; `None` where that is unknown."""
     wanted = tuple(name for name in _PARAMETERS if name in spec.operands - spec.undifferentiated)
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None

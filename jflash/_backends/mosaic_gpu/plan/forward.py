@@ -27,11 +27,11 @@ MOST_PACKED_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
 
 Visits = Callable[[int, int], Sequence[int]]
-"""How many tiles of so many keys each block of so many rows visits, the first rows' first."""
+"""Of (rows, keys): how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
 
 def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
-    """The plan of a call's forward on a device with so many multiprocessors; `None` where that is unknown."""
+    """The plan of a call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
     packed_heads = spec.group if _packs(spec) else 1
     heads, rows = spec.heads // packed_heads, spec.query_length * packed_heads
     visits = functools.partial(_visits, spec, packed_heads)
@@ -56,7 +56,7 @@ def _packs(spec: Spec) -> bool:
 
 
 def _visits(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:
-    """How many tiles of so many keys each block of so many rows visits, by what is known before the call."""
+    """How many tiles of `keys` keys each block of `rows` rows visits, by what is known before the call."""
     rows = max(rows // packed_heads, 1)
     left, right = spec.bounds
     stop = np.arange(spec.query_length, 0, -rows)[::-1]

@@ -52,7 +52,7 @@ class BackwardSchedule:
 
     @staticmethod
     def of(heads: int, key_heads: int, blocks: int, batch: int, processors: int | None) -> BackwardSchedule:
-        """The schedule for `blocks` of keys of each key head and batch entry, on so many multiprocessors; `None` where
+        """The schedule for `blocks` of keys of each key head and batch entry, on `processors` multiprocessors; `None` where
         the device is unknown."""
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)

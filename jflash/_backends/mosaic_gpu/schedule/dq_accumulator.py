@@ -137,7 +137,7 @@ class DqAccumulator:
 
     @property
     def _share(self) -> int:
-        """Tiles of 64 rows of each head that fall to a CTA, if so many are left."""
+        """Tiles of 64 rows of each head that fall to a CTA, if there are as many left."""
         return -(-self.refs.dq.shape[1] // (self.schedule.blocks * WARPGROUP_ROWS))
 
     @property
