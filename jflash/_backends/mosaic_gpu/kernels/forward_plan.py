@@ -52,7 +52,7 @@ class SharedMemory(NamedTuple):
 
 
 def shared_memory(spec: Spec, tile: ForwardTiles, out_dtype: Any, output_parts: int = 0) -> SharedMemory:
-    """The kernel's declaration. If `output_parts` is not 0, the output leaves in that many parts from a buffer of its own."""
+    """The kernel's declaration. `output_parts` is that of the plan."""
     columns, value_columns = round_up(spec.head_dim, 16), round_up(spec.value_dim, 16)
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
     q = smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype)

@@ -52,8 +52,10 @@ class BackwardSchedule:
 
     @staticmethod
     def of(heads: int, key_heads: int, blocks: int, batch: int, processors: int | None) -> BackwardSchedule:
-        """The schedule for `blocks` of keys of each key head and batch entry, on `processors` multiprocessors; `None` where
-        the device is unknown."""
+        """The schedule for `blocks` of keys of each key head and batch entry.
+
+        `processors` are the device's multiprocessors, `None` where it is unknown.
+        """
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)
         every = key_heads * head_groups * batch

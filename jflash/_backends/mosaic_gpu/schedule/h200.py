@@ -6,7 +6,7 @@ the model chooses is the fastest measured, or on average 0.7% slower.
 """
 
 PACE = {2: (0.61, 0.52), 3: (0.51, 0.55), 4: (0.59, 0.35)}
-"""By the number of warpgroups: microseconds of one multiprocessor that 64 rows take for 128 keys, and to begin and end."""
+"""By warpgroups: microseconds of one multiprocessor that 64 rows take for 128 keys, and to begin and end."""
 
 ITEM = 0.3
 """How long a work item takes beside its tiles; this and what follows in visits to a tile of keys."""
