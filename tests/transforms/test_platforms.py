@@ -204,15 +204,15 @@ def test_export_for_two_platforms_holds_both_programs(cuda_only: CudaOnly) -> No
 def test_kernels_are_planned_for_the_gpu_that_is_lowered_for(
     gpu_machine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jflash._backends.mosaic_gpu import calls
+    from jflash._backends.mosaic_gpu import plan
 
     planned: list[int | None] = []
 
     def recorded(real: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (planned.append(args[-1].processors), real(*args))[1]
+        return lambda *args: (planned.append(args[-1]), real(*args))[1]
 
-    monkeypatch.setattr(calls, "forward", recorded(calls.forward))
-    monkeypatch.setattr(calls, "backward", recorded(calls.backward))
+    monkeypatch.setattr(plan, "plan_forward", recorded(plan.plan_forward))
+    monkeypatch.setattr(plan, "plan_backward", recorded(plan.plan_backward))
     operands = {name: jnp.zeros((1, 128, 2, 56), jnp.bfloat16) for name in PLAIN}
     jax.eval_shape(functools.partial(attend_and_pull_back, implementation=None), operands)
     assert set(planned) == {H200.processors}

@@ -18,8 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WARPGROUP_ROWS = 64
 """Rows of a tile that one warpgroup works on: M of the matrix unit's instruction."""
 
-CAPACITY = 227 * 1024 - 256
-"""Bytes that a CTA may have on Hopper (CUDA programming guide, compute capability 9.0), less room for barriers."""
+CAPACITY = 227 * 1024
+"""Bytes that a CTA may have on Hopper (CUDA programming guide, compute capability 9.0)."""
+
+_ALIGNMENT, _BARRIER = 1024, 8
+"""Pallas begins every buffer at a multiple of 1024 bytes; a barrier takes 8."""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -64,9 +67,13 @@ def barriers(number: int, arrivals: int = 1) -> Any:
 
 
 def size(declaration: Any) -> int:
-    """Bytes that the buffers of a declaration take; what a union holds shares its bytes."""
-    buffers = [leaf for leaf in jax.tree.leaves(declaration) if not isinstance(leaf, plgpu.Barrier)]
-    return sum(math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in buffers)
+    """Bytes that a declaration takes; what a union holds shares its bytes."""
+    leaves = jax.tree.leaves(declaration)
+    barriers = [leaf for leaf in leaves if isinstance(leaf, plgpu.Barrier)]
+    buffers = [leaf for leaf in leaves if not isinstance(leaf, plgpu.Barrier)]
+    each = (math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in buffers)
+    number = sum(math.prod(np.atleast_1d(leaf.num_barriers).tolist()) for leaf in barriers)
+    return sum(round_up(one, _ALIGNMENT) for one in each) + number * _BARRIER
 
 
 def fits(declaration: Any) -> bool:
