@@ -93,11 +93,12 @@ def smem_ones() -> Any:
     return smem.tile((2, WARPGROUP_ROWS, SMEM_COLUMNS), jnp.bfloat16)
 
 
-def smem_tiles(as_columns: bool, stages: int, queries: int) -> list[Any]:
-    """Shared memory for some tiles' columns, or their vectors."""
+def smem_tiles(as_columns: bool, stages: int, queries: int) -> Any:
+    """Shared memory for some tiles' columns, `[stages, queries, 16]`, or first their lse and then their delta,
+    `[2 * stages, queries]`."""
     if as_columns:
-        return [smem.tile((stages, queries, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)]
-    return [smem.vectors((stages, queries)), smem.vectors((stages, queries))]
+        return smem.tile((stages, queries, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)
+    return smem.vectors((2 * stages, queries))
 
 
 def parts(arrays: Sequence[Ref], batch: Any, head: Any, rows: Any) -> list[Ref]:

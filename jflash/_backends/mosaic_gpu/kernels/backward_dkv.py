@@ -53,7 +53,7 @@ class SharedMemory(NamedTuple):
     do: Any
     bias: Any
     """Tiles of the bias, if it has any; they come and go with the queries."""
-    statistics: list[Any]
+    statistics: Any
     """Vectors of lse and delta."""
     p: Any
     slopes: list[Any]
@@ -211,7 +211,7 @@ class _Cta:
         at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
         plgpu.barrier_wait(shared.q_full.at[slot])
         s = ops.matmul(shared.k, shared.q.at[slot].T, shape)
-        lse = along_columns(ops.load(shared.statistics[0].at[slot], 1), shape)
+        lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
         loaded = self.inputs.load_packed_mask(at, shape)
         if shared.bias is not None:
             loaded["bias"] = ops.load(shared.bias.at[slot].T)
@@ -258,7 +258,7 @@ class _Cta:
         slot = lax.rem(step, self.plan.stages)
         plgpu.barrier_wait(shared.do_full.at[slot])
         dp = ops.matmul(shared.v, shared.do.at[slot].T, shape)
-        delta = along_columns(ops.load(shared.statistics[1].at[slot], 1), shape)
+        delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
         ops.commit()
         plgpu.barrier_arrive(shared.do_empty.at[slot])
         plgpu.barrier_wait(shared.p_full)

@@ -100,7 +100,9 @@ class MainLoop:
         k, v = smem.k.at[still], smem.v.at[still]
         loaded = self.inputs.load_packed_mask(at, shape)
         plgpu.barrier_wait(smem.q_full.at[slot])
-        statistics = RowStatistics.of(self.inputs, shape, [ref.at[slot] for ref in smem.statistics], smem.ones)
+        slots = range(0, smem.statistics.shape[0], self.plan.tile.stages)
+        refs = [smem.statistics.at[first + slot] for first in slots]
+        statistics = RowStatistics.of(self.inputs, shape, refs, smem.ones)
         if smem.bias is not None:
             loaded["bias"] = ops.load(smem.bias.at[slot, :, self._own].T)
         mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)

@@ -31,7 +31,7 @@ class SharedMemory(NamedTuple):
     do: Any
     bias: Any
     """Tiles of the bias, if it has any; they come and go with the queries."""
-    statistics: list[Any]
+    statistics: Any
     """Row statistics as columns, or as vectors of lse and delta."""
     ones: Any
     """What columns are multiplied with; it comes with the keys."""

@@ -28,7 +28,7 @@ class Ring(Protocol):
     @property
     def bias(self) -> Ref | None: ...
     @property
-    def statistics(self) -> Sequence[Ref]: ...
+    def statistics(self) -> Ref: ...
     @property
     def q_full(self) -> Ref: ...
     @property
@@ -80,12 +80,12 @@ class QueryProducer:
         full = smem.q_full.at[slot]
         self.inputs.copy_rows("query", tile, smem.q.at[slot], full)
         early, *late = row_statistics.parts(self.statistics, self.batch, head, rows)
-        plgpu.copy_gmem_to_smem(early, smem.statistics[0].at[slot], full)
+        plgpu.copy_gmem_to_smem(early, smem.statistics.at[slot], full)
         if smem.bias is not None:
             bias = self.inputs.part("bias", self.batch, head).at[rows, self.keys]
             plgpu.copy_gmem_to_smem(bias, smem.bias.at[slot], full)
         plgpu.barrier_wait(smem.do_empty.at[slot])
         full = smem.do_full.at[slot]
         self.inputs.copy_rows("d_out", tile._replace(columns=self.columns[1]), smem.do.at[slot], full)
-        for source, target in zip(late, smem.statistics[1:], strict=True):
-            plgpu.copy_gmem_to_smem(source, target.at[slot], full)
+        for number, source in enumerate(late, 1):
+            plgpu.copy_gmem_to_smem(source, smem.statistics.at[number * stages + slot], full)
