@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash import _sharding, _tuning
 from jflash._backends.mosaic_gpu import call, plan
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
+from jflash._backends.mosaic_gpu.hardware import HOPPER
 from jflash._semantics.spec import Residuals
 
 DIRECTORY = Path(sys.argv[1])
@@ -105,11 +105,11 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
 
         @shard
         def forward(operands):
-            return call.forward(plan.plan_forward(spec.resized(operands), processors), operands, Hopper())
+            return call.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER)
 
         @shard
         def backward(operands, residuals):
-            return call.backward(plan.plan_backward(spec.resized(operands), processors), operands, residuals, Hopper())
+            return call.backward(plan.plan_backward(spec.resized(operands), processors), operands, residuals, HOPPER)
 
         out, lse = forward(operands)
         return out, backward(operands, Residuals(out, lse, d_out, d_lse))

@@ -17,7 +17,7 @@ from jflash import _api, _canonical
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import call as kernels
 from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
+from jflash._backends.mosaic_gpu.hardware import HOPPER
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 
@@ -70,10 +70,10 @@ def traced(call: Call, **options: object) -> tuple[jax.core.ClosedJaxpr, jax.cor
     """A call's forward and backward as on the hardware, not compiled."""
     spec, operands = canonical(call, **options)
     forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
-    trace = jax.make_jaxpr(lambda operands: kernels.forward(forward, operands, Hopper()), return_shape=True)
+    trace = jax.make_jaxpr(lambda operands: kernels.forward(forward, operands, HOPPER), return_shape=True)
     traced_forward, (out, lse) = trace(operands)
     residuals = Residuals(out, lse, out, lse)
-    pull_back = lambda *args: kernels.backward(backward, *args, Hopper())
+    pull_back = lambda *args: kernels.backward(backward, *args, HOPPER)
     return traced_forward, jax.make_jaxpr(pull_back)(operands, residuals)
 
 

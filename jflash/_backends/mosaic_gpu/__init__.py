@@ -39,18 +39,17 @@ def unsupported_call(spec: Spec) -> str | None:
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    from jflash._backends.mosaic_gpu import call, plan
-    from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
+    from jflash._backends.mosaic_gpu import call, hardware, plan
 
-    return call.forward(plan.plan_forward(spec, _platform.current().processors), operands, Hopper())
+    return call.forward(plan.plan_forward(spec, _platform.current().processors), operands, hardware.HOPPER)
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
-    from jflash._backends.mosaic_gpu import call, plan
-    from jflash._backends.mosaic_gpu.hardware.warpgroup import Hopper
+    from jflash._backends.mosaic_gpu import call, hardware, plan
 
-    return call.backward(plan.plan_backward(spec, _platform.current().processors), operands, residuals, Hopper())
+    found = plan.plan_backward(spec, _platform.current().processors)
+    return call.backward(found, operands, residuals, hardware.HOPPER)
 
 
 def describe(spec: Spec, platform: Platform) -> str:

@@ -1,30 +1,22 @@
 """A call through the kernels, in four steps: plan, prepare, launch, finish.
 
-`prepare` puts operands into the form that kernels take, `launch` runs them, and `finish` gives what they return the
-call's shapes and dtypes. The plan is made before, from the Spec alone.
+The plan is made before, from the Spec alone. Here operands are put into the form that kernels take, kernels run, and
+what they return is given the call's shapes and dtypes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import logits
-from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, row_statistics
-from jflash._backends.mosaic_gpu.inputs.prepare import (
-    edges,
-    operands_for_kernels,
-    pack_heads,
-    pad_to_whole_tiles,
-    unpack_heads,
-)
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prepare, row_statistics
+from jflash._backends.mosaic_gpu.kernels import backward as fused
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq, delta
-from jflash._backends.mosaic_gpu.kernels.backward import backward as launch_backward
-from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
-from jflash._backends.mosaic_gpu.kernels.forward import forward as launch_forward
+from jflash._backends.mosaic_gpu.kernels import forward as kernel
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.pack_mask import pack_mask
 from jflash._backends.mosaic_gpu.plan import BackwardPlan
@@ -33,32 +25,39 @@ from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 Arrays = dict[str, Array]
-"""What a kernel is launched with, by name."""
+"""What a kernel is launched with, or returns, by name."""
 
 
 def forward(
     plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    out, lse = launch_forward(plan, _prepare_forward(plan, operands, ops), ops)
+    out, lse = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
     return _finish_forward(plan, operands, out, lse)
 
 
 def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> Arrays:
     spec, packed = plan.spec, plan.packed_heads
     if packed == 1:
-        query = pad_to_whole_tiles(operands.query)
+        query = prepare.pad_to_whole_tiles(operands.query)
     else:
-        query = pad_to_whole_tiles(pack_heads(operands.query, packed), axis=2)
-    key, value = pad_to_whole_tiles(operands.key), pad_to_whole_tiles(operands.value)
+        query = prepare.pad_to_whole_tiles(prepare.pack_heads(operands.query, packed), axis=2)
+    key, value = (prepare.pad_to_whole_tiles(array) for array in (operands.key, operands.value))
     bias_by_mma = logits.form(spec).bias_by_mma
     arrays = dict(query=query, key=key, value=value)
-    arrays |= operands_for_kernels(spec, operands, except_bias=bias_by_mma)
-    arrays |= _packed_mask(spec, operands, ops) | edges(operands, dict(value=value))
+    arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
+    arrays |= _packed_mask(spec, operands, ops) | prepare.edges(operands, dict(value=value))
     if bias_by_mma:
         arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
     rows, missing = max(plan.tile.rows // packed, 1), plan.missing_rows // packed
     return arrays | tile_range.table(spec, operands, rows, missing)
+
+
+def _packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first: bool = False) -> Arrays:
+    """A mask of both axes, packed, by name."""
+    if operands.mask is None or not bias_and_mask.has_packed_mask(spec):
+        return {}
+    return {"mask": pack_mask(operands.mask, ops, keys_first=keys_first)}
 
 
 def _finish_forward(plan: ForwardPlan, operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
@@ -67,8 +66,8 @@ def _finish_forward(plan: ForwardPlan, operands: Operands, out: Array, lse: Arra
     out, lse = (out[0], lse[0]) if plan.splits == 1 else _merge(operands, out, lse)
     out, lse = out[:, : plan.rows, :, : plan.spec.value_dim].astype(plan.spec.dtype), lse[:, :, : plan.rows]
     if plan.packed_heads > 1:
-        out = unpack_heads(out, plan.packed_heads)
-        lse = unpack_heads(lse.transpose(0, 2, 1), plan.packed_heads).transpose(0, 2, 1)
+        out = prepare.unpack_heads(out, plan.packed_heads)
+        lse = prepare.unpack_heads(lse.transpose(0, 2, 1), plan.packed_heads).transpose(0, 2, 1)
     return out, lse
 
 
@@ -85,85 +84,32 @@ def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
     return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
 
 
-class _Prepared(NamedTuple):
-    """What the backward's kernels take."""
-
-    tiles: Arrays
-    """Query, key, value and d_out in whole tiles."""
-    others: Arrays
-    """The other operands, for tiles whose rows are queries."""
-    keys_first: Arrays
-    """Likewise, for tiles whose rows are keys."""
-
-
-class _Statistics(NamedTuple):
-    """A query's statistics, and what the fused kernel takes in their place."""
-
-    lse: Float[Array, "B N T"]
-    delta: Float[Array, "B N T"]
-    made: delta.Delta
-
-
 def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:
     """Gradients of all operands that have one, in their dtypes and shapes."""
-    spec = plan.spec
-    prepared = _prepare_backward(spec, operands, residuals, ops)
-    dq_acc = None if plan.fused is None else plan.fused.dq_acc(ops.margin)
-    made = delta.delta(spec, residuals, dq_acc, ops)
-    lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
-    statistics = _Statistics(lse, made.delta, made)
-    rows: Arrays = dict(zip(("lse", "delta"), row_statistics.subtrahends(spec, lse, made.delta), strict=True))
-    if plan.fused is not None:
-        gradients = _launch_fused(plan.fused, operands, prepared, statistics, ops)
-    else:
-        gradients = _launch_dq_and_dkv(plan, operands, prepared, rows, ops)
-    if plan.dbias is not None:
-        table = tile_range.table(spec, operands, plan.dbias.tile.rows)
-        arrays = prepared.tiles | rows | prepared.others | table
-        gradients["whole_d_bias"] = backward_dbias.backward_dbias(plan.dbias, arrays, ops)
-    return _finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made.delta))
-
-
-def _prepare_backward(spec: Spec, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> _Prepared:
+    spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
     arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
-    tiles = {name: pad_to_whole_tiles(array) for name, array in arrays.items()}
-    found, others = edges(operands, tiles), operands_for_kernels(spec, operands)
-    mask, mask_of_keys = (_packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
-    return _Prepared(tiles, others | mask | found, others | mask_of_keys | found)
+    tiles = {name: prepare.pad_to_whole_tiles(array) for name, array in arrays.items()}
+    edges, others = prepare.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
+    masks = (_packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
+    of_queries, of_keys = (others | mask | edges for mask in masks)
 
-
-def _packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first: bool = False) -> Arrays:
-    """A mask of both axes, packed, by name."""
-    if not bias_and_mask.has_packed_mask(spec):
-        return {}
-    assert operands.mask is not None
-    return {"mask": pack_mask(operands.mask, ops, keys_first=keys_first)}
-
-
-def _launch_fused(
-    plan: FusedPlan, operands: Operands, prepared: _Prepared, statistics: _Statistics, ops: WarpgroupOps
-) -> Arrays:
-    made = statistics.made
-    assert made.dq_acc is not None
-    if made.columns is None:
-        vectors = row_statistics.vectors(plan.spec, statistics.lse, statistics.delta)
-        rows = dict(zip(("lse", "delta"), vectors, strict=True))
+    made = delta.delta(spec, residuals, None if plan.fused is None else plan.fused.dq_acc(ops.margin), ops)
+    lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
+    rows = row_statistics.subtrahends(spec, lse, made.delta)
+    if plan.fused is not None and made.dq_acc is not None:
+        statistics = row_statistics.for_fused(spec, lse, made.delta, made.columns)
+        of_keys |= table(plan.fused.tile.keys, of_keys=True)
+        gradients = fused.backward(plan.fused, tiles | statistics | of_keys, made.dq_acc, ops)
     else:
-        rows = dict(columns=made.columns, ones=row_statistics.ones())
-    table = tile_range.table(plan.spec, operands, plan.tile.keys, of_keys=True)
-    arrays = prepared.tiles | rows | prepared.keys_first | table | dict(dq_acc=made.dq_acc)
-    return launch_backward(plan, arrays, ops)
-
-
-def _launch_dq_and_dkv(
-    plan: BackwardPlan, operands: Operands, prepared: _Prepared, rows: Arrays, ops: WarpgroupOps
-) -> Arrays:
-    assert plan.dq is not None
-    assert plan.dkv is not None
-    table = tile_range.table(plan.spec, operands, plan.dq.tile.rows)
-    made = backward_dq.backward_dq(plan.dq, prepared.tiles | rows | prepared.others | table, ops)
-    table = tile_range.table(plan.spec, operands, row_statistics.WARPGROUP_ROWS, of_keys=True)
-    return made | backward_dkv.backward_dkv(plan.dkv, prepared.tiles | rows | prepared.keys_first | table, ops)
+        assert plan.dq is not None
+        assert plan.dkv is not None
+        gradients = backward_dq.backward_dq(plan.dq, tiles | rows | of_queries | table(plan.dq.tile.rows), ops)
+        of_keys |= table(WARPGROUP_ROWS, of_keys=True)
+        gradients |= backward_dkv.backward_dkv(plan.dkv, tiles | rows | of_keys, ops)
+    if plan.dbias is not None:
+        of_bias = tiles | rows | of_queries | table(plan.dbias.tile.rows)
+        gradients["whole_d_bias"] = backward_dbias.backward_dbias(plan.dbias, of_bias, ops)
+    return _finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made.delta))
 
 
 def _finish_backward(spec: Spec, operands: Operands, gradients: Arrays, d_sinks: Array | None) -> Operands:
@@ -190,8 +136,7 @@ def _to_parameter(spec: Spec, name: str, total: Array, like: Array) -> Array:
     """A parameter's gradient from what kernels summed, `[B, N, L]`."""
     kind = bias_and_mask.bias_kind(spec) if name == "bias" else "scalar"
     if kind in ("row", "column"):
-        assert spec.bias_shape is not None
-        total = total[:, :, : max(spec.bias_shape[2:])]
+        total = total[:, :, : max(like.shape[2:])]
         total = total[..., None] if kind == "row" else total[:, :, None]
     else:
         total = total.sum(axis=2)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.exponent import is_plain
 from jflash._backends.mosaic_gpu.hardware.lowering import lowerable
 from jflash._backends.mosaic_gpu.hardware.soft_cap import soft_cap
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, Loaded, TileCoord
-from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
+from jflash._backends.mosaic_gpu.inputs import KernelInputs, Loaded, TileCoord
+from jflash._backends.mosaic_gpu.schedule import TileMask
 from jflash._semantics.logits import modify_logits, without_unseen
 
 PullBack = Callable[[Array], tuple[Array, dict[str, Array]]]

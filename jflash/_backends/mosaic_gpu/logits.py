@@ -6,61 +6,22 @@ registers a warpgroup has left and where the compiler has to be told to wait.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import capped_softmax, exponent, gradient, online_softmax
+from jflash._backends.mosaic_gpu import exponent, gradient, online_softmax
 from jflash._backends.mosaic_gpu.exponent import Exponent
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord
-from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
+from jflash._backends.mosaic_gpu.hardware import Ref
+from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask, bias_columns
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
-from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
+from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask
 from jflash._semantics.spec import Spec
 
-
-class LogitsForm(Protocol):
-    """What the forward asks of its call's logits."""
-
-    max_warpgroups: int
-    """The most warpgroups that compute for which the form leaves registers."""
-    bias_by_mma: bool
-    """Whether the matrix unit adds the bias, from `bias_columns`."""
-
-    def prefetch(
-        self, inputs: KernelInputs, at: TileCoord, shape: tuple[int, int], warpgroups: int
-    ) -> dict[str, Array]:
-        """What is loaded of a tile before its products are issued, where registers are left."""
-        ...
-
-    def add_to_products(self, inputs: KernelInputs, acc_s: Any, columns: Ref) -> None:
-        """Issue what the matrix unit adds to a tile's products."""
-        ...
-
-    def step(self, s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
-        """The online softmax's step for a tile's products."""
-        ...
-
-    def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
-        """O relative to the last tile's m, from O relative to the m before it."""
-        ...
-
-    def exponent(self, spec: Spec) -> Exponent:
-        """What m is in the units of."""
-        ...
-
-    def scheduling_fence(self, spec: Spec, tile: ForwardTiles, *, is_masked: bool) -> str | None:
-        """The field of `Softmax` that is stored so that the compiler makes it before the wait for P V, if any.
-
-        The compiler puts behind that wait whatever nothing needs before. The maxima should come before it; of three
-        warpgroups the exponentials too, while of two one's run beside the other's products. Where logits take more
-        arithmetic than a bias that was loaded ahead, and in tiles of 64 keys that need no mask, it does better alone.
-        """
-        ...
+Rows = Float[Array, "rows D"]
+Tile = Float[Array, "rows keys"]
 
 
 def form(spec: Spec) -> LogitsForm:
@@ -69,47 +30,59 @@ def form(spec: Spec) -> LogitsForm:
         return BiasByMma()
     if exponent.is_plain(spec):
         return Plain()
-    return SoftCapped() if SoftCapped.serves(spec) else General()
+    return SoftCapped() if SoftCapped.serves(spec) else LogitsForm()
 
 
-class General:
+class LogitsForm:
     """Any logits: scale, cap, bias, ALiBi and score_mod are applied in registers."""
 
     max_warpgroups = 2
+    """The most warpgroups that compute for which the form leaves registers."""
     bias_by_mma = False
+    """Whether the matrix unit adds the bias, from `bias_columns`."""
 
     def prefetch(
         self, inputs: KernelInputs, at: TileCoord, shape: tuple[int, int], warpgroups: int
     ) -> dict[str, Array]:
+        """What is loaded of a tile before its products are issued, where registers are left."""
         bias = inputs.load_key_bias(at, shape) if warpgroups <= 2 else {}
         return inputs.load_packed_mask(at, shape) | bias
 
     def add_to_products(self, inputs: KernelInputs, acc_s: Any, columns: Ref) -> None:
-        pass
+        """Issue what the matrix unit adds to a tile's products."""
 
-    def step(self, s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
+    def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
+        """The online softmax's step for a tile's products."""
         logits = gradient.logits(mask.inputs, s, mask.at, mask.loaded)
         return online_softmax.step(self.exponent(mask.inputs.spec), mask.hide(logits, -jnp.inf), 1.0, before, dtype)
 
-    def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
-        return online_softmax.rescaled(state, acc_o)
+    def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Rows) -> Rows:
+        """O relative to the last tile's m, from O relative to the m before it."""
+        return online_softmax.scaled_rows(acc_o, state.rescale)
 
     def exponent(self, spec: Spec) -> Exponent:
+        """What m is in the units of."""
         return exponent.exponent(spec)
 
-    def scheduling_fence(self, spec: Spec, tile: ForwardTiles, *, is_masked: bool) -> str | None:
+    def scheduling_fence(self, spec: Spec, tile: RowTiles, *, is_masked: bool) -> str | None:
+        """The field of `Softmax` that is stored so that the compiler makes it before the wait for P V, if any.
+
+        The compiler puts behind that wait whatever nothing needs before. The maxima should come before it; of three
+        warpgroups the exponentials too, while of two one's run beside the other's products. Where logits take more
+        arithmetic than a bias that was loaded ahead, and in tiles of 64 keys that need no mask, it does better alone.
+        """
         if bias_and_mask.has_bias_tiles(spec) and tile.warpgroups < 3:
             return None
         loads_bias_ahead = bias_and_mask.bias_kind(spec) == "column" and tile.keys == 128
         return "rescale" if tile.warpgroups == 3 or loads_bias_ahead else None
 
 
-class Plain(General):
+class Plain(LogitsForm):
     """Logits that are products: the scale is left to the exponent."""
 
     max_warpgroups = 4
 
-    def scheduling_fence(self, spec: Spec, tile: ForwardTiles, *, is_masked: bool) -> str | None:
+    def scheduling_fence(self, spec: Spec, tile: RowTiles, *, is_masked: bool) -> str | None:
         if tile.warpgroups == 3:
             return "rescale"
         return "m" if tile.keys == 128 or tile.warpgroups == 4 or is_masked else None
@@ -129,13 +102,13 @@ class BiasByMma(Plain):
     def add_to_products(self, inputs: KernelInputs, acc_s: Any, columns: Ref) -> None:
         bias_columns.add(acc_s, columns, inputs.ops)
 
-    def step(self, s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
+    def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
         numbers, unit = bias_columns.with_large_biases(mask.inputs, s, mask.at, mask.loaded)
         numbers = mask.hide(numbers, -jnp.inf)
         return online_softmax.step(self.exponent(mask.inputs.spec), numbers, unit, before, dtype)
 
 
-class SoftCapped(General):
+class SoftCapped(LogitsForm):
     """Logits that are products, scaled and capped: where all are small, the row's maximum is not needed."""
 
     @staticmethod
@@ -147,12 +120,12 @@ class SoftCapped(General):
         """Capped logits are in base 2 already."""
         return Exponent(1.0, exact=False)
 
-    def scheduling_fence(self, spec: Spec, tile: ForwardTiles, *, is_masked: bool) -> str | None:
+    def scheduling_fence(self, spec: Spec, tile: RowTiles, *, is_masked: bool) -> str | None:
         return "rescale" if tile.warpgroups == 3 else None
 
-    def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
+    def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Rows) -> Rows:
         is_same = inputs.ops.warp_all(state.rescale == 1)
         return lax.cond(is_same, lambda acc_o, _: acc_o, online_softmax.scaled_rows, acc_o, state.rescale)
 
-    def step(self, s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
-        return capped_softmax.step(s, mask, before, dtype)
+    def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
+        return online_softmax.capped_step(s, mask, before, dtype)

@@ -17,9 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jflash
 from jflash import _platform, _tuning
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu.schedule import dq_accumulator
+from jflash._backends.mosaic_gpu.schedule import RowTiles, dq_accumulator
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
 from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
@@ -158,7 +157,7 @@ def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: t
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 
 
-@pytest.mark.parametrize("tile", [ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3), ForwardTiles(4, 64, 4)], ids=str)
+@pytest.mark.parametrize("tile", [RowTiles(3, 128, 2), RowTiles(4, 64, 3), RowTiles(4, 64, 4)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,7 +169,7 @@ def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: t
     ],
     ids=str,
 )
-def test_narrow_tiles(tile: ForwardTiles, options: dict):
+def test_narrow_tiles(tile: RowTiles, options: dict):
     """Those that are for more blocks than other tests have."""
     call = cases.build(Case("bfloat16", 390 + tile.warpgroups + tile.stages, 500, (6, 3), (64, 64), (3,), **options))
     poison()

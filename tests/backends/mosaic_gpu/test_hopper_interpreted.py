@@ -19,8 +19,7 @@ from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import soft_cap
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_columns
 from jflash._backends.mosaic_gpu.kernels.delta import delta
-from jflash._backends.mosaic_gpu.schedule import forward_schedule
-from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
+from jflash._backends.mosaic_gpu.schedule import RowTiles, forward_schedule
 from jflash._semantics.spec import Residuals
 
 FEATURES = dict(
@@ -104,8 +103,8 @@ def test_several_items_a_cta(
 
 
 @sampled(2)
-@pytest.mark.parametrize("tile", [ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3)], ids=str)
-def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: ForwardTiles):
+@pytest.mark.parametrize("tile", [RowTiles(3, 128, 2), RowTiles(4, 64, 3)], ids=str)
+def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: RowTiles):
     """6 causal heads are worked on 3 at a time, where more than two warpgroups compute."""
     planned = []
     monkeypatch.setattr(forward_schedule, "choose", lambda one, *_: planned.append(one) or one)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jflash._backends.mosaic_gpu.hardware.smem import Buffers
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
 
 _COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
@@ -26,8 +27,7 @@ class Refs(NamedTuple):
     arrays: Mapping[str, Ref]
     """The arrays that it was launched with."""
     results: Mapping[str, Ref]
-    smem: Any
-    """What the kernel declared, with references in the place of types."""
+    smem: Buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Launch:
     grid: Mapping[str, int]
     """The axes' names and sizes; the last is the fastest."""
     results: Mapping[str, jax.ShapeDtypeStruct]
-    smem: Any = ()
-    """The kernel's declaration of shared memory."""
+    smem: Buffers = dataclasses.field(default_factory=Buffers)
     warpgroups: int | None = None
     """Of a CTA; `None`: one, which has no index."""
 

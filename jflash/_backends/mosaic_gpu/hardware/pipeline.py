@@ -42,12 +42,12 @@ def drain(stages: int, *empty: Any) -> None:
             plgpu.barrier_wait(barriers.at[slot])
 
 
-def columns(width: int, available: int, zero: Any) -> Any:
-    """The first `width` columns of an array in device memory that may have fewer: the copy reads 0 for the rest.
+def columns(width: int, array: Any, number: Any) -> Any:
+    """The first `width` columns of an array in device memory that may have fewer: a copy reads 0 for the rest.
 
-    A slice past the end must begin at an index that is not static; `zero` is any number, times 0.
+    A slice past the end must begin at an index that is not static: a `number`, times 0.
     """
-    return pl.ds(0, width) if width <= available else pl.ds(zero * 0, width)
+    return pl.ds(0, width) if width <= array.shape[-1] else pl.ds(number * 0, width)
 
 
 def opaque_zero(step: Any, warpgroup: Any) -> Any:

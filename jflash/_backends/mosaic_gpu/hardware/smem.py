@@ -1,14 +1,15 @@
 """Shared memory: how tiles are laid out in it, and how many bytes a kernel's declaration takes.
 
-A kernel declares its buffers and barriers once, as a `NamedTuple` whose fields are the types made here. The same
-structure is what it allocates (its scratch types), what its tiles are chosen by (`size`), and, with references in the
-place of types, what it works with.
+A kernel declares its buffers and barriers once, as `Buffers` of the types made here. The same structure is what it
+allocates (its scratch types), what its tiles are chosen by (`size`), and, with references in the place of types, what
+it works with.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import types
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,20 @@ CAPACITY = 227 * 1024
 
 _ALIGNMENT, _BARRIER = 1024, 8
 """Pallas begins every buffer at a multiple of 1024 bytes; a barrier takes 8."""
+
+
+@jax.tree_util.register_pytree_node_class
+class Buffers(types.SimpleNamespace):
+    """Buffers and barriers by name: types in a kernel's declaration, references in the kernel."""
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """For JAX: what the names stand for, and the names."""
+        return tuple(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], buffers: tuple[Any, ...]) -> Self:
+        """For JAX."""
+        return cls(**dict(zip(names, buffers, strict=True)))
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, override
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -157,38 +157,31 @@ _COLUMNS = _TILE.reduce(0)
 _WARP_UNIFORM = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=plgpu.Layout.WG_SPLAT(()))
 
 
-class Hopper(WarpgroupOps):
+class _Hopper(WarpgroupOps):
     """Tiles in registers, products by the matrix unit, copies by the tensor memory accelerator."""
 
     interpret = None
     margin = 0
 
-    @override
     def full(self, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), _TILE if len(shape) == 2 else _ROWS)
 
-    @override
     def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_TILE)
 
-    @override
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         layout = _TILE if axis is None else (_ROWS, _COLUMNS)[axis]
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    @override
     def load_strided(self, ref: Ref) -> Array:
         return plgpu.load(ref, layout=_strided(ref.shape), optimized=False)
 
-    @override
     def zeros_strided(self, shape: tuple[int, ...]) -> Array:
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _strided(shape))
 
-    @override
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
         return values.astype(jnp.bfloat16).astype(jnp.float32)
 
-    @override
     def matmul(self, a: Any, b: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
         def multiply(acc: Any) -> Array:
             plgpu.wgmma(acc, a, b)
@@ -196,16 +189,13 @@ class Hopper(WarpgroupOps):
 
         return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
-    @override
     def add_matmul(self, acc: Float[Array, "rows columns"], a: Any, b: Ref) -> Float[Array, "rows columns"]:
         result: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
         return result
 
-    @override
     def accumulators[Results](self, body: Callable[..., Results], *shapes: tuple[int, int]) -> Results:
         return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
-    @override
     def accumulate[Results](
         self, body: Callable[..., Results], *acc: Float[Array, "rows columns"], like: Results
     ) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
@@ -220,19 +210,15 @@ class Hopper(WarpgroupOps):
         done: Any = pl.run_state(store)((*map(plgpu.ACC.init, acc), *leaves))
         return jax.tree.unflatten(tree, done[len(acc) :]), tuple(done[: len(acc)])
 
-    @override
     def initialise(self, accumulator: Any, values: Float[Array, "rows columns"]) -> None:
         accumulator[...] = values
 
-    @override
     def mma(self, accumulator: Any, a: Any, b: Ref) -> None:
         plgpu.wgmma(accumulator, a, b)
 
-    @override
     def read(self, accumulator: Any, pending: int = 0) -> Float[Array, "rows columns"]:
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
-    @override
     def cond(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
         def wait() -> None:
             plgpu.wgmma_wait(0)
@@ -240,57 +226,49 @@ class Hopper(WarpgroupOps):
 
         lax.cond(condition, last, wait)
 
-    @override
     def reduce_add(self, destination: Ref, source: Ref) -> None:
         plgpu.copy_smem_to_gmem(source, destination, reduction_op="add")
 
-    @override
     def commit(self) -> None:
         plgpu.commit_smem()
 
-    @override
     def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
         return packed_mask.pack(mask, plane, query, key, keys_first)
 
-    @override
     def load_packed_mask(self, ref: Ref) -> Int[Array, "tiles 128"]:
         return plgpu.load(ref, layout=packed_mask.layout(ref.shape), optimized=False)
 
-    @override
     def expand_mask(self, words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "rows columns"]:
         return packed_mask.expand(words, shape)
 
-    @override
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         call: Any = plgpu.inline_mgpu(arg_types=(_TILE,), return_type=_WARP_UNIFORM)(
             functools.partial(ptx.all_below, limit=limit)
         )
         return call(tile)
 
-    @override
     def warp_all(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
         call: Any = plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=_WARP_UNIFORM)(ptx.all_rows)
         return call(condition)
 
-    @override
     def prevent_tail_merge(self) -> None:
         call: Any = plgpu.inline_mgpu()(lambda _: mgpu.utils.inline_ptx("", has_side_effects=True))
         call()
 
-    @override
     def take_ticket(self, counter: Ref, ticket: Ref) -> None:
         call: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(ptx.take_ticket)
         call(counter, ticket)
 
-    @override
     def signal(self, counter: Ref) -> None:
         call: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(ptx.signal)
         call(counter)
 
-    @override
     def wait_for(self, counter: Ref, value: int) -> None:
         call: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(functools.partial(ptx.wait_for, value=value))
         call(counter)
+
+
+HOPPER: WarpgroupOps = _Hopper()
 
 
 def _strided(shape: tuple[int, ...]) -> Any:

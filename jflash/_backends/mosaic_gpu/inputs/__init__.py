@@ -1,1 +1,6 @@
-"""What a kernel takes besides queries, keys and values: how it is prepared, and how a tile reads it."""
+"""What the kernels read of a call: how its operands are prepared, and how a tile's are loaded."""
+
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, Loaded, TileCoord
+from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+
+__all__ = ["GmemTile", "KernelInputs", "Loaded", "TileCoord", "whole_dim"]

@@ -17,8 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, rounded
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
@@ -81,8 +80,8 @@ def smem_tile(stages: int, keys: int) -> Any:
 
 def part(inputs: KernelInputs, keys: GmemTile, head: Any) -> Ref:
     """The columns of a tile of keys, in device memory."""
-    columns = pipeline.columns(SMEM_COLUMNS, STORED_COLUMNS, keys.batch)
-    return inputs.part(_PIECES, keys.batch, head).at[pl.ds(keys.first, keys.size), columns]
+    pieces = inputs.part(_PIECES, keys.batch, head)
+    return pieces.at[pl.ds(keys.first, keys.size), pipeline.columns(SMEM_COLUMNS, pieces, keys.batch)]
 
 
 def add(acc_s: Any, columns: Ref, ops: WarpgroupOps) -> None:

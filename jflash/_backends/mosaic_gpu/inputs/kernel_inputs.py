@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps, along_columns, along_rows, pipeline
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS, edge_row
 from jflash._semantics import visibility
@@ -39,11 +39,11 @@ class GmemTile(NamedTuple):
     first: Int[Array, ""]
     size: int
     head: Int[Array, ""]
-    columns: Any
 
-    def of(self, ref: Ref) -> Ref:
-        """The tile's part of the array."""
-        return ref.at[self.batch, pl.ds(self.first, self.size), self.head, self.columns]
+    def of(self, ref: Ref, width: int) -> Ref:
+        """The tile's part of the array, in columns that fill a buffer of this width."""
+        columns = pipeline.columns(width, ref, self.batch)
+        return ref.at[self.batch, pl.ds(self.first, self.size), self.head, columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class KernelInputs:
         A tile in which padding begins comes from the array's edge, past whose end copies read zeros.
         """
         edge = self.refs.get(f"{name}_edge")
-        copy = lambda ref, tile: plgpu.copy_gmem_to_smem(tile.of(ref), target, full)
+        copy = lambda ref, tile: plgpu.copy_gmem_to_smem(tile.of(ref, target.shape[-1]), target, full)
         if edge is None:
             copy(self.refs[name], source)
             return

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware.smem import round_up
+from jflash._backends.mosaic_gpu.hardware import round_up
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import zero_padding

@@ -23,8 +23,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
-from jflash._backends.mosaic_gpu.hardware import pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, along_rows
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
@@ -41,23 +40,29 @@ def as_columns(spec: Spec) -> bool:
     return exponent.is_plain(spec) and not bias_and_mask.has_bias_tiles(spec)
 
 
-def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[PerQuery, PerQuery]:
-    """For kernels that subtract after the products: lse as the call's exponent has it, and delta.
+def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> dict[str, PerQuery]:
+    """For kernels that subtract after the products, by name: lse as the call's exponent has it, and delta.
 
     `lse` is +inf where there is no query or it sees nothing, and `delta` 0 there.
     """
     exact = exponent.exponent(spec).exact
-    return with_margin(lse if exact else lse * LOG2_E, (2,), jnp.inf), with_margin(delta, (2,))
+    first = with_margin(lse if exact else lse * LOG2_E, (2,), jnp.inf)
+    return dict(lse=first, delta=with_margin(delta, (2,)))
 
 
-def vectors(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> tuple[PerQuery, PerQuery]:
-    """For the fused backward: where its accumulators begin, or lse and -delta where a logit is not its product."""
+def for_fused(
+    spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"], columns: Array | None
+) -> dict[str, Array]:
+    """For the fused backward, by name: its columns, if it has any; or where its accumulators begin, or where a logit is
+    not its product lse and -delta."""
+    if columns is not None:
+        return dict(columns=columns, ones=ones())
     if exponent.is_plain(spec):
         assert spec.scale is not None
         first = with_margin(-lse / spec.scale, (2,), -jnp.inf)
     else:
-        first, _ = subtrahends(spec, lse, delta)
-    return first, with_margin(-delta, (2,))
+        first = subtrahends(spec, lse, delta)["lse"]
+    return dict(lse=first, delta=with_margin(-delta, (2,)))
 
 
 def stored_rows(queries: int) -> int:
@@ -104,7 +109,7 @@ def smem_tiles(as_columns: bool, stages: int, queries: int) -> Any:
 def parts(arrays: Sequence[Ref], batch: Any, head: Any, rows: Any) -> list[Ref]:
     """Some queries' columns, or their vectors, in device memory."""
     if len(arrays) == 1:
-        return [arrays[0].at[batch, head, rows, pipeline.columns(SMEM_COLUMNS, STORED_COLUMNS, batch)]]
+        return [arrays[0].at[batch, head, rows, pipeline.columns(SMEM_COLUMNS, arrays[0], batch)]]
     return [array.at[batch, head, rows] for array in arrays]
 
 

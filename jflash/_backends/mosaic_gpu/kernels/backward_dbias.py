@@ -16,52 +16,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, gradient
-from jflash._backends.mosaic_gpu.hardware import pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.launch import Launch, Refs
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, TileCoord
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
-from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
-from jflash._backends.mosaic_gpu.schedule import tile_range
-from jflash._backends.mosaic_gpu.schedule.tile_range import TileRange
-from jflash._backends.mosaic_gpu.schedule.tiles import DbiasTiles
+from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, TileCoord, whole_dim
+from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
 
 
-class SharedMemory(NamedTuple):
-    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-
-    q: Any
-    k: Any
-    do: Any
-    v: Any
-    bias: Any
-    d_bias: Any
-    bias_full: Any
-    bias_empty: Any
-    qk_full: Any
-    qk_empty: Any
-    vo_full: Any
-    vo_empty: Any
-
-
-def shared_memory(spec: Spec, tile: DbiasTiles) -> SharedMemory:
-    """The kernel's declaration."""
+def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     all_done, both = smem.barriers(1, arrivals=tile.warpgroups), smem.barriers(1, arrivals=2)
-    return SharedMemory(
+    return Buffers(
         q=smem.tile((tile.rows, columns), spec.dtype, head_dim),
         k=smem.tile((tile.keys, columns), spec.dtype, head_dim),
         do=smem.tile((tile.rows, value_columns), spec.dtype, value_dim),
@@ -82,14 +59,9 @@ class DbiasPlan:
     """The kernel for the bias's gradient, before any array."""
 
     spec: Spec
-    tile: DbiasTiles
+    tile: RowTiles
     tiles_per_cta: int
     """Tiles of keys that a CTA takes."""
-
-    @property
-    def smem(self) -> SharedMemory:
-        """What a CTA has of shared memory."""
-        return shared_memory(self.spec, self.tile)
 
     @property
     def sharing(self) -> tuple[int, int]:
@@ -104,28 +76,23 @@ class DbiasPlan:
         spec = self.spec
         assert spec.bias_shape is not None
         batch, heads, rows, keys = spec.bias_shape
+        shape = batch, heads, round_up(rows, 8), round_up(keys, 64)
+        parts = -(-key_tiles(spec, self.tile) // self.tiles_per_cta)
         return Launch(
             name=f"jflash_d_bias_{whole_dim(spec.head_dim)}_{whole_dim(spec.value_dim)}",
-            grid=dict(
-                part=-(-key_tiles(spec, self.tile) // self.tiles_per_cta),
-                block=query_blocks(spec, self.tile),
-                head=heads,
-                batch=batch,
-            ),
-            results=dict(
-                d_bias=jax.ShapeDtypeStruct((batch, heads, round_up(rows, 8), round_up(keys, 64)), spec.bias_dtype)
-            ),
-            smem=self.smem,
+            grid=dict(part=parts, block=query_blocks(spec, self.tile), head=heads, batch=batch),
+            results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.bias_dtype)),
+            smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
-def key_tiles(spec: Spec, tile: DbiasTiles) -> int:
+def key_tiles(spec: Spec, tile: RowTiles) -> int:
     """Tiles of keys of the bias."""
     return -(-spec.key_length // tile.keys)
 
 
-def query_blocks(spec: Spec, tile: DbiasTiles) -> int:
+def query_blocks(spec: Spec, tile: RowTiles) -> int:
     """Blocks of queries of the bias."""
     return -(-spec.query_length // tile.rows)
 
@@ -137,36 +104,26 @@ def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupO
     and what was prepared of the other operands.
     """
     assert plan.spec.bias_shape is not None
-    made = plan.launch.run(lambda refs: _kernel(plan, refs, ops), arrays, ops)["d_bias"]
+    made = plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)["d_bias"]
     return made[:, :, : plan.spec.bias_shape[2], : plan.spec.bias_shape[3]]
 
 
-def _kernel(plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    inputs = KernelInputs(plan.spec, ops, refs.arrays)
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    first_row, first_tile = block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
-    count = jnp.minimum(plan.tiles_per_cta, key_tiles(plan.spec, plan.tile) - first_tile)
-    cta = _Cta(plan, inputs, refs, block, first_row, first_tile, count)
-    pl.when(warpgroup < plan.tile.warpgroups)(lambda: cta.consume(warpgroup))
-    pl.when(warpgroup == plan.tile.warpgroups)(cta.produce)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Cta:
     """What a CTA's warpgroups share."""
 
-    plan: DbiasPlan
-    inputs: KernelInputs
-    refs: Refs
-    block: Int[Array, ""]
-    first_row: Int[Array, ""]
-    first_tile: Int[Array, ""]
-    count: Int[Array, ""]
-    """Tiles of keys."""
+    def __init__(self, plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        self.plan, self.refs, self.smem = plan, refs, refs.smem
+        self.inputs = KernelInputs(plan.spec, ops, refs.arrays)
+        self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
+        self.count = jnp.minimum(plan.tiles_per_cta, key_tiles(plan.spec, plan.tile) - self.first_tile)
+        self.own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-    @property
-    def smem(self) -> SharedMemory:
-        return self.refs.smem
+    def run(self) -> None:
+        """Each warpgroup's part."""
+        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self.consume)
+        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self.produce)
 
     @property
     def heads(self) -> int:
@@ -185,56 +142,55 @@ class _Cta:
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
 
-    def consume(self, warpgroup: Any) -> None:
+    def consume(self) -> None:
         """A warpgroup that computes."""
         tile, shared, ops = self.plan.tile, self.smem, self.inputs.ops
         pipeline.release(tile.stages, shared.bias_empty)
         plgpu.barrier_arrive(shared.qk_empty)
         plgpu.barrier_arrive(shared.vo_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
-        own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        own_rows = pl.ds(self.first_row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
         def own_tile(number: Array, carry: int) -> int:
             slot, index = lax.rem(number, tile.stages), self.first_tile + number
             plgpu.barrier_wait(shared.bias_full.at[slot])
             bias = shared.bias.at[slot]
-            visit = lambda step, total: self._add_head(warpgroup, step, index * tile.keys, bias, total)
+            visit = lambda step, total: self._add_head(step, index * tile.keys, bias, total)
             total = lax.fori_loop(0, self.heads, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
             ops.commit()
             plgpu.barrier_arrive(shared.bias_empty.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            shared.d_bias[own] = total.astype(shared.d_bias.dtype)
+            shared.d_bias[self.own] = total.astype(shared.d_bias.dtype)
             ops.commit()
             keys = pl.ds(index * tile.keys, tile.keys)
-            target = self.refs.results["d_bias"].at[lax.axis_index("batch"), lax.axis_index("head"), own_rows, keys]
-            plgpu.copy_smem_to_gmem(shared.d_bias.at[own], target)
+            target = self.refs.results["d_bias"].at[
+                lax.axis_index("batch"), lax.axis_index("head"), self.own_rows, keys
+            ]
+            plgpu.copy_smem_to_gmem(shared.d_bias.at[self.own], target)
             return carry
 
         lax.fori_loop(0, self.count, own_tile, 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _add_head(self, warpgroup: Any, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
+    def _add_head(self, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
         """Add one head's part to a tile of the gradient."""
         batch, head, tiles, seen = self.sharing_head(step, first_key)
-        add = lambda total: total + self._part(warpgroup, (batch, head), tiles, bias)
+        add = lambda total: total + self._part((batch, head), tiles, bias)
         return add(total) if tiles.whole is None else lax.cond(seen, add, lambda total: total, total)
 
-    def _part(self, warpgroup: Any, place: tuple[Array, Array], tiles: TileRange, bias: Ref) -> Array:
-        at = TileCoord(*place, self.first_row + warpgroup * WARPGROUP_ROWS, tiles.first)
+    def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref) -> Array:
+        at = TileCoord(*place, self.own_rows.start, tiles.first)
         shared, ops, shape = self.smem, self.inputs.ops, (WARPGROUP_ROWS, self.plan.tile.keys)
-        own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        own_rows = pl.ds(self.first_row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        lse, delta = (ops.load(self.refs.arrays[name].at[at.batch, at.head, own_rows], 0) for name in ("lse", "delta"))
+        rows = at.batch, at.head, self.own_rows
+        lse, delta = (ops.load(self.refs.arrays[name].at[rows], 0) for name in ("lse", "delta"))
         packed_mask = self.inputs.load_packed_mask(at, shape)
 
         def differentiate(acc_dp: Any, acc_s: Any) -> Array:
             plgpu.barrier_wait(shared.qk_full)
-            ops.mma(acc_s, shared.q.at[own], shared.k.T)
+            ops.mma(acc_s, shared.q.at[self.own], shared.k.T)
             plgpu.barrier_wait(shared.vo_full)
-            ops.mma(acc_dp, shared.do.at[own], shared.v.T)
+            ops.mma(acc_dp, shared.do.at[self.own], shared.v.T)
             s = ops.read(acc_s, pending=1)
-            loaded = {"bias": ops.load(bias.at[own])} | packed_mask
+            loaded = {"bias": ops.load(bias.at[self.own])} | packed_mask
             plgpu.barrier_arrive(shared.qk_empty)
             mask = TileMask(self.inputs, tiles, jnp.int32(0), at, loaded)
             to_p = lambda logits: exponent.exponent(self.plan.spec)(logits, along_rows(lse, shape))
@@ -266,20 +222,16 @@ class _Cta:
         plgpu.barrier_wait(shared.vo_empty)
 
     def _copy_head(self, step: Array, first_key: Array) -> None:
-        spec, tile, shared = self.plan.spec, self.plan.tile, self.smem
+        tile, shared = self.plan.tile, self.smem
         batch, head, _tiles, seen = self.sharing_head(step, first_key)
-        zero = lax.axis_index("batch")
-        dims = (spec.head_dim, spec.value_dim)
-        qk, vo = (pipeline.columns(round_up(dim, 16), whole_dim(dim), zero) for dim in dims)
-        key_head = lax.div(head, spec.group)
 
         @pl.when(seen)
         def _() -> None:
             plgpu.barrier_wait(shared.qk_empty)
-            queries = GmemTile(batch, self.first_row, tile.rows, head, qk)
-            keys = GmemTile(batch, first_key, tile.keys, key_head, qk)
+            queries = GmemTile(batch, self.first_row, tile.rows, head)
+            keys = GmemTile(batch, first_key, tile.keys, lax.div(head, self.plan.spec.group))
             self.inputs.copy_rows("query", queries, shared.q, shared.qk_full)
             self.inputs.copy_rows("key", keys, shared.k, shared.qk_full)
             plgpu.barrier_wait(shared.vo_empty)
-            self.inputs.copy_rows("d_out", queries._replace(columns=vo), shared.do, shared.vo_full)
-            self.inputs.copy_rows("value", keys._replace(columns=vo), shared.v, shared.vo_full)
+            self.inputs.copy_rows("d_out", queries, shared.do, shared.vo_full)
+            self.inputs.copy_rows("value", keys, shared.v, shared.vo_full)

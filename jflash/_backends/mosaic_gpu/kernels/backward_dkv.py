@@ -16,69 +16,47 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, gradient
-from jflash._backends.mosaic_gpu.hardware import pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.launch import Launch, Refs
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, TileCoord
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
-from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
-from jflash._backends.mosaic_gpu.schedule import tile_range
-from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
-from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
-from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._backends.mosaic_gpu.inputs import (
+    GmemTile,
+    KernelInputs,
+    TileCoord,
+    bias_and_mask,
+    row_statistics,
+    whole_dim,
+)
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 from jflash._semantics.spec import Spec
 
 QUERIES = 64
 """Queries of a tile."""
 
 
-class SharedMemory(NamedTuple):
-    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done.
 
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    bias: Any
-    """Tiles of the bias, if it has any; they come and go with the queries."""
-    statistics: Any
-    """Vectors of lse and delta."""
-    p: Any
-    slopes: list[Any]
-    """The derivatives of logits by products, of a call that is not plain, and by a bias that `score_mod` changes."""
-    kv_full: Any
-    q_full: Any
-    q_empty: Any
-    do_full: Any
-    do_empty: Any
-    p_full: Any
-    p_empty: Any
-    finished: Any
-
-
-def shared_memory(spec: Spec, stages: int, slopes: int) -> SharedMemory:
-    """The kernel's declaration, for `stages` tiles of queries and `slopes` tiles of slopes."""
+    `stages` tiles of queries; `slopes` derivatives of the logits, as `slopes` counts them.
+    """
     head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     pair, ring = smem.barriers(1, arrivals=2), smem.barriers(stages, arrivals=2)
-    return SharedMemory(
+    return Buffers(
         k=smem.tile((WARPGROUP_ROWS, columns), spec.dtype, head_dim),
         v=smem.tile((WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
         q=smem.tile((stages, QUERIES, columns), spec.dtype, head_dim),
         do=smem.tile((stages, QUERIES, value_columns), spec.dtype, value_dim),
+        # Tiles of the bias come and go with the queries.
         bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
         statistics=row_statistics.smem_tiles(False, stages, QUERIES),
         p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
@@ -111,29 +89,19 @@ class DkvPlan:
         return ("bias",) if self.wants_bias and self.spec.score_mod is not None else ()
 
     @property
-    def smem(self) -> SharedMemory:
-        """What a CTA has of shared memory."""
-        return shared_memory(self.spec, self.stages, slopes(self.spec, wants_bias=self.wants_bias))
-
-    @property
     def launch(self) -> Launch:
         """The kernel's launch."""
-        spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
-        head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
-        rows, keys = round_up(spec.key_length, 8), schedule.blocks * WARPGROUP_ROWS
-        d_key = shape((spec.batch, rows, spec.key_heads, head_dim), spec.dtype)
-        d_value = shape((spec.batch, rows, spec.key_heads, value_dim), spec.dtype)
-        results = dict(
-            d_key=schedule.gradient(d_key, keys, round_up(head_dim, 16)),
-            d_value=schedule.gradient(d_value, keys, round_up(value_dim, 16)),
-        )
+        spec, schedule = self.spec, self.schedule
+        dims, keys = (whole_dim(spec.head_dim), whole_dim(spec.value_dim)), schedule.blocks * WARPGROUP_ROWS
+        names = ("d_key", "d_value")
+        results = {n: schedule.gradient(spec, keys, dim, round_up(dim, 16)) for n, dim in zip(names, dims, strict=True)}
         if self.wants_bias:
-            results["d_bias"] = shape((spec.batch, spec.heads, keys), jnp.float32)
+            results["d_bias"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, keys), jnp.float32)
         return Launch(
-            name=f"jflash_d_key_value_{head_dim}_{value_dim}",
+            name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
             results=results,
-            smem=self.smem,
+            smem=shared_memory(spec, self.stages, slopes(spec, wants_bias=self.wants_bias)),
             warpgroups=3,
         )
 
@@ -149,61 +117,40 @@ def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) 
     `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
     and what was prepared of the other operands.
     """
-    made = plan.launch.run(lambda refs: _kernel(plan, refs, ops), arrays, ops)
+    made = plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
     return made | {f"d_{name}": plan.schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
 
 
-def _kernel(plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    spec, schedule = plan.spec, plan.schedule
-    inputs = KernelInputs(spec, ops, refs.arrays, keys_first=True)
-    wave, block, item, warpgroup = (lax.axis_index(name) for name in ("wave", "block", "item", "warpgroup"))
-    own = schedule.item(wave, item)
-    tiles = tile_range.query_tiles(inputs, own.batch, block, WARPGROUP_ROWS, QUERIES)
-    order = TileOrder.of(spec, tiles, schedule.heads, block, by_head=plan.wants_bias)
-    dims = (spec.head_dim, spec.value_dim)
-    qk, vo = (pipeline.columns(round_up(dim, 16), whole_dim(dim), own.batch) for dim in dims)
-    cta = _Cta(plan, inputs, refs, own, block * WARPGROUP_ROWS, order, qk, vo)
-    pl.when(warpgroup == 0)(cta.make_dv)
-    pl.when(warpgroup == 1)(cta.make_dk)
-    pl.when(warpgroup == 2)(cta.produce)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Cta:
     """What a CTA's warpgroups share."""
 
-    plan: DkvPlan
-    inputs: KernelInputs
-    refs: Refs
-    item: WorkItem
-    first_key: Int[Array, ""]
-    order: TileOrder
-    qk_columns: Any
-    """What tiles take of the columns of queries and keys."""
-    vo_columns: Any
-    """What tiles take of the columns of values and d_out."""
+    def __init__(self, plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        self.plan, self.refs, self.smem = plan, refs, refs.smem
+        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
+        wave, block, item, self.warpgroup = map(lax.axis_index, ("wave", "block", "item", "warpgroup"))
+        self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
+        self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
+        tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
+        self.order = TileOrder.of(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
 
-    @property
-    def smem(self) -> SharedMemory:
-        return self.refs.smem
-
-    @property
-    def own_keys(self) -> Any:
-        return pl.ds(self.first_key, WARPGROUP_ROWS)
+    def run(self) -> None:
+        """Each warpgroup's part."""
+        for index, body in enumerate((self.make_dv, self.make_dk, self.produce)):
+            pl.when(self.warpgroup == index)(body)
 
     def make_dv(self) -> None:
         """The warpgroup that makes P and dV; it copies keys and values."""
         shared = self.smem
         pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
         pipeline.split_registers(2, copies=False)
-        keys = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head, self.qk_columns)
+        keys = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         self.inputs.copy_rows("key", keys, shared.k, shared.kv_full)
-        self.inputs.copy_rows("value", keys._replace(columns=self.vo_columns), shared.v, shared.kv_full)
+        self.inputs.copy_rows("value", keys, shared.v, shared.kv_full)
         plgpu.barrier_wait(shared.kv_full)
         zeros = self.inputs.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
         plgpu.barrier_wait(shared.p_empty)
-        self._store(acc_dv, "d_value", shared.v, self.vo_columns)
+        self._store(acc_dv, "d_value", shared.v)
 
     def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
         shared, ops, dtype = self.smem, self.inputs.ops, self.plan.spec.dtype
@@ -250,7 +197,7 @@ class _Cta:
         zeros = [ops.full((WARPGROUP_ROWS,), 0) for _ in d_bias_refs]
         start = (ops.full((WARPGROUP_ROWS, shared.k.shape[1]), 0), *zeros)
         acc_dk, *_ = self.order.each(self._add_dk, start, finish_head)
-        self._store(acc_dk * exponent.sums_scale(self.plan.spec), "d_key", shared.k, self.qk_columns)
+        self._store(acc_dk * exponent.sums_scale(self.plan.spec), "d_key", shared.k)
 
     def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc_dk, *sums = carry
@@ -273,7 +220,7 @@ class _Cta:
         plgpu.barrier_arrive(shared.q_empty.at[slot])
         return acc_dk, *sums
 
-    def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref, columns: Any) -> None:
+    def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref) -> None:
         """An accumulator into device memory: in float32, or through shared memory that both warpgroups have read."""
         result, item = self.refs.results[name], self.item
         if self.plan.schedule.head_groups > 1:
@@ -283,19 +230,12 @@ class _Cta:
         plgpu.barrier_wait(self.smem.finished)
         staged[...] = acc.astype(staged.dtype)
         self.inputs.ops.commit()
+        columns = pipeline.columns(staged.shape[-1], result, item.batch)
         plgpu.copy_smem_to_gmem(staged, result.at[item.batch, self.own_keys, item.key_head, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def produce(self) -> None:
         """The warpgroup that copies queries."""
         pipeline.split_registers(2, copies=True)
-        producer = QueryProducer(
-            self.inputs,
-            self.order,
-            (self.refs.arrays["lse"], self.refs.arrays["delta"]),
-            self.item.batch,
-            self.item.first_head,
-            self.own_keys,
-            (self.qk_columns, self.vo_columns),
-        )
-        producer.copy_all(self.smem)
+        statistics = self.refs.arrays["lse"], self.refs.arrays["delta"]
+        QueryProducer(self.inputs, self.order, statistics, self.item, self.own_keys).copy_all(self.smem)

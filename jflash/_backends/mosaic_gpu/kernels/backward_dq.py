@@ -17,62 +17,42 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchange
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, gradient
-from jflash._backends.mosaic_gpu.hardware import pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.launch import Launch, Refs
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, TileCoord
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
-from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
-from jflash._backends.mosaic_gpu.schedule import tile_range
-from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tile_range import TileRange
-from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles
+from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, TileCoord, bias_and_mask, whole_dim
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, TileMask, tile_range
 from jflash._semantics.spec import Spec
 
-
-class SharedMemory(NamedTuple):
-    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-
-    q: Any
-    do: Any
-    k: Any
-    v: Any
-    bias: Any
-    """Tiles of the bias, if it has any; they come and go with the values."""
-    rows_full: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
+Carry = tuple[Array, tuple[Array, ...]]
+"""A warpgroup's dQ, and the sums of parameters' gradients."""
 
 
-def shared_memory(spec: Spec, tile: DqTiles) -> SharedMemory:
-    """The kernel's declaration."""
+def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    return SharedMemory(
+    return Buffers(
         q=smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype, head_dim),
         do=smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
-        k=smem.tile((tile.key_stages, tile.keys, columns), spec.dtype, head_dim),
+        k=smem.tile((tile.stages, tile.keys, columns), spec.dtype, head_dim),
         v=smem.tile((tile.value_stages, tile.keys, value_columns), spec.dtype, value_dim),
+        # Tiles of the bias come and go with the values.
         bias=smem.tile((tile.value_stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         rows_full=smem.barriers(tile.warpgroups, arrivals=2),
-        k_full=smem.barriers(tile.key_stages),
-        k_empty=smem.barriers(tile.key_stages, arrivals=tile.warpgroups),
+        k_full=smem.barriers(tile.stages),
+        k_empty=smem.barriers(tile.stages, arrivals=tile.warpgroups),
         v_full=smem.barriers(tile.value_stages, arrivals=1 + has_bias_tiles),
         v_empty=smem.barriers(tile.value_stages, arrivals=tile.warpgroups),
     )
@@ -90,25 +70,17 @@ class DqPlan:
     """Parameters whose gradients the kernel sums over keys."""
 
     @property
-    def smem(self) -> SharedMemory:
-        """What a CTA has of shared memory."""
-        return shared_memory(self.spec, self.tile)
-
-    @property
     def launch(self) -> Launch:
         """The kernel's launch."""
-        spec, schedule = self.spec, self.schedule
-        head_dim = whole_dim(spec.head_dim)
-        d_query = (spec.batch, round_up(spec.query_length, 8), spec.heads, head_dim)
-        sums = (spec.batch, spec.heads, schedule.blocks * self.tile.rows)
+        spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
+        head_dim, rows = whole_dim(spec.head_dim), round_up(spec.query_length, 8)
+        sums = shape((spec.batch, spec.heads, schedule.blocks * self.tile.rows), jnp.float32)
+        d_query = shape((spec.batch, rows, spec.heads, head_dim), spec.dtype)
         return Launch(
             name=f"jflash_d_query_{head_dim}_{whole_dim(spec.value_dim)}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
-            results=dict(
-                d_query=jax.ShapeDtypeStruct(d_query, spec.dtype),
-                **{f"d_{name}": jax.ShapeDtypeStruct(sums, jnp.float32) for name in self.wanted},
-            ),
-            smem=self.smem,
+            results=dict(d_query=d_query, **{f"d_{name}": sums for name in self.wanted}),
+            smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
 
@@ -119,76 +91,60 @@ def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) ->
     `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
     and what was prepared of the other operands.
     """
-    return plan.launch.run(lambda refs: _kernel(plan, refs, ops), arrays, ops)
+    return plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
 
 
-def _kernel(plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    spec, schedule = plan.spec, plan.schedule
-    inputs = KernelInputs(spec, ops, refs.arrays)
-    item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
-    block, warpgroup = schedule.blocks - 1 - lax.axis_index("block"), lax.axis_index("warpgroup")
-    tiles = tile_range.key_tiles(inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
-    dims = (spec.head_dim, spec.value_dim)
-    qk, vo = (pipeline.columns(round_up(dim, 16), whole_dim(dim), item.batch) for dim in dims)
-    # With a head of keys for each query head, a head group is a query head.
-    cta = _Cta(plan, inputs, refs, item.batch, item.head_group, block * plan.tile.rows, tiles, qk, vo)
-    pl.when(warpgroup < plan.tile.warpgroups)(lambda: cta.consume(warpgroup))
-    pl.when(warpgroup == plan.tile.warpgroups)(cta.produce)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Cta:
     """What a CTA's warpgroups share."""
 
-    plan: DqPlan
-    inputs: KernelInputs
-    refs: Refs
-    batch: Int[Array, ""]
-    head: Int[Array, ""]
-    first_row: Int[Array, ""]
-    tiles: TileRange
-    qk_columns: Any
-    """What tiles take of the columns of queries and keys."""
-    vo_columns: Any
-    """What tiles take of the columns of values and d_out."""
+    def __init__(self, plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        schedule = plan.schedule
+        self.plan, self.refs, self.smem = plan, refs, refs.smem
+        self.inputs = KernelInputs(plan.spec, ops, refs.arrays)
+        item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
+        # With a head of keys for each query head, a head group is a query head.
+        self.batch, self.head = item.batch, item.head_group
+        block, self.warpgroup = schedule.blocks - 1 - lax.axis_index("block"), lax.axis_index("warpgroup")
+        self.tiles = tile_range.key_tiles(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
+        self.first_row = block * plan.tile.rows
 
-    def consume(self, warpgroup: Any) -> None:
+    def run(self) -> None:
+        """Each warpgroup's part."""
+        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self.consume)
+        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self.produce)
+
+    def consume(self) -> None:
         """A warpgroup that computes."""
-        tile, shared, ops = self.plan.tile, self.refs.smem, self.inputs.ops
-        pipeline.release(tile.key_stages, shared.k_empty)
+        tile, shared, ops, warpgroup = self.plan.tile, self.smem, self.inputs.ops, self.warpgroup
+        pipeline.release(tile.stages, shared.k_empty)
         pipeline.release(tile.value_stages, shared.v_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
         own_row = self.first_row + warpgroup * WARPGROUP_ROWS
         own = pl.ds(own_row, WARPGROUP_ROWS)
         full = shared.rows_full.at[warpgroup]
-        rows = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.head, self.qk_columns)
+        rows = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.head)
         self.inputs.copy_rows("query", rows, shared.q.at[warpgroup], full)
-        self.inputs.copy_rows("d_out", rows._replace(columns=self.vo_columns), shared.do.at[warpgroup], full)
-        statistics = tuple(
-            ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")
-        )
+        self.inputs.copy_rows("d_out", rows, shared.do.at[warpgroup], full)
+        statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")]
         plgpu.barrier_wait(full)
         zeros = tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
         acc_dq = ops.full((WARPGROUP_ROWS, shared.q.shape[2]), 0)
-        visit = lambda index, carry: self._visit(index, warpgroup, statistics, carry)
+        visit = lambda index, carry: self._visit(index, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, (acc_dq, zeros))
         results = self.refs.results
         for name, total in zip(self.plan.wanted, sums, strict=True):
             results[f"d_{name}"][self.batch, self.head, own] = total
         shared.q[warpgroup] = (acc_dq * exponent.sums_scale(self.plan.spec)).astype(self.plan.spec.dtype)
         ops.commit()
-        target = results["d_query"].at[self.batch, own, self.head, self.qk_columns]
-        plgpu.copy_smem_to_gmem(shared.q.at[warpgroup], target)
+        plgpu.copy_smem_to_gmem(shared.q.at[warpgroup], rows.of(results["d_query"], shared.q.shape[-1]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _visit(
-        self, index: Array, warpgroup: Any, statistics: tuple[Array, ...], carry: tuple[Array, tuple[Array, ...]]
-    ) -> tuple[Array, tuple[Array, ...]]:
+    def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
-        tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.refs.smem, self.inputs.ops
-        wanted, shape = self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
-        key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
+        tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.inputs.ops
+        warpgroup, wanted, shape = self.warpgroup, self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
+        key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
         at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
         k, v = shared.k.at[key_slot], shared.v.at[value_slot]
         loaded = self.inputs.load_packed_mask(at, shape)
@@ -221,15 +177,15 @@ class _Cta:
 
     def produce(self) -> None:
         """The warpgroup that copies keys and values."""
-        tile, shared = self.plan.tile, self.refs.smem
+        tile, shared = self.plan.tile, self.smem
         pipeline.split_registers(tile.warpgroups, copies=True)
         key_head = lax.div(self.head, self.plan.spec.group)
 
         def copy(index: Array) -> None:
-            key_slot, value_slot = lax.rem(index, tile.key_stages), lax.rem(index, tile.value_stages)
+            key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
             first_key = self.tiles.start(index)
             plgpu.barrier_wait(shared.k_empty.at[key_slot])
-            keys = GmemTile(self.batch, first_key, tile.keys, key_head, self.qk_columns)
+            keys = GmemTile(self.batch, first_key, tile.keys, key_head)
             self.inputs.copy_rows("key", keys, shared.k.at[key_slot], shared.k_full.at[key_slot])
             plgpu.barrier_wait(shared.v_empty.at[value_slot])
             full = shared.v_full.at[value_slot]
@@ -237,9 +193,8 @@ class _Cta:
                 own = pl.ds(self.first_row, tile.rows), pl.ds(first_key, tile.keys)
                 source = self.inputs.part("bias", self.batch, self.head).at[own]
                 plgpu.copy_gmem_to_smem(source, shared.bias.at[value_slot], full)
-            values = keys._replace(columns=self.vo_columns)
-            self.inputs.copy_rows("value", values, shared.v.at[value_slot], full)
+            self.inputs.copy_rows("value", keys, shared.v.at[value_slot], full)
 
         pipeline.for_each_copy(self.tiles.count, copy, "wave", "item", "block")
-        pipeline.drain(tile.key_stages, shared.k_empty)
+        pipeline.drain(tile.stages, shared.k_empty)
         pipeline.drain(tile.value_stages, shared.v_empty)

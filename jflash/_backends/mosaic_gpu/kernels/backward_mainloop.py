@@ -13,14 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import gradient
-from jflash._backends.mosaic_gpu.hardware import pipeline
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline
+from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord
 from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
-from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
-from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan, SharedMemory
+from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
+from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
-from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
 
 
 class Step(NamedTuple):
@@ -49,7 +47,7 @@ class MainLoop:
 
     plan: FusedPlan
     inputs: KernelInputs
-    smem: SharedMemory
+    smem: Buffers
     order: TileOrder
     dq: DqAccumulator
     warpgroup: Int[Array, ""]
@@ -147,12 +145,12 @@ class MainLoop:
     def _add_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
         """Add this warpgroup's half of a step's dQ to what is in device memory; calls `made` after its products."""
         by_rows, ops = self.plan.tile.split_dq_by_rows, self.inputs.ops
-        first = at.eighth * 8
+        first, width = at.eighth * 8, self.smem.dq.shape[-1]
         rows = pl.ds(first + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS) if by_rows else None
         target = self.dq.target(at.head, rows or pl.ds(first, self.plan.tile.queries), self.dq_columns)
         parity = lax.rem(step, 2)
         plgpu.barrier_wait(self.smem.ds_full.at[parity])
-        ds, width = self.smem.ds.at[parity], self.smem.dq.shape[-1]
+        ds = self.smem.ds.at[parity]
         k = self.smem.k.at[pipeline.opaque_zero(step, self.warpgroup)]
 
         def product(acc_dq: Any) -> Array:

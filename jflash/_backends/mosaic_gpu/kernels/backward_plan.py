@@ -3,70 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.hardware.launch import Launch
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
-from jflash._backends.mosaic_gpu.schedule import dq_accumulator
-from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tiles import FusedTiles
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics, whole_dim
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles, dq_accumulator
 from jflash._semantics.spec import Spec
 
 WARPGROUPS = 2
 """Of a CTA, that compute."""
 
 
-class SharedMemory(NamedTuple):
-    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    bias: Any
-    """Tiles of the bias, if it has any; they come and go with the queries."""
-    statistics: Any
-    """Row statistics as columns, or as vectors of lse and delta."""
-    ones: Any
-    """What columns are multiplied with; it comes with the keys."""
-    ds: Any
-    """dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
-    dq: Any
-    kv_full: Any
-    q_full: Any
-    q_empty: Any
-    do_full: Any
-    do_empty: Any
-    ds_full: Any
-    ds_empty: Any
-    finished: Any
-    ticket: Any
-    """The CTA's place in the order in which CTAs begin."""
-    ticket_drawn: Any
-
-
-def shared_memory(spec: Spec, tile: FusedTiles) -> SharedMemory:
-    """The kernel's declaration."""
+def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     dims = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
     columns, value_columns = map(tile.columns, dims)
     width = columns if tile.split_dq_by_rows else columns // 2
     has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
     empty = smem.barriers(tile.stages, arrivals=WARPGROUPS)
     handed = smem.barriers(2, arrivals=WARPGROUPS)
-    return SharedMemory(
+    return Buffers(
         k=smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width),
         v=smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1]),
         q=smem.tile((tile.stages, tile.queries, columns), spec.dtype, dims[0], part=width),
         do=smem.tile((tile.stages, tile.queries, value_columns), spec.dtype, dims[1]),
+        # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         statistics=row_statistics.smem_tiles(as_columns, tile.stages, tile.queries),
+        # What columns of statistics are multiplied with comes with the keys.
         ones=row_statistics.smem_ones() if as_columns else None,
+        # dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
         ds=smem.tile((2, tile.keys, tile.queries), spec.dtype, dims[0], part=width),
         dq=smem.tile((WARPGROUPS, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
         kv_full=smem.barriers(1, arrivals=2 + as_columns),
@@ -77,6 +45,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> SharedMemory:
         ds_full=handed,
         ds_empty=handed,
         finished=smem.barriers(1, arrivals=WARPGROUPS),
+        # The CTA's place in the order in which CTAs begin.
         ticket=smem.integers(1),
         ticket_drawn=smem.barriers(1),
     )
@@ -93,31 +62,22 @@ class FusedPlan:
     """Parameters whose gradients the kernel sums over queries."""
 
     @property
-    def smem(self) -> SharedMemory:
-        """What a CTA has of shared memory."""
-        return shared_memory(self.spec, self.tile)
-
-    @property
     def launch(self) -> Launch:
         """The kernel's launch, with a few waves more than have keys: they round what the last ones accumulated."""
-        spec, schedule = self.spec, self.schedule
-        head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+        spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
+        dims = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
         rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
-        shape = jax.ShapeDtypeStruct
-        key_rows = round_up(spec.key_length, 8)
-        d_key = shape((spec.batch, key_rows, spec.key_heads, head_dim), spec.dtype)
-        d_value = shape((spec.batch, key_rows, spec.key_heads, value_dim), spec.dtype)
         sums = {f"d_{name}": shape((spec.batch, spec.heads, keys), jnp.float32) for name in self.wanted}
         return Launch(
-            name=f"jflash_backward_{head_dim}_{value_dim}",
+            name=f"jflash_backward_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves + dq_accumulator.lag(schedule), block=schedule.blocks, item=schedule.items),
             results=dict(
-                d_query=shape((spec.batch, rows, spec.heads, head_dim), spec.dtype),
-                d_key=schedule.gradient(d_key, keys, self.tile.columns(head_dim)),
-                d_value=schedule.gradient(d_value, keys, self.tile.columns(value_dim)),
+                d_query=shape((spec.batch, rows, spec.heads, dims[0]), spec.dtype),
+                d_key=schedule.gradient(spec, keys, dims[0], self.tile.columns(dims[0])),
+                d_value=schedule.gradient(spec, keys, dims[1], self.tile.columns(dims[1])),
                 **sums,
             ),
-            smem=self.smem,
+            smem=shared_memory(spec, self.tile),
             warpgroups=WARPGROUPS + 1,
         )
 

@@ -19,10 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.launch import Launch, Refs
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Ref, Refs, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps
 from jflash._backends.mosaic_gpu.inputs import row_statistics
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.prepare import whole_shape
@@ -40,14 +38,6 @@ class Delta(NamedTuple):
     """Zeros."""
 
 
-class SharedMemory(NamedTuple):
-    """Buffers and barriers."""
-
-    factors: list[Any]
-    """Tiles of the output and its cotangent."""
-    full: Any
-
-
 def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None, ops: WarpgroupOps) -> Delta:
     """Launch the kernel. For a fused backward it makes the zeros of `dq_acc`, and columns if the call has any."""
     out, lse, d_out, d_lse = residuals
@@ -57,11 +47,11 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
         products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
         factors, d_lse = {}, d_lse - products.sum(axis=-1).transpose(0, 2, 1)
     batch, length, heads, value_dim = out.shape
-    rows = smem.round_up(length, WARPGROUP_ROWS)
+    rows = round_up(length, WARPGROUP_ROWS)
     as_columns = dq_acc is not None and row_statistics.as_columns(spec)
     # Tiles may begin at the last query: what they read behind it is written too.
     stored_rows = row_statistics.stored_rows(length) if as_columns else rows
-    width = smem.round_up(value_dim, 16)
+    width = round_up(value_dim, 16)
     part = next(columns for columns in (64, 32, 16) if width % columns == 0)
     results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
     if as_columns:
@@ -72,7 +62,7 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
         name=f"jflash_delta_{value_dim}",
         grid=dict(batch=batch, block=stored_rows // WARPGROUP_ROWS, head=heads),
         results=results,
-        smem=SharedMemory(
+        smem=Buffers(
             factors=[smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, part=part) for _ in factors],
             full=smem.barriers(1, arrivals=2),
         ),
@@ -92,7 +82,7 @@ def _kernel(spec: Spec, ops: WarpgroupOps, factors: list[str], part: int, refs: 
     @pl.when(block * WARPGROUP_ROWS < rows)
     def _() -> None:
         for name, buffer in zip(factors, shared.factors, strict=True):
-            values = pipeline.columns(buffer.shape[1], arrays[name].shape[3], b)
+            values = pipeline.columns(buffer.shape[1], arrays[name], b)
             plgpu.copy_gmem_to_smem(arrays[name].at[b, own, head, values], buffer, shared.full)
         if "dq_acc" in results:
             _zero(results["dq_acc"], own, ops)
@@ -121,7 +111,7 @@ def _zero(acc: Ref, rows: Any, ops: WarpgroupOps) -> None:
         acc[place, rows] = zeros
 
 
-def _products(shared: SharedMemory, part: int, ops: WarpgroupOps) -> Float[Array, "rows part"]:
+def _products(shared: Buffers, part: int, ops: WarpgroupOps) -> Float[Array, "rows part"]:
     """dO * O, summed over the parts of the columns."""
 
     def multiplied(index: Any, total: Array) -> Array:

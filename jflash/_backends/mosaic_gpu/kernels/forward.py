@@ -23,16 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import logits, online_softmax
-from jflash._backends.mosaic_gpu.hardware import pipeline
-from jflash._backends.mosaic_gpu.hardware.launch import Refs
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
-from jflash._backends.mosaic_gpu.inputs import bias_columns
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, TileCoord
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+from jflash._backends.mosaic_gpu import online_softmax
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, Refs, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns
 from jflash._backends.mosaic_gpu.kernels.forward_mainloop import Cta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 
@@ -50,19 +45,9 @@ def forward(
 
 
 def _kernel(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    spec = plan.spec
-    if isinstance(plan.smem.q_o, plgpu.RefUnion):
-        refs = refs._replace(smem=refs.smem._replace(q_o=tuple(refs.smem.q_o)))
-    has_bias = not logits.form(spec).bias_by_mma
-    inputs = KernelInputs(spec, ops, refs.arrays, plan.packed_heads, has_bias=has_bias)
-    head = lax.axis_index("head_group") * (plan.heads // plan.schedule.head_groups) + lax.axis_index("head")
-    split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
-    place = lax.axis_index("block"), lax.axis_index("batch")
-    dims = (spec.head_dim, spec.value_dim)
-    qk, vo = (pipeline.columns(round_up(dim, 16), whole_dim(dim), head) for dim in dims)
-    cta = Cta(plan, inputs, refs, head, split, place, qk, vo)
-    pl.when(warpgroup < plan.tile.warpgroups)(_Consumer(cta, warpgroup).run)
-    pl.when(warpgroup == plan.tile.warpgroups)(_Producer(cta).run)
+    cta = Cta(plan, refs, ops)
+    pl.when(cta.warpgroup < plan.tile.warpgroups)(_Consumer(cta).run)
+    pl.when(cta.warpgroup == plan.tile.warpgroups)(_Producer(cta).run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +55,6 @@ class _Consumer:
     """A warpgroup that computes: it copies its own queries, and stores its own output."""
 
     cta: Cta
-    warpgroup: Int[Array, ""]
 
     def run(self) -> None:
         plan, shared = self.cta.plan, self.cta.smem
@@ -84,32 +68,32 @@ class _Consumer:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
         plan, missing = self.cta.plan, self.cta.plan.missing_rows
         rows = plan.tile.rows
-        start = self.cta.block_start(block) + self.warpgroup * WARPGROUP_ROWS
+        start = self.cta.block_start(block) + self.cta.warpgroup * WARPGROUP_ROWS
         if missing:
             there = start < (block + 1) * rows - missing
-            start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.warpgroup * WARPGROUP_ROWS)
+            start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.cta.warpgroup * WARPGROUP_ROWS)
         return pl.ds(start, WARPGROUP_ROWS)
 
-    def _part(self, ref: Ref, rows: Any, columns: Any) -> Ref:
-        """This head's part of queries or output."""
-        head = self.cta.head
+    def _part(self, ref: Ref, block: Any, columns: Any) -> Ref:
+        """This warpgroup's rows of queries or output."""
+        head, rows = self.cta.head, self._rows(block)
         return ref.at[rows, head, columns] if self.cta.plan.packed_heads == 1 else ref.at[head, rows, columns]
 
     def _copy_q(self, index: Any) -> None:
         batch, block, _ = self.cta.item(index)
-        shared = self.cta.smem
-        source = self._part(self.cta.refs.arrays["query"].at[batch], self._rows(block), self.cta.qk_columns)
-        plgpu.copy_gmem_to_smem(source, shared.q.at[self.warpgroup], shared.q_full.at[self.warpgroup])
+        query, q = self.cta.refs.arrays["query"].at[batch], self.cta.q.at[self.cta.warpgroup]
+        source = self._part(query, block, pipeline.columns(q.shape[-1], query, self.cta.head))
+        plgpu.copy_gmem_to_smem(source, q, self.cta.smem.q_full.at[self.cta.warpgroup])
 
     def _attend(self, index: Any, visited: Any) -> Any:
         """Attend for one work item; `visited` tiles came before, in others."""
         cta, plan = self.cta, self.cta.plan
         batch, block, tiles = cta.item(index)
-        plgpu.barrier_wait(cta.smem.q_full.at[self.warpgroup])
+        plgpu.barrier_wait(cta.smem.q_full.at[self.cta.warpgroup])
         at = TileCoord(batch, cta.head, self._rows(block).start, 0)
         copy_next = lambda: plan.schedule.if_next(cta.place, index, self._copy_q)
         own_buffer = plan.output_parts > 0
-        loop = MainLoop(cta, self.warpgroup, tiles, at, visited)
+        loop = MainLoop(cta, tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if own_buffer else lambda: None)
         sink = None if plan.splits > 1 else cta.inputs.value("sinks", batch, cta.head)
         out, lse = online_softmax.finish(loop.form.exponent(plan.spec), state, acc_o, sink)
@@ -121,21 +105,21 @@ class _Consumer:
 
     def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
         cta, plan, shared = self.cta, self.cta.plan, self.cta.smem
-        o, own_buffer = shared.o.at[self.warpgroup], plan.output_parts > 0
-        if isinstance(shared.q_o, tuple) and not own_buffer:
+        o, own_buffer = cta.o.at[self.cta.warpgroup], plan.output_parts > 0
+        if cta.o is not cta.q and not own_buffer:
             # The output has another layout than the queries, which other warpgroups may still read.
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
-        results = cta.refs.results
-        results["lse"][cta.split, batch, cta.head, self._rows(block)] = lse
+        cta.refs.results["lse"][cta.split, batch, cta.head, self._rows(block)] = lse
+        result = cta.refs.results["out"].at[cta.split, batch]
         columns, width = out.shape[1], o.shape[1]
         for first in range(0, columns, width):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             o[...] = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width)).astype(plan.out_dtype)
-            cta.inputs.ops.commit()
-            part = cta.vo_columns if width == columns else pl.ds(first, width)
-            plgpu.copy_smem_to_gmem(o, self._part(results["out"].at[cta.split, batch], self._rows(block), part))
+            cta.ops.commit()
+            part = pipeline.columns(width, result, cta.head) if width == columns else pl.ds(first, width)
+            plgpu.copy_smem_to_gmem(o, self._part(result, block, part))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +138,7 @@ class _Producer:
 
             def copy(index: Array) -> None:
                 slot = lax.rem(visited + index, plan.tile.stages)
-                keys = GmemTile(batch, tiles.start(index), plan.tile.keys, key_head, self.cta.qk_columns)
+                keys = GmemTile(batch, tiles.start(index), plan.tile.keys, key_head)
                 self._copy_keys(keys, block, slot)
 
             pipeline.for_each_copy(tiles.count, copy, "head", "block", "head_group", "batch")
@@ -176,5 +160,4 @@ class _Producer:
             source = inputs.part("bias", keys.batch, cta.head).at[own]
             plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
         plgpu.barrier_wait(shared.v_empty.at[slot])
-        values = keys._replace(columns=cta.vo_columns)
-        inputs.copy_rows("value", values, shared.v.at[slot], shared.v_full.at[slot])
+        inputs.copy_rows("value", keys, shared.v.at[slot], shared.v_full.at[slot])

@@ -13,35 +13,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits
-from jflash._backends.mosaic_gpu.hardware.launch import Refs
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord
-from jflash._backends.mosaic_gpu.inputs.tile_mask import TileMask
-from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, SharedMemory
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Refs, WarpgroupOps, round_up
+from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
-from jflash._backends.mosaic_gpu.schedule import tile_range
-from jflash._backends.mosaic_gpu.schedule.tile_range import TileRange
+from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
 
 
-@dataclasses.dataclass(frozen=True)
 class Cta:
     """What a CTA's warpgroups share."""
 
-    plan: ForwardPlan
-    inputs: KernelInputs
-    refs: Refs
-    head: Int[Array, ""]
-    split: Int[Array, ""]
-    place: tuple[Any, Any]
-    """Among the CTAs of a head."""
-    qk_columns: Any
-    """What tiles take of the columns of queries and keys."""
-    vo_columns: Any
-    """What tiles take of the columns of values and output."""
-
-    @property
-    def smem(self) -> SharedMemory:
-        return self.refs.smem
+    def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
+        q_o = tuple(refs.smem.q_o)
+        self.q, self.o = q_o[0], q_o[-1]
+        has_bias = not logits.form(plan.spec).bias_by_mma
+        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, plan.packed_heads, has_bias=has_bias)
+        heads = plan.heads // plan.schedule.head_groups
+        self.head = lax.axis_index("head_group") * heads + lax.axis_index("head")
+        self.split, self.warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
+        self.place = lax.axis_index("block"), lax.axis_index("batch")
 
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:
         """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
@@ -63,7 +54,6 @@ class MainLoop:
     """A warpgroup's walk over the tiles of keys of one work item."""
 
     cta: Cta
-    warpgroup: Int[Array, ""]
     tiles: TileRange
     at: TileCoord
     visited: Int[Array, ""] | int
@@ -84,7 +74,7 @@ class MainLoop:
 
     def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
         """The softmax's state, and O, after all tiles; `q_read` is called when the queries are not needed any more."""
-        plan, ops = self.cta.plan, self.cta.inputs.ops
+        plan, ops = self.cta.plan, self.cta.ops
         start, stop, loop = 0, self.tiles.count, self
         if self._skips:
             start, stop, own = tile_range.own_key_tiles(
@@ -110,15 +100,15 @@ class MainLoop:
 
     def _issue_s(self, acc_s: Any, slot: Any) -> None:
         shared = self.cta.smem
-        self.cta.inputs.ops.mma(acc_s, shared.q.at[self.warpgroup], shared.k.at[slot].T)
+        self.cta.ops.mma(acc_s, self.cta.q.at[self.cta.warpgroup], shared.k.at[slot].T)
         if shared.bias_columns is not None:
             self.form.add_to_products(self.cta.inputs, acc_s, shared.bias_columns.at[slot])
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
-        shared, ops, slot = self.cta.smem, self.cta.inputs.ops, self._slot(index)
+        shared, ops, slot = self.cta.smem, self.cta.ops, self._slot(index)
         at = self.at._replace(key=self.tiles.start(index))
         if shared.bias is not None:
-            own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            own = pl.ds(self.cta.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             loaded = loaded | {"bias": ops.load(shared.bias.at[slot, own])}
             # A copy may overwrite what threads have read.
             ops.commit()
@@ -127,7 +117,7 @@ class MainLoop:
         return self.form.step(s, mask, before, self.cta.plan.spec.dtype)
 
     def _first_tile(self, start: Any) -> Softmax:
-        ops = self.cta.inputs.ops
+        ops = self.cta.ops
         slot, loaded = self._slot(jnp.int32(start)), self._prefetch(start)
         plgpu.barrier_wait(self.cta.smem.k_full.at[slot])
 
@@ -140,7 +130,7 @@ class MainLoop:
 
     def _next_tile(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
-        cta, shared, ops = self.cta, self.cta.smem, self.cta.inputs.ops
+        cta, shared, ops = self.cta, self.cta.smem, self.cta.ops
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
         is_masked = self.tiles.whole is not None
@@ -155,7 +145,7 @@ class MainLoop:
                 new = self._softmax(ops.read(acc_s, pending=1), index, state, loaded)
                 if fence is not None:
                     # Four threads write one number: racecheck reports it.
-                    shared.fence[self.warpgroup] = getattr(new, fence)
+                    shared.fence[self.cta.warpgroup] = getattr(new, fence)
                 return new
 
             return ops.accumulators(overlap, self._shape)
@@ -167,7 +157,7 @@ class MainLoop:
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         shared, last = self.cta.smem, self._slot(stop - 1)
         plgpu.barrier_wait(shared.v_full.at[last])
-        acc_o = self.cta.inputs.ops.add_matmul(acc_o, state.p, shared.v.at[last])
+        acc_o = self.cta.ops.add_matmul(acc_o, state.p, shared.v.at[last])
         plgpu.barrier_arrive(shared.v_empty.at[last])
         return acc_o
 

@@ -3,69 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash._backends.mosaic_gpu import logits
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.hardware.launch import Launch
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
-from jflash._backends.mosaic_gpu.schedule.forward_schedule import ForwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, whole_dim
+from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles
 from jflash._semantics.spec import Spec
 
 
-class SharedMemory(NamedTuple):
-    """Buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done.
 
-    q_o: Any
-    """Queries; the output takes their place, or follows as a second buffer."""
-    k: Any
-    v: Any
-    bias: Any
-    """Tiles of the bias, if it has any; they come and go with the keys."""
-    bias_columns: Any
-    """Columns of the bias of keys, if the matrix unit adds it; likewise."""
-    q_full: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    q_empty: Any
-    fence: Any
-    """A number for each row that is stored as a scheduling fence, and never read."""
-
-    @property
-    def q(self) -> Any:
-        """Queries, a tile for each warpgroup."""
-        return self.q_o[0] if isinstance(self.q_o, tuple) else self.q_o
-
-    @property
-    def o(self) -> Any:
-        """The output, or a part of it, for each warpgroup."""
-        return self.q_o[1] if isinstance(self.q_o, tuple) else self.q_o
-
-
-def shared_memory(spec: Spec, tile: ForwardTiles, out_dtype: Any, output_parts: int = 0) -> SharedMemory:
-    """The kernel's declaration. `output_parts` is that of the plan."""
+    `output_parts` is that of the plan.
+    """
     columns, value_columns = round_up(spec.head_dim, 16), round_up(spec.value_dim, 16)
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
     q = smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype)
     o = smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)), out_dtype)
-    if output_parts:
-        q_o: Any = (q, o)
-    else:
-        q_o = q if (columns, spec.dtype) == (value_columns, out_dtype) else plgpu.RefUnion(q, o)
+    alike: Any = (q,) if (columns, spec.dtype) == (value_columns, out_dtype) else plgpu.RefUnion(q, o)
     empty = smem.barriers(tile.stages, arrivals=tile.warpgroups)
-    return SharedMemory(
-        q_o=q_o,
+    return Buffers(
+        # The output takes the place of the queries, or has a buffer of its own.
+        q_o=(q, o) if output_parts else alike,
         k=smem.tile((tile.stages, tile.keys, columns), spec.dtype),
         v=smem.tile((tile.stages, tile.keys, value_columns), spec.dtype),
+        # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bias_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
         q_full=smem.barriers(tile.warpgroups),
@@ -74,6 +41,7 @@ def shared_memory(spec: Spec, tile: ForwardTiles, out_dtype: Any, output_parts: 
         v_full=smem.barriers(tile.stages),
         v_empty=empty,
         q_empty=smem.barriers(1, arrivals=tile.warpgroups),
+        # A number for each row that is stored as a scheduling fence, and never read.
         fence=smem.vectors((tile.warpgroups, WARPGROUP_ROWS)),
     )
 
@@ -83,7 +51,7 @@ class ForwardPlan:
     """A call's forward, known before any array."""
 
     spec: Spec
-    tile: ForwardTiles
+    tile: RowTiles
     schedule: ForwardSchedule
     packed_heads: int = 1
     """Query heads that share keys and are interleaved in the rows of one tile."""
@@ -113,11 +81,6 @@ class ForwardPlan:
         return self.tile.missing(self.rows)
 
     @property
-    def smem(self) -> SharedMemory:
-        """What a CTA has of shared memory."""
-        return shared_memory(self.spec, self.tile, self.out_dtype, self.output_parts)
-
-    @property
     def launch(self) -> Launch:
         """The kernel's launch. Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
         spec, schedule = self.spec, self.schedule
@@ -125,16 +88,12 @@ class ForwardPlan:
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
         out = (self.splits, spec.batch, *order, whole_dim(spec.value_dim))
         lse = (self.splits, spec.batch, self.heads, schedule.blocks * self.tile.rows)
+        ctas, lists = schedule.grid
+        groups = schedule.head_groups
         return Launch(
             name=f"jflash_forward_{whole_dim(spec.head_dim)}_{whole_dim(spec.value_dim)}",
-            grid=dict(
-                head=self.heads // schedule.head_groups,
-                block=schedule.grid[0],
-                head_group=schedule.head_groups,
-                batch=schedule.grid[1],
-                split=self.splits,
-            ),
+            grid=dict(head=self.heads // groups, block=ctas, head_group=groups, batch=lists, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
-            smem=self.smem,
+            smem=shared_memory(spec, self.tile, self.out_dtype, self.output_parts),
             warpgroups=self.tile.warpgroups + 1,
         )

@@ -6,17 +6,14 @@ import dataclasses
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, smem
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, whole_dim
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq, backward_plan
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
-from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tiles import DbiasTiles, DqTiles, FusedTiles
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, RowTiles
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -104,7 +101,7 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
     assert spec.bias_dtype is not None
     assert spec.bias_shape is not None
     sizes = ((2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1))
-    candidates = [DbiasTiles(*size) for size in sizes]
+    candidates = [RowTiles(*size) for size in sizes]
     fitting = [tile for tile in candidates if smem.fits(backward_dbias.shared_memory(spec, tile))]
     tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", (*_dims(spec), spec.bias_dtype.itemsize)), fitting)
     each = 1

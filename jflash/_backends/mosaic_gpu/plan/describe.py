@@ -30,12 +30,8 @@ def _kernel(plan: Any) -> list[str]:
     """A kernel's name, grid and shared memory, and the fields of its tiles and schedule."""
     launch = plan.launch
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
-    lines = [
+    return [
         f"  {launch.name}: grid {grid}, {launch.warpgroups} warpgroups",
-        f"    {smem.size(launch.smem) / 1024:.1f}",
+        f"    {smem.size(launch.smem) / 1024:.1f} of {smem.CAPACITY / 1024:.1f} KiB of shared memory",
+        *(f"    {vars(plan)[name]}" for name in ("tile", "schedule") if name in vars(plan)),
     ]
-    lines[-1] += f" of {smem.CAPACITY / 1024:.1f} KiB of shared memory"
-    lines += [
-        f"    {part}" for part in (getattr(plan, name, None) for name in ("tile", "schedule")) if part is not None
-    ]
-    return lines

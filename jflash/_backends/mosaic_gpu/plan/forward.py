@@ -12,14 +12,10 @@ import numpy as np
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_dim
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, round_up, smem
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, whole_dim
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, shared_memory
-from jflash._backends.mosaic_gpu.schedule import forward_schedule, h200, tile_range
-from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tiles import ForwardTiles
+from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, forward_schedule, h200, tile_range
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -68,7 +64,7 @@ def _visits(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:
     return np.maximum(-(-seen // keys), 1).tolist()
 
 
-def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> ForwardTiles:
+def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
     """The fastest tiles that fit in shared memory and registers.
 
     Args:
@@ -77,17 +73,15 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
       visits: how many tiles of keys blocks of queries visit, about.
       processors_per_head: multiprocessors for each head of a batch entry; 0 where the device is unknown.
     """
-    head_dim, value_dim, bias_bytes = (
-        *map(whole_dim, (spec.head_dim, spec.value_dim)),
-        bias_and_mask.bias_tile_bytes(spec),
-    )
+    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    bias_bytes = bias_and_mask.bias_tile_bytes(spec)
     few_rows = rows <= WARPGROUP_ROWS
-    candidates = [ForwardTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
+    candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
     if not few_rows and max(head_dim, value_dim) <= 64 and not bias_bytes:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
-        narrow = (candidates[0], ForwardTiles(3, 128, 2), ForwardTiles(4, 64, 3 if blocks_differ else 4))
+        narrow = (candidates[0], RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4))
 
-        def time(tile: ForwardTiles) -> float:
+        def time(tile: RowTiles) -> float:
             each = block_times(tile, rows, visits)
             return max(sum(each), max(each) * processors_per_head)
 
@@ -100,7 +94,7 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     return _tuning.choose(key, fitting)
 
 
-def output_parts(spec: Spec, tile: ForwardTiles) -> int:
+def output_parts(spec: Spec, tile: RowTiles) -> int:
     """In how few parts the output may leave from a buffer of its own; 0 if there is no room for one."""
     value_dim = whole_dim(spec.value_dim)
     possible = (1, 2) if value_dim % 128 == 0 else (1,)
@@ -108,7 +102,7 @@ def output_parts(spec: Spec, tile: ForwardTiles) -> int:
     return next(fitting, 0)
 
 
-def block_times(tile: ForwardTiles, rows: int, visits: Visits) -> list[float]:
+def block_times(tile: RowTiles, rows: int, visits: Visits) -> list[float]:
     """How long each block of queries takes, of `rows` in all; in units for tiles of the same head dim."""
     visit, beginning = h200.PACE[tile.warpgroups]
     absent = tile.missing(rows) // WARPGROUP_ROWS
@@ -141,5 +135,5 @@ def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) 
     # Tiles of fewer rows take less time, if not in proportion.
     first = visits[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
     beginning = h200.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else h200.BEGIN_BY_OUTPUT_PARTS[parts]
-    device = Device(processors, beginning, tile.keys * (head_dim + value_dim) * 2)
+    device = forward_schedule.Device(processors, beginning, tile.keys * (head_dim + value_dim) * 2)
     return forward_schedule.choose(one, (*visits[:0:-1], first), heads, device)

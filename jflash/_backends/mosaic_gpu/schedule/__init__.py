@@ -1,1 +1,11 @@
-"""Which CTA does what, and in which order."""
+"""Which CTA visits which tiles, and in which order."""
+
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
+from jflash._backends.mosaic_gpu.schedule.forward_schedule import ForwardSchedule
+from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
+from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._backends.mosaic_gpu.schedule.tile_range import TileMask, TileRange
+from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles
+
+__all__ = ["BackwardSchedule", "DqTiles", "ForwardSchedule", "FusedTiles", "QueryProducer", "RowTiles"]
+__all__ += ["TileMask", "TileOrder", "TileRange", "WorkItem"]

@@ -20,6 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash._backends.mosaic_gpu.hardware import round_up
+from jflash._semantics.spec import Spec
+
 _ALMOST_ALL = 0.9
 """The part of the multiprocessors for which a wave needs CTAs: 128 are enough for 132."""
 
@@ -76,12 +79,12 @@ class BackwardSchedule:
             own = wave * (self.items // self.batch) + lax.div(number, self.batch)
         return WorkItem(batch, own, lax.div(own, self.head_groups), own * self.heads)
 
-    def gradient(self, of: jax.ShapeDtypeStruct, rows: int, columns: int) -> jax.ShapeDtypeStruct:
-        """What is stored for keys or values `[B, S, K, H]`: the same, or of several groups `[B, groups, rows, columns]`
-        in float32."""
+    def gradient(self, spec: Spec, rows: int, dim: int, columns: int) -> jax.ShapeDtypeStruct:
+        """What is stored for keys or values `[B, S, K, dim]`: the same, or of several groups
+        `[B, groups, rows, columns]` in float32."""
         if self.head_groups == 1:
-            return of
-        return jax.ShapeDtypeStruct((of.shape[0], of.shape[2] * self.head_groups, rows, columns), jnp.float32)
+            return jax.ShapeDtypeStruct((spec.batch, round_up(spec.key_length, 8), spec.key_heads, dim), spec.dtype)
+        return jax.ShapeDtypeStruct((spec.batch, spec.key_heads * self.head_groups, rows, columns), jnp.float32)
 
     def summed(self, gradient: Array, of: Array) -> Float[Array, "B S K H"]:
         """The whole gradient of keys or values, from what was stored."""

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
 
 SPARE = 3

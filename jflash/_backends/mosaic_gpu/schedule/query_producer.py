@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import pipeline
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref
-from jflash._backends.mosaic_gpu.inputs import row_statistics
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs
+from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, pipeline
+from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, row_statistics
+from jflash._backends.mosaic_gpu.schedule.backward_schedule import WorkItem
 from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
-
-
-class Ring(Protocol):
-    """What is filled in shared memory, `[stages, ...]`, and its barriers."""
-
-    @property
-    def q(self) -> Ref: ...
-    @property
-    def do(self) -> Ref: ...
-    @property
-    def bias(self) -> Ref | None: ...
-    @property
-    def statistics(self) -> Ref: ...
-    @property
-    def q_full(self) -> Ref: ...
-    @property
-    def q_empty(self) -> Ref: ...
-    @property
-    def do_full(self) -> Ref: ...
-    @property
-    def do_empty(self) -> Ref: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +25,11 @@ class QueryProducer:
     order: TileOrder
     statistics: Sequence[Ref]
     """Row statistics in device memory: columns, or vectors of lse and delta."""
-    batch: Int[Array, ""]
-    first_head: Int[Array, ""]
-    """The first query head of the work item."""
+    item: WorkItem
     keys: Any
     """The block's own keys."""
-    columns: tuple[Any, Any]
-    """What a tile takes of the columns of queries, and of d_out."""
 
-    def copy_all(self, smem: Ring, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
+    def copy_all(self, smem: Buffers, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
         """Copy every tile; `then` is called after each, and for `more` steps while the last ones are read."""
         stages = smem.q.shape[0]
         # The same number for the loop and for its remainders: with one head, they are no divisions then.
@@ -69,23 +43,23 @@ class QueryProducer:
         lax.fori_loop(0, count * self.order.heads + more, take, 0)
         pipeline.drain(stages, smem.q_empty, smem.do_empty)
 
-    def _copy(self, smem: Ring, step: Array, count: Array) -> None:
+    def _copy(self, smem: Buffers, step: Array, count: Array) -> None:
         stages, queries = smem.q.shape[:2]
         slot = lax.rem(step, stages)
         own_head, index = self.order.at(step, count)
-        head, first = self.first_head + own_head, self.order.tiles.start(index)
+        batch, head, first = self.item.batch, self.item.first_head + own_head, self.order.tiles.start(index)
         rows = pl.ds(first, queries)
-        tile = GmemTile(self.batch, first, queries, head, self.columns[0])
+        tile = GmemTile(batch, first, queries, head)
         plgpu.barrier_wait(smem.q_empty.at[slot])
         full = smem.q_full.at[slot]
         self.inputs.copy_rows("query", tile, smem.q.at[slot], full)
-        early, *late = row_statistics.parts(self.statistics, self.batch, head, rows)
+        early, *late = row_statistics.parts(self.statistics, batch, head, rows)
         plgpu.copy_gmem_to_smem(early, smem.statistics.at[slot], full)
         if smem.bias is not None:
-            bias = self.inputs.part("bias", self.batch, head).at[rows, self.keys]
+            bias = self.inputs.part("bias", batch, head).at[rows, self.keys]
             plgpu.copy_gmem_to_smem(bias, smem.bias.at[slot], full)
         plgpu.barrier_wait(smem.do_empty.at[slot])
         full = smem.do_full.at[slot]
-        self.inputs.copy_rows("d_out", tile._replace(columns=self.columns[1]), smem.do.at[slot], full)
+        self.inputs.copy_rows("d_out", tile, smem.do.at[slot], full)
         for number, source in enumerate(late, 1):
             plgpu.copy_gmem_to_smem(source, smem.statistics.at[number * stages + slot], full)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from jflash._backends.mosaic_gpu.hardware.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, round_up
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardTiles:
-    """Tiles of the forward."""
+class RowTiles:
+    """Tiles of a kernel whose CTAs own rows of queries."""
 
     warpgroups: int
-    """Warpgroups that compute, each on 64 rows of queries."""
+    """Warpgroups that compute, each on 64 rows."""
     keys: int
     stages: int
-    """Tiles of keys and values that are in shared memory together."""
+    """Tiles of keys that are in shared memory together; of the bias, in the kernel that makes its gradient."""
 
     @property
     def rows(self) -> int:
@@ -28,6 +28,14 @@ class ForwardTiles:
         Not the last block: where queries see what is before them, the first has least to do.
         """
         return -round_up(rows, WARPGROUP_ROWS) % self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class DqTiles(RowTiles):
+    """Tiles of the kernel that makes dQ alone."""
+
+    value_stages: int
+    """Tiles of values that are in shared memory together: they are needed for a shorter time than keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,36 +60,3 @@ class FusedTiles:
     def columns(self, dim: int) -> int:
         """Columns of tiles of queries, keys and values: half of them are whole swizzles."""
         return round_up(dim, 32)
-
-
-@dataclasses.dataclass(frozen=True)
-class DqTiles:
-    """Tiles of the kernel that makes dQ alone."""
-
-    warpgroups: int
-    """Warpgroups that compute, each on 64 rows of queries."""
-    keys: int
-    key_stages: int
-    value_stages: int
-    """Tiles of keys, and of values, that are in shared memory together: values are needed for a shorter time."""
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one CTA."""
-        return WARPGROUP_ROWS * self.warpgroups
-
-
-@dataclasses.dataclass(frozen=True)
-class DbiasTiles:
-    """Tiles of the kernel that makes a bias's gradient: one of each array at a time, but for the bias."""
-
-    warpgroups: int
-    """Warpgroups that compute, each on 64 rows of queries."""
-    keys: int
-    stages: int
-    """Tiles of the bias that are in shared memory together."""
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one CTA."""
-        return WARPGROUP_ROWS * self.warpgroups
