@@ -51,13 +51,14 @@ class Launch:
             body(Refs({name: named[name] for name in arrays}, {name: named[name] for name in self.results}, smem))
 
         kernel.__name__ = self.name
+        scratch: Any = [self.smem]
         threads: Any = {} if self.warpgroups is None else dict(num_threads=self.warpgroups, thread_name="warpgroup")
         run: Any = plgpu.kernel(
             kernel,
             out_type=tuple(self.results.values()),
             grid=tuple(self.grid.values()),
             grid_names=tuple(self.grid),
-            scratch_types=[self.smem],
+            scratch_types=scratch,
             compiler_params=_COMPILER,
             interpret=ops.interpret,
             **threads,
