@@ -20,8 +20,10 @@ SAMPLE_MS = 200
 REST_S = 0.25
 """The pause before it: threads of the library that ran before may still be looking out for work, and fall asleep."""
 ITERATIONS = 8
-"""How many runs a sample of kernel times has. On an H200 the first two take longer: by 2 to 6% if
-they are short."""
+"""How many runs a sample of kernel times has."""
+WARM_UP = 8
+"""How many runs come before them, uncounted. After a pause the first few are faster or slower than those that follow:
+a GPU's clocks fall when it draws more power than it may, some milliseconds later."""
 MIB = 2**20
 
 
@@ -43,7 +45,9 @@ def on_nvidia() -> bool:
 
 def clock_name() -> str:
     """What `prepare` reads."""
-    return f"kernel times by CUPTI (torch by CUDA events), {ITERATIONS} a round" if on_nvidia() else "wall clock"
+    if not on_nvidia():
+        return "wall clock"
+    return f"kernel times by CUPTI (torch by CUDA events), {ITERATIONS} a round after {WARM_UP} uncounted"
 
 
 def prepare(function: Callable[..., Any], *arguments: Any) -> Prepared:
@@ -95,13 +99,13 @@ def kernel_times(compiled: Any, *arguments: Array) -> Callable[[], Sequence[floa
     # It is a large import, and of no use elsewhere.
     from jax.experimental.mosaic.gpu import profiler
 
-    run = profiler.measure(compiled, aggregate=True, iterations=ITERATIONS)
+    run = profiler.measure(compiled, aggregate=True, iterations=WARM_UP + ITERATIONS)
 
     def sample() -> Sequence[float]:
         times = run(*arguments)[1]
         if times is None:
             raise RuntimeError("CUPTI saw no kernel.")
-        return times
+        return times[WARM_UP:]
 
     return sample
 

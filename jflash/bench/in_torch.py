@@ -36,13 +36,15 @@ class InTorch:
     """Whether its layout is [batch, heads, tokens, head dimension] instead of jax.nn's."""
     for_grouped_heads: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """What it has to be told if there are fewer key heads than query heads."""
+    compiler: tuple[str, ...] = ()
+    """The package that compiles its kernels when they are called, whose version says as much as its own."""
     needs_nvidia: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Itself, and torch."""
-        return self.package, "torch"
+        """Itself, its compiler and torch."""
+        return self.package, *self.compiler, "torch"
 
     def missing(self, platform: Platform) -> str | None:
         """If it is not installed, cannot be imported, or does not see JAX's device."""
@@ -134,6 +136,7 @@ def flash_attention_4() -> InTorch:
             logits_soft_cap="softcap",
             sinks="learnable_sink",
         ),
+        compiler=("nvidia-cutlass-dsl",),
         needs_nvidia=True,
         dtypes=("bfloat16", "float16"),
     )
@@ -163,6 +166,8 @@ def _prepared(call: Callable[[], Any], arguments: int) -> clocks.Prepared:
         runs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(clocks.ITERATIONS)]
         # All calls are queued before the first one begins. A GPU that waited for Python would have its waiting timed.
         cuda._sleep(QUEUEING_CYCLES)
+        for _ in range(clocks.WARM_UP):
+            call()
         for start, stop in runs:
             start.record()
             call()
