@@ -258,10 +258,11 @@ def test_the_figures_of_the_readme_are_recorded():
     for dim, tokens, figures in table:
         columns = itertools.product(("fwd", "bwd"), ("full", "causal"))
         for (work, mask), figure in zip(columns, figures.split("|"), strict=True):
-            ours, theirs = (
-                tflops[int(dim), int(tokens.replace(",", "")), mask, work, who] for who in ("jflash", "cuDNN")
+            ours, cudnn, fa4 = (
+                tflops[int(dim), int(tokens.replace(",", "")), mask, work, who]
+                for who in ("jflash", "cuDNN", "FlashAttention-4")
             )
-            assert figure.strip() == f"{ours:.0f} ({ours / theirs:.2f}x cuDNN)"
+            assert figure.strip() == f"{ours:.0f} ({ours / cudnn:.2f}x cuDNN, {ours / fa4:.2f}x FA4)"
 
 
 def test_the_instrument_is_imported_only_by_name():
