@@ -25,18 +25,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu.exponent import sums_scale
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Refs, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, TileCoord, row_statistics
-from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, MainLoop
-from jflash._backends.mosaic_gpu.kernels.backward_plan import WARPGROUPS, FusedPlan
-from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileOrder, dq_accumulator, tile_range
-from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE, DqAccumulator, DqRefs
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.inputs import GmemTile, row_statistics
+from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, Cta, MainLoop
+from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
+from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE
+from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: WarpgroupOps) -> dict[str, Array]:
@@ -49,7 +49,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
 
     def store(refs: Any) -> None:
         results, written = refs
-        made = launch.run(lambda refs: _Cta(plan, refs, ops).run(), {**arrays, **written}, ops)
+        made = launch.run(lambda refs: _Kernel(plan, refs, ops).run(), {**arrays, **written}, ops)
         for name, ref in results.items():
             ref[...] = made[name]
 
@@ -61,45 +61,15 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
 
 
-def _take_ticket(plan: FusedPlan, refs: Refs, warpgroup: Any, ops: WarpgroupOps) -> tuple[Any, Any, Any]:
-    """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
-    earlier waves: so its place is not its index, but the number of CTAs that began before it."""
-    shared = refs.smem
-
-    @pl.when(warpgroup == WARPGROUPS)
-    def _() -> None:
-        ops.take_ticket(refs.arrays["counters"], shared.ticket)
-        plgpu.barrier_arrive(shared.ticket_drawn)
-
-    plgpu.barrier_wait(shared.ticket_drawn)
-    # No ticket is negative. The compiler divides with fewer instructions if it knows.
-    ticket = lax.bitwise_and(shared.ticket[0], jnp.int32(0x7FFFFFFF))
-    items, blocks = plan.schedule.items, plan.schedule.blocks
-    return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)
-
-
-class _Cta:
-    """What a CTA's warpgroups share."""
-
-    def __init__(self, plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem = plan, refs, refs.smem
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
-        self.warpgroup = lax.axis_index("warpgroup")
-        ticket = wave, block, item = _take_ticket(plan, refs, self.warpgroup, ops)
-        self.item, self.first_key = plan.schedule.item(wave, item), block * plan.tile.keys
-        tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
-        heads = plan.schedule.heads
-        self.order = TileOrder.of(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
-        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"])
-        scale, copies = sums_scale(plan.spec), tiles.count * heads
-        self.dq = DqAccumulator(plan.schedule, ops, dq_refs, scale, WARPGROUPS, ticket, copies)
+class _Kernel(Cta):
+    """What a CTA's warpgroups do."""
 
     def run(self) -> None:
         """Each warpgroup's part."""
-        pl.when(self.warpgroup < WARPGROUPS)(self.consume)
-        pl.when(self.warpgroup == WARPGROUPS)(self.produce)
+        pl.when(self.warpgroup < WARPGROUPS)(self._consume)
+        pl.when(self.warpgroup == WARPGROUPS)(self._produce)
 
-    def consume(self) -> None:
+    def _consume(self) -> None:
         """A warpgroup that computes."""
         pipeline.split_registers(WARPGROUPS, copies=False)
         own_keys = pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -117,10 +87,7 @@ class _Cta:
         @pl.when(self.dq.adds)
         def _() -> None:
             pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(self.smem.kv_full))
-            origin = TileCoord(self.item.batch, self.item.first_head, 0, self.first_key)
-            of_cta = self.plan, self.inputs, self.smem, self.order, self.dq
-            loop = MainLoop(*of_cta, self.warpgroup, origin, dq_columns)
-            self._store(loop.run(store_sums), own_keys)
+            self._store(MainLoop(self, dq_columns).run(store_sums), own_keys)
 
     def _begin(self) -> None:
         """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
@@ -162,7 +129,7 @@ class _Cta:
         self.dq.finish()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def produce(self) -> None:
+    def _produce(self) -> None:
         """The warpgroup that copies queries, and rounds dQ beside it."""
         pipeline.split_registers(WARPGROUPS, copies=True)
 

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics, whole_dim
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles, dq_accumulator
+from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 from jflash._semantics.spec import Spec
-
-WARPGROUPS = 2
-"""Of a CTA, that compute."""
 
 
 def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:

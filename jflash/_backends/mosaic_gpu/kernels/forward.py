@@ -15,7 +15,6 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, Refs, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns
 from jflash._backends.mosaic_gpu.kernels.forward_mainloop import Cta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
@@ -40,62 +39,59 @@ def forward(
     T, S, H and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32,
     and sinks are left to their merge.
     """
-    made = plan.launch.run(lambda refs: _kernel(plan, refs, ops), arrays, ops)
+    made = plan.launch.run(lambda refs: _Kernel(plan, refs, ops).run(), arrays, ops)
     return made["out"], made["lse"]
 
 
-def _kernel(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    cta = Cta(plan, refs, ops)
-    pl.when(cta.warpgroup < plan.tile.warpgroups)(_Consumer(cta).run)
-    pl.when(cta.warpgroup == plan.tile.warpgroups)(_Producer(cta).run)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Consumer:
-    """A warpgroup that computes: it copies its own queries, and stores its own output."""
-
-    cta: Cta
+class _Kernel(Cta):
+    """What a CTA's warpgroups do."""
 
     def run(self) -> None:
-        plan, shared = self.cta.plan, self.cta.smem
+        """Each warpgroup's part."""
+        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self._consume)
+        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self._produce)
+
+    def _consume(self) -> None:
+        """A warpgroup that computes: it copies its own queries, and stores its own output."""
+        plan, shared = self.plan, self.smem
         pipeline.release(plan.tile.stages, shared.k_empty, shared.v_empty)
         pipeline.split_registers(plan.tile.warpgroups, copies=False)
         self._copy_q(0)
-        plan.schedule.each(self.cta.place, self._attend)
+        plan.schedule.each(self.place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _rows(self, block: Any) -> Any:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
-        plan, missing = self.cta.plan, self.cta.plan.missing_rows
+        plan, missing = self.plan, self.plan.missing_rows
         rows = plan.tile.rows
-        start = self.cta.block_start(block) + self.cta.warpgroup * WARPGROUP_ROWS
+        start = self.block_start(block) + self.warpgroup * WARPGROUP_ROWS
         if missing:
             there = start < (block + 1) * rows - missing
-            start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.cta.warpgroup * WARPGROUP_ROWS)
+            start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.warpgroup * WARPGROUP_ROWS)
         return pl.ds(start, WARPGROUP_ROWS)
 
     def _part(self, ref: Ref, block: Any, columns: Any) -> Ref:
         """This warpgroup's rows of queries or output."""
-        head, rows = self.cta.head, self._rows(block)
-        return ref.at[rows, head, columns] if self.cta.plan.packed_heads == 1 else ref.at[head, rows, columns]
+        head, rows = self.head, self._rows(block)
+        return ref.at[rows, head, columns] if self.plan.packed_heads == 1 else ref.at[head, rows, columns]
 
     def _copy_q(self, index: Any) -> None:
-        batch, block, _ = self.cta.item(index)
-        query, q = self.cta.refs.arrays["query"].at[batch], self.cta.q.at[self.cta.warpgroup]
-        source = self._part(query, block, pipeline.columns(q.shape[-1], query, self.cta.head))
-        plgpu.copy_gmem_to_smem(source, q, self.cta.smem.q_full.at[self.cta.warpgroup])
+        batch, block, _ = self.item(index)
+        query, q = self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
+        source = self._part(query, block, pipeline.columns(q.shape[-1], query, self.head))
+        plgpu.copy_gmem_to_smem(source, q, self.smem.q_full.at[self.warpgroup])
 
     def _attend(self, index: Any, visited: Any) -> Any:
         """Attend for one work item; `visited` tiles came before, in others."""
-        cta, plan = self.cta, self.cta.plan
-        batch, block, tiles = cta.item(index)
-        plgpu.barrier_wait(cta.smem.q_full.at[self.cta.warpgroup])
-        at = TileCoord(batch, cta.head, self._rows(block).start, 0)
-        copy_next = lambda: plan.schedule.if_next(cta.place, index, self._copy_q)
+        plan = self.plan
+        batch, block, tiles = self.item(index)
+        plgpu.barrier_wait(self.smem.q_full.at[self.warpgroup])
+        at = TileCoord(batch, self.head, self._rows(block).start, 0)
+        copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_q)
         own_buffer = plan.output_parts > 0
-        loop = MainLoop(cta, tiles, at, visited)
+        loop = MainLoop(self, tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if own_buffer else lambda: None)
-        sink = None if plan.splits > 1 else cta.inputs.value("sinks", batch, cta.head)
+        sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
         out, lse = online_softmax.finish(loop.form.exponent(plan.spec), state, acc_o, sink)
         self._store(batch, block, out, lse)
         if plan.schedule.items_per_cta > 1 and not own_buffer:
@@ -104,37 +100,31 @@ class _Consumer:
         return visited + tiles.count
 
     def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
-        cta, plan, shared = self.cta, self.cta.plan, self.cta.smem
-        o, own_buffer = cta.o.at[self.cta.warpgroup], plan.output_parts > 0
-        if cta.o is not cta.q and not own_buffer:
+        plan, shared = self.plan, self.smem
+        o, own_buffer = self.o.at[self.warpgroup], plan.output_parts > 0
+        if self.o is not self.q and not own_buffer:
             # The output has another layout than the queries, which other warpgroups may still read.
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
-        cta.refs.results["lse"][cta.split, batch, cta.head, self._rows(block)] = lse
-        result = cta.refs.results["out"].at[cta.split, batch]
+        self.refs.results["lse"][self.split, batch, self.head, self._rows(block)] = lse
+        result = self.refs.results["out"].at[self.split, batch]
         columns, width = out.shape[1], o.shape[1]
         for first in range(0, columns, width):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             o[...] = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width)).astype(plan.out_dtype)
-            cta.ops.commit()
-            part = pipeline.columns(width, result, cta.head) if width == columns else pl.ds(first, width)
+            self.ops.commit()
+            part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
             plgpu.copy_smem_to_gmem(o, self._part(result, block, part))
 
-
-@dataclasses.dataclass(frozen=True)
-class _Producer:
-    """The warpgroup that copies keys and values."""
-
-    cta: Cta
-
-    def run(self) -> None:
-        plan, shared = self.cta.plan, self.cta.smem
+    def _produce(self) -> None:
+        """The warpgroup that copies keys and values."""
+        plan, shared = self.plan, self.smem
         pipeline.split_registers(plan.tile.warpgroups, copies=True)
-        key_head = lax.div(self.cta.head, plan.heads // plan.spec.key_heads)
+        key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)
 
         def copy_block(index: Any, visited: Any) -> Any:
-            batch, block, tiles = self.cta.item(index)
+            batch, block, tiles = self.item(index)
 
             def copy(index: Array) -> None:
                 slot = lax.rem(visited + index, plan.tile.stages)
@@ -144,20 +134,20 @@ class _Producer:
             pipeline.for_each_copy(tiles.count, copy, "head", "block", "head_group", "batch")
             return visited + tiles.count
 
-        plan.schedule.each(self.cta.place, copy_block)
+        plan.schedule.each(self.place, copy_block)
         pipeline.drain(plan.tile.stages, shared.k_empty, shared.v_empty)
 
     def _copy_keys(self, keys: GmemTile, block: Array, slot: Array) -> None:
-        cta, shared, inputs = self.cta, self.cta.smem, self.cta.inputs
+        shared, inputs = self.smem, self.inputs
         full = shared.k_full.at[slot]
         plgpu.barrier_wait(shared.k_empty.at[slot])
         inputs.copy_rows("key", keys, shared.k.at[slot], full)
         if shared.bias_columns is not None:
-            source = bias_columns.part(inputs, keys, cta.head)
+            source = bias_columns.part(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
         if shared.bias is not None:
-            own = pl.ds(cta.block_start(block), cta.plan.tile.rows), pl.ds(keys.first, keys.size)
-            source = inputs.part("bias", keys.batch, cta.head).at[own]
+            own = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
+            source = inputs.part("bias", keys.batch, self.head).at[own]
             plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
         plgpu.barrier_wait(shared.v_empty.at[slot])
         inputs.copy_rows("value", keys, shared.v.at[slot], shared.v_full.at[slot])

@@ -96,7 +96,7 @@ def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int, *, of_keys: 
 def key_tiles(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0) -> TileRange:
     """The tiles of keys that a block of `rows` queries visits, if the first block lacks `missing` rows."""
     rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
-    return _tile_range(inputs, batch, block, block_start(block, rows, missing), rows, size, of_keys=False)
+    return _tile_range(inputs, (batch, block), (block_start(block, rows, missing), rows), size, of_keys=False)
 
 
 def own_key_tiles(
@@ -117,18 +117,19 @@ def own_key_tiles(
 
 def query_tiles(inputs: KernelInputs, batch: Any, block: Any, keys: int, size: int) -> TileRange:
     """The tiles of queries that a block of keys visits."""
-    return _tile_range(inputs, batch, block, block * keys, keys, size, of_keys=True)
+    return _tile_range(inputs, (batch, block), (block * keys, keys), size, of_keys=True)
 
 
 def _tile_range(
-    inputs: KernelInputs, batch: Any, block: Any, row: Any, rows: int, size: int, *, of_keys: bool
+    inputs: KernelInputs, place: tuple[Any, Any], block: tuple[Any, int], size: int, *, of_keys: bool
 ) -> TileRange:
-    spec = inputs.spec
+    """The range of a block of rows, given by the first one and their number; `place` is its place in the table."""
+    spec, (row, rows) = inputs.spec, block
     known = inputs.refs.get(TABLE)
     if known is not None:
-        found = Spans(*(known[batch, block, part] for part in range(4)))
+        found = Spans(*(known[*place, part] for part in range(4)))
     else:
-        found = _spans(inputs, batch, row, rows, of_keys=of_keys)
+        found = _spans(inputs, place[0], row, rows, of_keys=of_keys)
     alignment = 64 if bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec) else 8
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)

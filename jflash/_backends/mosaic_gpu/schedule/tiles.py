@@ -6,6 +6,9 @@ import dataclasses
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, round_up
 
+WARPGROUPS = 2
+"""Of a CTA of the fused backward, that compute."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
@@ -49,7 +52,7 @@ class FusedTiles:
     @property
     def keys(self) -> int:
         """Keys of one CTA."""
-        return 2 * WARPGROUP_ROWS
+        return WARPGROUPS * WARPGROUP_ROWS
 
     @property
     def split_dq_by_rows(self) -> bool:
