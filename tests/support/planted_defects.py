@@ -182,8 +182,8 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: a query head has the keys of another group",
         "jflash/_backends/mosaic_gpu/kernels/forward.py",
-        "key_head = lax.div(self.cta.head, plan.heads // plan.spec.key_heads)",
-        "key_head = lax.rem(self.cta.head, plan.spec.key_heads)",
+        "key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)",
+        "key_head = lax.rem(self.head, plan.spec.key_heads)",
         f"{INTERPRETED}::test_head_groups_of_the_forward",
     ),
     Defect(
