@@ -229,9 +229,9 @@ def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
 
 
 def add_keys(array: Array, part: Array, corner: Corner) -> Array:
-    """`array` with `part` added where `load_keys` takes it."""
-    starts = (corner.batch, corner.key, corner.key_head, *[0] * (array.ndim - 3))
-    return paste_add(array, jnp.moveaxis(part, 2, 1), starts)
+    """`array` `[B, K, ..., S]` with `part` `[b, k, j, ...]` added where `load_keys` takes it."""
+    starts = (corner.batch, corner.key_head, *[0] * (array.ndim - 3), corner.key)
+    return paste_add(array, jnp.moveaxis(part, 2, -1), starts)
 
 
 def zero_padding(
