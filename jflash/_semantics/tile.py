@@ -77,6 +77,8 @@ def cut(array: Array, starts: tuple[Int[Array, ""] | int, ...], sizes: tuple[int
 
 def paste(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
     """`array` with `block` in it at `starts`, in place inside a compiled loop."""
+    if block.shape == array.shape:
+        return block.astype(array.dtype)
     return lax.dynamic_update_slice(array, block.astype(array.dtype), _int32(array, starts))
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.xla import tiling
 from jflash._backends.xla.sums import Place, Terms, tile_sum
-from jflash._semantics import dropout, online_softmax
+from jflash._semantics import dropout, online_softmax, visibility
 from jflash._semantics.logits import modify_logits, without_unseen
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import Parameters, split_heads, tile_parameters
@@ -57,8 +57,10 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         parameters=(differentiable,),
     )
 
+    whole_call = tiling.is_whole(spec, tiling.plan(spec, "backward"))
+
     def tile_gradient(terms: Terms, place: Place) -> Terms:
-        return _tile_gradient(spec, smooth, terms, place)
+        return _tile_gradient(spec, smooth, whole_call, terms, place)
 
     sums = tile_sum(spec, tile_gradient, discrete, arguments)
     (d_query,), (d_key, d_value), (d_parameters,) = sums
@@ -80,7 +82,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     )
 
 
-def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -> Terms:
+def _tile_gradient(spec: Spec, smooth: list[bool], whole_call: bool, terms: Terms, place: Place) -> Terms:
     """What one tile adds to dQ, to dK and dV, and to the parameters' gradients."""
     query, d_out, lse, delta = terms.rows
     key, value = terms.keys
@@ -109,9 +111,13 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
         return modify_logits(spec, products, tile._replace(parameters=whole))
 
     logits, pull_back = jax.vjp(modify, pairs(tiling.dot(spec, query, key, (3, 3))), parameters)
-    if visible is not None:
-        logits = jnp.where(visible, logits, -jnp.inf)
-    probabilities = online_softmax.exp(logits - lse)
+    logits = logits if visible is None else jnp.where(visible, logits, -jnp.inf)
+    if whole_call:
+        some_empty = visibility.some_row_may_be_empty(spec)
+        exponentials, largest = online_softmax.exponentials(logits, some_empty=some_empty)
+        probabilities = exponentials * jnp.exp(largest[..., None] - lse)
+    else:
+        probabilities = online_softmax.exp(logits - lse)
     d_probabilities = pairs(tiling.dot(spec, d_out, value, (3, 3)))
     kept = probabilities
     if spec.dropout_rate > 0:
