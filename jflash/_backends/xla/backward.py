@@ -10,6 +10,9 @@
 FlashAttention-2, arXiv:2307.08691, section 3.1.2. XLA's CPU matrix products want the contracted axis of the left factor
 last. dV and dK are made transposed for that: then the left factor is the smaller one, and no tile of logits is
 transposed.
+
+Where one tile is the whole call, P = exp(S - m) * exp(m - lse), with exp(S - m) written as the forward writes it. In a
+program that has both, XLA computes it once: as fast as if it were kept, and `jax.checkpoint` still has it forgotten.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
       out = O / l;  lse = m + log l
 
 Where the norms of queries and keys alone say that no logit of a block can be large (Cauchy-Schwarz), m is that bound
-from the start and need not be found tile by tile. A call that is one tile needs neither m nor l before it.
+from the start and need not be found tile by tile. Where one tile is the whole call, m is the largest of its logits and
+nothing is rescaled.
 """
 
 from __future__ import annotations
