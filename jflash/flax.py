@@ -109,16 +109,7 @@ def attention_fn(
       What `jflash.attention` raises, besides.
     """
     del broadcast_dropout, force_fp32_for_softmax
-    if module is not None:
-        raise NotImplementedError(
-            "`sow_weights=True` asks for the attention weights, which jflash never has as an array. "
-            "Use Flax's own dot_product_attention to look at them."
-        )
-    if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
-        raise NotImplementedError(
-            "`qk_attn_weights_einsum` and `attn_weights_value_einsum` replace the matrix products of Flax's own "
-            "attention; jflash computes them inside its kernels and cannot take others."
-        )
+    _refuse_weights(module, qk_attn_weights_einsum, attn_weights_value_einsum)
     if deterministic:
         dropout_rate = 0.0
     elif dropout_rate > 0 and dropout_rng is None:
@@ -158,6 +149,20 @@ def attention_fn(
         precision=precision,
         deterministic=reproducible,
     )
+
+
+def _refuse_weights(module: Any, *einsums: Any) -> None:
+    """What looks at the attention weights, or replaces the products that make or take them."""
+    if module is not None:
+        raise NotImplementedError(
+            "`sow_weights=True` asks for the attention weights, which jflash never has as an array. "
+            "Use Flax's own dot_product_attention to look at them."
+        )
+    if einsums != (None, None):
+        raise NotImplementedError(
+            "`qk_attn_weights_einsum` and `attn_weights_value_einsum` replace the matrix products of Flax's own "
+            "attention; jflash computes them inside its kernels and cannot take others."
+        )
 
 
 def _refuse_unknown_position(query: Array, key: Array, positional: list[str]) -> None:
