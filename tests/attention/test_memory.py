@@ -43,7 +43,9 @@ def forward_and_backward(attention: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), dict(is_causal=True)], ids=["full", "causal"]
+)
 @pytest.mark.parametrize(
     ("part", "arrays", "most"), [(forward, 3, 1), (forward_and_backward, 4, 3)], ids=["forward", "backward"]
 )

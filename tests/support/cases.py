@@ -121,6 +121,22 @@ QUICK = {
     "offset": (None, "end", "each"),
 }
 """Fewer shapes, and kinds of bias and offset: every pair in a third of the cases."""
+FEWER = {
+    **QUICK,
+    "dtype": ("float32", "bfloat16"),
+    "query_length": (40, 71),
+    "key_length": (37, 99),
+    "batch": ((), (2,)),
+    "scale": (None, "traced"),
+    "bias": (None, "full", "keys"),
+    "score_mod": (None, "arrays"),
+    "mask": (None, "full", "keys"),
+    "offset": (None, "each"),
+    "window": (None, (10, 90)),
+    "lengths": (None, "both"),
+    "segments": (None, "sorted"),
+}
+"""For the short run: of each feature none and one or two kinds."""
 LACKS: Mapping[str, Mapping[str, Any]] = {"metal": dict(score_mod=None, dropout=False)}
 """What a backend refuses whatever the rest of the call, as the values that do without."""
 EMULATED = {
@@ -151,6 +167,11 @@ EMULATED_QUICK = {
     **{name: QUICK[name] for name in ("heads", "dims", "batch", "bias", "offset")},
     "query_length": (13, 40),
     "key_length": (37, 64),
+}
+EMULATED_FEWER = {
+    **EMULATED_QUICK,
+    **{name: FEWER[name] for name in ("dtype", "batch", "scale", "bias", "mask", "offset", "lengths", "segments")},
+    "window": (None, (10, 40)),
 }
 VACUOUS = {("query_length", 1), ("key_length", 1)}
 """A single query or key hides much of what the rest does: what meets in such a case has to meet elsewhere too."""

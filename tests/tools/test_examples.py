@@ -50,7 +50,7 @@ def test_quickstart():
         numbers(rf"{row}[^\d]*{NUMBER}[^\d]*{NUMBER}", printed)
 
 
-@sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["flax", "equinox"])
 def test_training_agrees_with_the_layers_own_attention(framework, tmp_path):
     picture = tmp_path / "curves.png"

@@ -157,9 +157,12 @@ TRANSFORMS: dict[str, Callable[[str | None], Any]] = {
     "shard_map": by_shard_map,
     "shard_map_unchecked": functools.partial(by_shard_map, check_vma=False),
 }
+IN_SHORT_RUN = ("jit", "vmap", "export", "explicit_mesh", "shard_map")
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "transform", [pytest.param(name, marks=() if name in IN_SHORT_RUN else pytest.mark.slow) for name in TRANSFORMS]
+)
 def test_cpu_arrays_never_meet_a_gpu_kernel(cuda_only: CudaOnly, gpu_machine: None, transform: str) -> None:
     """Though the backend is the first to serve on the machine's first device, and its program is traced."""
     assert_same(TRANSFORMS[transform](None), TRANSFORMS[transform]("reference"))

@@ -152,14 +152,14 @@ def test_there_is_something_to_break() -> None:
     assert len(INDICES) > 50
 
 
-@sampled(4)
+@sampled(8)
 @pytest.mark.parametrize("one", BARRIERS, ids=str)
 def test_missing_barrier(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match(r"rejected: INTERNAL: Metal emulator, kernel \w+: (race|uninitialised read)", found), found
 
 
-@sampled(8)
+@sampled(16)
 @pytest.mark.parametrize("one", OVERSIZED, ids=str)
 def test_too_much_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
@@ -173,7 +173,7 @@ def test_too_little_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: 
     assert re.match("rejected: INTERNAL: Metal emulator, kernel .* out of bounds", found), found
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("one", MASKS, ids=str)
 def test_missing_mask(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
