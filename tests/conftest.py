@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _programs_are_forgotten() -> Iterator[None]:
     """JAX keeps what it traced and compiled for every call, and glibc what was freed: both would come to gigabytes."""
     yield
-    if resident_bytes() > 2**30:
+    if resident_bytes() > 1.5 * 2**30:
         jax.clear_caches()
         gc.collect()
         libc = ctypes.CDLL(None)

@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_the_layers_own_attention(make: Callab
     assert_same_layer(adapted, own, own, parameters, case.inputs)
 
 
-@sampled(3)
+@sampled(4)
 @both_frameworks
 @pytest.mark.parametrize("low", ["dtype", "param_dtype"])
 def test_bfloat16(make: Callable[..., Layer], low: str) -> None:

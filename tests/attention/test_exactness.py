@@ -11,6 +11,7 @@ import oracle
 import pytest
 from cases import Case
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
@@ -90,7 +91,11 @@ def test_no_key_to_see_or_no_query_to_see_it(
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), EVERYTHING, Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end")],
+    [
+        pytest.param(Case(), marks=pytest.mark.slow),
+        EVERYTHING,
+        Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end"),
+    ],
     ids=["plain", "everything", "long"],
 )
 def test_exact_in_float64(attention: Callable[..., Any], case: Case):
@@ -98,6 +103,7 @@ def test_exact_in_float64(attention: Callable[..., Any], case: Case):
         assert_exact(attention, case._replace(dtype="float64"))
 
 
+@cover(1)
 @pytest.mark.parametrize(
     "options", [dict(deterministic=True), dict(precision="highest"), dict(precision=jax.lax.Precision.HIGH)], ids=str
 )

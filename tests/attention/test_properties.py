@@ -48,10 +48,8 @@ positions = st.sampled_from([dict(local_window_size=(5, 2)), {}, dict(is_causal=
 
 def lengths(most: int) -> st.SearchStrategy[np.ndarray]:
     """Of two entries, at most; the simplest are a few less."""
-    moved = st.tuples(
-        *(st.integers(0, most).map(lambda i, less=less: (most - less - i) % (most + 1)) for less in (4, 1))
-    )
-    return moved.map(lambda ints: np.array(ints, np.int32))
+    missing = st.tuples(st.integers(0, most), st.integers(0, most))
+    return missing.map(lambda pair: (most - np.array([4, 1]) - pair).astype(np.int32) % (most + 1))
 
 
 visibility = st.fixed_dictionaries(

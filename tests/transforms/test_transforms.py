@@ -327,7 +327,7 @@ def test_forward_mode(backend: str) -> None:
         assert any("implementation='reference'" in note for note in caught.value.__notes__)
 
 
-@sampled(2)
+@pytest.mark.slow
 def test_no_tracer_outlives_its_trace(backend: str) -> None:
     operands = served({name: ALL[name] for name in (*PLAIN, "modulation")}, backend)
     with jax.checking_leaks():

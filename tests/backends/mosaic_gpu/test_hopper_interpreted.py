@@ -119,7 +119,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: Forwa
     planned = []
     monkeypatch.setattr(forward_schedule, "choose", lambda one, *_: planned.append(one) or one)
     case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
-    call = cases.build(case)
+    call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None)
     with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (64, 64, 0, "long")): tile}):
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
     assert [one.head_groups for one in planned] == [3]

@@ -77,6 +77,7 @@ def ends(schedule: ForwardSchedule, visits: tuple[float, ...], heads: int, begin
     return last(time(cta) for _, cta, _, _ in itertools.product(*map(range, axes)))
 
 
+@cover(2)
 @pytest.mark.parametrize("beginning", [0.5, 3.0])
 @pytest.mark.parametrize(("batch", "heads"), [(1, 3), (16, 16), (12, 40), (1, 300)])
 @pytest.mark.parametrize("visits", [(8,) * 8, (9, 7, 5, 3, 1), (32,) * 43, (2.5,) * 7, (1,)], ids=len)
