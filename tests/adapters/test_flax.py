@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-@sampled(4)
+@sampled(5)
 @pytest.mark.parametrize(("make", "case"), CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_the_layers_own_attention(make: Callable[..., Layer], case: Case) -> None:
     own, parameters = make(case.inputs, **case.options)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
@@ -61,6 +62,7 @@ def test_in_proportion_to_the_length(
     assert used[32768] <= 2.05 * used[16384]
 
 
+@cover(1)
 @pytest.mark.parametrize("bias", [(1, HEADS, 1, 4096), (1, HEADS, 4096, 1), (4096,)], ids=str)
 def test_gradient_of_a_broadcast_bias(attention: Callable[..., Any], bias: tuple[int, ...]):
     length = 4096

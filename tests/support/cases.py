@@ -128,15 +128,15 @@ FEWER = {
     "key_length": (37, 99),
     "batch": ((), (2,)),
     "scale": (None, "traced"),
-    "bias": (None, "full", "keys"),
+    "bias": (None, "full"),
     "score_mod": (None, "arrays"),
-    "mask": (None, "full", "keys"),
+    "mask": (None, "full"),
     "offset": (None, "each"),
     "window": (None, (10, 90)),
     "lengths": (None, "both"),
     "segments": (None, "sorted"),
 }
-"""For the short run: of each feature none and one or two kinds."""
+"""For the short run: of each feature none and one kind."""
 LACKS: Mapping[str, Mapping[str, Any]] = {"metal": dict(score_mod=None, dropout=False)}
 """What a backend refuses whatever the rest of the call, as the values that do without."""
 EMULATED = {

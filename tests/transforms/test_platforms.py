@@ -29,6 +29,7 @@ from operands import (
     reference,
     stack,
 )
+from short_run import cover
 
 import jflash
 from jflash import _dispatch, _platform
@@ -233,6 +234,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@cover(1)
 @pytest.mark.parametrize("function", [attend, attend_and_pull_back])
 @pytest.mark.parametrize("transform", REFUSED)
 def test_no_backend_serves_where_it_is_lowered(
@@ -273,7 +275,7 @@ def test_backend_without_backward_beside_one_with(cuda_only: CudaOnly, gpu_machi
     )
 
 
-@pytest.mark.parametrize("other", ["xla", "reference"])
+@pytest.mark.parametrize("other", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
 def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_machine: None, other: str) -> None:
     """Where a backend that has them serves on some platform; on each, the first are its own backend's."""
 

@@ -96,6 +96,7 @@ def test_reverse_over_reverse(implementation: str, name: str):
     assert_same(derivative(implementation, call, 2), derivative("reference", call, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", TWICE)
 def test_third_order(implementation: str):
     call = cases.build(SMALL._replace(batch=(), heads=(1, 1), causal=True))

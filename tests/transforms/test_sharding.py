@@ -133,8 +133,8 @@ def check(layout: Layout, operands: Operands, backend: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     marked(
-        *("batch_2d", "heads", "heads_batch", "multi_head", "multi_query"),
-        slow=("batch", "batch_heads", "multi_query_2d", "multi_query_batch"),
+        *("batch_2d", "heads_batch", "multi_query"),
+        slow=("batch", "heads", "batch_heads", "multi_head", "multi_query_2d", "multi_query_batch"),
     ),
 )
 def test_sharded_jit(split_backend: str, layout: str) -> None:
@@ -147,7 +147,7 @@ def test_all_operands(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
 
 
-@cover(1)
+@sampled(2)
 @pytest.mark.parametrize("layout", marked("multi_query_batch", slow=["batch_heads"]))
 def test_inside_set_mesh(split_backend: str, layout: str) -> None:
     with jax.set_mesh(mesh()):
@@ -185,8 +185,8 @@ def test_several_batch_axes(split_backend: str) -> None:
         ((8, 2), (P(None, None, "y"), P(), P())),
         ((8, 4), (P(None, None, ("x", "y")), P(), P())),
         ((12, 6), (P("x", None, "y"), P("x"), P("x"))),
-        ((8, 2), (P("y", None, "x"), P("x", None, None, "y"), P("y"))),
-        ((8, 4), (P(), P(None, None, "y"), P(None, None, "y"))),
+        pytest.param((8, 2), (P("y", None, "x"), P("x", None, None, "y"), P("y")), marks=pytest.mark.slow),
+        pytest.param((8, 4), (P(), P(None, None, "y"), P(None, None, "y")), marks=pytest.mark.slow),
     ],
     ids=["more_devices_than_key_heads", "on_two_axes", "indivisible_key_heads", "head_dims", "keys_alone"],
 )

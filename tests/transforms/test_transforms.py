@@ -61,7 +61,7 @@ STRICT = {
 
 @cover(1)
 @pytest.mark.parametrize(
-    "mode", ["ranks", "NaN", "no jit", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dtypes", "keys"))]
+    "mode", ["ranks", "no jit", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dtypes", "NaN", "keys"))]
 )
 def test_strict_modes_of_jax(backend: str, mode: str) -> None:
     """Of people who let JAX reject what is often a mistake, or look at what it does step by step."""

@@ -45,8 +45,8 @@ def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) 
 
 
 TILED = [*zip(FEATURES, itertools.cycle(SHAPES), strict=False), *(("lengths", shape) for shape in SHAPES[:3]), *NARROW]
-IN_SHORT_RUN = [*TILED[2:6], TILED[8], NARROW[-1]]
-"""What says which tiles there are, and the sums over all of them."""
+IN_SHORT_RUN = [*TILED[2:6], NARROW[-1]]
+"""Of all shapes of tiles, what says which of them are visited."""
 
 
 @pytest.mark.parametrize(
