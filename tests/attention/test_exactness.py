@@ -23,8 +23,8 @@ EMULATED_FEWER, EMULATED_QUICK, EMULATED_SHORT, EMULATED_LONG = map(
 CASES = list(dict.fromkeys([*FEWER, *QUICK, *SHORT, *LONG]))
 EMULATED = list(dict.fromkeys([*EMULATED_FEWER, *EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]))
 IN_SHORT_RUN = {
-    "xla": {*FEWER, *cases.once(SHORT), *cases.once(LONG)},
-    "metal": {*EMULATED_FEWER, *cases.once(EMULATED_SHORT), *cases.once(EMULATED_LONG)},
+    "xla": {*FEWER, *cases.once(SHORT), *cases.once(LONG, cases.SHAPES)},
+    "metal": {*EMULATED_FEWER, *cases.once(EMULATED_SHORT), *cases.once(EMULATED_LONG, cases.SHAPES)},
     # The definition is short, and what others are held against in many tests; Hopper kernels have tests of their own.
     "reference": set(cases.once(FEWER)),
     "mosaic_gpu": set(cases.once(FEWER)),
@@ -94,7 +94,9 @@ def test_no_key_to_see_or_no_query_to_see_it(
     [
         pytest.param(Case(), marks=pytest.mark.slow),
         EVERYTHING,
-        Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end"),
+        pytest.param(
+            Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end"), marks=pytest.mark.slow
+        ),
     ],
     ids=["plain", "everything", "long"],
 )

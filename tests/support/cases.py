@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -215,9 +215,10 @@ def all_cases(*products: Mapping[str, Sequence[Any]]) -> list[Case]:
     return [Case(**row) for values in products for row in product(values, strength)]
 
 
-def once(some: list[Case]) -> list[Case]:
-    """So many of the cases that every value of each is in one."""
-    return [some[index] for index in sorted(short_run.covering([case._asdict() for case in some], 1))]
+def once(some: list[Case], names: Collection[str] = Case._fields) -> list[Case]:
+    """So many of the cases that every value of each name is in one."""
+    rows = [{name: getattr(case, name) for name in names} for case in some]
+    return [some[index] for index in sorted(short_run.covering(rows, 1))]
 
 
 def served(case: Case, backend: str) -> Case:

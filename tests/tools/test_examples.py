@@ -39,6 +39,7 @@ def numbers(pattern: str, printed: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
+@pytest.mark.slow
 def test_quickstart():
     printed = run("quickstart.py", "--tokens", 300, "--heads", 2, "--head-dim", 16, "--repeats", 1)
     assert "serves this call on" in printed

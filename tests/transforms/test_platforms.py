@@ -269,6 +269,7 @@ def test_derivatives_where_another_platform_is_refused() -> None:
     assert "stablehlo" in lowered(second("xla"), ALL["query"], platform="cpu")
 
 
+@pytest.mark.slow
 def test_backend_without_backward_beside_one_with(cuda_only: CudaOnly, gpu_machine: None) -> None:
     assert_same(
         jit(functools.partial(attend_and_pull_back, implementation=("cuda_only", "reference")))(ALL), reference(ALL)

@@ -307,7 +307,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
         assert sorted(covered) == list(range(rows))
 
 
-@cover(1)
+@sampled(4)
 @pytest.mark.parametrize("processors", [1, 3, 7])
 @pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2)])
 def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):
