@@ -3,7 +3,7 @@
 #
 #   make quickstart   what jflash does, in a minute
 #   make test         lint, types, and of the tests what finds a defect soonest: minutes
-#   make test-rest    the tests that `make test` leaves out
+#   make test-rest    the tests that `make test` leaves out, and more examples of each property
 #   make test-all     both, and then the deep profile, which searches for hours
 
 PYTHON := python3
@@ -30,7 +30,7 @@ test: .venv/installed-test
 	$(PYTEST) -m "not slow"
 
 test-rest: .venv/installed-test
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow or hypothesis"
 
 test-all: test test-rest
 	JFLASH_TEST_PROFILE=deep $(PYTEST)

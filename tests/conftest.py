@@ -39,8 +39,15 @@ EMULATED = _ffi.available() is None and _ffi.host() == "emulator"
 # The fixtures below only name a backend, so one of them may serve all examples of a test.
 _ALWAYS = dict(deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 hypothesis.settings.register_profile("default", max_examples=3, derandomize=True, database=None, **_ALWAYS)
+hypothesis.settings.register_profile("short", hypothesis.settings.get_profile("default"), max_examples=1)
 hypothesis.settings.register_profile("deep", max_examples=300, print_blob=True, **_ALWAYS)
 hypothesis.settings.load_profile(os.environ.get("JFLASH_TEST_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The short run has one example of each property: the simplest, which hypothesis begins with."""
+    if config.option.markexpr == "not slow":
+        hypothesis.settings.load_profile("short")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _programs_are_forgotten() -> Iterator[None]:
     """JAX keeps what it traced and compiled for every call, and glibc what was freed: both would come to gigabytes."""
     yield
-    if resident_bytes() > 2**30:
+    if resident_bytes() > 1.5 * 2**30:
         jax.clear_caches()
         gc.collect()
         libc = ctypes.CDLL(None)

@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     own, parameters = as_function(OWN, case.call, **case.options)

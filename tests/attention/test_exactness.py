@@ -11,22 +11,23 @@ import oracle
 import pytest
 from cases import Case
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
 
-QUICK, SHORT, LONG = map(cases.all_cases, (cases.QUICK, cases.SHORT, cases.LONG))
-EMULATED_QUICK, EMULATED_SHORT, EMULATED_LONG = map(
-    cases.all_cases, (cases.EMULATED_QUICK, cases.EMULATED, cases.EMULATED_LONG)
+FEWER, QUICK, SHORT, LONG = map(cases.all_cases, (cases.FEWER, cases.QUICK, cases.SHORT, cases.LONG))
+EMULATED_FEWER, EMULATED_QUICK, EMULATED_SHORT, EMULATED_LONG = map(
+    cases.all_cases, (cases.EMULATED_FEWER, cases.EMULATED_QUICK, cases.EMULATED, cases.EMULATED_LONG)
 )
-CASES = [*QUICK, *SHORT, *LONG]
-EMULATED = [*EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]
+CASES = list(dict.fromkeys([*FEWER, *QUICK, *SHORT, *LONG]))
+EMULATED = list(dict.fromkeys([*EMULATED_FEWER, *EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]))
 IN_SHORT_RUN = {
-    "xla": {*QUICK, *cases.once(SHORT), *cases.once(LONG)},
-    "metal": {*EMULATED_QUICK, *cases.once(EMULATED_SHORT), *cases.once(EMULATED_LONG)},
+    "xla": {*FEWER, *cases.once(SHORT), *cases.once(LONG, cases.SHAPES)},
+    "metal": {*EMULATED_FEWER, *cases.once(EMULATED_SHORT), *cases.once(EMULATED_LONG, cases.SHAPES)},
     # The definition is short, and what others are held against in many tests; Hopper kernels have tests of their own.
-    "reference": set(cases.once(QUICK)),
-    "mosaic_gpu": set(cases.once(QUICK)),
+    "reference": set(cases.once(FEWER)),
+    "mosaic_gpu": set(cases.once(FEWER)),
 }
 IN_FULL = [name for name in _dispatch.BACKENDS if name != "metal"]
 EVERYTHING = Case(
@@ -90,7 +91,13 @@ def test_no_key_to_see_or_no_query_to_see_it(
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), EVERYTHING, Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end")],
+    [
+        pytest.param(Case(), marks=pytest.mark.slow),
+        EVERYTHING,
+        pytest.param(
+            Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end"), marks=pytest.mark.slow
+        ),
+    ],
     ids=["plain", "everything", "long"],
 )
 def test_exact_in_float64(attention: Callable[..., Any], case: Case):
@@ -98,6 +105,7 @@ def test_exact_in_float64(attention: Callable[..., Any], case: Case):
         assert_exact(attention, case._replace(dtype="float64"))
 
 
+@cover(1)
 @pytest.mark.parametrize(
     "options", [dict(deterministic=True), dict(precision="highest"), dict(precision=jax.lax.Precision.HIGH)], ids=str
 )
@@ -125,8 +133,17 @@ def test_what_a_backend_lacks_it_refuses(lack: str):
 
 @pytest.mark.parametrize(
     "values",
-    [cases.QUICK, cases.SHORT, cases.LONG, cases.EMULATED_QUICK, cases.EMULATED, cases.EMULATED_LONG],
-    ids=["quick", "short", "long", "emulated_quick", "emulated", "emulated_long"],
+    [
+        cases.FEWER,
+        cases.QUICK,
+        cases.SHORT,
+        cases.LONG,
+        cases.EMULATED_FEWER,
+        cases.EMULATED_QUICK,
+        cases.EMULATED,
+        cases.EMULATED_LONG,
+    ],
+    ids=["fewer", "quick", "short", "long", "emulated_fewer", "emulated_quick", "emulated", "emulated_long"],
 )
 def test_every_pair_of_values_meets(values: Mapping[str, Sequence[Any]]):
     """And meets where there is something to see, but for the pairs of which one value leaves nothing."""

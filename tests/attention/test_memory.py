@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
@@ -43,7 +44,9 @@ def forward_and_backward(attention: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), dict(is_causal=True)], ids=["full", "causal"]
+)
 @pytest.mark.parametrize(
     ("part", "arrays", "most"), [(forward, 3, 1), (forward_and_backward, 4, 3)], ids=["forward", "backward"]
 )
@@ -59,6 +62,7 @@ def test_in_proportion_to_the_length(
     assert used[32768] <= 2.05 * used[16384]
 
 
+@cover(1)
 @pytest.mark.parametrize(("batch", "length"), [(32, 64), (2, 256), (1, 362), (1, 512), (1, 1024)])
 def test_small_calls_take_a_constant_besides(attention: Callable[..., Any], batch: int, length: int):
     """Of a gradient, besides as much as the arrays: five tiles of the largest number of logits that one may have."""
@@ -67,6 +71,7 @@ def test_small_calls_take_a_constant_besides(attention: Callable[..., Any], batc
     assert temporary(call, *[array(batch, length, HEADS, HEAD_DIM)] * 4) <= arrays + 5 * 4 * 2**20
 
 
+@cover(1)
 @pytest.mark.parametrize("bias", [(1, HEADS, 1, 4096), (1, HEADS, 4096, 1), (4096,)], ids=str)
 def test_gradient_of_a_broadcast_bias(attention: Callable[..., Any], bias: tuple[int, ...]):
     length = 4096

@@ -45,6 +45,7 @@ def test_truth_is_jax_nn():
     oracle.assert_right(by_jax_nn(call), call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_yardstick_is_as_exact_as_jax_nn(dtype: str):
     """Neither stricter than plain attention as JAX does it nor laxer: within a factor of two, over all of an array."""

@@ -2,6 +2,8 @@
 
 Two results that should be equal may each be wrong by the tolerance of `oracle`, so they may differ by twice that.
 What is static is drawn from few values, as each costs a compilation; the shapes are the business of test_exactness.
+The short run has the simplest example alone, of the first value of each choice and of zeros: so the first is a telling
+one, and no zero stands for something empty.
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ import oracle
 import pytest
 from operands import normal
 from plain_attention import Call, Results
+from short_run import sampled
 
 Attention = Callable[..., Any]
 T, S = 13, 19
@@ -41,8 +44,15 @@ def assert_close(got: Any, want: Any, allowed: Any):
 
 
 seeds = st.integers(0, 2**20)
-lengths = lambda most: st.lists(st.integers(0, most), min_size=2, max_size=2).map(lambda ints: np.array(ints, np.int32))
-positions = st.sampled_from([{}, dict(is_causal=True), dict(local_window_size=(5, 2)), dict(local_window_size=(20, 0))])
+positions = st.sampled_from([dict(local_window_size=(5, 2)), {}, dict(is_causal=True), dict(local_window_size=(20, 0))])
+
+
+def lengths(most: int) -> st.SearchStrategy[np.ndarray]:
+    """Of two entries, at most; the simplest are a few less."""
+    missing = st.tuples(st.integers(0, most), st.integers(0, most))
+    return missing.map(lambda pair: (most - np.array([4, 1]) - pair).astype(np.int32) % (most + 1))
+
+
 visibility = st.fixed_dictionaries(
     dict(
         query_seq_lengths=lengths(T),
@@ -53,6 +63,7 @@ visibility = st.fixed_dictionaries(
 )
 
 
+@sampled(2)
 @hypothesis.given(seed=seeds, dtype=st.sampled_from([jnp.float32, jnp.bfloat16]), where=positions, seen=visibility)
 def test_as_jax_nn(attention: Attention, seed: int, dtype: Any, where: dict, seen: dict):
     """Wherever the two mean the same. They differ
@@ -86,7 +97,8 @@ def jax_nn(**options: Any) -> Any:
     return out, lse.astype(jnp.float32)
 
 
-@hypothesis.given(seed=seeds, cut=st.sampled_from([1, 7, S - 1]), where=positions, seen=visibility)
+@sampled(2)
+@hypothesis.given(seed=seeds, cut=st.sampled_from([7, 1, S - 1]), where=positions, seen=visibility)
 def test_keys_in_two_calls_merged_by_lse(attention: Attention, seed: int, cut: int, where: dict, seen: dict):
     whole = call(seed, alibi_slopes=SLOPES, **where, **seen)
     parts = [
@@ -111,8 +123,10 @@ def test_keys_in_two_calls_merged_by_lse(attention: Attention, seed: int, cut: i
     assert_close((out, lse), (one.out, one.lse), (allowed.out, allowed.lse))
 
 
-@hypothesis.given(seed=seeds, order=st.permutations(range(S)), seen=visibility)
-def test_the_order_of_keys_does_not_matter(attention: Attention, seed: int, order: list[int], seen: dict):
+@sampled(2)
+@hypothesis.given(seed=seeds, seen=visibility)
+def test_the_order_of_keys_does_not_matter(attention: Attention, seed: int, seen: dict):
+    order = np.random.default_rng(seed).permutation(S)
     ids = np.zeros((2, T), np.int32), coins(seed, 2, S).astype(np.int32)
     one = call(seed, segment_ids=ids, **(seen | dict(key_value_seq_lengths=None)))
     moved = dataclasses.replace(
@@ -131,6 +145,7 @@ def test_the_order_of_keys_does_not_matter(attention: Attention, seed: int, orde
     assert_close(got._replace(gradients=gradients), want, oracle.tolerances(one))
 
 
+@sampled(2)
 @hypothesis.given(seed=seeds, cuts=st.sampled_from([(1, 12), (6, 7)]), where=positions)
 def test_packed_sequences_are_sequences_apart(attention: Attention, seed: int, cuts: tuple[int, int], where: dict):
     ids = np.digitize(np.arange(S), cuts)[None]
@@ -165,8 +180,8 @@ SOME = np.array([0, 1], np.int32)
     keys=lengths(S),
     options=st.sampled_from(
         [
-            dict(),
             dict(is_causal=True, alibi_slopes=SLOPES, sinks=SLOPES, logits_soft_cap=2.0),
+            dict(),
             SATURATED,
         ]
     ),
@@ -204,7 +219,8 @@ def test_what_padding_holds(
     assert np.all(want.lse[query_padding] == -np.inf)
 
 
-@hypothesis.given(seed=seeds, rows=st.sampled_from([1, 8]), where=positions, traced=st.booleans())
+@sampled(2)
+@hypothesis.given(seed=seeds, rows=st.sampled_from([8, 1]), where=positions, traced=st.booleans())
 def test_query_offset_gives_the_last_rows(attention: Attention, seed: int, rows: int, where: dict, traced: bool):
     """And the keys' gradients are those of the whole problem, where only these rows have cotangents."""
     ids = coins(seed, 2, S).astype(np.int32)
@@ -228,7 +244,7 @@ def test_query_offset_gives_the_last_rows(attention: Attention, seed: int, rows:
     assert_close(got, end, oracle.tolerances(whole))
 
 
-@hypothesis.given(seed=seeds, dtype=st.sampled_from([jnp.float32, jnp.bfloat16]), where=positions, seen=visibility)
+@hypothesis.given(seed=seeds, dtype=st.sampled_from([jnp.bfloat16, jnp.float32]), where=positions, seen=visibility)
 def test_large_logits_stay_finite(attention: Attention, seed: int, dtype: Any, where: dict, seen: dict):
     one = call(seed, scale=np.asarray(1e4, np.float32), **where, **seen)
     narrow = {name: getattr(one, name).astype(dtype) for name in ("query", "key", "value", "d_out")}
@@ -255,7 +271,7 @@ def test_minus_infinity_is_not_seen(attention: Attention, seed: int, where: dict
     np.testing.assert_array_equal(got.gradients["query"][0, 2], 0)
 
 
-@hypothesis.given(seed=seeds, where=st.sampled_from([{}, dict(local_window_size=(S, S))]))
+@hypothesis.given(seed=seeds, where=st.sampled_from([dict(local_window_size=(S, S)), {}]))
 def test_a_sink_is_a_key_without_a_value(attention: Attention, seed: int, where: dict):
     sinks = normal(seed + 9, 4)
     with_sink = call(seed, sinks=sinks, **where)
@@ -273,6 +289,7 @@ def test_a_sink_is_a_key_without_a_value(attention: Attention, seed: int, where:
     assert_close(got, want._replace(gradients=gradients), oracle.tolerances(with_sink))
 
 
+@sampled(2)
 @hypothesis.given(seed=seeds, where=positions)
 def test_grouped_heads_are_repeated_keys(attention: Attention, seed: int, where: dict):
     grouped = call(seed, **where)
@@ -284,7 +301,8 @@ def test_grouped_heads_are_repeated_keys(attention: Attention, seed: int, where:
     assert_close(got, want._replace(gradients=gradients), oracle.tolerances(grouped))
 
 
-@pytest.mark.parametrize("batch", [(3,), (2, 3)], ids=str)
+@sampled(2)
+@pytest.mark.parametrize("batch", [pytest.param((3,), marks=pytest.mark.slow), (2, 3)], ids=str)
 def test_batch_axes_are_loops(attention: Attention, batch: tuple[int, ...]):
     options = dict(
         bias=normal(9, *batch, 4, 1, S),

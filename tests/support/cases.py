@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -121,6 +121,22 @@ QUICK = {
     "offset": (None, "end", "each"),
 }
 """Fewer shapes, and kinds of bias and offset: every pair in a third of the cases."""
+FEWER = {
+    **QUICK,
+    "dtype": ("float32", "bfloat16"),
+    "query_length": (40, 71),
+    "key_length": (37, 99),
+    "batch": ((), (2,)),
+    "scale": (None, "traced"),
+    "bias": (None, "full"),
+    "score_mod": (None, "arrays"),
+    "mask": (None, "full"),
+    "offset": (None, "each"),
+    "window": (None, (10, 90)),
+    "lengths": (None, "both"),
+    "segments": (None, "sorted"),
+}
+"""For the short run: of each feature none and one kind."""
 LACKS: Mapping[str, Mapping[str, Any]] = {"metal": dict(score_mod=None, dropout=False)}
 """What a backend refuses whatever the rest of the call, as the values that do without."""
 EMULATED = {
@@ -151,6 +167,11 @@ EMULATED_QUICK = {
     **{name: QUICK[name] for name in ("heads", "dims", "batch", "bias", "offset")},
     "query_length": (13, 40),
     "key_length": (37, 64),
+}
+EMULATED_FEWER = {
+    **EMULATED_QUICK,
+    **{name: FEWER[name] for name in ("dtype", "batch", "scale", "bias", "mask", "offset", "lengths", "segments")},
+    "window": (None, (10, 40)),
 }
 VACUOUS = {("query_length", 1), ("key_length", 1)}
 """A single query or key hides much of what the rest does: what meets in such a case has to meet elsewhere too."""
@@ -194,9 +215,10 @@ def all_cases(*products: Mapping[str, Sequence[Any]]) -> list[Case]:
     return [Case(**row) for values in products for row in product(values, strength)]
 
 
-def once(some: list[Case]) -> list[Case]:
-    """So many of the cases that every value of each is in one."""
-    return [some[index] for index in sorted(short_run.covering([case._asdict() for case in some], 1))]
+def once(some: list[Case], names: Collection[str] = Case._fields) -> list[Case]:
+    """So many of the cases that every value of each name is in one."""
+    rows = [{name: getattr(case, name) for name in names} for case in some]
+    return [some[index] for index in sorted(short_run.covering(rows, 1))]
 
 
 def served(case: Case, backend: str) -> Case:

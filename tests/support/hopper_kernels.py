@@ -42,7 +42,8 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
 
 
 def run(call: Call, processors: int = 132, *, detect_races: bool = True, **options: object) -> Results:
-    """The kernels' results for a call, in its own shapes, as on a device with so many processors.
+    """The kernels' results for a call, in its own shapes, as on a device with so many processors; without
+    cotangents the forward's alone.
 
     Races are found between the warpgroups of a block. Where blocks add to the same numbers, or wait for each other, the
     interpreter would report a race too: it has no atomic additions, and runs one block after the other.
@@ -51,12 +52,21 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
     spec, operands = canonical(call, **options)
     reason = mosaic_gpu.unsupported_call(spec)
     assert reason is None, reason
-    out, lse = kernels.forward(plan.plan_forward(spec, processors), operands, ops)
+    forward, backward = plan.plan_forward(spec, processors), plan.plan_backward(spec, processors)
+    # Jitted, as each operation around the kernels would be compiled on its own.
+    out, lse = jax.block_until_ready(jax.jit(lambda operands: kernels.forward(forward, operands, ops))(operands))
     assert not races_found(), "forward"
+    if call.d_out is None:
+        return Results(
+            out.reshape(call.query.shape[:-1] + out.shape[-1:]),
+            lse.transpose(0, 2, 1).reshape(call.query.shape[:-1]),
+            {},
+        )
     batch = call.query.shape[:-3]
     flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
     residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
-    gradients = kernels.backward(plan.plan_backward(spec, processors), operands, residuals, ops)
+    pull_back = jax.jit(lambda operands, residuals: kernels.backward(backward, operands, residuals, ops))
+    gradients = jax.block_until_ready(pull_back(operands, residuals))
     assert not races_found(), "backward"
     smooth, _, _ = oracle.split(call)
     return Results(

@@ -149,6 +149,7 @@ def test_run_records_every_case_and_peer(run):
         assert forward["tflops"] == pytest.approx(2 * (16 + 16) * pairs * 2 / forward["ms"] / 1e9)
 
 
+@pytest.mark.slow
 def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_first(monkeypatch):
     """A GPU's clock depends on what it did just before."""
     done: list[tuple[str, str, str]] = []

@@ -39,6 +39,7 @@ def numbers(pattern: str, printed: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
+@pytest.mark.slow
 def test_quickstart():
     printed = run("quickstart.py", "--tokens", 300, "--heads", 2, "--head-dim", 16, "--repeats", 1)
     assert "serves this call on" in printed
@@ -50,7 +51,7 @@ def test_quickstart():
         numbers(rf"{row}[^\d]*{NUMBER}[^\d]*{NUMBER}", printed)
 
 
-@sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["flax", "equinox"])
 def test_training_agrees_with_the_layers_own_attention(framework, tmp_path):
     picture = tmp_path / "curves.png"

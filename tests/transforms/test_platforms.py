@@ -29,6 +29,7 @@ from operands import (
     reference,
     stack,
 )
+from short_run import cover
 
 import jflash
 from jflash import _dispatch, _platform
@@ -157,9 +158,12 @@ TRANSFORMS: dict[str, Callable[[str | None], Any]] = {
     "shard_map": by_shard_map,
     "shard_map_unchecked": functools.partial(by_shard_map, check_vma=False),
 }
+IN_SHORT_RUN = ("jit", "export", "explicit_mesh", "shard_map")
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "transform", [pytest.param(name, marks=() if name in IN_SHORT_RUN else pytest.mark.slow) for name in TRANSFORMS]
+)
 def test_cpu_arrays_never_meet_a_gpu_kernel(cuda_only: CudaOnly, gpu_machine: None, transform: str) -> None:
     """Though the backend is the first to serve on the machine's first device, and its program is traced."""
     assert_same(TRANSFORMS[transform](None), TRANSFORMS[transform]("reference"))
@@ -230,6 +234,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@cover(1)
 @pytest.mark.parametrize("function", [attend, attend_and_pull_back])
 @pytest.mark.parametrize("transform", REFUSED)
 def test_no_backend_serves_where_it_is_lowered(
@@ -264,13 +269,14 @@ def test_derivatives_where_another_platform_is_refused() -> None:
     assert "stablehlo" in lowered(second("xla"), ALL["query"], platform="cpu")
 
 
+@pytest.mark.slow
 def test_backend_without_backward_beside_one_with(cuda_only: CudaOnly, gpu_machine: None) -> None:
     assert_same(
         jit(functools.partial(attend_and_pull_back, implementation=("cuda_only", "reference")))(ALL), reference(ALL)
     )
 
 
-@pytest.mark.parametrize("other", ["xla", "reference"])
+@pytest.mark.parametrize("other", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
 def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_machine: None, other: str) -> None:
     """Where a backend that has them serves on some platform; on each, the first are its own backend's."""
 

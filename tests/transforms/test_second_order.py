@@ -5,7 +5,7 @@ room for cancellation.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import cases
@@ -35,6 +35,7 @@ FEATURES = {
     "tiles": SMALL._replace(query_length=523, key_length=640, heads=(1, 1), dims=(2, 2), batch=(), causal=True),
 }
 REVERSE_ONLY = [name for name, backend in _dispatch.BACKENDS.items() if hasattr(backend, "backward")]
+IN_SHORT_RUN = ("score_mod", "window", "lengths")
 TWICE = [name for name in REVERSE_ONLY if getattr(_dispatch.BACKENDS[name], "DIFFERENTIABLE_BACKWARD", False)]
 
 
@@ -83,20 +84,26 @@ def assert_same(got: Any, want: Any):
     jax.tree.map_with_path(compare, got, want)
 
 
+def marked(names: Iterable[str]) -> list[Any]:
+    """Between them those of the short run have most features."""
+    return [pytest.param(name, marks=() if name in IN_SHORT_RUN else pytest.mark.slow) for name in names]
+
+
 @pytest.mark.parametrize("implementation", TWICE)
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", marked(FEATURES))
 def test_reverse_over_reverse(implementation: str, name: str):
     call = cases.build(FEATURES[name])
     assert_same(derivative(implementation, call, 2), derivative("reference", call, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", TWICE)
 def test_third_order(implementation: str):
     call = cases.build(SMALL._replace(batch=(), heads=(1, 1), causal=True))
     assert_same(derivative(implementation, call, 3), derivative("reference", call, 3))
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURES if name != "tiles"])
+@pytest.mark.parametrize("name", marked(name for name in FEATURES if name != "tiles"))
 def test_forward_mode_of_the_reference(name: str):
     """Against central differences, which are off by step**2 times a third derivative and by rounding over step."""
     function, arrays = objective("reference", cases.build(FEATURES[name]))
@@ -108,6 +115,7 @@ def test_forward_mode_of_the_reference(name: str):
     np.testing.assert_allclose(value, (ahead + behind) / 2, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_forward_over_reverse_of_the_reference():
     """`jax.hessian` is that, and the same as reverse over reverse."""
     function, arrays = objective("reference", cases.build(SMALL._replace(batch=(), heads=(1, 1), sinks=True)))

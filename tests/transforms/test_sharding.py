@@ -28,7 +28,7 @@ from operands import (
     served,
 )
 from refusals import skip_refused
-from short_run import cover
+from short_run import cover, sampled
 
 import jflash
 from jflash import _dispatch
@@ -89,6 +89,11 @@ def mesh(kind: AxisType = AxisType.Auto) -> Mesh:
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
 
 
+def marked(*short: Any, slow: Iterable[Any]) -> list[Any]:
+    """Values of which the short run takes the first."""
+    return [*short, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+
+
 def put(operands: Operands, layout: Layout, mesh: Mesh) -> Operands:
     return {
         name: jax.device_put(array, NamedSharding(mesh, layout.spec(name, array))) for name, array in operands.items()
@@ -125,26 +130,32 @@ def check(layout: Layout, operands: Operands, backend: str) -> None:
 
 
 @cover(1)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    marked(
+        *("batch_2d", "heads_batch", "multi_query"),
+        slow=("batch", "heads", "batch_heads", "multi_head", "multi_query_2d", "multi_query_batch"),
+    ),
+)
 def test_sharded_jit(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(PLAIN), split_backend)
 
 
 @cover(1)
-@pytest.mark.parametrize("layout", ["batch_2d", "heads", "batch_heads", "multi_query_2d"])
+@pytest.mark.parametrize("layout", marked("batch_heads", "multi_query_2d", slow=("batch_2d", "heads")))
 def test_all_operands(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
 
 
-@cover(1)
-@pytest.mark.parametrize("layout", ["batch_heads", "multi_query_batch"])
+@sampled(2)
+@pytest.mark.parametrize("layout", marked("multi_query_batch", slow=["batch_heads"]))
 def test_inside_set_mesh(split_backend: str, layout: str) -> None:
     with jax.set_mesh(mesh()):
         check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
 
 
 @cover(1)
-@pytest.mark.parametrize("shape", [(8, 8, 5, 7), (8, 1, 1, 7), (1, 8, 5, 1), (1, 1, 5, 7)], ids=str)
+@pytest.mark.parametrize("shape", marked((1, 8, 5, 1), (8, 1, 1, 7), slow=[(8, 8, 5, 7), (1, 1, 5, 7)]), ids=str)
 def test_bias_of_any_shape(split_backend: str, shape: tuple[int, ...]) -> None:
     layout = LAYOUTS["batch_heads"]
     check(layout, {**layout.draw(PLAIN), "bias": jax.random.normal(jax.random.key(0), shape)}, split_backend)
@@ -154,6 +165,7 @@ def gradients(function: Callable[..., jax.Array], *arrays: jax.Array) -> tuple[j
     return jax.grad(lambda *arrays: jnp.sin(function(*arrays)).sum(), argnums=tuple(range(len(arrays))))(*arrays)
 
 
+@sampled(2)
 def test_several_batch_axes(split_backend: str) -> None:
     """Each over its own mesh axis, as for data-parallel groups."""
     operands = LAYOUTS["batch"].draw(PLAIN)
@@ -173,8 +185,8 @@ def test_several_batch_axes(split_backend: str) -> None:
         ((8, 2), (P(None, None, "y"), P(), P())),
         ((8, 4), (P(None, None, ("x", "y")), P(), P())),
         ((12, 6), (P("x", None, "y"), P("x"), P("x"))),
-        ((8, 2), (P("y", None, "x"), P("x", None, None, "y"), P("y"))),
-        ((8, 4), (P(), P(None, None, "y"), P(None, None, "y"))),
+        pytest.param((8, 2), (P("y", None, "x"), P("x", None, None, "y"), P("y")), marks=pytest.mark.slow),
+        pytest.param((8, 4), (P(), P(None, None, "y"), P(None, None, "y")), marks=pytest.mark.slow),
     ],
     ids=["more_devices_than_key_heads", "on_two_axes", "indivisible_key_heads", "head_dims", "keys_alone"],
 )
@@ -207,6 +219,7 @@ def test_constraints_inside(split_backend: str, spec: PartitionSpec) -> None:
     assert_same(*results)
 
 
+@sampled(2)
 def test_vmap_of_a_split_axis(split_backend: str) -> None:
     """The mapped axis is split like a batch axis; what it shares is not gathered."""
     operands = LAYOUTS["batch"].draw(PLAIN)
@@ -233,7 +246,7 @@ def mapped(layout: Layout, operands: Operands, backend: str, **options: Any) -> 
 
 @cover(1)
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("layout", ["batch_2d", "heads", "batch_heads", "multi_query_batch"])
+@pytest.mark.parametrize("layout", marked("batch_heads", "multi_query_batch", slow=("batch_2d", "heads")))
 def test_shard_map(split_backend: str, layout: str, check_vma: bool) -> None:
     """All but dropout, whose indices then count each part from 0."""
     layout = LAYOUTS[layout]
@@ -250,6 +263,7 @@ def test_score_mod_in_shard_map_says_what_it_needs(split_backend: str) -> None:
         mapped(layout, operands, split_backend)(operands)
 
 
+@sampled(2)
 def test_shard_map_over_some_axes(split_backend: str) -> None:
     """The batch split by hand, the heads by the compiler."""
     operands = LAYOUTS["batch"].draw(ALL.keys() - {"dropout_key", "modulation"})

@@ -28,7 +28,7 @@ from operands import (
     stack,
 )
 from refusals import skip_refused
-from short_run import cover
+from short_run import cover, sampled
 
 import jflash
 from jflash import _dispatch
@@ -60,7 +60,9 @@ STRICT = {
 
 
 @cover(1)
-@pytest.mark.parametrize("mode", STRICT)
+@pytest.mark.parametrize(
+    "mode", ["ranks", "no jit", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dtypes", "NaN", "keys"))]
+)
 def test_strict_modes_of_jax(backend: str, mode: str) -> None:
     """Of people who let JAX reject what is often a mistake, or look at what it does step by step."""
     operands = served(ALL, backend)
@@ -73,7 +75,12 @@ def test_strict_modes_of_jax(backend: str, mode: str) -> None:
 @cover(1)
 @pytest.mark.parametrize(
     ("result", "names"),
-    [(0, ("query",)), (0, ("bias",)), (0, ("value", "sinks")), (1, ("modulation", "scale"))],
+    [
+        pytest.param(0, ("query",), marks=pytest.mark.slow),
+        pytest.param(0, ("bias",), marks=pytest.mark.slow),
+        (0, ("value", "sinks")),
+        (1, ("modulation", "scale")),
+    ],
     ids=["out-query", "out-bias", "out-value+sinks", "lse-modulation+scale"],
 )
 def test_gradient_of_some(backend: str, result: int, names: tuple[str, ...]) -> None:
@@ -95,7 +102,7 @@ def test_gradient_of_some(backend: str, result: int, names: tuple[str, ...]) -> 
     "policy",
     [
         None,
-        jax.checkpoint_policies.dots_saveable,
+        pytest.param(jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow),
         jax.checkpoint_policies.save_only_these_names("projected"),
     ],
     ids=["nothing", "dots", "names"],
@@ -114,6 +121,7 @@ def test_checkpoint(backend: str, policy: Any) -> None:
     assert_same(gradients(backend), gradients("reference"))
 
 
+@sampled(2)
 def test_checkpoint_after_gradients_of_others(backend: str) -> None:
     """What one differentiation leaves undone, as it was not asked for, another must not, though JAX has traced it."""
     everything = {name: array for name, array in ALL.items() if name not in ("modulation", "dropout_key")}
@@ -150,6 +158,7 @@ def layer_parameters(seed: int, count: int = 3) -> dict[str, jax.Array]:
     return {**weights, "slopes": jax.random.uniform(keys[3], (count, 2))}
 
 
+@sampled(2)
 def test_scan_over_layers(backend: str) -> None:
     parameters = layer_parameters(0)
     got = jit(jax.value_and_grad(functools.partial(layers, implementation=backend, scanned=True)))(parameters, INPUTS)
@@ -157,6 +166,7 @@ def test_scan_over_layers(backend: str) -> None:
     assert_same(got, expected(parameters, INPUTS))
 
 
+@sampled(2)
 def test_jit_vmap_grad_checkpoint_scan(backend: str) -> None:
     """A gradient for each example and each of two sets of parameters, through checkpointed layers in a scan."""
     parameters = [layer_parameters(seed) for seed in (0, 1)]
@@ -166,6 +176,7 @@ def test_jit_vmap_grad_checkpoint_scan(backend: str) -> None:
     assert_same(got, stack([stack([plain(own, example) for example in INPUTS]) for own in parameters]))
 
 
+@sampled(2)
 def test_scan_over_a_growing_cache(backend: str) -> None:
     """Decoding token by token with a traced offset is causal attention, row by row."""
     tokens, caches = (jax.random.normal(jax.random.key(seed), (2, 6, 2, 8)) for seed in (0, 1))
@@ -268,6 +279,7 @@ def test_second_call_does_not_compile(backend: str, form: Any, caplog: pytest.Lo
     assert compilations(caplog, call, ALL["query"]) == 0
 
 
+@sampled(2)
 def test_second_gradient_does_not_compile(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     operands = {name: array for name, array in served(ALL, backend).items() if name != "modulation"}
     gradient = jax.grad(lambda query: attend({**operands, "query": query}, backend)[0].sum())
@@ -315,6 +327,7 @@ def test_forward_mode(backend: str) -> None:
         assert any("implementation='reference'" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_no_tracer_outlives_its_trace(backend: str) -> None:
     operands = served({name: ALL[name] for name in (*PLAIN, "modulation")}, backend)
     with jax.checking_leaks():

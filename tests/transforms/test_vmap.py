@@ -4,6 +4,7 @@ It draws the dropout of its key, counts its batch from 0, and has its own gradie
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -25,7 +26,7 @@ from operands import (
     stack,
 )
 from refusals import skip_refused
-from short_run import cover
+from short_run import cover, sampled
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +58,23 @@ def named(axes: Mapping[str, int]) -> str:
     return "all" if len(axes) == len(ALL) else "+".join(f"{name}{axis or ''}" for name, axis in axes.items())
 
 
+HALVES = [
+    {name: 0 for name, calls in zip(ALL, itertools.combinations(range(6), 3), strict=False) if call in calls}
+    for call in range(6)
+]
+"""Calls in which each operand is mapped three times. No two are in the same three, so of any two each is mapped in some
+call without the other."""
+
+
 @cover(1)
 @pytest.mark.parametrize(
     "axes",
     [
-        *({name: 0} for name in ALL),
-        dict(query=0, dropout_key=0, bias=0),
-        dict(key=0, value=0, key_value_seq_lengths=0, key_segments=0),
-        dict.fromkeys(ALL, 0),
+        *HALVES,
+        *(pytest.param({name: 0}, marks=pytest.mark.slow) for name in ALL),
+        pytest.param(dict(query=0, dropout_key=0, bias=0), marks=pytest.mark.slow),
+        pytest.param(dict(key=0, value=0, key_value_seq_lengths=0, key_segments=0), marks=pytest.mark.slow),
+        pytest.param(dict.fromkeys(ALL, 0), marks=pytest.mark.slow),
         dict(query=1, key=2, value=-1),
         dict(bias=-1, mask=2, modulation=1, sinks=1, query_segments=0),
     ],
@@ -86,7 +96,11 @@ def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
 @cover(1)
 @pytest.mark.parametrize(
     "axes",
-    [dict(key=0, bias=0, query_offset=0), dict(dropout_key=0, scale=0, modulation=0), dict.fromkeys(ALL, 0)],
+    [
+        dict(key=0, bias=0, query_offset=0),
+        pytest.param(dict(dropout_key=0, scale=0, modulation=0), marks=pytest.mark.slow),
+        dict.fromkeys(ALL, 0),
+    ],
     ids=named,
 )
 def test_gradient_of_vmap(backend: str, axes: dict[str, int]) -> None:
@@ -105,6 +119,7 @@ def test_gradient_of_vmap(backend: str, axes: dict[str, int]) -> None:
     assert_same(gradients_of_vmap(smooth, rest), expected)
 
 
+@sampled(2)
 def test_nested_vmap(backend: str) -> None:
     """Two mapped axes, over different operands and one over both, with the new axes in odd places."""
     inner = dict(query=1, modulation=0, dropout_key=0)

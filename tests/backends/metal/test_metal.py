@@ -154,7 +154,7 @@ def test_sums_that_cancel() -> None:
     oracle.assert_right(oracle.run(attention, one), one)
 
 
-@short_run.cover(1)
+@short_run.sampled(4)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 75, 100), (1, 4, 75, 100), (4, 1, 100), (1, 75, 1), (75, 100)], ids=str)
@@ -190,6 +190,7 @@ def equations(jaxpr: Any) -> Any:
 
 
 @pytest.mark.usefixtures("emulated")
+@short_run.sampled(2)
 @pytest.mark.parametrize("name", ["bias", "scale", "alibi_slopes", "key"])
 def test_unused_gradients_are_not_computed(name: str) -> None:
     one = cases.build(EVERYTHING)

@@ -175,7 +175,12 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize(
-    "name", ENDLESS if hypothesis.settings.get_current_profile_name() == "deep" else ["alone", "waiting_for_another"]
+    "name",
+    [
+        "alone",
+        pytest.param("waiting_for_another", marks=pytest.mark.slow),
+        *(["together"] if hypothesis.settings.get_current_profile_name() == "deep" else []),
+    ],
 )
 def test_endless_loop(name: str) -> None:
     """With the deep profile also the one that takes minutes to find."""

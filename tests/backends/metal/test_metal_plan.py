@@ -13,6 +13,7 @@ import oracle
 import pytest
 from cases import Case
 from metal_shader import MISSING
+from short_run import cover
 
 import jflash
 import jflash_metal
@@ -122,6 +123,7 @@ def test_blocks_fit(itemsize: int, dims: tuple[int, int]) -> None:
     assert sum(memory.d_bias(blocks.d_query).values()) <= 32768
 
 
+@cover(1)
 @pytest.mark.parametrize("dims", [(33, 7), (64, 64), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -77,6 +77,7 @@ def ends(schedule: ForwardSchedule, visits: tuple[float, ...], heads: int, begin
     return last(time(cta) for _, cta, _, _ in itertools.product(*map(range, axes)))
 
 
+@cover(2)
 @pytest.mark.parametrize("beginning", [0.5, 3.0])
 @pytest.mark.parametrize(("batch", "heads"), [(1, 3), (16, 16), (12, 40), (1, 300)])
 @pytest.mark.parametrize("visits", [(8,) * 8, (9, 7, 5, 3, 1), (32,) * 43, (2.5,) * 7, (1,)], ids=len)
@@ -306,6 +307,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
         assert sorted(covered) == list(range(rows))
 
 
+@sampled(4)
 @pytest.mark.parametrize("processors", [1, 3, 7])
 @pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2)])
 def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):

@@ -44,9 +44,14 @@ def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) 
     return Call(query, key, value, d_out=normal(3, *rows, value.shape[-1]), d_lse=normal(4, *rows), **options)
 
 
+TILED = [*zip(FEATURES, itertools.cycle(SHAPES), strict=False), *(("lengths", shape) for shape in SHAPES[:3]), *NARROW]
+IN_SHORT_RUN = [*TILED[2:6], NARROW[-1]]
+"""Of all shapes of tiles, what says which of them are visited."""
+
+
 @pytest.mark.parametrize(
     ("feature", "shape"),
-    [*zip(FEATURES, itertools.cycle(SHAPES), strict=False), *(("lengths", shape) for shape in SHAPES[:3]), *NARROW],
+    [pytest.param(*row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in TILED],
 )
 def test_any_tiles_are_right(monkeypatch: pytest.MonkeyPatch, feature: str, shape: tuple[int, int, int, int]):
     name = f"xla in tiles of {shape}"
