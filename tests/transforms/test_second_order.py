@@ -35,7 +35,7 @@ FEATURES = {
     "tiles": SMALL._replace(query_length=523, key_length=640, heads=(1, 1), dims=(2, 2), batch=(), causal=True),
 }
 REVERSE_ONLY = [name for name, backend in _dispatch.BACKENDS.items() if hasattr(backend, "backward")]
-IN_SHORT_RUN = ("score_mod", "window", "lengths")
+IN_SHORT_RUN = ("score_mod", "lengths")
 TWICE = [name for name in REVERSE_ONLY if getattr(_dispatch.BACKENDS[name], "DIFFERENTIABLE_BACKWARD", False)]
 
 

@@ -121,7 +121,7 @@ def test_checkpoint(backend: str, policy: Any) -> None:
     assert_same(gradients(backend), gradients("reference"))
 
 
-@sampled(2)
+@pytest.mark.slow
 def test_checkpoint_after_gradients_of_others(backend: str) -> None:
     """What one differentiation leaves undone, as it was not asked for, another must not, though JAX has traced it."""
     everything = {name: array for name, array in ALL.items() if name not in ("modulation", "dropout_key")}
@@ -288,6 +288,7 @@ def test_second_gradient_does_not_compile(backend: str, caplog: pytest.LogCaptur
     assert compilations(caplog, gradient, ALL["query"]) == 0
 
 
+@pytest.mark.slow
 def test_reverse_over_reverse(backend: str) -> None:
     """Second derivatives, plain and mapped, against `reference`'s in forward mode over reverse."""
     names = ("query", "bias", "sinks")

@@ -26,7 +26,7 @@ from operands import (
     stack,
 )
 from refusals import skip_refused
-from short_run import cover, sampled
+from short_run import cover
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_gradient_of_vmap(backend: str, axes: dict[str, int]) -> None:
     assert_same(gradients_of_vmap(smooth, rest), expected)
 
 
-@sampled(2)
+@pytest.mark.slow
 def test_nested_vmap(backend: str) -> None:
     """Two mapped axes, over different operands and one over both, with the new axes in odd places."""
     inner = dict(query=1, modulation=0, dropout_key=0)
