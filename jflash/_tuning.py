@@ -93,7 +93,7 @@ def store(device: str, answers: Mapping[TuningKey, Any], about: Mapping[str, Any
         raise ModuleNotFoundError("Tuned tiles are stored where platformdirs says, and it is not installed.")
     rows = [dict(kind=kind, key=key, tiles=numbers(tiles)) for (kind, key), tiles in answers.items()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Whoever reads meanwhile finds the old file or the new one, whole.
+    # A reader meanwhile finds the old file or the new one, whole.
     with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".json", delete=False) as file:
         json.dump(dict(device=device, **about, answers=rows), file, indent=1)
     os.replace(file.name, target)

@@ -96,7 +96,7 @@ class Settings:
     long: int = 16384
     """Tokens at which a window of 256 keys to each side is compared with full, and memory is looked at."""
     rounds: int = 5
-    """How often each case is measured."""
+    """Measurements of each case."""
     peers: tuple[Peer, ...] = ("jax.nn", "torch")
     """Whom to compare with."""
     output: pathlib.Path | None = None

@@ -159,7 +159,7 @@ def test_third_backend_has_first_derivatives_only(served: tuple[str, Stub]) -> N
 
 @pytest.mark.parametrize("function", ["unsupported", "forward", "backward"])
 def test_errors_of_a_backend_are_not_caught(served: tuple[str, Stub], function: str) -> None:
-    """Nobody falls back on another backend because one is broken."""
+    """A broken backend is an error, and no other one takes its place."""
     _, stub = served
 
     def broken(*_: Any) -> Any:

@@ -207,7 +207,7 @@ def all_cases(*products: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def once(some: list[Case], names: Collection[str] = Case._fields) -> list[Case]:
-    """So many of the cases that every value of each name is in one."""
+    """As many of the cases as it takes for every value of each name to be in one."""
     rows = [{name: getattr(case, name) for name in names} for case in some]
     return [some[index] for index in sorted(short_run.covering(rows, 1))]
 

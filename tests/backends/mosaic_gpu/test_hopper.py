@@ -136,7 +136,7 @@ def test_deterministic(dims, options):
     ids=str,
 )
 def test_rounds(dims, options):
-    """So many short rows that a block of the grid takes several blocks of queries."""
+    """Short rows, enough of them for a CTA to take several blocks of queries."""
     case = Case("bfloat16", 400, 150, heads=(16, 4), dims=dims, batch=(25,), **options)
     call = cases.build(case)
     poison()
@@ -147,8 +147,8 @@ def test_rounds(dims, options):
 @pytest.mark.parametrize(("batch", "heads"), [(198, (2, 2)), (198, (4, 2)), (22, (18, 18)), (22, (36, 18))], ids=str)
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(90, 20), lengths="both")], ids=str)
 def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: tuple[int, int], options: dict):
-    """So many short sequences that heads and batch entries take each other's place in the sums of dQ: in turns of some
-    entries of a head, and of several heads."""
+    """Short sequences, enough of them that heads and batch entries take each other's place in the sums of dQ: in turns
+    of some entries of a head, and of several heads."""
     schedule = BackwardSchedule.of(*heads, 2, batch, _platform.current().processors)
     assert (schedule.items < batch) == (batch > 100)
     assert dq_accumulator.waves_with_room(schedule) < schedule.waves
