@@ -48,9 +48,9 @@ endif
 	$(VENV_PYTHON) -m pip install --quiet 'ziglang>=0.15'
 	@touch $@
 
-# The project with one of its extras; made again when pyproject.toml changes.
+# The project with one of its extras; made again when pyproject.toml changes. Python compiles what is imported: a tenth.
 .venv/installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("Python 3.12 or newer is needed; this is " + sys.version)'
 	$(PYTHON) -m venv .venv
-	$(VENV_PYTHON) -m pip install --quiet --editable '.[$*]'
+	$(VENV_PYTHON) -m pip install --quiet --no-compile --editable '.[$*]'
 	@touch $@

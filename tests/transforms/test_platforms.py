@@ -158,7 +158,7 @@ TRANSFORMS: dict[str, Callable[[str | None], Any]] = {
     "shard_map": by_shard_map,
     "shard_map_unchecked": functools.partial(by_shard_map, check_vma=False),
 }
-IN_SHORT_RUN = ("jit", "export", "explicit_mesh", "shard_map")
+IN_SHORT_RUN = ("jit", "export", "shard_map")
 
 
 @pytest.mark.parametrize(
