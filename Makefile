@@ -48,7 +48,7 @@ endif
 	$(VENV_PYTHON) -m pip install --quiet 'ziglang>=0.15'
 	@touch $@
 
-# The project with one of its extras; made again when pyproject.toml changes. Python compiles what is imported: a tenth.
+# The project with one of its extras; made again when pyproject.toml changes. Modules are compiled when first imported.
 .venv/installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("Python 3.12 or newer is needed; this is " + sys.version)'
 	$(PYTHON) -m venv .venv
