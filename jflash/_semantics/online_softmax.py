@@ -100,24 +100,27 @@ def step_bounded(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> R
 
 
 def exponentials(
-    logits: Float[Array, "*rows j"], *, some_empty: bool
+    logits: Float[Array, "*rows j"], *, rounded: bool
 ) -> tuple[Float[Array, "*rows j"], Float[Array, "*rows"]]:
     """exp(logit - largest) where the logits of all keys are at hand, and the largest of each row.
 
-    Maximum, subtraction and XLA's own exponential are one pass on a CPU, if nothing stands between them. So a row that
-    sees no key is seen to before them: its largest is the lowest number of all, and its exponentials are 0.
+    Maximum, subtraction and XLA's own exponential are one pass on a CPU, if no selection stands between them. So a row
+    that sees no key is seen to before them: its largest is the lowest number of all, and its exponentials are 0.
 
     Args:
-      some_empty: whether there may be such rows.
+      rounded: whether what makes the logits may end in a product that is rounded. XLA makes them twice, and the second
+        time subtracts before it rounds: a large logit less itself would be far from 0. So they are made once.
     """
-    known = jnp.maximum(logits, float(jnp.finfo(logits.dtype).min)) if some_empty else logits
-    largest = lax.stop_gradient(known.max(axis=-1))
+    if rounded:
+        logits = lax.optimization_barrier(logits)
+    finite = jnp.maximum(logits, float(jnp.finfo(logits.dtype).min))
+    largest = lax.stop_gradient(finite.max(axis=-1))
     return jnp.exp(logits - largest[..., None]), largest
 
 
-def whole(logits: Float[Array, "*rows j"], weigh: Weigh, *, some_empty: bool) -> Rows:
-    """The state of rows after the logits of all keys."""
-    probabilities, largest = exponentials(logits, some_empty=some_empty)
+def whole(logits: Float[Array, "*rows j"], weigh: Weigh, *, rounded: bool) -> Rows:
+    """The state of rows after the logits of all keys; `rounded` as for `exponentials`."""
+    probabilities, largest = exponentials(logits, rounded=rounded)
     return Rows(largest, probabilities.sum(axis=-1), weigh(probabilities))
 
 

@@ -50,18 +50,6 @@ def limited(spec: Spec) -> bool:
     return spec.bounds != (None, None) or not names.isdisjoint(spec.operands)
 
 
-def some_row_may_be_empty(spec: Spec) -> bool:
-    """Whether a query may see no key, or none whose logit is above -inf, as far as `spec` tells."""
-    left, right = spec.bounds
-    offset = spec.query_offset
-    names = {"mask", "query_lengths", "key_lengths", "query_segments", "bias"}
-    if offset is None or spec.score_mod is not None or not names.isdisjoint(spec.operands):
-        return True
-    below = right is not None and offset + right < 0
-    above = left is not None and spec.query_length - 1 + offset - left >= spec.key_length
-    return below or above
-
-
 class Spans(NamedTuple):
     """0 <= start <= full_start <= full_stop <= stop <= the number of keys, or of queries."""
 

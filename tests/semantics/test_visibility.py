@@ -66,19 +66,6 @@ def test_one_entry_by_its_scalars(block, options):
         )
 
 
-@hypothesis.given(bounds)
-def test_rows_that_see_no_key(options: dict[str, Any]):
-    """Are foreseen; and not where all bounds are known, and leave every row some key."""
-    array = lambda length: jnp.zeros((2, length, 1, 4))
-    spec, _, _ = _canonical.canonicalize(array(QUERIES), array(KEYS), array(KEYS), **options)
-    _, rule = spans_and_rule(0, QUERIES, **options)
-    some_empty = not rule.any(axis=-1).all()
-    foreseen = visibility.some_row_may_be_empty(spec)
-    assert foreseen or not some_empty
-    if {"query_offset", "query_lengths", "key_lengths"}.isdisjoint(spec.operands):
-        assert foreseen == some_empty
-
-
 def sorted_ids(length: int):
     ids = st.lists(st.integers(0, 4), min_size=length, max_size=length).map(sorted)
     return st.lists(ids, min_size=2, max_size=2).map(np.array)

@@ -25,8 +25,8 @@ from jaxtyping import Array, Float
 
 from jflash._backends.xla import tiling
 from jflash._backends.xla.sums import Place, Terms, tile_sum
-from jflash._semantics import dropout, online_softmax, visibility
-from jflash._semantics.logits import modify_logits, without_unseen
+from jflash._semantics import dropout, online_softmax
+from jflash._semantics.logits import may_end_in_rounding, modify_logits, without_unseen
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import Parameters, split_heads, tile_parameters
 
@@ -116,8 +116,7 @@ def _tile_gradient(spec: Spec, smooth: list[bool], whole_call: bool, terms: Term
     logits, pull_back = jax.vjp(modify, pairs(tiling.dot(spec, query, key, (3, 3))), parameters)
     logits = logits if visible is None else jnp.where(visible, logits, -jnp.inf)
     if whole_call:
-        some_empty = visibility.some_row_may_be_empty(spec)
-        exponentials, largest = online_softmax.exponentials(logits, some_empty=some_empty)
+        exponentials, largest = online_softmax.exponentials(logits, rounded=may_end_in_rounding(spec))
         probabilities = exponentials * jnp.exp(largest[..., None] - lse)
     else:
         probabilities = online_softmax.exp(logits - lse)

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 
 from jflash._backends.xla import tiling
 from jflash._backends.xla.tiling import Block, Span
-from jflash._semantics import dropout, online_softmax, visibility
-from jflash._semantics.logits import modify_logits
+from jflash._semantics import dropout, online_softmax
+from jflash._semantics.logits import may_end_in_rounding, modify_logits
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, TileShape, cut, load_tile, paste, split_heads
 
@@ -73,8 +73,8 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
         unknown = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
         if whole:
-            some_empty = visibility.some_row_may_be_empty(spec)
-            step = lambda _, logits, weigh: online_softmax.whole(logits, weigh, some_empty=some_empty)
+            rounded = may_end_in_rounding(spec)
+            step = lambda _, logits, weigh: online_softmax.whole(logits, weigh, rounded=rounded)
             state = attend_tiles(step, unknown)
         elif key_norms is None:
             state = attend_tiles(online_softmax.step, unknown)
