@@ -42,8 +42,8 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
 
 
 def run(call: Call, processors: int = 132, *, detect_races: bool = True, **options: object) -> Results:
-    """The kernels' results for a call, in its own shapes, as on a device with so many processors; without
-    cotangents the forward's alone.
+    """The kernels' results for a call, in its own shapes, as on a device with this number of
+    processors; without cotangents the forward's alone.
 
     Races are found between the warpgroups of a block. Where blocks add to the same numbers, or wait for each other, the
     interpreter would report a race too: it has no atomic additions, and runs one block after the other.

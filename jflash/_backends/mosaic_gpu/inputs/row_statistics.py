@@ -53,8 +53,8 @@ def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N
 def for_fused(
     spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"], columns: Array | None
 ) -> dict[str, Array]:
-    """For the fused backward, by name: its columns, if it has any; or where its accumulators begin, or where a logit is
-    not its product lse and -delta."""
+    """For the fused backward, by name: columns, if it has any; else where its accumulators begin, of which that of S is
+    lse itself in a call that is not plain."""
     if columns is not None:
         return dict(columns=columns, ones=ones())
     if exponent.is_plain(spec):
