@@ -1,6 +1,7 @@
 """Attention on the CPU in float32: the time of jflash beside jax.nn's and torch's, and jflash's temporary memory.
 
     python examples/benchmarks/cpu.py --output cpu.json
+    python examples/benchmarks/cpu.py --lengths 64 128 256 512 1024 --long 1024 --peers jax.nn --output cpu-small.json
 
 Everything runs in one process, in turns: each round measures every case once, and a case's time is its median over the
 rounds. Each ratio is printed with the two times that it is made of. torch takes part where it is installed.
@@ -42,8 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     NARROW: {"local_window_size": 256},
 }
 WORK = ("fwd", "fwd+bwd")
+SMALL = (64, 128, 256, 512, 1024)
 GOALS = {
-    ("jax.nn / jflash", 512): ("≥ 1", "≥ 1"),
+    **{(f"jax.nn / jflash{mask}", tokens): ("≥ 1", "≥ 1") for mask in ("", ", causal") for tokens in SMALL},
     ("jax.nn / jflash", 4096): ("≥ 5", "≥ 4"),
     ("torch / jflash, full", 4096): ("≥ 0.8", "≥ 0.8"),
     ("torch / jflash, causal", 4096): ("≥ 0.8", "≥ 0.8"),
@@ -94,7 +96,7 @@ class Settings:
     long: int = 16384
     """Tokens at which a window of 256 keys to each side is compared with full, and memory is looked at."""
     rounds: int = 5
-    """How often each case is measured."""
+    """Measurements of each case."""
     peers: tuple[Peer, ...] = ("jax.nn", "torch")
     """Whom to compare with."""
     output: pathlib.Path | None = None
@@ -105,6 +107,7 @@ def comparisons(settings: Settings) -> list[Comparison]:
     """The table's times."""
     pairs = {
         "jax.nn / jflash": (("jax.nn", "full"), ("jflash", "full"), settings.lengths),
+        "jax.nn / jflash, causal": (("jax.nn", "causal"), ("jflash", "causal"), settings.lengths),
         "torch / jflash, full": (("torch", "full"), ("jflash", "full"), settings.lengths),
         "torch / jflash, causal": (("torch", "causal"), ("jflash", "causal"), settings.lengths),
         "causal / full": (("jflash", "causal"), ("jflash", "full"), settings.lengths),

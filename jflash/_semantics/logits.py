@@ -6,6 +6,7 @@ parameter, with `jax.vjp` on its own tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -55,3 +56,10 @@ def without_unseen(spec: Spec, parameters: Parameters, visible: Bool[Array, "...
     if spec.score_mod is None or parameters.bias is None or visible is None:
         return parameters
     return parameters._replace(bias=jnp.where(visible, parameters.bias, 0))
+
+
+def may_end_in_rounding(spec: Spec) -> bool:
+    """Whether the last step of `modify_logits` may be a product that is rounded: not the scale, if a power of two."""
+    is_exact = spec.scale is not None and math.frexp(spec.scale)[0] in (0.5, -0.5)
+    others = spec.logits_soft_cap is not None or spec.score_mod is not None or "alibi_slopes" in spec.operands
+    return not is_exact or others

@@ -99,6 +99,31 @@ def step_bounded(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> R
     return rows._replace(total=rows.total + probabilities.sum(axis=-1), weighted=rows.weighted + weigh(probabilities))
 
 
+def exponentials(
+    logits: Float[Array, "*rows j"], *, rounded: bool
+) -> tuple[Float[Array, "*rows j"], Float[Array, "*rows"]]:
+    """exp(logit - largest) where the logits of all keys are at hand, and the largest of each row.
+
+    Maximum, subtraction and XLA's own exponential are one pass on a CPU, if no selection stands between them. So a row
+    that sees no key is seen to before them: its largest is the lowest number of all, and its exponentials are 0.
+
+    Args:
+      rounded: whether what makes the logits may end in a product that is rounded. XLA makes them twice, and the second
+        time subtracts before it rounds: a large logit less itself would be far from 0. So they are made once.
+    """
+    if rounded:
+        logits = lax.optimization_barrier(logits)
+    finite = jnp.maximum(logits, float(jnp.finfo(logits.dtype).min))
+    largest = lax.stop_gradient(finite.max(axis=-1))
+    return jnp.exp(logits - largest[..., None]), largest
+
+
+def whole(logits: Float[Array, "*rows j"], weigh: Weigh, *, rounded: bool) -> Rows:
+    """The state of rows after the logits of all keys; `rounded` as for `exponentials`."""
+    probabilities, largest = exponentials(logits, rounded=rounded)
+    return Rows(largest, probabilities.sum(axis=-1), weigh(probabilities))
+
+
 def finish(rows: Rows, sinks: Float[Array, "*#rows"] | None) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
     """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
     largest, total, weighted = rows

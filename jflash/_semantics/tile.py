@@ -29,11 +29,6 @@ class Parameters(NamedTuple):
     alibi_slopes: Float[Array, "#b k g 1 1"] | None
     score_mod_arrays: tuple[Array, ...]
 
-    def keys_first(self) -> Parameters:
-        """The same parameters of a tile laid out `[b, k, j, g, i]`."""
-        move = lambda array: None if array is None else jnp.moveaxis(array, 4, 2)
-        return Parameters(move(self.scale), move(self.bias), move(self.alibi_slopes), self.score_mod_arrays)
-
 
 class Tile(NamedTuple):
     """What decides a tile's logits and who sees whom, each broadcastable to `[b, k, g, i, j]`."""
@@ -51,12 +46,6 @@ class Tile(NamedTuple):
     query_segments: Int[Array, "#b 1 1 i 1"] | None
     key_segments: Int[Array, "#b 1 1 1 j"] | None
     dropout_seed: UInt32[Array, "b 2"] | None
-
-    def keys_first(self) -> Tile:
-        """The same tile laid out `[b, k, j, g, i]`."""
-        bare = self._replace(parameters=None, dropout_seed=None)
-        moved: Tile = jax.tree.map(lambda array: jnp.moveaxis(array, 4, 2), bare)
-        return moved._replace(parameters=self.parameters.keys_first(), dropout_seed=self.dropout_seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +77,8 @@ def cut(array: Array, starts: tuple[Int[Array, ""] | int, ...], sizes: tuple[int
 
 def paste(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
     """`array` with `block` in it at `starts`, in place inside a compiled loop."""
+    if block.shape == array.shape:
+        return block.astype(array.dtype)
     return lax.dynamic_update_slice(array, block.astype(array.dtype), _int32(array, starts))
 
 

@@ -350,6 +350,11 @@ def test_xla_describes_its_tiles() -> None:
     assert backward.startswith("backward: tiles of ")
     assert backward.endswith("computed again from the log-sum-exp")
     assert memory.startswith("memory")
+    small = jax.ShapeDtypeStruct((1, 128, 8, 64), jnp.float32)
+    _, forward, backward, _ = jflash.explain(small, small, small, implementation="xla", verbose=True).splitlines()
+    one = "one tile, without a loop: 0.5 MiB of float32 logits"
+    assert forward == f"forward: {one}"
+    assert backward == f"backward: {one}, the forward's if compiled with it"
 
 
 def test_nothing_is_described_where_nothing_serves() -> None:

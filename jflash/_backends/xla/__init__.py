@@ -1,14 +1,15 @@
 """Tiled attention in plain JAX: runs wherever JAX does, and is the default off Hopper.
 
 `tiling` walks over the tiles that some query can see; `forward` runs the online softmax along the walk, and `backward`
-recomputes each tile from the log-sum-exp and sums what the tiles contribute.
+recomputes each tile from the log-sum-exp and sums what the tiles contribute. A small call is one tile: there is no loop
+then, and no condition.
 """
 
 from __future__ import annotations
 
 from jflash._backends.xla.backward import backward
 from jflash._backends.xla.forward import forward
-from jflash._backends.xla.tiling import plan
+from jflash._backends.xla.tiling import is_whole, plan
 from jflash._platform import Platform, lowered_for
 from jflash._semantics.spec import Spec
 
@@ -35,9 +36,14 @@ def describe(spec: Spec, platform: Platform) -> str:
     for work, shape in shapes.items():
         heads = shape.key_heads * spec.group
         size = shape.batch * heads * shape.queries * shape.keys * spec.accumulator.itemsize
+        logits = f"{size / 2**20:.2g} MiB of {spec.accumulator} logits"
+        if is_whole(spec, shape):
+            lines.append(f"{work}: one tile, without a loop: {logits}")
+            continue
         lines.append(
             f"{work}: tiles of {shape.queries} queries by {shape.keys} keys, {shape.batch} of {spec.batch} batch "
-            f"entries and {heads} of {spec.heads} heads at a time: {size / 2**20:.2g} MiB of {spec.accumulator} logits"
+            f"entries and {heads} of {spec.heads} heads at a time: {logits}"
         )
-    lines[-1] += ", computed again from the log-sum-exp"
+    one = is_whole(spec, shapes["backward"])
+    lines[-1] += ", the forward's if compiled with it" if one else ", computed again from the log-sum-exp"
     return "\n".join([*lines, "memory: a few tiles, and arrays that grow with T + S; none that grows with T * S"])

@@ -1,15 +1,18 @@
 """Backward: every tile is computed again from the log-sum-exp, and what it gives is summed.
 
     delta = rowsum(dO * O) - dlse
-    for each tile, laid out keys by queries:
+    for each tile:
       P  = exp(modify(Q K^T) - lse)
       dP = dO V^T
       dS = P * (dP - delta), taken back through modify
-      dV += P^T dO;  dK += dS^T Q;  dQ += dS K
+      dQ += dS K;  dV^T += dO^T P;  dK^T += Q^T dS
 
-FlashAttention-2, arXiv:2307.08691, section 3.1.2. Keys come first in a tile because XLA's CPU matrix products want
-the contracted axis of the left factor last: so it is for four of the five products, and the fifth is done as dQ^T,
-where the left factor is the smaller one. The other way round the backward takes 1.6 times as long.
+FlashAttention-2, arXiv:2307.08691, section 3.1.2. XLA's CPU matrix products want the contracted axis of the left factor
+last. dV and dK are made transposed for that: then the left factor is the smaller one, and no tile of logits is
+transposed.
+
+Where one tile is the whole call, P = exp(S - m) * exp(m - lse), with exp(S - m) written as the forward writes it. In a
+program that has both, XLA computes it once: as fast as if it were kept, and `jax.checkpoint` still has it forgotten.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from jaxtyping import Array, Float
 from jflash._backends.xla import tiling
 from jflash._backends.xla.sums import Place, Terms, tile_sum
 from jflash._semantics import dropout, online_softmax
-from jflash._semantics.logits import modify_logits, without_unseen
+from jflash._semantics.logits import may_end_in_rounding, modify_logits, without_unseen
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import Parameters, split_heads, tile_parameters
 
@@ -57,8 +60,10 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         parameters=(differentiable,),
     )
 
+    whole_call = tiling.is_whole(spec, tiling.plan(spec, "backward"))
+
     def tile_gradient(terms: Terms, place: Place) -> Terms:
-        return _tile_gradient(spec, smooth, terms, place)
+        return _tile_gradient(spec, smooth, whole_call, terms, place)
 
     sums = tile_sum(spec, tile_gradient, discrete, arguments)
     (d_query,), (d_key, d_value), (d_parameters,) = sums
@@ -80,7 +85,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     )
 
 
-def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -> Terms:
+def _tile_gradient(spec: Spec, smooth: list[bool], whole_call: bool, terms: Terms, place: Place) -> Terms:
     """What one tile adds to dQ, to dK and dV, and to the parameters' gradients."""
     query, d_out, lse, delta = terms.rows
     key, value = terms.keys
@@ -94,25 +99,28 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
         lse = jnp.where(place.fresh[None, None, None], lse, jnp.inf)
 
     query, d_out = (array.reshape(batch, heads, group * rows, -1) for array in (query, d_out))
-    lse, delta = lse[:, :, None], delta[:, :, None]
-    pairs = lambda array: array.reshape(batch, heads, -1, group, rows)
-    flat = lambda array: array.astype(spec.dtype).reshape(batch, heads, -1, group * rows)
+    lse, delta = lse[..., None], delta[..., None]
+    pairs = lambda array: array.reshape(batch, heads, group, rows, -1)
+    flat = lambda array: array.astype(spec.dtype).reshape(batch, heads, group * rows, -1)
 
-    discrete_arrays, tile = tile.parameters.score_mod_arrays, tile.keys_first()
-    visible = None if place.visible is None else jnp.moveaxis(place.visible, 4, 2)
+    discrete_arrays = tile.parameters.score_mod_arrays
+    visible = place.visible
 
-    def modify(products: Float[Array, "b k j g i"], parameters: Parameters) -> Float[Array, "b k j g i"]:
+    def modify(products: Float[Array, "b k g i j"], parameters: Parameters) -> Float[Array, "b k g i j"]:
         some, rest = iter(parameters.score_mod_arrays), iter(discrete_arrays)
         arrays = tuple(next(some) if s else next(rest) for s in smooth)
-        whole = parameters._replace(score_mod_arrays=arrays).keys_first()
+        whole = parameters._replace(score_mod_arrays=arrays)
         whole = without_unseen(spec, whole, visible)
         return modify_logits(spec, products, tile._replace(parameters=whole))
 
-    logits, pull_back = jax.vjp(modify, pairs(tiling.dot(spec, key, query, (3, 3))), parameters)
-    if visible is not None:
-        logits = jnp.where(visible, logits, -jnp.inf)
-    probabilities = online_softmax.exp(logits - lse)
-    d_probabilities = pairs(tiling.dot(spec, value, d_out, (3, 3)))
+    logits, pull_back = jax.vjp(modify, pairs(tiling.dot(spec, query, key, (3, 3))), parameters)
+    logits = logits if visible is None else jnp.where(visible, logits, -jnp.inf)
+    if whole_call:
+        exponentials, largest = online_softmax.exponentials(logits, rounded=may_end_in_rounding(spec))
+        probabilities = exponentials * jnp.exp(largest[..., None] - lse)
+    else:
+        probabilities = online_softmax.exp(logits - lse)
+    d_probabilities = pairs(tiling.dot(spec, d_out, value, (3, 3)))
     kept = probabilities
     if spec.dropout_rate > 0:
         keep = dropout.keep(spec, tile)
@@ -123,7 +131,8 @@ def _tile_gradient(spec: Spec, smooth: list[bool], terms: Terms, place: Place) -
     for name in spec.undifferentiated.intersection(Parameters._fields):
         d_parameters = d_parameters._replace(**{name: () if name == "score_mod_arrays" else None})
 
-    d_value = tiling.dot(spec, flat(kept), d_out, (3, 2))
-    d_key = tiling.dot(spec, flat(d_products), query, (3, 2))
-    d_query = pairs(tiling.dot(spec, key, flat(d_products), (2, 2)))
+    columns = lambda array: jnp.swapaxes(array, 2, 3)
+    d_value = columns(tiling.dot(spec, columns(d_out), flat(kept), (3, 2)))
+    d_key = columns(tiling.dot(spec, columns(query), flat(d_products), (3, 2)))
+    d_query = pairs(tiling.dot(spec, flat(d_products), key, (3, 2)))
     return Terms((d_query,), (d_key, d_value), (d_parameters,))

@@ -8,7 +8,8 @@
       out = O / l;  lse = m + log l
 
 Where the norms of queries and keys alone say that no logit of a block can be large (Cauchy-Schwarz), m is that bound
-from the start and need not be found tile by tile.
+from the start and need not be found tile by tile. Where one tile is the whole call, m is the largest of its logits and
+nothing is rescaled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float
 from jflash._backends.xla import tiling
 from jflash._backends.xla.tiling import Block, Span
 from jflash._semantics import dropout, online_softmax
-from jflash._semantics.logits import modify_logits
+from jflash._semantics.logits import may_end_in_rounding, modify_logits
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, TileShape, cut, load_tile, paste, split_heads
 
@@ -33,6 +34,7 @@ Step = Callable[[online_softmax.Rows, Float[Array, "b k g i j"], online_softmax.
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in the accumulator's."""
     shape = tiling.plan(spec, "forward")
+    whole = tiling.is_whole(spec, shape)
     batch, heads, rows = shape.batch, shape.key_heads, shape.queries
     query = split_heads(operands.query, 2, spec)
     sinks = None if operands.sinks is None else split_heads(operands.sinks, 1, spec)
@@ -70,7 +72,11 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
             return tiling.for_each_tile(spec, operands, shape, block, attend_tile, state)
 
         unknown = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
-        if key_norms is None:
+        if whole:
+            rounded = may_end_in_rounding(spec)
+            step = lambda _, logits, weigh: online_softmax.whole(logits, weigh, rounded=rounded)
+            state = attend_tiles(step, unknown)
+        elif key_norms is None:
             state = attend_tiles(online_softmax.step, unknown)
         else:
             bound = _norms(queries) * cut(key_norms, (block.batch, block.key_head, 0, 0), (batch, heads, 1, 1))

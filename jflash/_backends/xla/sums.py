@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 TileFunction = Callable[[Terms, Place], Terms]
-"""Of a tile's part of the arguments. Its results for rows are `[b, k, ..., g, i]`: so the products give them."""
+"""Of a tile's part of the arguments; its results are parts of the sums."""
 
 
 def tile_sum(spec: Spec, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
@@ -67,9 +67,8 @@ def tile_sum(spec: Spec, function: TileFunction, operands: Operands, arguments: 
 
         def vjp(both: Terms, place: Place) -> Terms:
             own, theirs = both.split(arguments)
-            theirs = theirs._replace(rows=tuple(jnp.moveaxis(array, (2, 3), (-2, -1)) for array in theirs.rows))
             (terms,) = jax.vjp(lambda own: function(own, place), own)[1](theirs)
-            return terms._replace(rows=tuple(jnp.moveaxis(array, (2, 3), (-2, -1)) for array in terms.rows))
+            return terms
 
         return None, tile_sum(spec, vjp, operands, arguments.joined(cotangents))
 
@@ -109,10 +108,7 @@ def _walk(spec: Spec, function: TileFunction, operands: Operands, arguments: Ter
         zeros = tuple(jnp.zeros(term.shape, spec.accumulator) for term in example.rows)
         found = tiling.for_each_tile(spec, operands, shape, block, attend_tile, sums._replace(rows=zeros))
         return found._replace(
-            rows=tuple(
-                tiling.add_rows(a, jnp.moveaxis(b, (-2, -1), (2, 3)), block)
-                for a, b in zip(sums.rows, found.rows, strict=True)
-            )
+            rows=tuple(tiling.add_rows(a, b, block) for a, b in zip(sums.rows, found.rows, strict=True))
         )
 
     def kept(whole: Parameters, like: Parameters) -> Parameters:
@@ -131,11 +127,11 @@ def _walk(spec: Spec, function: TileFunction, operands: Operands, arguments: Ter
     example = jax.eval_shape(lambda: one(origin, corner, None, load_block(origin)))
     sums = Terms(
         tuple(
-            jnp.zeros((spec.batch, spec.query_length, spec.key_heads, spec.group, *x.shape[2:-2]), spec.accumulator)
+            jnp.zeros((spec.batch, spec.query_length, spec.key_heads, spec.group, *x.shape[4:]), spec.accumulator)
             for x in example.rows
         ),
         tuple(
-            jnp.zeros((spec.batch, spec.key_length, spec.key_heads, *x.shape[3:]), spec.accumulator)
+            jnp.zeros((spec.batch, spec.key_heads, *x.shape[3:], spec.key_length), spec.accumulator)
             for x in example.keys
         ),
         tuple(
@@ -143,4 +139,5 @@ def _walk(spec: Spec, function: TileFunction, operands: Operands, arguments: Ter
             for whole, like in zip(arguments.parameters, example.parameters, strict=False)
         ),
     )
-    return tiling.for_each_block(spec, operands, shape, attend_block, sums)
+    sums = tiling.for_each_block(spec, operands, shape, attend_block, sums)
+    return sums._replace(keys=tuple(jnp.moveaxis(array, (1, -1), (2, 1)) for array in sums.keys))

@@ -99,6 +99,11 @@ def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
     return TileShape(batch, key_heads, queries, keys)
 
 
+def is_whole(spec: Spec, shape: TileShape) -> bool:
+    """Whether one tile is the whole call, which then has no more logits than `Blocks.logits`."""
+    return shape == TileShape(spec.batch, spec.key_heads, spec.query_length, spec.key_length)
+
+
 class Block(NamedTuple):
     """Some query rows of some batch entries and heads."""
 
@@ -132,15 +137,20 @@ def for_each_block[Carry](
 
 def _loop[Carry](count: Int[Array, ""] | int, body: Callable[[Int[Array, ""], Carry], Carry], carry: Carry) -> Carry:
     """`body` for each index below `count`; int32 also where Python's integers become int64."""
+    if isinstance(count, int) and count == 1:
+        return body(jnp.int32(0), carry)
     return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The part [start, stop) of a tile's keys that is this tile's own; the rest belongs to its neighbours."""
+    """The part [start, stop) of a tile's keys that is this tile's own; the rest belongs to its neighbours.
 
-    start: Int[Array, ""]
-    stop: Int[Array, ""]
+    `None` where it has none: then a tile's own keys are all that its rows see.
+    """
+
+    start: Int[Array, ""] | None = None
+    stop: Int[Array, ""] | None = None
 
 
 def for_each_tile[Carry](
@@ -165,14 +175,15 @@ def for_each_tile[Carry](
         full_start = jnp.int32(0)
         return _loop(length // size, unmasked, carry)
 
+    if is_whole(spec, shape):
+        return body(corner(jnp.int32(0)), Span(), carry)
     spans = visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
     window = _window(spec)
     in_step = operands.query_offset is None or shape.batch == 1
     if size == length or (in_step and window is not None and window + shape.queries <= size):
         # One tile holds all that the rows see.
-        span = Span(spans.start, spans.stop)
-        visit = lambda carry: body(corner(jnp.minimum(span.start, length - size)), span, carry)
-        return lax.cond(span.start < span.stop, visit, lambda carry: carry, carry)
+        visit = lambda carry: body(corner(jnp.minimum(spans.start, length - size)), Span(), carry)
+        return lax.cond(spans.start < spans.stop, visit, lambda carry: carry, carry)
 
     tiles = lambda keys: (keys + size - 1) // size
     whole = (spans.full_stop - spans.full_start) // size
@@ -195,8 +206,10 @@ def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g 
     """Which logits of a tile count; `None`: all."""
     if span is None:
         return None
-    own = (tile.key >= span.start) & (tile.key < span.stop)
     seen = visibility.visible(spec, tile)
+    if span.start is None or span.stop is None:
+        return seen
+    own = (tile.key >= span.start) & (tile.key < span.stop)
     return own if seen is None else own & seen
 
 
@@ -229,9 +242,9 @@ def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
 
 
 def add_keys(array: Array, part: Array, corner: Corner) -> Array:
-    """`array` with `part` added where `load_keys` takes it."""
-    starts = (corner.batch, corner.key, corner.key_head, *[0] * (array.ndim - 3))
-    return paste_add(array, jnp.moveaxis(part, 2, 1), starts)
+    """`array` `[B, K, ..., S]` with `part` `[b, k, j, ...]` added where `load_keys` takes it."""
+    starts = (corner.batch, corner.key_head, *[0] * (array.ndim - 3), corner.key)
+    return paste_add(array, jnp.moveaxis(part, 2, -1), starts)
 
 
 def zero_padding(
