@@ -44,6 +44,9 @@ def describe(spec: Spec, platform: Platform) -> str:
             f"{work}: tiles of {shape.queries} queries by {shape.keys} keys, {shape.batch} of {spec.batch} batch "
             f"entries and {heads} of {spec.heads} heads at a time: {logits}"
         )
-    one = is_whole(spec, shapes["backward"])
-    lines[-1] += ", the forward's if compiled with it" if one else ", computed again from the log-sum-exp"
+    shape = shapes["backward"]
+    if is_whole(spec, shape):
+        lines[-1] += ", the forward's if compiled with it"
+    else:
+        lines[-1] += ", computed again" + ("" if shape.keys == spec.key_length else " from the log-sum-exp")
     return "\n".join([*lines, "memory: a few tiles, and arrays that grow with T + S; none that grows with T * S"])

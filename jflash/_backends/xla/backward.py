@@ -11,8 +11,14 @@ FlashAttention-2, arXiv:2307.08691, section 3.1.2. XLA's CPU matrix products wan
 last. dV and dK are made transposed for that: then the left factor is the smaller one, and no tile of logits is
 transposed.
 
-Where one tile is the whole call, P = exp(S - m) * exp(m - lse), with exp(S - m) written as the forward writes it. In a
-program that has both, XLA computes it once: as fast as if it were kept, and `jax.checkpoint` still has it forgotten.
+A tile that holds all keys has what a row sums over, and does as plain attention does, to the same error:
+
+    P = exp(S - m) / l;  delta = rowsum(P * dP) - dlse
+
+The log-sum-exp and O are rounded, and S is not computed again to the last bit. That shows where a row sees few keys.
+
+exp(S - m) and l are written as the forward writes them. Where one tile is the whole call, a program with both passes
+computes them once: as fast as if they were kept, and `jax.checkpoint` still has them forgotten.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jflash._backends.xla import tiling
@@ -40,6 +47,10 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         "btnd,btnd->bnt", residuals.d_out.astype(spec.accumulator), residuals.out.astype(spec.accumulator)
     )
     delta = jnp.where(empty, 0, weighted - residuals.d_lse)
+    all_keys = tiling.plan(spec, "backward").keys == spec.key_length
+    sunk = jnp.zeros_like(lse)
+    if operands.sinks is not None:
+        sunk = jnp.exp(operands.sinks.astype(lse.dtype)[..., None] - lse)
 
     by_row = lambda array: split_heads(jnp.swapaxes(array, 1, 2), 2, spec)
     whole = tile_parameters(operands)
@@ -54,16 +65,15 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
             split_heads(operands.query, 2, spec),
             split_heads(residuals.d_out, 2, spec),
             by_row(lse),
-            by_row(delta),
+            by_row(jnp.where(empty, 0, -residuals.d_lse) if all_keys else delta),
+            by_row(sunk),
         ),
         keys=(operands.key, operands.value),
         parameters=(differentiable,),
     )
 
-    whole_call = tiling.is_whole(spec, tiling.plan(spec, "backward"))
-
     def tile_gradient(terms: Terms, place: Place) -> Terms:
-        return _tile_gradient(spec, smooth, whole_call, terms, place)
+        return _tile_gradient(spec, smooth, all_keys, terms, place)
 
     sums = tile_sum(spec, tile_gradient, discrete, arguments)
     (d_query,), (d_key, d_value), (d_parameters,) = sums
@@ -85,9 +95,9 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     )
 
 
-def _tile_gradient(spec: Spec, smooth: list[bool], whole_call: bool, terms: Terms, place: Place) -> Terms:
+def _tile_gradient(spec: Spec, smooth: list[bool], all_keys: bool, terms: Terms, place: Place) -> Terms:
     """What one tile adds to dQ, to dK and dV, and to the parameters' gradients."""
-    query, d_out, lse, delta = terms.rows
+    query, d_out, lse, delta, sunk = terms.rows
     key, value = terms.keys
     (parameters,) = terms.parameters
     batch, heads, group, rows, _ = query.shape
@@ -99,7 +109,7 @@ def _tile_gradient(spec: Spec, smooth: list[bool], whole_call: bool, terms: Term
         lse = jnp.where(place.fresh[None, None, None], lse, jnp.inf)
 
     query, d_out = (array.reshape(batch, heads, group * rows, -1) for array in (query, d_out))
-    lse, delta = lse[..., None], delta[..., None]
+    lse, delta, sunk = lse[..., None], delta[..., None], sunk[..., None]
     pairs = lambda array: array.reshape(batch, heads, group, rows, -1)
     flat = lambda array: array.astype(spec.dtype).reshape(batch, heads, group * rows, -1)
 
@@ -115,9 +125,12 @@ def _tile_gradient(spec: Spec, smooth: list[bool], whole_call: bool, terms: Term
 
     logits, pull_back = jax.vjp(modify, pairs(tiling.dot(spec, query, key, (3, 3))), parameters)
     logits = logits if visible is None else jnp.where(visible, logits, -jnp.inf)
-    if whole_call:
+    if all_keys:
         exponentials, largest = online_softmax.exponentials(logits, rounded=may_end_in_rounding(spec))
-        probabilities = exponentials * jnp.exp(largest[..., None] - lse)
+        weight = jnp.exp(largest[..., None] - lse)
+        # 1 but for rounding, so it has no derivative.
+        total = lax.stop_gradient(weight * exponentials.sum(axis=-1, keepdims=True) + sunk)
+        probabilities = exponentials * (weight / jnp.where(total == 0, 1, total))
     else:
         probabilities = online_softmax.exp(logits - lse)
     d_probabilities = pairs(tiling.dot(spec, d_out, value, (3, 3)))
@@ -126,6 +139,8 @@ def _tile_gradient(spec: Spec, smooth: list[bool], whole_call: bool, terms: Term
         keep = dropout.keep(spec, tile)
         kept = jnp.where(keep, probabilities / (1 - spec.dropout_rate), 0)
         d_probabilities = jnp.where(keep, d_probabilities / (1 - spec.dropout_rate), 0)
+    if all_keys:
+        delta = delta + (probabilities * d_probabilities).sum(axis=-1, keepdims=True)
     d_logits = probabilities * (d_probabilities - delta)
     d_products, d_parameters = pull_back(d_logits)
     for name in spec.undifferentiated.intersection(Parameters._fields):

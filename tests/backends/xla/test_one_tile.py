@@ -1,5 +1,6 @@
-"""Calls small enough to be one tile: right, without loops, and with no product made twice."""
+"""Calls small enough to be one tile: right, without loops, and with no product made twice. And tiles with all keys."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -70,6 +71,32 @@ def test_rows_that_see_nothing(options: dict[str, Any]):
     assert not np.any(out)
     assert np.all(lse == -np.inf)
     assert not any(np.any(gradient) for gradient in pull_back((jnp.ones_like(out), jnp.ones_like(lse))))
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 3.0])
+@pytest.mark.parametrize("query_length", [256, 1300])
+def test_gradients_of_few_keys(query_length: int, scale: float | None):
+    """As exact as plain attention's, with nothing allowed for a log-sum-exp that is one rounded number."""
+    call = cases.build(Case(query_length=query_length, key_length=8, heads=(4, 4), dims=(64, 64)))
+    call = dataclasses.replace(call, scale=scale)
+    spec = spec_of(call)
+    assert tiling.plan(spec, "backward").keys == spec.key_length
+    truth, plain = oracle.exact(call), oracle.plain(call)
+    allowed = jax.tree.map(lambda truth, plain: 2 * oracle.error(plain, truth), truth, plain)
+    oracle.assert_within(oracle.run(attention, call), truth, allowed)
+
+
+@pytest.mark.parametrize("rows", [64, 1300])
+@pytest.mark.parametrize("keys", [1, 64])
+def test_rows_that_see_one_key(rows: int, keys: int):
+    """Its weight is 1 whatever its logit, and so it is in plain attention, without an error."""
+    query, key, value, d_out = np.random.default_rng(0).standard_normal((4, 1, rows, 2, 8), np.float32)
+    call = functools.partial(attention, mask=np.arange(rows)[:, None] % keys == np.arange(keys))
+    out, pull_back = jax.vjp(call, query, key[:, :keys], value[:, :keys])
+    np.testing.assert_array_equal(out, value[:, np.arange(rows) % keys])
+    d_query, d_key, _ = pull_back(d_out)
+    assert not np.any(d_query)
+    assert not np.any(d_key)
 
 
 @pytest.mark.parametrize("size", [1, 40])
