@@ -102,7 +102,7 @@ class KernelInputs:
         row, column = (at.key, at.query) if self.keys_first else (at.query, at.key)
         columns = pl.ds(lax.div(column, 64), shape[1] // 64)
         place = *shared_index(ref, at.batch, at.head)[:2], lax.div(row, 64), columns
-        return {"mask": self.ops.load_packed_mask(ref.at[place])}
+        return {"mask": self.ops.load_strided(ref.at[place], 1)}
 
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
         """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""

@@ -141,7 +141,7 @@ class RowStatistics:
         """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1)."""
         ops = self.inputs.ops
         if self.ones is None and (number == 1 or self.lse is None):
-            ops.initialise(accumulator, along_columns(ops.load(self.refs[number], 1), self.shape))
+            accumulator[...] = along_columns(ops.load(self.refs[number], 1), self.shape)
         ops.mma(accumulator, a, b)
         if self.ones is not None:
             ops.mma(accumulator, self.ones.at[number], self.refs[0].T)

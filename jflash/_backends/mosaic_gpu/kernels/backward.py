@@ -120,7 +120,7 @@ class _Kernel(Cta):
         own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         for buffer, gradient in zip((shared.k, shared.v), gradients, strict=True):
             buffer[0, own] = gradient.astype(buffer.dtype)
-        self.inputs.ops.commit()
+        plgpu.commit_smem()
         for buffer, result in zip((shared.k, shared.v), results, strict=True):
             columns = pipeline.columns(buffer.shape[-1], result, item.batch)
             plgpu.copy_smem_to_gmem(buffer.at[0, own], result.at[item.batch, own_keys, item.key_head, columns])

@@ -156,11 +156,11 @@ class _Cta:
             bias = shared.bias.at[slot]
             visit = lambda step, total: self._add_head(step, index * tile.keys, bias, total)
             total = lax.fori_loop(0, self.heads, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
-            ops.commit()
+            plgpu.commit_smem()
             plgpu.barrier_arrive(shared.bias_empty.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             shared.d_bias[self.own] = total.astype(shared.d_bias.dtype)
-            ops.commit()
+            plgpu.commit_smem()
             keys = pl.ds(index * tile.keys, tile.keys)
             target = self.refs.results["d_bias"].at[
                 lax.axis_index("batch"), lax.axis_index("head"), self.own_rows, keys

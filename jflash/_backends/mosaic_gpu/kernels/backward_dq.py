@@ -135,7 +135,7 @@ class _Cta:
         for name, total in zip(self.plan.wanted, sums, strict=True):
             results[f"d_{name}"][self.batch, self.head, own] = total
         shared.q[warpgroup] = (acc_dq * exponent.sums_scale(self.plan.spec)).astype(self.plan.spec.dtype)
-        ops.commit()
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared.q.at[warpgroup], rows.of(results["d_query"], shared.q.shape[-1]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -169,7 +169,7 @@ class _Cta:
 
         ds, added = ops.accumulators(differentiate, shape, shape)
         if shared.bias is not None:
-            ops.commit()
+            plgpu.commit_smem()
         plgpu.barrier_arrive(shared.v_empty.at[value_slot])
         acc_dq = ops.add_matmul(acc_dq, ds, k)
         plgpu.barrier_arrive(shared.k_empty.at[key_slot])

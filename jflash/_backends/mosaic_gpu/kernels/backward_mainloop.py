@@ -168,7 +168,7 @@ class MainLoop:
         ds = ds.astype(self.cta.plan.spec.dtype)
         plgpu.barrier_wait(self.cta.smem.ds_empty.at[parity])
         self.cta.smem.ds.at[parity][self._own] = ds
-        self.cta.ops.commit()
+        plgpu.commit_smem()
         plgpu.barrier_arrive(self.cta.smem.ds_full.at[parity])
         return ds
 
@@ -194,5 +194,5 @@ class MainLoop:
         made()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.cta.smem.dq[self.cta.warpgroup] = half
-        ops.commit()
+        plgpu.commit_smem()
         ops.reduce_add(target, self.cta.smem.dq.at[self.cta.warpgroup])

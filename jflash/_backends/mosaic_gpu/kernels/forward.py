@@ -113,7 +113,7 @@ class _Kernel(Cta):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             o[...] = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width)).astype(plan.out_dtype)
-            self.ops.commit()
+            plgpu.commit_smem()
             part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
             plgpu.copy_smem_to_gmem(o, self._part(result, block, part))
 

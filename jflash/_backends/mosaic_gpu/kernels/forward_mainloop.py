@@ -111,7 +111,7 @@ class MainLoop:
             own = pl.ds(self.cta.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             loaded = loaded | {"bias": ops.load(shared.bias.at[slot, own])}
             # A copy may overwrite what threads have read.
-            ops.commit()
+            plgpu.commit_smem()
         plgpu.barrier_arrive(shared.k_empty.at[slot])
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
         return self.form.step(s, mask, before, self.cta.plan.spec.dtype)
