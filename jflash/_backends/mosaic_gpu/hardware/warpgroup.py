@@ -60,7 +60,7 @@ class WarpgroupOps(Protocol):
         ...
 
     def load_strided(self, ref: Ref, most: int = 4) -> Array:
-        """Rows of device memory, a multiple of 128 numbers, to be stored as they are: to a thread up to `most` in a row."""
+        """Rows of device memory, a multiple of 128 numbers, to be stored as they are; `most` neighbours to a thread."""
         ...
 
     def zeros_strided(self, shape: tuple[int, ...]) -> Array:

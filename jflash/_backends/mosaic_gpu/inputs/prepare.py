@@ -28,6 +28,11 @@ def whole_dim(dim: int) -> int:
     return dim if dim <= 8 else round_up(dim, 16)
 
 
+def whole_dims(spec: Spec) -> tuple[int, int]:
+    """A call's H and D as copies of tiles want them."""
+    return whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+
+
 def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
     """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H as `whole_dim` says."""
     return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])

@@ -32,7 +32,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, row_statistics
-from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, Cta, MainLoop
+from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, FusedCta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE
@@ -49,7 +49,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
 
     def store(refs: Any) -> None:
         results, written = refs
-        made = launch.run(lambda refs: _Kernel(plan, refs, ops).run(), {**arrays, **written}, ops)
+        made = _Kernel.launch(plan, {**arrays, **written}, ops)
         for name, ref in results.items():
             ref[...] = made[name]
 
@@ -61,16 +61,9 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
 
 
-class _Kernel(Cta):
-    """What a CTA's warpgroups do."""
-
-    def run(self) -> None:
-        """Each warpgroup's part."""
-        pl.when(self.warpgroup < WARPGROUPS)(self._consume)
-        pl.when(self.warpgroup == WARPGROUPS)(self._produce)
-
-    def _consume(self) -> None:
-        """A warpgroup that computes."""
+class _Kernel(FusedCta):
+    def compute(self) -> None:
+        """Round some of dQ, and walk over the tiles of queries."""
         pipeline.split_registers(WARPGROUPS, copies=False)
         own_keys = pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         width = self.smem.dq.shape[-1]
@@ -129,8 +122,8 @@ class _Kernel(Cta):
         self.dq.finish()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _produce(self) -> None:
-        """The warpgroup that copies queries, and rounds dQ beside it."""
+    def copy(self) -> None:
+        """Copy queries, and round dQ beside it."""
         pipeline.split_registers(WARPGROUPS, copies=True)
 
         @pl.when(self.dq.adds)

@@ -28,14 +28,15 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, gradient
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, TileCoord, whole_dim
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
 
 
 def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    head_dim, value_dim = whole_dims(spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     all_done, both = smem.barriers(1, arrivals=tile.warpgroups), smem.barriers(1, arrivals=2)
     return Buffers(
@@ -55,10 +56,9 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DbiasPlan:
+class DbiasPlan(KernelPlan):
     """The kernel for the bias's gradient, before any array."""
 
-    spec: Spec
     tile: RowTiles
     tiles_per_cta: int
     """Tiles of keys that a CTA takes."""
@@ -72,14 +72,14 @@ class DbiasPlan:
 
     @property
     def launch(self) -> Launch:
-        """The kernel's launch. The result has the bias's shape and dtype, in whole tiles."""
-        spec = self.spec
+        """The result has the bias's shape and dtype, in whole tiles."""
+        spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
         assert spec.bias_shape is not None
         batch, heads, rows, keys = spec.bias_shape
         shape = batch, heads, round_up(rows, 8), round_up(keys, 64)
         parts = -(-key_tiles(spec, self.tile) // self.tiles_per_cta)
         return Launch(
-            name=f"jflash_d_bias_{whole_dim(spec.head_dim)}_{whole_dim(spec.value_dim)}",
+            name=f"jflash_d_bias_{head_dim}_{value_dim}",
             grid=dict(part=parts, block=query_blocks(spec, self.tile), head=heads, batch=batch),
             results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.bias_dtype)),
             smem=shared_memory(spec, self.tile),
@@ -104,26 +104,18 @@ def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupO
     and what was prepared of the other operands.
     """
     assert plan.spec.bias_shape is not None
-    made = plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)["d_bias"]
+    made = _Cta.launch(plan, arrays, ops)["d_bias"]
     return made[:, :, : plan.spec.bias_shape[2], : plan.spec.bias_shape[3]]
 
 
-class _Cta:
-    """What a CTA's warpgroups share."""
-
+class _Cta(Cta[DbiasPlan]):
     def __init__(self, plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem = plan, refs, refs.smem
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays)
-        self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        super().__init__(plan, refs, ops)
+        self.block = lax.axis_index("block")
         self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
         self.count = jnp.minimum(plan.tiles_per_cta, key_tiles(plan.spec, plan.tile) - self.first_tile)
         self.own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-    def run(self) -> None:
-        """Each warpgroup's part."""
-        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self.consume)
-        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self.produce)
 
     @property
     def heads(self) -> int:
@@ -142,9 +134,9 @@ class _Cta:
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
 
-    def consume(self) -> None:
-        """A warpgroup that computes."""
-        tile, shared, ops = self.plan.tile, self.smem, self.inputs.ops
+    def compute(self) -> None:
+        """Add up tiles of the gradient, and store them."""
+        tile, shared, ops = self.plan.tile, self.smem, self.ops
         pipeline.release(tile.stages, shared.bias_empty)
         plgpu.barrier_arrive(shared.qk_empty)
         plgpu.barrier_arrive(shared.vo_empty)
@@ -179,7 +171,7 @@ class _Cta:
 
     def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref) -> Array:
         at = TileCoord(*place, self.own_rows.start, tiles.first)
-        shared, ops, shape = self.smem, self.inputs.ops, (WARPGROUP_ROWS, self.plan.tile.keys)
+        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.keys)
         rows = at.batch, at.head, self.own_rows
         lse, delta = (ops.load(self.refs.arrays[name].at[rows], 0) for name in ("lse", "delta"))
         packed_mask = self.inputs.load_packed_mask(at, shape)
@@ -202,8 +194,8 @@ class _Cta:
 
         return ops.accumulators(differentiate, shape, shape)
 
-    def produce(self) -> None:
-        """The warpgroup that copies tiles of all arrays."""
+    def copy(self) -> None:
+        """Copy tiles of all arrays."""
         tile, shared = self.plan.tile, self.smem
         pipeline.split_registers(tile.warpgroups, copies=True)
         rows = pl.ds(self.first_row, tile.rows)

@@ -27,14 +27,8 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, gradient
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
-from jflash._backends.mosaic_gpu.inputs import (
-    GmemTile,
-    KernelInputs,
-    TileCoord,
-    bias_and_mask,
-    row_statistics,
-    whole_dim,
-)
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 from jflash._semantics.spec import Spec
 
@@ -47,7 +41,7 @@ def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
 
     `stages` tiles of queries; `slopes` derivatives of the logits, as `slopes` counts them.
     """
-    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    head_dim, value_dim = whole_dims(spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     pair, ring = smem.barriers(1, arrivals=2), smem.barriers(stages, arrivals=2)
@@ -73,10 +67,9 @@ def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DkvPlan:
+class DkvPlan(KernelPlan):
     """The kernel for dK and dV, before any array."""
 
-    spec: Spec
     stages: int
     """Tiles of queries that are in shared memory together."""
     schedule: BackwardSchedule
@@ -90,9 +83,8 @@ class DkvPlan:
 
     @property
     def launch(self) -> Launch:
-        """The kernel's launch."""
         spec, schedule = self.spec, self.schedule
-        dims, keys = (whole_dim(spec.head_dim), whole_dim(spec.value_dim)), schedule.blocks * WARPGROUP_ROWS
+        dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
         names = ("d_key", "d_value")
         results = {n: schedule.gradient(spec, keys, dim, round_up(dim, 16)) for n, dim in zip(names, dims, strict=True)}
         if self.wants_bias:
@@ -117,29 +109,25 @@ def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) 
     `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
     and what was prepared of the other operands.
     """
-    made = plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+    made = _Cta.launch(plan, arrays, ops)
     return made | {f"d_{name}": plan.schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
 
 
-class _Cta:
-    """What a CTA's warpgroups share."""
-
+class _Cta(Cta[DkvPlan]):
     def __init__(self, plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem = plan, refs, refs.smem
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
-        wave, block, item, self.warpgroup = map(lax.axis_index, ("wave", "block", "item", "warpgroup"))
+        wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
+        super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
         tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder.of(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
 
     def run(self) -> None:
-        """Each warpgroup's part."""
-        for index, body in enumerate((self.make_dv, self.make_dk, self.produce)):
+        for index, body in enumerate((self.make_dv, self.make_dk, self.copy)):
             pl.when(self.warpgroup == index)(body)
 
     def make_dv(self) -> None:
-        """The warpgroup that makes P and dV; it copies keys and values."""
+        """The first warpgroup makes P and dV; it copies keys and values."""
         shared = self.smem
         pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
         pipeline.split_registers(2, copies=False)
@@ -147,13 +135,13 @@ class _Cta:
         self.inputs.copy_rows("key", keys, shared.k, shared.kv_full)
         self.inputs.copy_rows("value", keys, shared.v, shared.kv_full)
         plgpu.barrier_wait(shared.kv_full)
-        zeros = self.inputs.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
+        zeros = self.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
         plgpu.barrier_wait(shared.p_empty)
         self._store(acc_dv, "d_value", shared.v)
 
     def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
-        shared, ops, dtype = self.smem, self.inputs.ops, self.plan.spec.dtype
+        shared, ops, dtype = self.smem, self.ops, self.plan.spec.dtype
         slot, shape = lax.rem(step, self.plan.stages), (WARPGROUP_ROWS, QUERIES)
         at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
         plgpu.barrier_wait(shared.q_full.at[slot])
@@ -180,8 +168,8 @@ class _Cta:
         return acc_dv
 
     def make_dk(self) -> None:
-        """The warpgroup that makes dS and dK."""
-        shared, ops = self.smem, self.inputs.ops
+        """The second warpgroup makes dS and dK."""
+        shared, ops = self.smem, self.ops
         pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
         plgpu.barrier_arrive(shared.p_empty)
         pipeline.split_registers(2, copies=False)
@@ -201,7 +189,7 @@ class _Cta:
 
     def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc_dk, *sums = carry
-        shared, ops, shape = self.smem, self.inputs.ops, (WARPGROUP_ROWS, QUERIES)
+        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, QUERIES)
         slot = lax.rem(step, self.plan.stages)
         plgpu.barrier_wait(shared.do_full.at[slot])
         dp = ops.matmul(shared.v, shared.do.at[slot].T, shape)
@@ -234,8 +222,8 @@ class _Cta:
         plgpu.copy_smem_to_gmem(staged, result.at[item.batch, self.own_keys, item.key_head, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def produce(self) -> None:
-        """The warpgroup that copies queries."""
+    def copy(self) -> None:
+        """Copy queries."""
         pipeline.split_registers(2, copies=True)
         statistics = self.refs.arrays["lse"], self.refs.arrays["delta"]
         QueryProducer(self.inputs, self.order, statistics, self.item, self.own_keys).copy_all(self.smem)

@@ -15,21 +15,20 @@ from jaxtyping import Array, Float, Int
 from jflash._backends.mosaic_gpu import gradient
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Refs, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs import TileCoord
 from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
+from jflash._backends.mosaic_gpu.kernels.cta import Cta
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator, DqRefs
 from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 
 
-class Cta:
-    """What a CTA's warpgroups share."""
+class FusedCta(Cta[FusedPlan]):
+    """The place of a CTA in the grid, and what it visits and adds to."""
 
     def __init__(self, plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
-        self.warpgroup = lax.axis_index("warpgroup")
+        super().__init__(plan, refs, ops, keys_first=True)
         ticket = wave, block, item = _take_ticket(plan, refs, self.warpgroup, ops)
         self.item, self.first_key = plan.schedule.item(wave, item), block * plan.tile.keys
         tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
@@ -80,7 +79,7 @@ Carry = tuple[Accumulators, tuple[Array, ...], Step]
 class MainLoop:
     """A warpgroup's walk over the tiles of queries of its block of keys."""
 
-    cta: Cta
+    cta: FusedCta
     dq_columns: Any
     """The columns of dQ that this warpgroup makes."""
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics, whole_dim
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles, dq_accumulator
 from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 from jflash._semantics.spec import Spec
@@ -16,7 +17,7 @@ from jflash._semantics.spec import Spec
 
 def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    dims = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    dims = whole_dims(spec)
     columns, value_columns = map(tile.columns, dims)
     width = columns if tile.split_dq_by_rows else columns // 2
     has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
@@ -50,10 +51,9 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedPlan:
+class FusedPlan(KernelPlan):
     """One kernel for dQ, dK and dV."""
 
-    spec: Spec
     tile: FusedTiles
     schedule: BackwardSchedule
     wanted: tuple[str, ...]
@@ -61,9 +61,9 @@ class FusedPlan:
 
     @property
     def launch(self) -> Launch:
-        """The kernel's launch, with a few waves more than have keys: they round what the last ones accumulated."""
+        """A few waves more than have keys round what the last ones accumulated."""
         spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
-        dims = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+        dims = whole_dims(spec)
         rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
         sums = {f"d_{name}": shape((spec.batch, spec.heads, keys), jnp.float32) for name in self.wanted}
         return Launch(
@@ -82,5 +82,5 @@ class FusedPlan:
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
         """The accumulators of dQ, `[accumulators, L, H]`, with a margin for copies that add."""
         rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
-        columns = whole_dim(self.spec.head_dim) + margin
+        columns = whole_dims(self.spec)[0] + margin
         return jax.ShapeDtypeStruct((dq_accumulator.accumulators(self.schedule), rows, columns), jnp.float32)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns
-from jflash._backends.mosaic_gpu.kernels.forward_mainloop import Cta, MainLoop
+from jflash._backends.mosaic_gpu.kernels.forward_mainloop import ForwardCta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 
 
@@ -39,20 +39,13 @@ def forward(
     T, S, H and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32,
     and sinks are left to their merge.
     """
-    made = plan.launch.run(lambda refs: _Kernel(plan, refs, ops).run(), arrays, ops)
+    made = _Kernel.launch(plan, arrays, ops)
     return made["out"], made["lse"]
 
 
-class _Kernel(Cta):
-    """What a CTA's warpgroups do."""
-
-    def run(self) -> None:
-        """Each warpgroup's part."""
-        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self._consume)
-        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self._produce)
-
-    def _consume(self) -> None:
-        """A warpgroup that computes: it copies its own queries, and stores its own output."""
+class _Kernel(ForwardCta):
+    def compute(self) -> None:
+        """Copy its own queries, attend, and store its own output."""
         plan, shared = self.plan, self.smem
         pipeline.release(plan.tile.stages, shared.k_empty, shared.v_empty)
         pipeline.split_registers(plan.tile.warpgroups, copies=False)
@@ -117,8 +110,8 @@ class _Kernel(Cta):
             part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
             plgpu.copy_smem_to_gmem(o, self._part(result, block, part))
 
-    def _produce(self) -> None:
-        """The warpgroup that copies keys and values."""
+    def copy(self) -> None:
+        """Copy keys and values."""
         plan, shared = self.plan, self.smem
         pipeline.split_registers(plan.tile.warpgroups, copies=True)
         key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)
@@ -126,12 +119,12 @@ class _Kernel(Cta):
         def copy_block(index: Any, visited: Any) -> Any:
             batch, block, tiles = self.item(index)
 
-            def copy(index: Array) -> None:
+            def copy_tile(index: Array) -> None:
                 slot = lax.rem(visited + index, plan.tile.stages)
                 keys = GmemTile(batch, tiles.start(index), plan.tile.keys, key_head)
                 self._copy_keys(keys, block, slot)
 
-            pipeline.for_each_copy(tiles.count, copy, "head", "block", "head_group", "batch")
+            pipeline.for_each_copy(tiles.count, copy_tile, "head", "block", "head_group", "batch")
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)

@@ -14,24 +14,24 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Refs, WarpgroupOps, round_up
-from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs import TileCoord
+from jflash._backends.mosaic_gpu.kernels.cta import Cta
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
 
 
-class Cta:
-    """What a CTA's warpgroups share."""
+class ForwardCta(Cta[ForwardPlan]):
+    """The place of a CTA in the grid, and the work items that it takes."""
 
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
-        q_o = tuple(refs.smem.q_o)
-        self.q, self.o = q_o[0], q_o[-1]
-        has_bias = not logits.form(plan.spec).bias_by_mma
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, plan.packed_heads, has_bias=has_bias)
         heads = plan.heads // plan.schedule.head_groups
         self.head = lax.axis_index("head_group") * heads + lax.axis_index("head")
-        self.split, self.warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
+        self.split = lax.axis_index("split")
+        has_bias = not logits.form(plan.spec).bias_by_mma
+        super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
+        q_o = tuple(refs.smem.q_o)
+        self.q, self.o = q_o[0], q_o[-1]
         self.place = lax.axis_index("block"), lax.axis_index("batch")
 
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:
@@ -53,7 +53,7 @@ class Cta:
 class MainLoop:
     """A warpgroup's walk over the tiles of keys of one work item."""
 
-    cta: Cta
+    cta: ForwardCta
     tiles: TileRange
     at: TileCoord
     visited: Int[Array, ""] | int

@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, whole_dim
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles
 from jflash._semantics.spec import Spec
 
@@ -47,10 +48,9 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPlan:
+class ForwardPlan(KernelPlan):
     """A call's forward, known before any array."""
 
-    spec: Spec
     tile: RowTiles
     schedule: ForwardSchedule
     packed_heads: int = 1
@@ -82,16 +82,16 @@ class ForwardPlan:
 
     @property
     def launch(self) -> Launch:
-        """The kernel's launch. Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
-        spec, schedule = self.spec, self.schedule
+        """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
+        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
         rows = round_up(self.rows, 8)
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
-        out = (self.splits, spec.batch, *order, whole_dim(spec.value_dim))
+        out = (self.splits, spec.batch, *order, value_dim)
         lse = (self.splits, spec.batch, self.heads, schedule.blocks * self.tile.rows)
         ctas, lists = schedule.grid
         groups = schedule.head_groups
         return Launch(
-            name=f"jflash_forward_{whole_dim(spec.head_dim)}_{whole_dim(spec.value_dim)}",
+            name=f"jflash_forward_{head_dim}_{value_dim}",
             grid=dict(head=self.heads // groups, block=ctas, head_group=groups, batch=lists, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
             smem=shared_memory(spec, self.tile, self.out_dtype, self.output_parts),

@@ -7,7 +7,7 @@ import dataclasses
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, whole_dim
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, whole_dims
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq, backward_plan
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
@@ -70,7 +70,7 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
 
     Tiles of 128 queries leave registers where logits are products times a number; others spill.
     """
-    head_dim, value_dim = _dims(spec)
+    head_dim, value_dim = whole_dims(spec)
     widest = max(head_dim, value_dim)
     candidates = [FusedTiles(128, 2)] if widest <= 64 and exponent.is_plain(spec) else []
     if widest <= 128:
@@ -82,7 +82,7 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
 
 def choose_dq_tiles(spec: Spec) -> DqTiles:
     """The fastest tiles of dQ's kernel that fit in shared memory."""
-    head_dim, value_dim = _dims(spec)
+    head_dim, value_dim = whole_dims(spec)
     sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 else []
     sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
     candidates = [DqTiles(*size) for size in sizes]
@@ -103,7 +103,7 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
     sizes = ((2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1))
     candidates = [RowTiles(*size) for size in sizes]
     fitting = [tile for tile in candidates if smem.fits(backward_dbias.shared_memory(spec, tile))]
-    tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", (*_dims(spec), spec.bias_dtype.itemsize)), fitting)
+    tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", (*whole_dims(spec), spec.bias_dtype.itemsize)), fitting)
     each = 1
     if processors is not None:
         # Two CTAs are left for every multiprocessor.
@@ -111,7 +111,3 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
         blocks = backward_dbias.key_tiles(spec, tile) * backward_dbias.query_blocks(spec, tile)
         each = max(1, min(blocks * heads * batch // (2 * processors), _MOST_DBIAS_TILES))
     return DbiasPlan(spec, tile, each)
-
-
-def _dims(spec: Spec) -> tuple[int, int]:
-    return whole_dim(spec.head_dim), whole_dim(spec.value_dim)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import prepare
+from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
 from jflash._backends.mosaic_gpu.plan.backward import plan_backward
 from jflash._backends.mosaic_gpu.plan.forward import plan_forward
 from jflash._semantics.spec import Spec
@@ -26,7 +25,7 @@ def describe(spec: Spec, processors: int | None) -> str:
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 
-def _kernel(plan: Any) -> list[str]:
+def _kernel(plan: KernelPlan) -> list[str]:
     """A kernel's name, grid and shared memory, and the fields of its tiles and schedule."""
     launch = plan.launch
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())

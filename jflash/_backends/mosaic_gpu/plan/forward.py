@@ -13,7 +13,7 @@ import numpy as np
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, whole_dim
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, whole_dims
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, shared_memory
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, forward_schedule, h200, tile_range
 from jflash._semantics.spec import Spec
@@ -73,7 +73,7 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
       visits: how many tiles of keys blocks of queries visit, about.
       processors_per_head: multiprocessors for each head of a batch entry; 0 where the device is unknown.
     """
-    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    head_dim, value_dim = whole_dims(spec)
     bias_bytes = bias_and_mask.bias_tile_bytes(spec)
     few_rows = rows <= WARPGROUP_ROWS
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
@@ -96,7 +96,7 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
 
 def output_parts(spec: Spec, tile: RowTiles) -> int:
     """In how few parts the output may leave from a buffer of its own; 0 if there is no room for one."""
-    value_dim = whole_dim(spec.value_dim)
+    _, value_dim = whole_dims(spec)
     possible = (1, 2) if value_dim % 128 == 0 else (1,)
     fitting = (parts for parts in possible if smem.fits(shared_memory(spec, tile, spec.dtype, parts)))
     return next(fitting, 0)
@@ -122,7 +122,7 @@ def block_times(tile: RowTiles, rows: int, visits: Visits) -> list[float]:
 def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) -> ForwardSchedule:
     """Which blocks of queries each CTA takes; `visits` are those of each block."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
-    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    head_dim, value_dim = whole_dims(spec)
     # Each block visits more keys than the one before: those of several heads leave fewer multiprocessors waiting for
     # the last long one.
     blocks_grow = spec.bounds[0] is None and spec.bounds[1] is not None
