@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.exponent import is_plain
 from jflash._backends.mosaic_gpu.hardware.lowering import lowerable
 from jflash._backends.mosaic_gpu.hardware.soft_cap import soft_cap
-from jflash._backends.mosaic_gpu.inputs import KernelInputs, Loaded, TileCoord
+from jflash._backends.mosaic_gpu.inputs import KernelInputs
 from jflash._backends.mosaic_gpu.schedule import TileMask
 from jflash._semantics.logits import modify_logits, without_unseen
 
@@ -20,39 +19,29 @@ PullBack = Callable[[Array], tuple[Array, dict[str, Array]]]
 """Takes the logits' cotangents to those of the products and, by name, of the parameters."""
 
 
-class TileGradient(NamedTuple):
-    """A tile's probabilities, 0 where the query does not see the key, and the way back from their logits."""
-
-    p: Float[Array, "rows columns"]
-    pull_back: PullBack
-
-
-def logits(inputs: KernelInputs, s: Array, at: TileCoord, loaded: Loaded) -> Array:
+def logits(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "rows columns"]:
     """The logits of a tile of products; a plain call leaves its scale to the exponent."""
+    inputs = mask.inputs
     if is_plain(inputs.spec):
         return s
-    tile = inputs.tile(at, s.shape, loaded)
+    tile = inputs.tile(mask.at, s.shape, mask.loaded)
     return lowerable(lambda s: modify_logits(inputs.spec, s, tile, _soft_cap(inputs)))(s)
 
 
 def differentiate(
     s: Float[Array, "rows columns"], mask: TileMask, probabilities: Callable[[Array], Array], wanted: Sequence[str]
-) -> TileGradient:
-    """A tile's probabilities from its products, and what takes cotangents of logits to S and the parameters `wanted`.
+) -> tuple[Float[Array, "rows columns"], PullBack]:
+    """A tile's probabilities, 0 where the query does not see the key, and the way back from their logits.
+
+    From the tile's products; the way leads to their cotangents and those of the parameters `wanted`.
 
     A parameter's cotangent is that of its value at every element of the tile. A plain call's products have their
     logits' cotangent as it is: the scale is left to be applied to the sums.
     """
-    logits, pull_back = _logits_and_pull_back(mask.inputs, s, mask.at, mask.loaded, wanted)
-    return TileGradient(mask.hide(probabilities(logits), 0.0), pull_back)
-
-
-def _logits_and_pull_back(
-    inputs: KernelInputs, s: Array, at: TileCoord, loaded: Loaded, wanted: Sequence[str]
-) -> tuple[Array, PullBack]:
+    inputs = mask.inputs
     if is_plain(inputs.spec):
-        return s, lambda cotangent: (cotangent, {})
-    tile = inputs.tile(at, s.shape, loaded)
+        return mask.hide(probabilities(s), 0.0), lambda cotangent: (cotangent, {})
+    tile = inputs.tile(mask.at, s.shape, mask.loaded)
 
     def modify(s: Array, values: dict[str, Array]) -> Array:
         parameters = without_unseen(inputs.spec, tile.parameters._replace(**values), inputs.visible(tile))
@@ -60,7 +49,7 @@ def _logits_and_pull_back(
 
     values = {name: jnp.broadcast_to(getattr(tile.parameters, name), s.shape) for name in wanted}
     logits, pull_back = jax.vjp(modify, s, values)
-    return logits, lowerable(pull_back)
+    return mask.hide(probabilities(logits), 0.0), lowerable(pull_back)
 
 
 def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], Array]:

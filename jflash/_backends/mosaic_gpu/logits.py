@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, gradient, online_softmax
 from jflash._backends.mosaic_gpu.exponent import Exponent
-from jflash._backends.mosaic_gpu.hardware import Ref
 from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask, bias_columns
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask
@@ -48,12 +47,9 @@ class LogitsForm:
         bias = inputs.load_key_bias(at, shape) if warpgroups <= 2 else {}
         return inputs.load_packed_mask(at, shape) | bias
 
-    def add_to_products(self, inputs: KernelInputs, acc_s: Any, columns: Ref) -> None:
-        """Issue what the matrix unit adds to a tile's products."""
-
     def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
         """The online softmax's step for a tile's products."""
-        logits = gradient.logits(mask.inputs, s, mask.at, mask.loaded)
+        logits = gradient.logits(s, mask)
         return online_softmax.step(self.exponent(mask.inputs.spec), mask.hide(logits, -jnp.inf), 1.0, before, dtype)
 
     def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Rows) -> Rows:
@@ -98,9 +94,6 @@ class BiasByMma(Plain):
     ) -> dict[str, Array]:
         has_large = bias_columns.load_has_large(inputs, at, shape[1])
         return inputs.load_packed_mask(at, shape) | has_large
-
-    def add_to_products(self, inputs: KernelInputs, acc_s: Any, columns: Ref) -> None:
-        bias_columns.add(acc_s, columns, inputs.ops)
 
     def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
         numbers, unit = bias_columns.with_large_biases(mask.inputs, s, mask.at, mask.loaded)

@@ -85,7 +85,7 @@ class _Kernel(FusedCta):
     def _begin(self) -> None:
         """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
         shared = self.smem
-        pipeline.release(self.plan.tile.stages, shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q_empty, shared.do_empty)
         plgpu.barrier_arrive(shared.ds_empty.at[0])
 
         @pl.when((self.warpgroup == 0) & (self.order.tiles.count > 0))
@@ -110,7 +110,7 @@ class _Kernel(FusedCta):
         # The other warpgroup reads these keys too.
         plgpu.barrier_arrive(shared.finished)
         plgpu.barrier_wait(shared.finished)
-        own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        own = self.own
         for buffer, gradient in zip((shared.k, shared.v), gradients, strict=True):
             buffer[0, own] = gradient.astype(buffer.dtype)
         plgpu.commit_smem()

@@ -114,7 +114,6 @@ class _Cta(Cta[DbiasPlan]):
         self.block = lax.axis_index("block")
         self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
         self.count = jnp.minimum(plan.tiles_per_cta, key_tiles(plan.spec, plan.tile) - self.first_tile)
-        self.own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     @property
@@ -137,9 +136,7 @@ class _Cta(Cta[DbiasPlan]):
     def compute(self) -> None:
         """Add up tiles of the gradient, and store them."""
         tile, shared, ops = self.plan.tile, self.smem, self.ops
-        pipeline.release(tile.stages, shared.bias_empty)
-        plgpu.barrier_arrive(shared.qk_empty)
-        plgpu.barrier_arrive(shared.vo_empty)
+        pipeline.release(shared.bias_empty, shared.qk_empty, shared.vo_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
 
         def own_tile(number: Array, carry: int) -> int:
@@ -209,9 +206,7 @@ class _Cta(Cta[DbiasPlan]):
             pipeline.for_each_copy(self.heads, lambda step: self._copy_head(step, index * tile.keys), "block")
 
         pipeline.for_each_copy(self.count, copy_tile, "block")
-        pipeline.drain(tile.stages, shared.bias_empty)
-        plgpu.barrier_wait(shared.qk_empty)
-        plgpu.barrier_wait(shared.vo_empty)
+        pipeline.drain(shared.bias_empty, shared.qk_empty, shared.vo_empty)
 
     def _copy_head(self, step: Array, first_key: Array) -> None:
         tile, shared = self.plan.tile, self.smem

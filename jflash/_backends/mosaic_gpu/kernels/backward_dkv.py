@@ -129,7 +129,7 @@ class _Cta(Cta[DkvPlan]):
     def make_dv(self) -> None:
         """The first warpgroup makes P and dV; it copies keys and values."""
         shared = self.smem
-        pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q_empty, shared.do_empty)
         pipeline.split_registers(2, copies=False)
         keys = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         self.inputs.copy_rows("key", keys, shared.k, shared.kv_full)
@@ -170,7 +170,7 @@ class _Cta(Cta[DkvPlan]):
     def make_dk(self) -> None:
         """The second warpgroup makes dS and dK."""
         shared, ops = self.smem, self.ops
-        pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q_empty, shared.do_empty)
         plgpu.barrier_arrive(shared.p_empty)
         pipeline.split_registers(2, copies=False)
         plgpu.barrier_wait(shared.kv_full)

@@ -107,8 +107,7 @@ class _Cta(Cta[DqPlan]):
     def compute(self) -> None:
         """Copy its own queries, and walk over the tiles of keys."""
         tile, shared, ops, warpgroup = self.plan.tile, self.smem, self.ops, self.warpgroup
-        pipeline.release(tile.stages, shared.k_empty)
-        pipeline.release(tile.value_stages, shared.v_empty)
+        pipeline.release(shared.k_empty, shared.v_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
         own_row = self.first_row + warpgroup * WARPGROUP_ROWS
         own = pl.ds(own_row, WARPGROUP_ROWS)
@@ -147,8 +146,7 @@ class _Cta(Cta[DqPlan]):
             plgpu.barrier_wait(shared.v_full.at[value_slot])
             ops.mma(acc_dp, shared.do.at[still], v.T)
             if shared.bias is not None:
-                own_rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                loaded["bias"] = ops.load(shared.bias.at[value_slot, own_rows])
+                loaded["bias"] = ops.load(shared.bias.at[value_slot, self.own])
             s = ops.read(acc_s, pending=1)
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
@@ -187,5 +185,4 @@ class _Cta(Cta[DqPlan]):
             self.inputs.copy_rows("value", keys, shared.v.at[value_slot], full)
 
         pipeline.for_each_copy(self.tiles.count, copy_tile, "wave", "item", "block")
-        pipeline.drain(tile.stages, shared.k_empty)
-        pipeline.drain(tile.value_stages, shared.v_empty)
+        pipeline.drain(shared.k_empty, shared.v_empty)

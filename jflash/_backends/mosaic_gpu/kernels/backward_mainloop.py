@@ -83,10 +83,6 @@ class MainLoop:
     dq_columns: Any
     """The columns of dQ that this warpgroup makes."""
 
-    @property
-    def _own(self) -> Any:
-        return pl.ds(self.cta.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
     def run(self, store_sums: Callable[[Array, tuple[Array, ...]], None]) -> Accumulators:
         """dK and dV after all tiles. `store_sums` takes what a head's parameters' gradients are summed from."""
         ops, dims = self.cta.ops, (self.cta.smem.k.shape[2], self.cta.smem.v.shape[2])
@@ -130,14 +126,14 @@ class MainLoop:
         refs = [smem.statistics.at[first + slot] for first in slots]
         statistics = RowStatistics.of(self.cta.inputs, shape, refs, smem.ones)
         if smem.bias is not None:
-            loaded["bias"] = ops.load(smem.bias.at[slot, :, self._own].T)
+            loaded["bias"] = ops.load(smem.bias.at[slot, :, self.cta.own].T)
         mask = TileMask(self.cta.inputs, self.cta.order.tiles, index, at, loaded)
 
         def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
             def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Array, tuple[Array, ...]]:
-                statistics.mma(acc_s, k.at[self._own], q.T, 0)
+                statistics.mma(acc_s, k.at[self.cta.own], q.T, 0)
                 plgpu.barrier_wait(smem.do_full.at[slot])
-                statistics.mma(acc_dp, v.at[self._own], do.T, 1)
+                statistics.mma(acc_dp, v.at[self.cta.own], do.T, 1)
                 s = ops.read(acc_s, pending=statistics.mmas)
                 p, pull_back = gradient.differentiate(s, mask, statistics.probabilities, self.cta.plan.wanted)
                 ops.mma(acc_dv, p.astype(self.cta.plan.spec.dtype), do)
@@ -166,7 +162,7 @@ class MainLoop:
         """dS^T in the operands' dtype, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
         ds = ds.astype(self.cta.plan.spec.dtype)
         plgpu.barrier_wait(self.cta.smem.ds_empty.at[parity])
-        self.cta.smem.ds.at[parity][self._own] = ds
+        self.cta.smem.ds.at[parity][self.cta.own] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.cta.smem.ds_full.at[parity])
         return ds
@@ -181,15 +177,11 @@ class MainLoop:
         plgpu.barrier_wait(self.cta.smem.ds_full.at[parity])
         ds = self.cta.smem.ds.at[parity]
         k = self.cta.smem.k.at[pipeline.opaque_zero(step, self.cta.warpgroup)]
-
-        def product(acc_dq: Any) -> Array:
-            if by_rows:
-                ops.mma(acc_dq, ds.at[:, self._own].T, k)
-            else:
-                ops.mma(acc_dq, ds.T, k.at[:, pl.ds(self.cta.warpgroup * width, width)])
-            return ops.read(acc_dq)
-
-        half = ops.accumulators(product, (WARPGROUP_ROWS, width))
+        if by_rows:
+            ds = ds.at[:, self.cta.own]
+        else:
+            k = k.at[:, pl.ds(self.cta.warpgroup * width, width)]
+        half = ops.matmul(ds.T, k, (WARPGROUP_ROWS, width))
         made()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.cta.smem.dq[self.cta.warpgroup] = half

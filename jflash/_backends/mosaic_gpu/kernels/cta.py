@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import Launch, Refs, WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Launch, Refs, WarpgroupOps
 from jflash._backends.mosaic_gpu.inputs import KernelInputs
 from jflash._semantics.spec import Spec
 
@@ -46,6 +46,11 @@ class Cta[Plan: KernelPlan]:
         last = lax.axis_size("warpgroup") - 1
         pl.when(self.warpgroup < last)(self.compute)
         pl.when(self.warpgroup == last)(self.copy)
+
+    @property
+    def own(self) -> Any:
+        """The rows of the CTA's tile that are this warpgroup's."""
+        return pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def compute(self) -> None:
         """What a warpgroup does that computes."""

@@ -47,7 +47,7 @@ class _Kernel(ForwardCta):
     def compute(self) -> None:
         """Copy its own queries, attend, and store its own output."""
         plan, shared = self.plan, self.smem
-        pipeline.release(plan.tile.stages, shared.k_empty, shared.v_empty)
+        pipeline.release(shared.k_empty, shared.v_empty)
         pipeline.split_registers(plan.tile.warpgroups, copies=False)
         self._copy_q(0)
         plan.schedule.each(self.place, self._attend)
@@ -128,7 +128,7 @@ class _Kernel(ForwardCta):
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)
-        pipeline.drain(plan.tile.stages, shared.k_empty, shared.v_empty)
+        pipeline.drain(shared.k_empty, shared.v_empty)
 
     def _copy_keys(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs

@@ -8,13 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Refs, WarpgroupOps, round_up
-from jflash._backends.mosaic_gpu.inputs import TileCoord
+from jflash._backends.mosaic_gpu.inputs import TileCoord, bias_columns
 from jflash._backends.mosaic_gpu.kernels.cta import Cta
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
@@ -102,14 +101,13 @@ class MainLoop:
         shared = self.cta.smem
         self.cta.ops.mma(acc_s, self.cta.q.at[self.cta.warpgroup], shared.k.at[slot].T)
         if shared.bias_columns is not None:
-            self.form.add_to_products(self.cta.inputs, acc_s, shared.bias_columns.at[slot])
+            bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
         shared, ops, slot = self.cta.smem, self.cta.ops, self._slot(index)
         at = self.at._replace(key=self.tiles.start(index))
         if shared.bias is not None:
-            own = pl.ds(self.cta.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            loaded = loaded | {"bias": ops.load(shared.bias.at[slot, own])}
+            loaded = loaded | {"bias": ops.load(shared.bias.at[slot, self.cta.own])}
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
         plgpu.barrier_arrive(shared.k_empty.at[slot])

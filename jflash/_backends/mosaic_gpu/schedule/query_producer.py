@@ -31,7 +31,6 @@ class QueryProducer:
 
     def copy_all(self, smem: Buffers, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
         """Copy every tile; `then` is called after each, and for `more` steps while the last ones are read."""
-        stages = smem.q.shape[0]
         # The same number for the loop and for its remainders: with one head, they are no divisions then.
         count = pipeline.opaque(self.order.tiles.count, "block")
 
@@ -41,7 +40,7 @@ class QueryProducer:
             return carry
 
         lax.fori_loop(0, count * self.order.heads + more, take, 0)
-        pipeline.drain(stages, smem.q_empty, smem.do_empty)
+        pipeline.drain(smem.q_empty, smem.do_empty)
 
     def _copy(self, smem: Buffers, step: Array, count: Array) -> None:
         stages, queries = smem.q.shape[:2]
