@@ -71,9 +71,4 @@ def opaque(count: Any, *axes: str) -> Any:
 
 def for_each_copy(count: Any, copy: Callable[[Any], None], *axes: str) -> None:
     """`copy(index)` for `count` tiles; `axes` as for `opaque`."""
-
-    def body(index: Any, carry: int) -> int:
-        copy(index)
-        return carry
-
-    lax.fori_loop(0, opaque(count, *axes), body, 0)
+    lax.fori_loop(0, opaque(count, *axes), lambda index, _: copy(index), None)

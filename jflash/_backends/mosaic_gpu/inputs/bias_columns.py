@@ -17,8 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, rounded
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, rounded
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, Loaded, TileCoord, shared_index
@@ -73,15 +72,10 @@ def _pieces(values: Array) -> Array:
     return jnp.pad(stored, [(0, 0), (0, 0), (0, 0), (0, STORED_COLUMNS - PIECES)])
 
 
-def smem_tile(stages: int, keys: int) -> Any:
-    """Shared memory for the columns of some tiles of keys."""
-    return smem.tile((stages, keys, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)
-
-
 def part(inputs: KernelInputs, keys: GmemTile, head: Any) -> Ref:
     """The columns of a tile of keys, in device memory."""
     pieces = inputs.part(_PIECES, keys.batch, head)
-    return pieces.at[pl.ds(keys.first, keys.size), pipeline.columns(SMEM_COLUMNS, pieces, keys.batch)]
+    return bf16_pieces.part(pieces, pl.ds(keys.first, keys.size), keys.batch)
 
 
 def add(acc_s: Any, columns: Ref, ops: WarpgroupOps) -> None:

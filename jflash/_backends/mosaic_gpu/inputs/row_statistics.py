@@ -23,12 +23,11 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, along_rows, smem
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs
-from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, with_margin
+from jflash._backends.mosaic_gpu.inputs.prepare import with_margin
 from jflash._semantics.spec import Spec
 
 PerQuery = Float[Array, "B N L"]
@@ -65,11 +64,6 @@ def for_fused(
     return dict(lse=first, delta=with_margin(-delta, (2,)))
 
 
-def stored_rows(queries: int) -> int:
-    """How many rows columns have: there is room for a tile that begins at the last query."""
-    return smem.round_up(queries, WARPGROUP_ROWS) + MARGIN
-
-
 def columns(
     spec: Spec, lse: Float[Array, "rows"], delta: Float[Array, "rows"], ops: WarpgroupOps
 ) -> Float[Array, "rows 8"]:
@@ -93,24 +87,16 @@ def ones() -> Float[Array, "2 64 16"]:
     return (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
 
 
-def smem_ones() -> Any:
-    """Shared memory for `ones`."""
-    return smem.tile((2, WARPGROUP_ROWS, SMEM_COLUMNS), jnp.bfloat16)
-
-
-def smem_tiles(as_columns: bool, stages: int, queries: int) -> Any:
-    """Shared memory for some tiles' columns, `[stages, queries, 16]`, or first their lse and then their delta,
-    `[2 * stages, queries]`."""
-    if as_columns:
-        return smem.tile((stages, queries, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)
+def smem_vectors(stages: int, queries: int) -> Any:
+    """Shared memory for the vectors of some tiles: first lse of them all, then delta."""
     return smem.vectors((2 * stages, queries))
 
 
-def parts(arrays: Sequence[Ref], batch: Any, head: Any, rows: Any) -> list[Ref]:
-    """Some queries' columns, or their vectors, in device memory."""
-    if len(arrays) == 1:
-        return [arrays[0].at[batch, head, rows, pipeline.columns(SMEM_COLUMNS, arrays[0], batch)]]
-    return [array.at[batch, head, rows] for array in arrays]
+def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
+    """Some queries' columns, or their lse and delta, in device memory."""
+    if "columns" in inputs.refs:
+        return [bf16_pieces.part(inputs.refs["columns"].at[batch, head], rows, batch)]
+    return [inputs.refs[name].at[batch, head, rows] for name in ("lse", "delta")]
 
 
 @dataclasses.dataclass(frozen=True)

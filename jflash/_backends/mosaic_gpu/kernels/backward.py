@@ -31,11 +31,10 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, row_statistics
+from jflash._backends.mosaic_gpu.inputs import GmemTile
 from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, FusedCta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
-from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE
 from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 
 
@@ -128,8 +127,7 @@ class _Kernel(FusedCta):
 
         @pl.when(self.dq.adds)
         def _() -> None:
-            names = ("columns",) if row_statistics.as_columns(self.plan.spec) else ("lse", "delta")
-            statistics, keys = [self.refs.arrays[name] for name in names], pl.ds(self.first_key, self.plan.tile.keys)
-            producer = QueryProducer(self.inputs, self.order, statistics, self.item, keys)
-            producer.copy_all(self.smem, self.dq.after_copy, SPARE)
+            keys = pl.ds(self.first_key, self.plan.tile.keys)
+            producer = QueryProducer(self.inputs, self.order, self.item, keys)
+            producer.copy_all(self.smem, self.dq.after_copy, dq_accumulator.SPARE)
             self.dq.finish()

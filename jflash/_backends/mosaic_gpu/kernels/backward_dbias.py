@@ -139,7 +139,7 @@ class _Cta(Cta[DbiasPlan]):
         pipeline.release(shared.bias_empty, shared.qk_empty, shared.vo_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
 
-        def own_tile(number: Array, carry: int) -> int:
+        def own_tile(number: Array, _: None) -> None:
             slot, index = lax.rem(number, tile.stages), self.first_tile + number
             plgpu.barrier_wait(shared.bias_full.at[slot])
             bias = shared.bias.at[slot]
@@ -155,9 +155,8 @@ class _Cta(Cta[DbiasPlan]):
                 lax.axis_index("batch"), lax.axis_index("head"), self.own_rows, keys
             ]
             plgpu.copy_smem_to_gmem(shared.d_bias.at[self.own], target)
-            return carry
 
-        lax.fori_loop(0, self.count, own_tile, 0)
+        lax.fori_loop(0, self.count, own_tile, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _add_head(self, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:

@@ -52,7 +52,7 @@ def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
         do=smem.tile((stages, QUERIES, value_columns), spec.dtype, value_dim),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
-        statistics=row_statistics.smem_tiles(False, stages, QUERIES),
+        statistics=row_statistics.smem_vectors(stages, QUERIES),
         p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
         slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(slopes)],
         kv_full=pair,
@@ -225,5 +225,4 @@ class _Cta(Cta[DkvPlan]):
     def copy(self) -> None:
         """Copy queries."""
         pipeline.split_registers(2, copies=True)
-        statistics = self.refs.arrays["lse"], self.refs.arrays["delta"]
-        QueryProducer(self.inputs, self.order, statistics, self.item, self.own_keys).copy_all(self.smem)
+        QueryProducer(self.inputs, self.order, self.item, self.own_keys).copy_all(self.smem)

@@ -103,18 +103,11 @@ class MainLoop:
         return acc
 
     def _visit(self, step: Array, head: Array, index: Array, carry: Carry) -> Carry:
+        """Add one tile's part to the accumulators, and the last one's to dQ."""
         acc, sums, before = carry
         cta, start = self.cta, self.cta.order.tiles.start(index)
         key = cta.first_key + cta.warpgroup * WARPGROUP_ROWS
         at = TileCoord(cta.item.batch, cta.item.first_head + head, start, key)
-        acc, sums = self._visit_tile(step, index, at, (acc, sums, before))
-        return acc, sums, Step(jnp.int32(head), lax.div(self.cta.order.tiles.start(index), 8))
-
-    def _visit_tile(
-        self, step: Array, index: Array, at: TileCoord, carry: Carry
-    ) -> tuple[Accumulators, tuple[Array, ...]]:
-        """Add one tile's part to the accumulators, and the last one's to dQ."""
-        acc, sums, before = carry
         smem, ops, shape = self.cta.smem, self.cta.ops, (WARPGROUP_ROWS, self.cta.plan.tile.queries)
         slot, parity = lax.rem(step, self.cta.plan.tile.stages), lax.rem(step, 2)
         still = pipeline.opaque_zero(step, self.cta.warpgroup)
@@ -156,7 +149,7 @@ class MainLoop:
             return totals
 
         sums, (dk, dv) = ops.accumulate(add, acc.dk, acc.dv, like=sums)
-        return Accumulators(dk, dv), sums
+        return Accumulators(dk, dv), sums, Step(jnp.int32(head), lax.div(self.cta.order.tiles.start(index), 8))
 
     def _hand_over(self, ds: Array, parity: Array) -> Array:
         """dS^T in the operands' dtype, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, row_statistics, whole_dims
 from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles, dq_accumulator
 from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
@@ -21,6 +21,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     columns, value_columns = map(tile.columns, dims)
     width = columns if tile.split_dq_by_rows else columns // 2
     has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
+    smem_statistics = bf16_pieces.smem_tile if as_columns else row_statistics.smem_vectors
     empty = smem.barriers(tile.stages, arrivals=WARPGROUPS)
     handed = smem.barriers(2, arrivals=WARPGROUPS)
     return Buffers(
@@ -30,9 +31,9 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         do=smem.tile((tile.stages, tile.queries, value_columns), spec.dtype, dims[1]),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        statistics=row_statistics.smem_tiles(as_columns, tile.stages, tile.queries),
+        statistics=smem_statistics(tile.stages, tile.queries),
         # What columns of statistics are multiplied with comes with the keys.
-        ones=row_statistics.smem_ones() if as_columns else None,
+        ones=bf16_pieces.smem_tile(2, WARPGROUP_ROWS) if as_columns else None,
         # dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
         ds=smem.tile((2, tile.keys, tile.queries), spec.dtype, dims[0], part=width),
         dq=smem.tile((WARPGROUPS, WARPGROUP_ROWS, width), jnp.float32, dims[0]),

@@ -19,11 +19,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Ref, Refs, pipeline, round_up, smem
-from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import (
+    WARPGROUP_ROWS,
+    Buffers,
+    Launch,
+    Ref,
+    Refs,
+    WarpgroupOps,
+    pipeline,
+    round_up,
+    smem,
+)
 from jflash._backends.mosaic_gpu.inputs import row_statistics
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_shape
+from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, whole_shape
 from jflash._semantics.spec import Residuals, Spec
 
 
@@ -50,7 +59,7 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     rows = round_up(length, WARPGROUP_ROWS)
     as_columns = dq_acc is not None and row_statistics.as_columns(spec)
     # Tiles may begin at the last query: what they read behind it is written too.
-    stored_rows = row_statistics.stored_rows(length) if as_columns else rows
+    stored_rows = rows + MARGIN if as_columns else rows
     width = round_up(value_dim, 16)
     part = next(columns for columns in (64, 32, 16) if width % columns == 0)
     results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))

@@ -85,7 +85,7 @@ class _Kernel(ForwardCta):
         loop = MainLoop(self, tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if own_buffer else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
-        out, lse = online_softmax.finish(loop.form.exponent(plan.spec), state, acc_o, sink)
+        out, lse = online_softmax.finish(self.form.exponent(plan.spec), state, acc_o, sink)
         self._store(batch, block, out, lse)
         if plan.schedule.items_per_cta > 1 and not own_buffer:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -27,7 +27,8 @@ class ForwardCta(Cta[ForwardPlan]):
         heads = plan.heads // plan.schedule.head_groups
         self.head = lax.axis_index("head_group") * heads + lax.axis_index("head")
         self.split = lax.axis_index("split")
-        has_bias = not logits.form(plan.spec).bias_by_mma
+        self.form, self.shape = logits.form(plan.spec), (WARPGROUP_ROWS, plan.tile.keys)
+        has_bias = not self.form.bias_by_mma
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         q_o = tuple(refs.smem.q_o)
         self.q, self.o = q_o[0], q_o[-1]
@@ -57,37 +58,25 @@ class MainLoop:
     at: TileCoord
     visited: Int[Array, ""] | int
 
-    @property
-    def form(self) -> logits.LogitsForm:
-        """The form of the call's logits."""
-        return logits.form(self.cta.plan.spec)
-
-    @property
-    def _skips(self) -> bool:
-        """Whether a warpgroup leaves out tiles that only other rows of its CTA see."""
-        return self.cta.plan.tile.rows > self.cta.plan.tile.keys
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return WARPGROUP_ROWS, self.cta.plan.tile.keys
-
     def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
         """The softmax's state, and O, after all tiles; `q_read` is called when the queries are not needed any more."""
         plan, ops = self.cta.plan, self.cta.ops
         start, stop, loop = 0, self.tiles.count, self
-        if self._skips:
+        # A warpgroup leaves out tiles that only other rows of its CTA see.
+        skips = plan.tile.rows > plan.tile.keys
+        if skips:
             start, stop, own = tile_range.own_key_tiles(
                 self.cta.inputs, self.tiles, self.at.batch, self.at.query, WARPGROUP_ROWS
             )
             loop = dataclasses.replace(self, tiles=own)
-            lax.fori_loop(0, start, self._leave, 0)
+            lax.fori_loop(0, start, self._leave, None)
         state = loop._first_tile(start)
         acc_o = ops.full((WARPGROUP_ROWS, round_up(plan.spec.value_dim, 16)), 0)
         state, acc_o = lax.fori_loop(start + 1, stop, loop._next_tile, (state, acc_o))
         q_read()
         acc_o = loop._last_product(stop, state, acc_o)
-        if self._skips:
-            lax.fori_loop(stop, self.tiles.count, self._leave, 0)
+        if skips:
+            lax.fori_loop(stop, self.tiles.count, self._leave, None)
         return state, acc_o
 
     def _slot(self, index: Any) -> Any:
@@ -95,7 +84,7 @@ class MainLoop:
 
     def _prefetch(self, index: Any) -> dict[str, Array]:
         at = self.at._replace(key=self.tiles.start(index))
-        return self.form.prefetch(self.cta.inputs, at, self._shape, self.cta.plan.tile.warpgroups)
+        return self.cta.form.prefetch(self.cta.inputs, at, self.cta.shape, self.cta.plan.tile.warpgroups)
 
     def _issue_s(self, acc_s: Any, slot: Any) -> None:
         shared = self.cta.smem
@@ -112,7 +101,7 @@ class MainLoop:
             plgpu.commit_smem()
         plgpu.barrier_arrive(shared.k_empty.at[slot])
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
-        return self.form.step(s, mask, before, self.cta.plan.spec.dtype)
+        return self.cta.form.step(s, mask, before, self.cta.plan.spec.dtype)
 
     def _first_tile(self, start: Any) -> Softmax:
         ops = self.cta.ops
@@ -123,7 +112,7 @@ class MainLoop:
             self._issue_s(acc_s, slot)
             return ops.read(acc_s)
 
-        s = ops.accumulators(product, self._shape)
+        s = ops.accumulators(product, self.cta.shape)
         return self._softmax(s, jnp.int32(start), None, loaded)
 
     def _next_tile(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
@@ -132,7 +121,7 @@ class MainLoop:
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
         is_masked = self.tiles.whole is not None
-        fence = self.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
+        fence = cta.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
         plgpu.barrier_wait(shared.k_full.at[slot])
 
         def attend_tile(acc_o: Any) -> Softmax:
@@ -146,11 +135,11 @@ class MainLoop:
                     shared.fence[self.cta.warpgroup] = getattr(new, fence)
                 return new
 
-            return ops.accumulators(overlap, self._shape)
+            return ops.accumulators(overlap, cta.shape)
 
         state, (acc_o,) = ops.accumulate(attend_tile, acc_o, like=state)
         plgpu.barrier_arrive(shared.v_empty.at[last])
-        return state, self.form.rescaled(cta.inputs, state, acc_o)
+        return state, cta.form.rescaled(cta.inputs, state, acc_o)
 
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         shared, last = self.cta.smem, self._slot(stop - 1)
@@ -159,10 +148,9 @@ class MainLoop:
         plgpu.barrier_arrive(shared.v_empty.at[last])
         return acc_o
 
-    def _leave(self, index: Array, carry: int) -> int:
+    def _leave(self, index: Array, _: None) -> None:
         """Pass a tile by that no row of this warpgroup sees."""
         shared, slot = self.cta.smem, self._slot(index)
         for full, empty in ((shared.k_full, shared.k_empty), (shared.v_full, shared.v_empty)):
             plgpu.barrier_wait(full.at[slot])
             plgpu.barrier_arrive(empty.at[slot])
-        return carry

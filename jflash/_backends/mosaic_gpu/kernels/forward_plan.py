@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, whole_dims
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, whole_dims
 from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles
 from jflash._semantics.spec import Spec
@@ -35,7 +35,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
         v=smem.tile((tile.stages, tile.keys, value_columns), spec.dtype),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        bias_columns=bias_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
+        bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
         q_full=smem.barriers(tile.warpgroups),
         k_full=smem.barriers(tile.stages, arrivals=1 + has_bias_tiles + bias_by_mma),
         k_empty=empty,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, pipeline
+from jflash._backends.mosaic_gpu.hardware import Buffers, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, row_statistics
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import WorkItem
 from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
@@ -23,8 +23,6 @@ class QueryProducer:
 
     inputs: KernelInputs
     order: TileOrder
-    statistics: Sequence[Ref]
-    """Row statistics in device memory: columns, or vectors of lse and delta."""
     item: WorkItem
     keys: Any
     """The block's own keys."""
@@ -34,12 +32,11 @@ class QueryProducer:
         # The same number for the loop and for its remainders: with one head, they are no divisions then.
         count = pipeline.opaque(self.order.tiles.count, "block")
 
-        def take(step: Array, carry: int) -> int:
+        def take(step: Array, _: None) -> None:
             pl.when(step < count * self.order.heads)(lambda: self._copy(smem, step, count))
             then(step)
-            return carry
 
-        lax.fori_loop(0, count * self.order.heads + more, take, 0)
+        lax.fori_loop(0, count * self.order.heads + more, take, None)
         pipeline.drain(smem.q_empty, smem.do_empty)
 
     def _copy(self, smem: Buffers, step: Array, count: Array) -> None:
@@ -52,7 +49,7 @@ class QueryProducer:
         plgpu.barrier_wait(smem.q_empty.at[slot])
         full = smem.q_full.at[slot]
         self.inputs.copy_rows("query", tile, smem.q.at[slot], full)
-        early, *late = row_statistics.parts(self.statistics, batch, head, rows)
+        early, *late = row_statistics.parts(self.inputs, batch, head, rows)
         plgpu.copy_gmem_to_smem(early, smem.statistics.at[slot], full)
         if smem.bias is not None:
             bias = self.inputs.part("bias", batch, head).at[rows, self.keys]
