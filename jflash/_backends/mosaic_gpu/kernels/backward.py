@@ -35,7 +35,6 @@ from jflash._backends.mosaic_gpu.inputs import GmemTile
 from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, FusedCta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
-from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: WarpgroupOps) -> dict[str, Array]:
@@ -63,7 +62,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
 class _Kernel(FusedCta):
     def compute(self) -> None:
         """Round some of dQ, and walk over the tiles of queries."""
-        pipeline.split_registers(WARPGROUPS, copies=False)
+        pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
         own_keys = pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         width = self.smem.dq.shape[-1]
         dq_columns = pl.ds(self.warpgroup * width, width)
@@ -123,7 +122,7 @@ class _Kernel(FusedCta):
 
     def copy(self) -> None:
         """Copy queries, and round dQ beside it."""
-        pipeline.split_registers(WARPGROUPS, copies=True)
+        pipeline.split_registers(self.plan.tile.warpgroups, copies=True)
 
         @pl.when(self.dq.adds)
         def _() -> None:

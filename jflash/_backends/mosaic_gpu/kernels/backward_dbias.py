@@ -77,24 +77,14 @@ class DbiasPlan(KernelPlan):
         assert spec.bias_shape is not None
         batch, heads, rows, keys = spec.bias_shape
         shape = batch, heads, round_up(rows, 8), round_up(keys, 64)
-        parts = -(-key_tiles(spec, self.tile) // self.tiles_per_cta)
+        blocks, key_tiles = pl.cdiv(rows, self.tile.rows), pl.cdiv(keys, self.tile.keys)
         return Launch(
             name=f"jflash_d_bias_{head_dim}_{value_dim}",
-            grid=dict(part=parts, block=query_blocks(spec, self.tile), head=heads, batch=batch),
+            grid=dict(part=pl.cdiv(key_tiles, self.tiles_per_cta), block=blocks, head=heads, batch=batch),
             results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.bias_dtype)),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
-
-
-def key_tiles(spec: Spec, tile: RowTiles) -> int:
-    """Tiles of keys of the bias."""
-    return -(-spec.key_length // tile.keys)
-
-
-def query_blocks(spec: Spec, tile: RowTiles) -> int:
-    """Blocks of queries of the bias."""
-    return -(-spec.query_length // tile.rows)
 
 
 def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
@@ -113,22 +103,17 @@ class _Cta(Cta[DbiasPlan]):
         super().__init__(plan, refs, ops)
         self.block = lax.axis_index("block")
         self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
-        self.count = jnp.minimum(plan.tiles_per_cta, key_tiles(plan.spec, plan.tile) - self.first_tile)
+        self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
+        batches, self.heads = plan.sharing
+        self.visits = batches * self.heads
         self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-    @property
-    def heads(self) -> int:
-        """How many heads, of all batch entries, share a tile of the bias."""
-        batch, heads = self.plan.sharing
-        return batch * heads
 
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
         """A batch entry and head that share the bias, their tile as a range, and whether anything in it is seen."""
-        _, sharing = self.plan.sharing
         tile = self.plan.tile
         # The bias's own entry and head are added to; only one of the two is not 0.
-        batch = lax.axis_index("batch") + lax.div(step, sharing)
-        head = lax.axis_index("head") + lax.rem(step, sharing)
+        batch = lax.axis_index("batch") + lax.div(step, self.heads)
+        head = lax.axis_index("head") + lax.rem(step, self.heads)
         tiles = tile_range.key_tiles(self.inputs, batch, self.block, tile.rows, tile.keys)
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
@@ -144,7 +129,7 @@ class _Cta(Cta[DbiasPlan]):
             plgpu.barrier_wait(shared.bias_full.at[slot])
             bias = shared.bias.at[slot]
             visit = lambda step, total: self._add_head(step, index * tile.keys, bias, total)
-            total = lax.fori_loop(0, self.heads, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
+            total = lax.fori_loop(0, self.visits, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.bias_empty.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -202,7 +187,7 @@ class _Cta(Cta[DbiasPlan]):
             plgpu.barrier_wait(shared.bias_empty.at[slot])
             bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
             plgpu.copy_gmem_to_smem(bias, shared.bias.at[slot], shared.bias_full.at[slot])
-            pipeline.for_each_copy(self.heads, lambda step: self._copy_head(step, index * tile.keys), "block")
+            pipeline.for_each_copy(self.visits, lambda step: self._copy_head(step, index * tile.keys), "block")
 
         pipeline.for_each_copy(self.count, copy_tile, "block")
         pipeline.drain(shared.bias_empty, shared.qk_empty, shared.vo_empty)

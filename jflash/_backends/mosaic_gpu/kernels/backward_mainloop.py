@@ -21,7 +21,6 @@ from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.cta import Cta
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator, DqRefs
-from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 
 
 class FusedCta(Cta[FusedPlan]):
@@ -43,7 +42,7 @@ def _take_ticket(plan: FusedPlan, refs: Refs, warpgroup: Any, ops: WarpgroupOps)
     earlier waves: so its place is not its index, but the number of CTAs that began before it."""
     shared = refs.smem
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == plan.tile.warpgroups)
     def _() -> None:
         ops.take_ticket(refs.arrays["counters"], shared.ticket)
         plgpu.barrier_arrive(shared.ticket_drawn)

@@ -11,7 +11,6 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, row_statistics, whole_dims
 from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles, dq_accumulator
-from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 from jflash._semantics.spec import Spec
 
 
@@ -22,8 +21,8 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     width = columns if tile.split_dq_by_rows else columns // 2
     has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
     smem_statistics = bf16_pieces.smem_tile if as_columns else row_statistics.smem_vectors
-    empty = smem.barriers(tile.stages, arrivals=WARPGROUPS)
-    handed = smem.barriers(2, arrivals=WARPGROUPS)
+    empty = smem.barriers(tile.stages, arrivals=tile.warpgroups)
+    handed = smem.barriers(2, arrivals=tile.warpgroups)
     return Buffers(
         k=smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width),
         v=smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1]),
@@ -36,7 +35,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         ones=bf16_pieces.smem_tile(2, WARPGROUP_ROWS) if as_columns else None,
         # dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
         ds=smem.tile((2, tile.keys, tile.queries), spec.dtype, dims[0], part=width),
-        dq=smem.tile((WARPGROUPS, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
+        dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
         kv_full=smem.barriers(1, arrivals=2 + as_columns),
         q_full=smem.barriers(tile.stages, arrivals=2 + has_bias_tiles),
         q_empty=empty,
@@ -44,7 +43,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         do_empty=empty,
         ds_full=handed,
         ds_empty=handed,
-        finished=smem.barriers(1, arrivals=WARPGROUPS),
+        finished=smem.barriers(1, arrivals=tile.warpgroups),
         # The CTA's place in the order in which CTAs begin.
         ticket=smem.integers(1),
         ticket_drawn=smem.barriers(1),
@@ -77,7 +76,7 @@ class FusedPlan(KernelPlan):
                 **sums,
             ),
             smem=shared_memory(spec, self.tile),
-            warpgroups=WARPGROUPS + 1,
+            warpgroups=self.tile.warpgroups + 1,
         )
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax.experimental import pallas as pl
+
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, smem
@@ -45,24 +47,23 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
     if dbias is not None:
         wanted = tuple(name for name in wanted if name != "bias")
+    by_keys = lambda size: BackwardSchedule.of(
+        spec.heads, spec.key_heads, pl.cdiv(spec.key_length, size), spec.batch, processors
+    )
     # Each sum over keys, and with deterministic=True every sum, has an owner in the two kernels alone.
     fused_tiles = None if spec.deterministic or bias_kind == "row" else choose_fused_tiles(spec)
     if fused_tiles is not None:
-        schedule = _schedule(spec, spec.key_length, fused_tiles.keys, processors)
-        return BackwardPlan(spec, FusedPlan(spec, fused_tiles, schedule, wanted), None, None, dbias)
+        fused = FusedPlan(spec, fused_tiles, by_keys(fused_tiles.keys), wanted)
+        return BackwardPlan(spec, fused, None, None, dbias)
     by_key = bias_kind == "column"
     tile = choose_dq_tiles(spec)
-    blocks = -(-spec.query_length // tile.rows)
+    blocks = pl.cdiv(spec.query_length, tile.rows)
     schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors)
     dq = DqPlan(spec, tile, schedule, tuple(name for name in wanted if name != "bias" or not by_key))
-    schedule = _schedule(spec, spec.key_length, WARPGROUP_ROWS, processors)
-    dkv = DkvPlan(spec, _dkv_stages(spec, wants_bias=by_key), schedule, by_key)
+    slopes = backward_dkv.slopes(spec, wants_bias=by_key)
+    stages = 2 if smem.fits(backward_dkv.shared_memory(spec, 2, slopes)) else 1
+    dkv = DkvPlan(spec, stages, by_keys(WARPGROUP_ROWS), by_key)
     return BackwardPlan(spec, None, dq, dkv, dbias)
-
-
-def _schedule(spec: Spec, length: int, size: int, processors: int | None) -> BackwardSchedule:
-    """The schedule for blocks of `size` keys."""
-    return BackwardSchedule.of(spec.heads, spec.key_heads, -(-length // size), spec.batch, processors)
 
 
 def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
@@ -91,12 +92,6 @@ def choose_dq_tiles(spec: Spec) -> DqTiles:
     return _tuning.choose(key, fitting)
 
 
-def _dkv_stages(spec: Spec, *, wants_bias: bool) -> int:
-    """Tiles of 64 queries that the kernel of dK and dV has in shared memory together: 2 if they fit."""
-    slopes = backward_dkv.slopes(spec, wants_bias=wants_bias)
-    return 2 if smem.fits(backward_dkv.shared_memory(spec, 2, slopes)) else 1
-
-
 def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
     assert spec.bias_dtype is not None
     assert spec.bias_shape is not None
@@ -107,7 +102,7 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
     each = 1
     if processors is not None:
         # Two CTAs are left for every multiprocessor.
-        batch, heads = spec.bias_shape[:2]
-        blocks = backward_dbias.key_tiles(spec, tile) * backward_dbias.query_blocks(spec, tile)
-        each = max(1, min(blocks * heads * batch // (2 * processors), _MOST_DBIAS_TILES))
+        batch, heads, rows, keys = spec.bias_shape
+        tiles = batch * heads * pl.cdiv(rows, tile.rows) * pl.cdiv(keys, tile.keys)
+        each = max(1, min(tiles // (2 * processors), _MOST_DBIAS_TILES))
     return DbiasPlan(spec, tile, each)
