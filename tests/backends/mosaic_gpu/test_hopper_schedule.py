@@ -15,9 +15,8 @@ import pytest
 from short_run import cover, sampled
 
 from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.kernels.forward_plan import shared_memory
+from jflash._backends.mosaic_gpu.kernels.forward_plan import output_parts, shared_memory
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
-from jflash._backends.mosaic_gpu.plan import forward as forward_plans
 from jflash._backends.mosaic_gpu.schedule import dq_accumulator, forward_schedule
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqRefs
@@ -150,7 +149,7 @@ def test_tiles_by_length():
 def test_output_leaves_in_as_few_parts_as_there_is_room_for(dims: tuple[int, int], bias: Any, parts: int):
     call = spec(*dims, bias)
     tile = plan_forward(call, 132).tile
-    assert forward_plans.output_parts(call, tile) == parts
+    assert output_parts(call, tile) == parts
     left = smem.CAPACITY - smem.size(shared_memory(call, tile, call.dtype))
     whole = tile.rows * dims[1] * 2
     assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]

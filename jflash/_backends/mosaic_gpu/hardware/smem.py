@@ -66,14 +66,9 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def vectors(shape: tuple[int, ...]) -> Any:
-    """Shared memory for float32 vectors `[..., length]`."""
-    return plgpu.SMEM(shape, jnp.float32)
-
-
-def integers(number: int) -> Any:
-    """Shared memory for int32 numbers."""
-    return plgpu.SMEM((number,), jnp.int32)
+def vectors(*shape: int, dtype: Any = jnp.float32) -> Any:
+    """Shared memory for vectors `[..., length]`."""
+    return plgpu.SMEM(shape, dtype)
 
 
 def barriers(number: int, arrivals: int = 1) -> Any:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, along_rows, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, along_rows
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs
@@ -85,11 +85,6 @@ def ones() -> Float[Array, "2 64 16"]:
     # By operations: `custom_partitioning` takes no function that closes over an array.
     number, column = (lax.broadcasted_iota(jnp.int32, (2, WARPGROUP_ROWS, SMEM_COLUMNS), axis) for axis in (0, 2))
     return (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
-
-
-def smem_vectors(stages: int, queries: int) -> Any:
-    """Shared memory for the vectors of some tiles: first lse of them all, then delta."""
-    return smem.vectors((2 * stages, queries))
 
 
 def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:

@@ -32,7 +32,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile
-from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, FusedCta, MainLoop
+from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, FusedCta
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
 
@@ -65,9 +65,9 @@ class _Kernel(FusedCta):
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
         own_keys = pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         width = self.smem.dq.shape[-1]
-        dq_columns = pl.ds(self.warpgroup * width, width)
+        self.dq_columns = pl.ds(self.warpgroup * width, width)
         if self.plan.tile.split_dq_by_rows:
-            dq_columns = pipeline.columns(width, self.refs.results["d_query"], self.item.batch)
+            self.dq_columns = pipeline.columns(width, self.refs.results["d_query"], self.item.batch)
         pl.when(self.dq.adds)(self._begin)
         self.dq.begin(self.warpgroup)
 
@@ -78,7 +78,7 @@ class _Kernel(FusedCta):
         @pl.when(self.dq.adds)
         def _() -> None:
             pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(self.smem.kv_full))
-            self._store(MainLoop(self, dq_columns).run(store_sums), own_keys)
+            self._store(self.visit_all(store_sums), own_keys)
 
     def _begin(self) -> None:
         """Hand empty slots to the producer; the first warpgroup copies the keys and values."""

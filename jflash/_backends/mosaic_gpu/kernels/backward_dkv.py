@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, gradient
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
 from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 from jflash._semantics.spec import Spec
@@ -52,7 +52,8 @@ def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
         do=smem.tile((stages, QUERIES, value_columns), spec.dtype, value_dim),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
-        statistics=row_statistics.smem_vectors(stages, QUERIES),
+        # First lse of all tiles, then delta.
+        statistics=smem.vectors(2 * stages, QUERIES),
         p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
         slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(slopes)],
         kv_full=pair,

@@ -158,20 +158,18 @@ class TileMask:
         return self.tiles.is_partial(self.index)
 
     def hide(self, values: Array, hidden: float) -> Array:
-        """`values` where the query sees the key, `hidden` elsewhere."""
+        """`values` where the query sees the key, `hidden` where the dense mask, bounds, lengths or segments hide it."""
         values, is_partial = self.hide_by_dense_mask(values, hidden), self.is_partial
         if is_partial is None:
             return values
-        return lax.cond(
-            is_partial, lambda values: self._hide_by_position(values, hidden), lambda values: values, values
-        )
+
+        def hide_by_position(values: Array) -> Array:
+            tile = self.inputs.tile(self.at, values.shape, self.loaded)._replace(mask=None)
+            return jnp.where(self.inputs.visible(tile), values, hidden)
+
+        return lax.cond(is_partial, hide_by_position, lambda values: values, values)
 
     def hide_by_dense_mask(self, values: Array, hidden: float) -> Array:
         """`values` where the call's dense mask, if it has one, lets the query see the key, `hidden` elsewhere."""
         mask = self.inputs.tile(self.at, values.shape, self.loaded).mask
         return values if mask is None else jnp.where(jnp.broadcast_to(mask, values.shape), values, hidden)
-
-    def _hide_by_position(self, values: Array, hidden: float) -> Array:
-        """`hidden` where bounds, lengths or segments hide the key."""
-        tile = self.inputs.tile(self.at, values.shape, self.loaded)._replace(mask=None)
-        return jnp.where(self.inputs.visible(tile), values, hidden)
