@@ -1,6 +1,7 @@
 """The Hopper kernels in Pallas' interpreter: right, and free of races, over a short product of features."""
 
 import dataclasses
+import inspect
 import math
 
 import cases
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from short_run import cover, sampled
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu.hardware import soft_cap
+from jflash._backends.mosaic_gpu.hardware import WarpgroupOps, soft_cap
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_columns
 from jflash._backends.mosaic_gpu.kernels.delta import delta
 from jflash._backends.mosaic_gpu.schedule import RowTiles, forward_schedule
@@ -257,6 +258,11 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
     call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+
+
+def test_the_interpreter_has_all_operations_but_those_made_of_others():
+    operations = {name for name, value in vars(WarpgroupOps).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert operations - vars(Interpreter).keys() == {"matmul", "add_matmul"}
 
 
 def test_three_numbers_of_bfloat16_make_one_of_float32():

@@ -21,7 +21,7 @@ from jflash._backends.mosaic_gpu.schedule import dq_accumulator, forward_schedul
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqRefs
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._backends.mosaic_gpu.schedule.query_tiles import TileOrder
 from jflash._semantics.spec import Spec
 
 
@@ -180,7 +180,7 @@ def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: i
     )
     tiles: Any = types.SimpleNamespace(count=count)
     for block in range(3):
-        order = TileOrder.of(spec, tiles, group, jnp.int32(block), by_head=kind == "by head")
+        order = TileOrder(spec, tiles, group, jnp.int32(block), by_head=kind == "by head")
         steps = range(count * group)
         visit = lambda step, head, tile, seen: seen.at[step].set(jnp.array([head, tile]))
         seen = np.asarray(order.each(visit, jnp.full((len(steps) + 1, 2), -1)))[:-1]

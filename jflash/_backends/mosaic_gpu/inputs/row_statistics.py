@@ -13,7 +13,6 @@ reads them from shared memory, and accumulators begin there instead of at 0.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,29 +93,18 @@ def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
     return [inputs.refs[name].at[batch, head, rows] for name in ("lse", "delta")]
 
 
-@dataclasses.dataclass(frozen=True)
 class RowStatistics:
-    """A tile's, in shared memory."""
+    """A tile's, in shared memory, when its columns, or its first vector, have arrived."""
 
-    inputs: KernelInputs
-    shape: tuple[int, int]
-    refs: Sequence[Ref]
-    ones: Ref | None
-    """For columns."""
-    lse: Float[Array, "keys queries"] | None
-    """If it is not subtracted before the exponent."""
-
-    @staticmethod
-    def of(inputs: KernelInputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> RowStatistics:
-        """Those of a tile whose columns, or first vector, have arrived."""
-        plain = exponent.is_plain(inputs.spec)
-        lse = None if plain else along_columns(inputs.ops.load(refs[0], 1), shape)
-        return RowStatistics(inputs, shape, refs, ones, lse)
-
-    @property
-    def mmas(self) -> int:
+    def __init__(self, inputs: KernelInputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> None:
+        """`ones` are for columns."""
+        self.inputs, self.shape, self.refs, self.ones = inputs, shape, refs, ones
+        self.lse = None
+        """If it is not subtracted before the exponent."""
+        if not exponent.is_plain(inputs.spec):
+            self.lse = along_columns(inputs.ops.load(refs[0], 1), shape)
+        self.mmas = 1 if ones is None else 2
         """How many products `mma` issues."""
-        return 1 if self.ones is None else 2
 
     def mma(self, accumulator: Any, a: Any, b: Ref, number: int) -> None:
         """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1)."""
@@ -130,4 +118,4 @@ class RowStatistics:
     def probabilities(self, logits: Float[Array, "keys queries"]) -> Float[Array, "keys queries"]:
         """P^T, from what `mma` made of a plain call, or the logits of another."""
         own = exponent.exponent(self.inputs.spec)
-        return own.of_difference(logits) if self.lse is None else own(logits, self.lse)
+        return jnp.exp2(logits * own.factor) if self.lse is None else own(logits, self.lse)

@@ -121,7 +121,7 @@ class _Cta(Cta[DkvPlan]):
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
         tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
-        self.order = TileOrder.of(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
 
     def run(self) -> None:
         for index, body in enumerate((self.make_dv, self.make_dk, self.copy)):

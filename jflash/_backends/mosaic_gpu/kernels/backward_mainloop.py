@@ -54,7 +54,7 @@ class FusedCta(Cta[FusedPlan]):
         self.item, self.first_key = plan.schedule.item(wave, item), block * plan.tile.keys
         tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
         heads = plan.schedule.heads
-        self.order = TileOrder.of(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
+        self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
         dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"])
         self.dq = DqAccumulator(plan.schedule, ops, dq_refs, sums_scale(plan.spec), ticket, tiles.count * heads)
 
@@ -92,7 +92,7 @@ class FusedCta(Cta[FusedPlan]):
         plgpu.barrier_wait(smem.q_full.at[slot])
         slots = range(0, smem.statistics.shape[0], self.plan.tile.stages)
         refs = [smem.statistics.at[first + slot] for first in slots]
-        statistics = RowStatistics.of(self.inputs, shape, refs, smem.ones)
+        statistics = RowStatistics(self.inputs, shape, refs, smem.ones)
         if smem.bias is not None:
             loaded["bias"] = ops.load(smem.bias.at[slot, :, self.own].T)
         mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)

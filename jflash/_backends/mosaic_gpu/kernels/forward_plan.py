@@ -119,9 +119,9 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     share = (processors or 0) / (spec.batch * heads)
     tile = forward_tiles(spec, round_up(rows, 8), visits, share)
     splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if rows <= tile.rows else 1
+    plan = ForwardPlan(spec, tile, ForwardSchedule(1, spec.batch), packed_heads, splits)
     if splits > 1:
-        return ForwardPlan(spec, tile, ForwardSchedule(1, spec.batch), packed_heads, splits)
-    plan = ForwardPlan(spec, tile, ForwardSchedule(1, spec.batch), packed_heads)
+        return plan
     schedule = _schedule(plan, visits(tile.rows, tile.keys), processors)
     parts = output_parts(spec, tile) if schedule.items_per_cta > 1 else 0
     return dataclasses.replace(plan, schedule=schedule, output_parts=parts)
