@@ -31,8 +31,8 @@ def forward(
     plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    out, lse = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
-    return _finish_forward(plan, operands, out, lse)
+    made = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
+    return _finish_forward(plan, operands, made["out"], made["lse"])
 
 
 def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> Arrays:

@@ -1,15 +1,19 @@
-"""Logits of a tile with their derivatives: what all backward kernels do between S and P, and between dP and dS."""
+"""Logits of a tile with their derivatives, in primitives that Mosaic GPU lowers.
+
+All backward kernels have them between S and P, and between dP and dS.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.extend.core as core
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.exponent import is_plain
-from jflash._backends.mosaic_gpu.hardware.lowering import lowerable
 from jflash._backends.mosaic_gpu.hardware.soft_cap import soft_cap
 from jflash._backends.mosaic_gpu.inputs import KernelInputs
 from jflash._backends.mosaic_gpu.schedule import TileMask
@@ -25,17 +29,15 @@ def logits(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "row
     if is_plain(inputs.spec):
         return s
     tile = inputs.tile(mask.at, s.shape, mask.loaded)
-    return lowerable(lambda s: modify_logits(inputs.spec, s, tile, _soft_cap(inputs)))(s)
+    return _lowerable(lambda s: modify_logits(inputs.spec, s, tile, _soft_cap(inputs)))(s)
 
 
 def differentiate(
     s: Float[Array, "rows columns"], mask: TileMask, probabilities: Callable[[Array], Array], wanted: Sequence[str]
 ) -> tuple[Float[Array, "rows columns"], PullBack]:
-    """A tile's probabilities, 0 where the query does not see the key, and the way back from their logits.
+    """A tile's probabilities from its products, 0 where the query does not see the key; and the way back.
 
-    From the tile's products; the way leads to their cotangents and those of the parameters `wanted`.
-
-    A parameter's cotangent is that of its value at every element of the tile. A plain call's products have their
+    That takes cotangents of logits to those of the products and of the parameters `wanted`. A parameter's cotangent is that of its value at every element of the tile. A plain call's products have their
     logits' cotangent as it is: the scale is left to be applied to the sums.
     """
     inputs = mask.inputs
@@ -49,8 +51,40 @@ def differentiate(
 
     values = {name: jnp.broadcast_to(getattr(tile.parameters, name), s.shape) for name in wanted}
     logits, pull_back = jax.vjp(modify, s, values)
-    return mask.hide(probabilities(logits), 0.0), lowerable(pull_back)
+    return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
 
 
 def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], Array]:
     return lambda s, scale, cap: soft_cap(s, scale, cap, inputs.ops.warp_all_below)
+
+
+def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
+    """`function` without what Mosaic GPU does not lower: sums that differentiation leaves, and custom derivatives."""
+
+    def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed.jaxpr, closed.consts, leaves))
+
+    return lowered
+
+
+def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        match equation.primitive.name:
+            case "add_any":
+                results = inputs[0] + inputs[1]
+            case "jit" | "pjit":
+                inner = equation.params["jaxpr"]
+                results = _evaluate(inner.jaxpr, inner.consts, inputs)
+            case "custom_jvp_call":
+                inner = equation.params["call_jaxpr"]
+                results = _evaluate(inner.jaxpr, inner.consts, inputs)
+            case _:
+                results = equation.primitive.bind(*inputs, **equation.params)
+        many = equation.primitive.multiple_results
+        values.update(zip(equation.outvars, results if many else [results], strict=True))
+    return [read(atom) for atom in jaxpr.outvars]

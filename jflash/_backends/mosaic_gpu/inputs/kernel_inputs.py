@@ -115,12 +115,9 @@ class KernelInputs:
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
         def bias_or_mask(name: str) -> Array | None:
-            shapes = bias_and_mask.shapes(spec)
-            if name not in shapes or (name == "bias" and not self.has_bias):
-                return None
             if name in loaded:
                 return loaded[name]
-            match bias_and_mask.kind(shapes[name]):
+            match bias_and_mask.kinds(spec).get(name):
                 case "row":
                     return self._vector(name, at, at.query, shape, query_axis)
                 case "column":
@@ -136,7 +133,7 @@ class KernelInputs:
         else:
             numbers = bias_or_mask("mask")
             mask = None if numbers is None else numbers != 0
-        bias = bias_or_mask("bias")
+        bias = bias_or_mask("bias") if self.has_bias else None
         return Tile(
             parameters=Parameters(
                 scale=self.value("scale", at.batch),

@@ -40,8 +40,7 @@ from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient `[B, N, L]`.
 
-    `arrays`: query, key, value and d_out in whole tiles, row statistics (`columns` and `ones`, or `lse` and `delta`),
-    and what was prepared of the other operands; `dq_acc` holds zeros.
+    `dq_acc` holds zeros.
     """
     launch, schedule = plan.launch, plan.schedule
 

@@ -64,13 +64,6 @@ class DbiasPlan(KernelPlan):
     """Tiles of keys that a CTA takes."""
 
     @property
-    def sharing(self) -> tuple[int, int]:
-        """The batch entries, and the heads, that share each entry and head of the bias."""
-        assert self.spec.bias_shape is not None
-        bias_batch, bias_heads = self.spec.bias_shape[:2]
-        return self.spec.batch // bias_batch, self.spec.heads // bias_heads
-
-    @property
     def launch(self) -> Launch:
         """The result has the bias's shape and dtype, in whole tiles."""
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
@@ -88,11 +81,7 @@ class DbiasPlan(KernelPlan):
 
 
 def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
-    """Launch the kernel; the gradient in the bias's shape and dtype.
-
-    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
-    and what was prepared of the other operands.
-    """
+    """Launch the kernel; the gradient in the bias's shape and dtype."""
     assert plan.spec.bias_shape is not None
     made = _Cta.launch(plan, arrays, ops)["d_bias"]
     return made[:, :, : plan.spec.bias_shape[2], : plan.spec.bias_shape[3]]
@@ -104,8 +93,12 @@ class _Cta(Cta[DbiasPlan]):
         self.block = lax.axis_index("block")
         self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
         self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
-        batches, self.heads = plan.sharing
-        self.visits = batches * self.heads
+        assert plan.spec.bias_shape is not None
+        bias_batch, bias_heads = plan.spec.bias_shape[:2]
+        self.heads = plan.spec.heads // bias_heads
+        """Heads that share each head of the bias."""
+        self.visits = plan.spec.batch // bias_batch * self.heads
+        """Heads of all batch entries that share a tile of the bias."""
         self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:

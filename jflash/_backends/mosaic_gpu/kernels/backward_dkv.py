@@ -30,18 +30,14 @@ from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, al
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
 from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
-from jflash._semantics.spec import Spec
 
 QUERIES = 64
 """Queries of a tile."""
 
 
-def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done.
-
-    `stages` tiles of queries; `slopes` derivatives of the logits, as `slopes` counts them.
-    """
-    head_dim, value_dim = whole_dims(spec)
+def _shared_memory(plan: DkvPlan) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+    spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     pair, ring = smem.barriers(1, arrivals=2), smem.barriers(stages, arrivals=2)
@@ -55,7 +51,7 @@ def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
         # First lse of all tiles, then delta.
         statistics=smem.vectors(2 * stages, QUERIES),
         p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
-        slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(slopes)],
+        slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(plan.slopes)],
         kv_full=pair,
         q_full=smem.barriers(stages, arrivals=2 + has_bias_tiles),
         q_empty=ring,
@@ -83,6 +79,11 @@ class DkvPlan(KernelPlan):
         return ("bias",) if self.wants_bias and self.spec.score_mod is not None else ()
 
     @property
+    def slopes(self) -> int:
+        """How many derivatives of the logits go through shared memory."""
+        return (not exponent.is_plain(self.spec)) + len(self.score_mod_of_bias)
+
+    @property
     def launch(self) -> Launch:
         spec, schedule = self.spec, self.schedule
         dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
@@ -94,22 +95,13 @@ class DkvPlan(KernelPlan):
             name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
             results=results,
-            smem=shared_memory(spec, self.stages, slopes(spec, wants_bias=self.wants_bias)),
+            smem=_shared_memory(self),
             warpgroups=3,
         )
 
 
-def slopes(spec: Spec, *, wants_bias: bool) -> int:
-    """How many derivatives of the logits go through shared memory."""
-    return (not exponent.is_plain(spec)) + (wants_bias and spec.score_mod is not None)
-
-
 def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`.
-
-    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
-    and what was prepared of the other operands.
-    """
+    """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`."""
     made = _Cta.launch(plan, arrays, ops)
     return made | {f"d_{name}": plan.schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
 

@@ -85,11 +85,7 @@ class DqPlan(KernelPlan):
 
 
 def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`.
-
-    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
-    and what was prepared of the other operands.
-    """
+    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
     return _Cta.launch(plan, arrays, ops)
 
 

@@ -15,7 +15,7 @@ from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, row_statistics, whole_dims
-from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq
+from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
@@ -138,9 +138,9 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     blocks = pl.cdiv(spec.query_length, tile.rows)
     schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors)
     dq = DqPlan(spec, tile, schedule, tuple(name for name in wanted if name != "bias" or not by_key))
-    slopes = backward_dkv.slopes(spec, wants_bias=by_key)
-    stages = 2 if smem.fits(backward_dkv.shared_memory(spec, 2, slopes)) else 1
-    dkv = DkvPlan(spec, stages, by_keys(WARPGROUP_ROWS), by_key)
+    dkv = DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key)
+    if not smem.fits(dkv.launch.smem):
+        dkv = dataclasses.replace(dkv, stages=1)
     return BackwardPlan(spec, None, dq, dkv, dbias)
 
 

@@ -38,7 +38,12 @@ class Cta[Plan: KernelPlan]:
 
     @classmethod
     def launch(cls, plan: Plan, arrays: Mapping[str, Any], ops: WarpgroupOps) -> dict[str, Array]:
-        """Launch the plan's kernel on arrays, or on references inside `pl.run_state`; the results by name."""
+        """Launch the plan's kernel; its results by name.
+
+        `arrays`, or references inside `pl.run_state`: query, key, value, and in a backward d_out, in whole tiles; in a
+        backward row statistics, as `row_statistics.for_fused` has them for the fused one and `subtrahends` for others;
+        and what was prepared of the other operands.
+        """
         return plan.launch.run(lambda refs: cls(plan, refs, ops).run(), arrays, ops)
 
     def run(self) -> None:

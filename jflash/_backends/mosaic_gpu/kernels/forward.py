@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
@@ -31,16 +31,13 @@ from jflash._backends.mosaic_gpu.kernels.forward_mainloop import ForwardCta, Mai
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 
 
-def forward(
-    plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps
-) -> tuple[Float[Array, "splits B T N D"], Float[Array, "splits B N L"]]:
-    """Launch the kernel on query, key, value and what was prepared of the other operands, by name.
+def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; out `[splits, B, T, N, D]` and lse `[splits, B, N, L]`.
 
-    T, S, H and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32,
-    and sinks are left to their merge.
+    T and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32, and
+    sinks are left to their merge.
     """
-    made = _Kernel.launch(plan, arrays, ops)
-    return made["out"], made["lse"]
+    return _Kernel.launch(plan, arrays, ops)
 
 
 class _Kernel(ForwardCta):

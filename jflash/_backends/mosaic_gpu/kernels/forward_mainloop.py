@@ -65,9 +65,7 @@ class MainLoop:
         # A warpgroup leaves out tiles that only other rows of its CTA see.
         skips = plan.tile.rows > plan.tile.keys
         if skips:
-            start, stop, own = tile_range.own_key_tiles(
-                self.cta.inputs, self.tiles, self.at.batch, self.at.query, WARPGROUP_ROWS
-            )
+            start, stop, own = tile_range.own_key_tiles(self.cta.inputs, self.tiles, self.at)
             loop = dataclasses.replace(self, tiles=own)
             lax.fori_loop(0, start, self._leave, None)
         state = loop._first_tile(start)
@@ -84,7 +82,7 @@ class MainLoop:
 
     def _prefetch(self, index: Any) -> dict[str, Array]:
         at = self.at._replace(key=self.tiles.start(index))
-        return self.cta.form.prefetch(self.cta.inputs, at, self.cta.shape, self.cta.plan.tile.warpgroups)
+        return self.cta.form.prefetch(self.cta.inputs, at, self.cta.plan.tile)
 
     def _issue_s(self, acc_s: Any, slot: Any) -> None:
         shared = self.cta.smem

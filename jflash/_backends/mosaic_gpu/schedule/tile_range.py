@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS
 from jflash._backends.mosaic_gpu.inputs import KernelInputs, Loaded, TileCoord, bias_and_mask
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
@@ -99,16 +100,14 @@ def key_tiles(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int
     return _tile_range(inputs, (batch, block), (block_start(block, rows, missing), rows), size, of_keys=False)
 
 
-def own_key_tiles(
-    inputs: KernelInputs, tiles: TileRange, batch: Any, row: Any, rows: int
-) -> tuple[Any, Any, TileRange]:
-    """Of a CTA's range, the indices from where to where a warpgroup's rows see any key, at least one tile; and the
-    range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
+def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
+    """Of a CTA's range, the indices from where to where a warpgroup's rows, from `at` on, see any key, at least one
+    tile; and the range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
     spec = inputs.spec
     if TABLE in inputs.refs or inputs.packed_heads > 1:
         return 0, tiles.count, tiles
-    found = _spans(inputs, batch, row, rows, of_keys=False)
-    seen_stop = jnp.where(row < spec.query_length, found.stop, found.start)
+    found = _spans(inputs, at.batch, at.query, WARPGROUP_ROWS, of_keys=False)
+    seen_stop = jnp.where(at.query < spec.query_length, found.stop, found.start)
     start = jnp.clip(lax.div(found.start - tiles.first, tiles.size), 0, tiles.count - 1)
     stop = jnp.clip(lax.div(seen_stop - tiles.first + tiles.size - 1, tiles.size), start + 1, tiles.count)
     whole = None if tiles.whole is None else (found.full_start, jnp.minimum(found.full_stop, tiles.whole[1]))
