@@ -37,8 +37,9 @@ def differentiate(
 ) -> tuple[Float[Array, "rows columns"], PullBack]:
     """A tile's probabilities from its products, 0 where the query does not see the key; and the way back.
 
-    That takes cotangents of logits to those of the products and of the parameters `wanted`. A parameter's cotangent is that of its value at every element of the tile. A plain call's products have their
-    logits' cotangent as it is: the scale is left to be applied to the sums.
+    That takes cotangents of logits to those of the products and of the parameters `wanted`. A parameter's cotangent is
+    that of its value at every element of the tile. A plain call's products have their logits' cotangent as it is: the
+    scale is left to be applied to the sums.
     """
     inputs = mask.inputs
     if is_plain(inputs.spec):

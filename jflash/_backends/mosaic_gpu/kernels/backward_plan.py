@@ -25,8 +25,7 @@ from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
 _MOST_DBIAS_TILES = 4
-"""Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies further
-apart."""
+"""Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies apart."""
 
 _PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose gradients kernels sum."""

@@ -19,17 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import (
-    WARPGROUP_ROWS,
-    Buffers,
-    Launch,
-    Ref,
-    Refs,
-    WarpgroupOps,
-    pipeline,
-    round_up,
-    smem,
-)
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu.inputs import row_statistics
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, whole_shape

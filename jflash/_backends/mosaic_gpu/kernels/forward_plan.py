@@ -208,8 +208,7 @@ def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) 
     """Which blocks of queries each CTA takes; `visits` are those of each block."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = whole_dims(spec)
-    # Each block visits more keys than the one before: those of several heads leave fewer multiprocessors waiting for
-    # the last long one.
+    # Each block visits more keys than the last: those of several heads leave fewer multiprocessors waiting at the end.
     blocks_grow = spec.bounds[0] is None and spec.bounds[1] is not None
     groups = heads // math.gcd(heads, 8) if blocks_grow and tile.warpgroups > 2 else 1
     staggered = not spec.operands.isdisjoint(tile_range.LIMITS)

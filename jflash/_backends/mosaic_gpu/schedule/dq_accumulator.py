@@ -29,7 +29,6 @@ from jflash._backends.mosaic_gpu.schedule.tiles import FusedTiles
 SPARE = 3
 """Parts that the producer can round while the other warpgroups are at the last tiles."""
 
-
 _LINE = 32
 """Counters in a line of the cache: CTAs that poll one should not delay those that increment another."""
 

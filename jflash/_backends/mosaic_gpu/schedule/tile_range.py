@@ -1,7 +1,6 @@
 """Which tiles of keys a block of queries visits, and which tiles of queries a block of keys; and a tile's mask.
 
-A kernel finds them from the block's index and its batch entry's offset and lengths; with segments it reads them from a
-small table, made before.
+A kernel finds them from the block's index and its entry's offset and lengths; with segments it reads a small table.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ class FusedTiles:
 
     @property
     def split_dq_by_rows(self) -> bool:
-        """Whether each warpgroup makes half the rows of a tile's dQ, or half its columns: the matrix unit wants 64
-        rows at least."""
+        """Whether warpgroups share the rows of a tile's dQ, or its columns: the matrix unit wants 64 rows at least."""
         return self.queries == 2 * WARPGROUP_ROWS
 
     def columns(self, dim: int) -> int:
