@@ -112,6 +112,7 @@ class _Cta(Cta[DkvPlan]):
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
+        self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
 
@@ -124,9 +125,8 @@ class _Cta(Cta[DkvPlan]):
         shared = self.smem
         pipeline.release(shared.q_empty, shared.do_empty)
         pipeline.split_registers(2, copies=False)
-        keys = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
-        self.inputs.copy_rows("key", keys, shared.k, shared.kv_full)
-        self.inputs.copy_rows("value", keys, shared.v, shared.kv_full)
+        self.inputs.copy_rows("key", self.key_tile, shared.k, shared.kv_full)
+        self.inputs.copy_rows("value", self.key_tile, shared.v, shared.kv_full)
         plgpu.barrier_wait(shared.kv_full)
         zeros = self.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
@@ -211,8 +211,7 @@ class _Cta(Cta[DkvPlan]):
         plgpu.barrier_wait(self.smem.finished)
         staged[...] = acc.astype(staged.dtype)
         plgpu.commit_smem()
-        columns = pipeline.columns(staged.shape[-1], result, item.batch)
-        plgpu.copy_smem_to_gmem(staged, result.at[item.batch, self.own_keys, item.key_head, columns])
+        plgpu.copy_smem_to_gmem(staged, self.key_tile.of(result, staged.shape[-1]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
