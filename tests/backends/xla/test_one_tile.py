@@ -14,6 +14,7 @@ import oracle
 import pytest
 from cases import Case
 from plain_attention import Call
+from short_run import cover
 
 import jflash
 from jflash import _canonical
@@ -44,6 +45,7 @@ def spec_of(call: Call) -> Any:
     return _canonical.canonicalize(**options, score_mod=traced)[0]
 
 
+@cover(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_right(name: str, dtype: str):
@@ -53,6 +55,7 @@ def test_right(name: str, dtype: str):
     oracle.assert_right(oracle.run(attention, call), call)
 
 
+@cover(1)
 @pytest.mark.parametrize("keys", [1, 75])
 @pytest.mark.parametrize(
     "options",
@@ -74,6 +77,7 @@ def test_rows_that_see_nothing(options: dict[str, Any], keys: int):
     assert not any(np.any(gradient) for gradient in pull_back((jnp.ones_like(out), jnp.ones_like(lse))))
 
 
+@cover(1)
 @pytest.mark.parametrize("scale", [None, 1.0, 3.0])
 @pytest.mark.parametrize("query_length", [256, 1300])
 def test_gradients_of_few_keys(query_length: int, scale: float | None):
@@ -87,6 +91,7 @@ def test_gradients_of_few_keys(query_length: int, scale: float | None):
     oracle.assert_within(oracle.run(attention, call), truth, allowed)
 
 
+@cover(1)
 @pytest.mark.parametrize("rows", [64, 1300])
 @pytest.mark.parametrize("keys", [1, 64])
 def test_rows_that_see_one_key(rows: int, keys: int):
@@ -145,6 +150,7 @@ LIMITED = [
 ]
 
 
+@cover(1)
 @pytest.mark.parametrize("options", LIMITED, ids=lambda options: next(iter(options), "plain"))
 def test_no_product_is_made_twice(options: dict[str, Any]):
     """A program with forward and backward has six: of the backward's five, one is the forward's. And no branches."""
