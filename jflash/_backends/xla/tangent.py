@@ -3,18 +3,19 @@
     for each tile:
       P, and modify(Q K^T), computed again
       tS = tQ K^T + Q tK^T, pushed through modify with the parameters' tangents
-      tlse += rowsum(P * tS);  l += rowsum(P)
+      c = rowsum(P * tS) / rowsum(P)
+      l += rowsum(P);  tlse += rowsum(P * tS)
+      O += P V;  tO += P tV + (P * (tS - c)) V + c P V
     tlse /= l
-    for each tile, P and tS computed again:
-      tO += P tV + (P * (tS - tlse)) V
-    tO /= l
+    tO = (tO - tlse O) / l
 
-Cheng Lu and Yang Song, arXiv:2410.11081, appendix F, make it in one sweep, with tO = sum(P tV + (P * tS) V) - tlse O.
-That rounds what it then subtracts: in bfloat16 it has several times the error of plain attention where few keys matter,
-or where all keys are alike. `tlse` is to the tangent what delta is to the backward. l is 1 but for rounding: the
-log-sum-exp is one rounded number, and its error would be in every P of a row.
+Cheng Lu and Yang Song, arXiv:2410.11081, appendix F, do without c. In bfloat16 that has several times the error of
+plain attention where few keys matter, or where all are alike: it rounds P * tS, and subtracts what that has in common.
+Around the mean of the tile, what is rounded is no larger than what plain attention rounds; and P V, rounded, stands on
+both sides of the subtraction. l is 1 but for rounding: the log-sum-exp is one rounded number, and its error would be in
+every P of a row.
 
-Where a tile holds all keys, one sweep has the sums.
+A tile that holds all keys has tlse at once: tO = P tV + (P * (tS - tlse)) V, as plain attention.
 """
 
 from __future__ import annotations
@@ -54,12 +55,11 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
     if shape.keys == spec.key_length:
         (t_out, t_lse), _, _ = summed(_WholeRows(spec), t_sunk)
     else:
-        (t_lse, total), _, _ = summed(_LogSum(spec))
+        (t_out, out, t_lse, total), _, _ = summed(_AboutTheMean(spec))
         total = jax.lax.stop_gradient(total + rows[3])
         total = jnp.where(total == 0, 1, total)
         t_lse = (t_lse + t_sunk) / total
-        (t_out,), _, _ = summed(_Centred(spec), t_lse)
-        t_out = t_out / total[..., None]
+        t_out = (t_out - t_lse[..., None] * out) / total[..., None]
     t_lse = jnp.swapaxes(t_lse.reshape(results.out.shape[:3]), 1, 2)
     return Results(t_out.reshape(results.out.shape).astype(spec.dtype), t_lse)
 
@@ -76,47 +76,41 @@ class _Pushed:
         of_keys: Any = lambda array: None if array is None else tile.keys(array)
         query, t_query, key, t_key = of_rows(query), of_rows(t_query), of_keys(key), of_keys(t_key)
 
-        products = tile.pairs(tile.dot(query, key))
-        added = [tile.dot(*factors) for factors in ((t_query, key), (query, t_key)) if None not in factors]
-        t_products = tile.pairs(sum(added[1:], start=added[0])) if added else None
+        products, t_products = tile.pairs(tile.dot(query, key)), None
+        factors = [pair for pair in ((t_query, key), (query, t_key)) if pair[0] is not None and pair[1] is not None]
+        if factors:
+            # tQ K^T + Q tK^T as one product: a tile of logits is written once.
+            t_products = tile.pairs(tile.dot(*(jnp.concatenate(side, axis=-1) for side in zip(*factors, strict=True))))
         self.tile, self.value, self.t_value = tile, of_keys(value), of_keys(t_value)
         self.probabilities = tile.probabilities(tile.modify(products, parameters), lse, sunk)
         self.t_logits = jnp.zeros_like(products)
-        if added or jax.tree.leaves(t_parameters):
+        if factors or jax.tree.leaves(t_parameters):
             self.t_logits = _operation.tangents_of(tile.modify, (products, parameters), (t_products, t_parameters))
 
     def weighted(self, centre: Float[Array, "b k g i 1"] | float) -> Float[Array, "b k g i j"]:
         """P * (tS - centre). A key that is not seen has no part in it, whatever its logit's tangent is."""
         return jnp.where(self.probabilities == 0, 0, self.probabilities * (self.t_logits - centre))
 
-    def t_out(self, centre: Float[Array, "b k g i 1"]) -> Float[Array, "b k g i D"]:
-        """What the tile adds to tO."""
-        t_out = self.tile.weigh(self.tile.drop(self.weighted(centre)), self.value)
-        if self.t_value is None:
-            return t_out
-        return t_out + self.tile.weigh(self.tile.drop(self.probabilities), self.t_value)
+    def weigh(self, weights: Float[Array, "b k g i j"], keys: Float[Array, "b k j H"]) -> Float[Array, "b k g i H"]:
+        """The sum over keys, after dropout."""
+        return self.tile.weigh(self.tile.drop(weights), keys)
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogSum:
-    """What one tile adds to tlse and l."""
+class _AboutTheMean:
+    """What one tile adds to tO, O, tlse and l."""
 
     spec: Spec
 
     def __call__(self, terms: Terms, place: Place) -> Terms:
         pushed = _Pushed(self.spec, terms, place)
-        return Terms((pushed.weighted(0).sum(axis=-1), pushed.probabilities.sum(axis=-1)), (), ())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Centred:
-    """What one tile adds to tO; tlse is the last of the rows' arrays."""
-
-    spec: Spec
-
-    def __call__(self, terms: Terms, place: Place) -> Terms:
-        *_, t_lse = terms.rows
-        return Terms((_Pushed(self.spec, terms, place).t_out(t_lse[..., None]),), (), ())
+        total, t_lse = pushed.probabilities.sum(axis=-1), pushed.weighted(0).sum(axis=-1)
+        # Whatever it is, it cancels: so it has no derivative.
+        mean = jax.lax.stop_gradient(t_lse / jnp.where(total == 0, 1, total))[..., None]
+        values = [array for array in (pushed.value, pushed.t_value) if array is not None]
+        out, *more = jnp.split(pushed.weigh(pushed.probabilities, jnp.concatenate(values, axis=-1)), len(values), -1)
+        t_out = sum(more, start=pushed.weigh(pushed.weighted(mean), pushed.value) + mean * out)
+        return Terms((t_out, out, t_lse, total), (), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,4 +124,7 @@ class _WholeRows:
         if place.fresh is not None:
             t_sunk = jnp.where(place.fresh, t_sunk, 0)
         t_lse = pushed.weighted(0).sum(axis=-1) + t_sunk
-        return Terms((pushed.t_out(t_lse[..., None]), t_lse), (), ())
+        t_out = pushed.weigh(pushed.weighted(t_lse[..., None]), pushed.value)
+        if pushed.t_value is not None:
+            t_out = t_out + pushed.weigh(pushed.probabilities, pushed.t_value)
+        return Terms((t_out, t_lse), (), ())
