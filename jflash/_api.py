@@ -90,7 +90,7 @@ def attention(
     precision: Any = None,
     deterministic: bool = False,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
-    r"""Exact softmax attention in O(T + S) memory per head, forward and backward.
+    r"""Exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
     For every batch entry and head, :math:`\mathrm{softmax}(\mathrm{logits}) V`, where the logits are made from
     :math:`Q K^T` in this order: scale, soft cap, bias, ALiBi, `score_mod`, mask. The arguments of
