@@ -62,7 +62,7 @@ def test_as_exact_as_plain_attention(lengths: str, dtype: str, kind: str) -> Non
         truth = tangents(differentiable_attention.attention, wide)
 
     def allowed(truth: np.ndarray, yardstick: np.ndarray) -> float:
-        """With a few roundings on top, as the oracle has them."""
-        return 2 * oracle.error(yardstick, truth) + 2 * float(jnp.finfo(yardstick.dtype).eps) * np.max(np.abs(truth))
+        """With two roundings of a sum on top, as of few numbers plain attention may be exact by luck."""
+        return 2 * oracle.error(yardstick, truth) + 2 * float(np.finfo(np.float32).eps) * np.max(np.abs(truth))
 
     oracle.assert_within(got, truth, tuple(map(allowed, truth, yardstick)))
