@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -114,8 +113,8 @@ def exponentials(
     """
     if rounded:
         logits = lax.optimization_barrier(logits)
-    least = np.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
-    largest = lax.reduce(lax.stop_gradient(logits), least, lax.max, (logits.ndim - 1,))
+    finite = jnp.maximum(logits, float(jnp.finfo(logits.dtype).min))
+    largest = lax.stop_gradient(finite.max(axis=-1))
     return jnp.exp(logits - largest[..., None]), largest
 
 

@@ -22,6 +22,10 @@ class Accumulator:
 
     value: Float[Array, "rows columns"]
 
+    def __setitem__(self, whole: Any, value: Float[Array, "rows columns"]) -> None:
+        assert whole is ...
+        self.value = value
+
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter(WarpgroupOps):
@@ -45,7 +49,7 @@ class Interpreter(WarpgroupOps):
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         return ref[...]
 
-    def load_strided(self, ref: Ref) -> Array:
+    def load_strided(self, ref: Ref, most: int = 4) -> Array:
         return ref[...]
 
     def zeros_strided(self, shape: tuple[int, ...]) -> Array:
@@ -53,15 +57,6 @@ class Interpreter(WarpgroupOps):
 
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
         return rounded(values)
-
-    def matmul(self, a: Any, b: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
-        return self.add_matmul(jnp.zeros(shape, jnp.float32), a, b)
-
-    def add_matmul(self, acc: Float[Array, "rows columns"], a: Any, b: Ref) -> Float[Array, "rows columns"]:
-        left = a if isinstance(a, jax.Array) else a[...]
-        right = b[...]
-        plgpu.commit_smem()
-        return acc + jnp.dot(left, right, preferred_element_type=jnp.float32)
 
     def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
         return body(*(Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
@@ -71,9 +66,6 @@ class Interpreter(WarpgroupOps):
         results = body(*accumulators)
         self._finish(0)
         return results, tuple(accumulator.value for accumulator in accumulators)
-
-    def initialise(self, accumulator: Accumulator, values: Float[Array, "rows columns"]) -> None:
-        accumulator.value = values
 
     def mma(self, accumulator: Accumulator, a: Any, b: Ref) -> None:
         self.pending.append((accumulator, a, b))
@@ -89,19 +81,15 @@ class Interpreter(WarpgroupOps):
     def _finish(self, pending: int) -> None:
         while len(self.pending) > pending:
             accumulator, a, b = self.pending.pop(0)
-            accumulator.value = self.add_matmul(accumulator.value, a, b)
+            left, right = a if isinstance(a, jax.Array) else a[...], b[...]
+            plgpu.commit_smem()
+            accumulator.value += jnp.dot(left, right, preferred_element_type=jnp.float32)
 
     def reduce_add(self, destination: Ref, source: Ref) -> None:
         destination[...] = destination[...] + source[...]
 
-    def commit(self) -> None:
-        plgpu.commit_smem()
-
     def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
         return packed_masks.pack(mask[...], plane, query, key, keys_first)
-
-    def load_packed_mask(self, ref: Ref) -> Int[Array, "tiles 128"]:
-        return ref[...]
 
     def expand_mask(self, words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "rows columns"]:
         return packed_masks.expand(words, shape)

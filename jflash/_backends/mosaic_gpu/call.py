@@ -17,9 +17,8 @@ from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prep
 from jflash._backends.mosaic_gpu.kernels import backward as fused
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq, delta
 from jflash._backends.mosaic_gpu.kernels import forward as kernel
-from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.pack_mask import pack_mask
-from jflash._backends.mosaic_gpu.plan import BackwardPlan
+from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan
 from jflash._backends.mosaic_gpu.schedule import tile_range
 from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
@@ -32,8 +31,8 @@ def forward(
     plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the query's dtype and log-sum-exp in float32."""
-    out, lse = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
-    return _finish_forward(plan, operands, out, lse)
+    made = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
+    return _finish_forward(plan, operands, made["out"], made["lse"])
 
 
 def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> Arrays:
@@ -95,11 +94,11 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
 
     made = delta.delta(spec, residuals, None if plan.fused is None else plan.fused.dq_acc(ops.margin), ops)
     lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
-    rows = row_statistics.subtrahends(spec, lse, made.delta)
-    if plan.fused is not None and made.dq_acc is not None:
-        statistics = row_statistics.for_fused(spec, lse, made.delta, made.columns)
+    rows = row_statistics.subtrahends(spec, lse, made["delta"])
+    if plan.fused is not None:
+        statistics = row_statistics.for_fused(spec, lse, made["delta"], made.get("columns"))
         of_keys |= table(plan.fused.tile.keys, of_keys=True)
-        gradients = fused.backward(plan.fused, tiles | statistics | of_keys, made.dq_acc, ops)
+        gradients = fused.backward(plan.fused, tiles | statistics | of_keys, made["dq_acc"], ops)
     else:
         assert plan.dq is not None
         assert plan.dkv is not None
@@ -109,7 +108,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     if plan.dbias is not None:
         of_bias = tiles | rows | of_queries | table(plan.dbias.tile.rows)
         gradients["whole_d_bias"] = backward_dbias.backward_dbias(plan.dbias, of_bias, ops)
-    return _finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made.delta))
+    return _finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made["delta"]))
 
 
 def _finish_backward(spec: Spec, operands: Operands, gradients: Arrays, d_sinks: Array | None) -> Operands:

@@ -49,10 +49,6 @@ class Exponent:
             difference = jnp.where(factor_before == factor, difference, before - reference)
         return jnp.exp2(difference)
 
-    def of_difference(self, products: Array) -> Array:
-        """Probabilities of a plain call from products less their reference, in the products' units."""
-        return jnp.exp2(products * self.factor)
-
     def of(self, reference: Array) -> Array:
         """A reference, in the units of logits, as it is subtracted."""
         return reference if self.exact else reference * self.factor

@@ -1,18 +1,21 @@
-"""Logits of a tile with their derivatives: what all backward kernels do between S and P, and between dP and dS."""
+"""Logits of a tile with their derivatives, in primitives that Mosaic GPU lowers.
+
+All backward kernels have them between S and P, and between dP and dS.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
+import jax.extend.core as core
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.exponent import is_plain
-from jflash._backends.mosaic_gpu.hardware.lowering import lowerable
 from jflash._backends.mosaic_gpu.hardware.soft_cap import soft_cap
-from jflash._backends.mosaic_gpu.inputs import KernelInputs, Loaded, TileCoord
+from jflash._backends.mosaic_gpu.inputs import KernelInputs
 from jflash._backends.mosaic_gpu.schedule import TileMask
 from jflash._semantics.logits import modify_logits, without_unseen
 
@@ -20,39 +23,28 @@ PullBack = Callable[[Array], tuple[Array, dict[str, Array]]]
 """Takes the logits' cotangents to those of the products and, by name, of the parameters."""
 
 
-class TileGradient(NamedTuple):
-    """A tile's probabilities, 0 where the query does not see the key, and the way back from their logits."""
-
-    p: Float[Array, "rows columns"]
-    pull_back: PullBack
-
-
-def logits(inputs: KernelInputs, s: Array, at: TileCoord, loaded: Loaded) -> Array:
+def logits(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "rows columns"]:
     """The logits of a tile of products; a plain call leaves its scale to the exponent."""
+    inputs = mask.inputs
     if is_plain(inputs.spec):
         return s
-    tile = inputs.tile(at, s.shape, loaded)
-    return lowerable(lambda s: modify_logits(inputs.spec, s, tile, _soft_cap(inputs)))(s)
+    tile = inputs.tile(mask.at, s.shape, mask.loaded)
+    return _lowerable(lambda s: modify_logits(inputs.spec, s, tile, _soft_cap(inputs)))(s)
 
 
 def differentiate(
     s: Float[Array, "rows columns"], mask: TileMask, probabilities: Callable[[Array], Array], wanted: Sequence[str]
-) -> TileGradient:
-    """A tile's probabilities from its products, and what takes cotangents of logits to S and the parameters `wanted`.
+) -> tuple[Float[Array, "rows columns"], PullBack]:
+    """A tile's probabilities from its products, 0 where the query does not see the key; and the way back.
 
-    A parameter's cotangent is that of its value at every element of the tile. A plain call's products have their
-    logits' cotangent as it is: the scale is left to be applied to the sums.
+    That takes cotangents of logits to those of the products and of the parameters `wanted`. A parameter's cotangent is
+    that of its value at every element of the tile. A plain call's products have their logits' cotangent as it is: the
+    scale is left to be applied to the sums.
     """
-    logits, pull_back = _logits_and_pull_back(mask.inputs, s, mask.at, mask.loaded, wanted)
-    return TileGradient(mask.hide(probabilities(logits), 0.0), pull_back)
-
-
-def _logits_and_pull_back(
-    inputs: KernelInputs, s: Array, at: TileCoord, loaded: Loaded, wanted: Sequence[str]
-) -> tuple[Array, PullBack]:
+    inputs = mask.inputs
     if is_plain(inputs.spec):
-        return s, lambda cotangent: (cotangent, {})
-    tile = inputs.tile(at, s.shape, loaded)
+        return mask.hide(probabilities(s), 0.0), lambda cotangent: (cotangent, {})
+    tile = inputs.tile(mask.at, s.shape, mask.loaded)
 
     def modify(s: Array, values: dict[str, Array]) -> Array:
         parameters = without_unseen(inputs.spec, tile.parameters._replace(**values), inputs.visible(tile))
@@ -60,8 +52,40 @@ def _logits_and_pull_back(
 
     values = {name: jnp.broadcast_to(getattr(tile.parameters, name), s.shape) for name in wanted}
     logits, pull_back = jax.vjp(modify, s, values)
-    return logits, lowerable(pull_back)
+    return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
 
 
 def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], Array]:
     return lambda s, scale, cap: soft_cap(s, scale, cap, inputs.ops.warp_all_below)
+
+
+def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
+    """`function` without what Mosaic GPU does not lower: sums that differentiation leaves, and custom derivatives."""
+
+    def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed.jaxpr, closed.consts, leaves))
+
+    return lowered
+
+
+def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        match equation.primitive.name:
+            case "add_any":
+                results = inputs[0] + inputs[1]
+            case "jit" | "pjit":
+                inner = equation.params["jaxpr"]
+                results = _evaluate(inner.jaxpr, inner.consts, inputs)
+            case "custom_jvp_call":
+                inner = equation.params["call_jaxpr"]
+                results = _evaluate(inner.jaxpr, inner.consts, inputs)
+            case _:
+                results = equation.primitive.bind(*inputs, **equation.params)
+        many = equation.primitive.multiple_results
+        values.update(zip(equation.outvars, results if many else [results], strict=True))
+    return [read(atom) for atom in jaxpr.outvars]

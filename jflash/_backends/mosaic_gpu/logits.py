@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, gradient, online_softmax
 from jflash._backends.mosaic_gpu.exponent import Exponent
-from jflash._backends.mosaic_gpu.hardware import Ref
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS
 from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask, bias_columns
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask
@@ -41,19 +41,15 @@ class LogitsForm:
     bias_by_mma = False
     """Whether the matrix unit adds the bias, from `bias_columns`."""
 
-    def prefetch(
-        self, inputs: KernelInputs, at: TileCoord, shape: tuple[int, int], warpgroups: int
-    ) -> dict[str, Array]:
+    def prefetch(self, inputs: KernelInputs, at: TileCoord, tile: RowTiles) -> dict[str, Array]:
         """What is loaded of a tile before its products are issued, where registers are left."""
-        bias = inputs.load_key_bias(at, shape) if warpgroups <= 2 else {}
+        shape = WARPGROUP_ROWS, tile.keys
+        bias = inputs.load_key_bias(at, shape) if tile.warpgroups <= 2 else {}
         return inputs.load_packed_mask(at, shape) | bias
-
-    def add_to_products(self, inputs: KernelInputs, acc_s: Any, columns: Ref) -> None:
-        """Issue what the matrix unit adds to a tile's products."""
 
     def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
         """The online softmax's step for a tile's products."""
-        logits = gradient.logits(mask.inputs, s, mask.at, mask.loaded)
+        logits = gradient.logits(s, mask)
         return online_softmax.step(self.exponent(mask.inputs.spec), mask.hide(logits, -jnp.inf), 1.0, before, dtype)
 
     def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Rows) -> Rows:
@@ -93,14 +89,9 @@ class BiasByMma(Plain):
 
     bias_by_mma = True
 
-    def prefetch(
-        self, inputs: KernelInputs, at: TileCoord, shape: tuple[int, int], warpgroups: int
-    ) -> dict[str, Array]:
-        has_large = bias_columns.load_has_large(inputs, at, shape[1])
-        return inputs.load_packed_mask(at, shape) | has_large
-
-    def add_to_products(self, inputs: KernelInputs, acc_s: Any, columns: Ref) -> None:
-        bias_columns.add(acc_s, columns, inputs.ops)
+    def prefetch(self, inputs: KernelInputs, at: TileCoord, tile: RowTiles) -> dict[str, Array]:
+        has_large = bias_columns.load_has_large(inputs, at, tile.keys)
+        return inputs.load_packed_mask(at, (WARPGROUP_ROWS, tile.keys)) | has_large
 
     def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
         numbers, unit = bias_columns.with_large_biases(mask.inputs, s, mask.at, mask.loaded)

@@ -16,6 +16,7 @@ from jflash._backends.mosaic_gpu.exponent import LOG2_E, Exponent
 from jflash._backends.mosaic_gpu.hardware import along_rows
 from jflash._backends.mosaic_gpu.hardware.soft_cap import SoftCap
 from jflash._backends.mosaic_gpu.schedule import TileMask
+from jflash._semantics.online_softmax import finite_or_zero
 
 _SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0}
 """The largest binary exponents that P, in its dtype, has room for relative to a logit of 0.
@@ -136,8 +137,3 @@ def finish(
         reference, factor = largest, shrink / l
     lse = jnp.where(empty, -jnp.inf, reference + jnp.log(jnp.where(empty, 1.0, l)))
     return acc_o * along_rows(jnp.where(empty, 0.0, factor), acc_o.shape), lse
-
-
-def finite_or_zero(m: Float[Array, "rows"]) -> Float[Array, "rows"]:
-    """A row that has seen no key yet has nothing to be relative to."""
-    return jnp.where(m == -jnp.inf, 0.0, m)

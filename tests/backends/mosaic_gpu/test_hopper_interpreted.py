@@ -1,6 +1,7 @@
 """The Hopper kernels in Pallas' interpreter: right, and free of races, over a short product of features."""
 
 import dataclasses
+import inspect
 import math
 
 import cases
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from short_run import cover, sampled
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu.hardware import soft_cap
+from jflash._backends.mosaic_gpu.hardware import WarpgroupOps, soft_cap
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_columns
 from jflash._backends.mosaic_gpu.kernels.delta import delta
 from jflash._backends.mosaic_gpu.schedule import RowTiles, forward_schedule
@@ -259,6 +260,11 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
+def test_the_interpreter_has_all_operations_but_those_made_of_others():
+    operations = {name for name, value in vars(WarpgroupOps).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert operations - vars(Interpreter).keys() == {"matmul", "add_matmul"}
+
+
 def test_three_numbers_of_bfloat16_make_one_of_float32():
     generator = np.random.default_rng(0)
     values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
@@ -296,7 +302,8 @@ def test_delta(queries: int, value_dim: int):
     ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
     dq_acc = jax.ShapeDtypeStruct((4, -(-rows // 64) * 64, 16), jnp.float32)
     residuals = Residuals(out, jnp.asarray(lse), d_out, jnp.asarray(d_lse))
-    made, columns, zeros = delta(spec, residuals, dq_acc, ops)
+    results = delta(spec, residuals, dq_acc, ops)
+    made, columns, zeros = (results[name] for name in ("delta", "columns", "dq_acc"))
     assert not hopper_kernels.races_found()
 
     products = np.asarray(out, np.float64) * np.asarray(d_out, np.float64)
@@ -306,7 +313,6 @@ def test_delta(queries: int, value_dim: int):
     assert (error <= size * value_dim * 2.0**-24).all()
     assert made[0, 1, -1] == 0
 
-    assert columns is not None
     columns = np.asarray(columns, np.float64)
     assert columns.shape[2] >= rows + 256, "a tile may begin at the last query"
     np.testing.assert_array_equal(columns[..., 6:], 0)
@@ -326,10 +332,9 @@ def test_no_columns_where_two_kernels_make_the_gradients():
     numbers = jnp.zeros((1, 1, 8))
     spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out)
     ops = Interpreter(plgpu.InterpretGPUParams())
-    made, columns, dq_acc = delta(spec, Residuals(out, numbers, out, numbers), None, ops)
-    np.testing.assert_array_equal(made, 16)
-    assert columns is None
-    assert dq_acc is None
+    results = delta(spec, Residuals(out, numbers, out, numbers), None, ops)
+    np.testing.assert_array_equal(results["delta"], 16)
+    assert results.keys() == {"delta"}
 
 
 @cover(1)

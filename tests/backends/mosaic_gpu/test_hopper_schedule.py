@@ -15,14 +15,13 @@ import pytest
 from short_run import cover, sampled
 
 from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.kernels.forward_plan import shared_memory
+from jflash._backends.mosaic_gpu.kernels.forward_plan import output_parts, shared_memory
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
-from jflash._backends.mosaic_gpu.plan import forward as forward_plans
 from jflash._backends.mosaic_gpu.schedule import dq_accumulator, forward_schedule
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqRefs
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
-from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._backends.mosaic_gpu.schedule.query_tiles import TileOrder
 from jflash._semantics.spec import Spec
 
 
@@ -150,7 +149,7 @@ def test_tiles_by_length():
 def test_output_leaves_in_as_few_parts_as_there_is_room_for(dims: tuple[int, int], bias: Any, parts: int):
     call = spec(*dims, bias)
     tile = plan_forward(call, 132).tile
-    assert forward_plans.output_parts(call, tile) == parts
+    assert output_parts(call, tile) == parts
     left = smem.CAPACITY - smem.size(shared_memory(call, tile, call.dtype))
     whole = tile.rows * dims[1] * 2
     assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
@@ -181,7 +180,7 @@ def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: i
     )
     tiles: Any = types.SimpleNamespace(count=count)
     for block in range(3):
-        order = TileOrder.of(spec, tiles, group, jnp.int32(block), by_head=kind == "by head")
+        order = TileOrder(spec, tiles, group, jnp.int32(block), by_head=kind == "by head")
         steps = range(count * group)
         visit = lambda step, head, tile, seen: seen.at[step].set(jnp.array([head, tile]))
         seen = np.asarray(order.each(visit, jnp.full((len(steps) + 1, 2), -1)))[:-1]

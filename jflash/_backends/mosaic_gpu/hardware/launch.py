@@ -16,8 +16,9 @@ _COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True,
 """How all kernels are compiled.
 
 Without a warpgroup's barriers before and after every access to shared memory. They would be needed where a thread reads
-what another of its warpgroup wrote, or the other way round. Here only copies and products, after a fence, read what a
-warpgroup's threads wrote, or another warpgroup after a barrier of the kernel's own; and only those write what it reads.
+what another of its warpgroup wrote, or the other way round. Here only copies and products read what a warpgroup's
+threads wrote, or another warpgroup after a barrier of the kernel's own; and only those write what it reads. Copies and
+products come after a fence, `plgpu.commit_smem`: it lets them see what was written, and overwrite what was read.
 """
 
 

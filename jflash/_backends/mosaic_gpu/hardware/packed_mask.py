@@ -25,10 +25,8 @@ THREADS = 128
 KEYS_PER_LOAD = 16
 """Keys that a thread loads at once, a byte each."""
 
-
-def layout(shape: tuple[int, ...]) -> Any:
-    """The layout of words `[..., 128]`: one for each thread."""
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=1)
+_words = functools.partial(plgpu.Layout.WG_STRIDED, vec_size=1)
+"""The layout of words `[..., 128]`: one for each thread."""
 
 
 def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
@@ -45,7 +43,7 @@ def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[A
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), scalar, scalar, scalar),
-        return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.dtype(jnp.int32), layout=layout((THREADS,))),
+        return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.dtype(jnp.int32), layout=_words((THREADS,))),
     )
     def packed(_: Any, mask: Any, *places: Any) -> Any:
         o = _LaneWords()
@@ -153,7 +151,7 @@ def expand(words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array
     """A tile of booleans in the layout of logits; each of `words` describes 64 columns."""
     return_type = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(layout(words.shape),), return_type=return_type)
+    @plgpu.inline_mgpu(arg_types=(_words(words.shape),), return_type=return_type)
     def expanded(_: Any, words: Any) -> Any:
         utils: Any = mgpu.utils
         arith, vector = utils.arith, utils.vector

@@ -25,20 +25,20 @@ def split_registers(warpgroups: int, *, copies: bool) -> None:
         plgpu.set_max_registers(compute, action="increase")
 
 
-def release(stages: int, *empty: Any) -> None:
+def release(*empty: Any) -> None:
     """Every slot of a ring is empty at first; called once by each warpgroup that will read it.
 
     So the first copies wait as all others do.
     """
     for barriers in empty:
-        for slot in range(stages):
+        for slot in range(barriers.shape[0]):
             plgpu.barrier_arrive(barriers.at[slot])
 
 
-def drain(stages: int, *empty: Any) -> None:
+def drain(*empty: Any) -> None:
     """Wait until the last tiles have been read: a barrier may not end in the middle of its phase."""
     for barriers in empty:
-        for slot in range(stages):
+        for slot in range(barriers.shape[0]):
             plgpu.barrier_wait(barriers.at[slot])
 
 
@@ -71,9 +71,4 @@ def opaque(count: Any, *axes: str) -> Any:
 
 def for_each_copy(count: Any, copy: Callable[[Any], None], *axes: str) -> None:
     """`copy(index)` for `count` tiles; `axes` as for `opaque`."""
-
-    def body(index: Any, carry: int) -> int:
-        copy(index)
-        return carry
-
-    lax.fori_loop(0, opaque(count, *axes), body, 0)
+    lax.fori_loop(0, opaque(count, *axes), lambda index, _: copy(index), None)

@@ -36,6 +36,11 @@ def _vote_all(own: Any) -> Any:
     return mgpu.FragmentedArray.splat(_utils.nvvm.vote_sync(every, own, "all"), (), is_signed=False)
 
 
+def nothing(_: Any) -> None:
+    """No instruction, but one that the compiler neither drops nor moves."""
+    _utils.inline_ptx("", has_side_effects=True)
+
+
 def signal(_: Any, counter: Any) -> None:
     """Increment `counter` with release semantics, once for the warpgroup."""
     mgpu.warpgroup_barrier()

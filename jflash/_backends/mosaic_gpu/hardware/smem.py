@@ -1,8 +1,7 @@
 """Shared memory: how tiles are laid out in it, and how many bytes a kernel's declaration takes.
 
 A kernel declares its buffers and barriers once, as `Buffers` of the types made here. The same structure is what it
-allocates (its scratch types), what its tiles are chosen by (`size`), and, with references in the place of types, what
-it works with.
+allocates (its scratch types), what its tiles are chosen by (`size`), and, with references for types, what it uses.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
       shape, dtype: of the tiles.
       divides: more numbers that a swizzle's columns must divide or exceed: the columns of an array in device memory
         that tiles are copied from or to, or of the tiles that they are multiplied with.
-      part: the columns that a product takes of these tiles, or of those with which it needs the same swizzle: whole
-        swizzles too.
+      part: the columns that a product takes of these tiles, or of others with the same swizzle: whole swizzles too.
     """
     itemsize = np.dtype(dtype).itemsize
     whole = (shape[-1], part or shape[-1])
@@ -66,14 +64,9 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def vectors(shape: tuple[int, ...]) -> Any:
-    """Shared memory for float32 vectors `[..., length]`."""
-    return plgpu.SMEM(shape, jnp.float32)
-
-
-def integers(number: int) -> Any:
-    """Shared memory for int32 numbers."""
-    return plgpu.SMEM((number,), jnp.int32)
+def vectors(*shape: int, dtype: Any = jnp.float32) -> Any:
+    """Shared memory for vectors `[..., length]`."""
+    return plgpu.SMEM(shape, dtype)
 
 
 def barriers(number: int, arrivals: int = 1) -> Any:

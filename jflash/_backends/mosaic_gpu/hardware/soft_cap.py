@@ -29,8 +29,7 @@ class SoftCap:
 
     @staticmethod
     def of(products: jax.Array, scale: jax.Array | float, cap: float, **others: float) -> tuple[SoftCap, jax.Array]:
-        """The form for products times a scale, and its numbers: the products, if the scale is static and float32 has
-        the constants for it."""
+        """The form for products times a scale, and its numbers: with a static scale, if possible, the products."""
         if isinstance(scale, jax.Array) or not (2**-20 < cap < 2**20 and 2**-12 < abs(scale / cap) < 2**12):
             return SoftCap(cap, **others), products * (scale * (1 / cap))
         return SoftCap(cap, scale / cap, **others), products

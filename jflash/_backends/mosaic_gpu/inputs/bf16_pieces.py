@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.hardware import Ref, pipeline, smem
 
 PIECES = 3
 """bfloat16 numbers that together have the 24 bits of one float32 number."""
@@ -21,3 +25,13 @@ def split(rest: Float[Array, "..."], rounded: Callable[[Array], Array]) -> list[
         pieces.append(rounded(rest))
         rest = rest - pieces[-1]
     return pieces
+
+
+def smem_tile(*rows: int) -> Any:
+    """Shared memory for the columns of some tiles, `[*rows, 16]`."""
+    return smem.tile((*rows, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)
+
+
+def part(ref: Ref, rows: Any, batch: Any) -> Ref:
+    """The columns of some rows, in device memory, of a batch entry's `[L, 8]`."""
+    return ref.at[rows, pipeline.columns(SMEM_COLUMNS, ref, batch)]

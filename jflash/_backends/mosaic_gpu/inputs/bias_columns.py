@@ -17,8 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, rounded
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, rounded
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, Loaded, TileCoord, shared_index
@@ -39,25 +38,18 @@ def serves(spec: Spec) -> bool:
     return alone and is_scaled and is_narrow and bias_and_mask.bias_kind(spec) == "column"
 
 
-def _scale(spec: Spec) -> float:
-    assert spec.scale is not None
-    return spec.scale
-
-
-def _large(spec: Spec) -> float:
-    """The least bias whose quotient is infinite, or has a last bit that counts more than the rule for numbers."""
-    is_exact = math.frexp(_scale(spec))[0] == 0.5
-    return 2.0**120 * min(_scale(spec), 1.0) if is_exact else 2.0**10
-
-
 def prepare(spec: Spec, operands: Operands, keys: int) -> dict[str, Array]:
     """The bias as the kernel takes it, by name, with room for a tile of `keys` that begins at the last one."""
     assert operands.bias is not None
+    assert spec.scale is not None
     bias = operands.bias[..., 0, :].astype(jnp.float32)
     bias = jnp.pad(bias, [(0, 0), (0, 0), (0, -bias.shape[-1] % keys + MARGIN)])
+    # A large one's quotient is infinite, or has a last bit that counts more than the rule for numbers.
+    is_exact = math.frexp(spec.scale)[0] == 0.5
+    large = 2.0**120 * min(spec.scale, 1.0) if is_exact else 2.0**10
     # A bias of -inf hides a key, however it is added; one that is NaN stays NaN.
-    is_large = (jnp.abs(bias) >= _large(spec)) & ~jnp.isinf(bias)
-    pieces = _pieces(jnp.where(is_large, 0, bias) / _scale(spec))
+    is_large = (jnp.abs(bias) >= large) & ~jnp.isinf(bias)
+    pieces = _pieces(jnp.where(is_large, 0, bias) / spec.scale)
     by_tile = is_large.astype(jnp.int32).reshape(*bias.shape[:2], -1, keys)
     # A tile may begin anywhere, and then holds some keys of the next one.
     following = jnp.pad(by_tile[:, :, 1:], [(0, 0), (0, 0), (0, 1), (0, 0)])
@@ -73,15 +65,10 @@ def _pieces(values: Array) -> Array:
     return jnp.pad(stored, [(0, 0), (0, 0), (0, 0), (0, STORED_COLUMNS - PIECES)])
 
 
-def smem_tile(stages: int, keys: int) -> Any:
-    """Shared memory for the columns of some tiles of keys."""
-    return smem.tile((stages, keys, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)
-
-
 def part(inputs: KernelInputs, keys: GmemTile, head: Any) -> Ref:
     """The columns of a tile of keys, in device memory."""
     pieces = inputs.part(_PIECES, keys.batch, head)
-    return pieces.at[pl.ds(keys.first, keys.size), pipeline.columns(SMEM_COLUMNS, pieces, keys.batch)]
+    return bf16_pieces.part(pieces, pl.ds(keys.first, keys.size), keys.batch)
 
 
 def add(acc_s: Any, columns: Ref, ops: WarpgroupOps) -> None:
@@ -101,7 +88,8 @@ def load_has_large(inputs: KernelInputs, at: TileCoord, keys: int) -> dict[str, 
 
 def with_large_biases(inputs: KernelInputs, s: Array, at: TileCoord, loaded: Loaded) -> tuple[Array, Array]:
     """Two factors of a tile's logits: numbers for each, and one for all."""
-    scale, shape = _scale(inputs.spec), s.shape
+    scale, shape = inputs.spec.scale, s.shape
+    assert scale is not None
 
     def logits(s: Array) -> Array:
         bias = inputs.ops.load(inputs.part(_LARGE, at.batch, at.head).at[pl.ds(at.key, shape[1])], 1)

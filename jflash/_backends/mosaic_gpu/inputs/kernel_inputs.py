@@ -102,7 +102,7 @@ class KernelInputs:
         row, column = (at.key, at.query) if self.keys_first else (at.query, at.key)
         columns = pl.ds(lax.div(column, 64), shape[1] // 64)
         place = *shared_index(ref, at.batch, at.head)[:2], lax.div(row, 64), columns
-        return {"mask": self.ops.load_packed_mask(ref.at[place])}
+        return {"mask": self.ops.load_strided(ref.at[place], 1)}
 
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
         """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""
@@ -115,12 +115,9 @@ class KernelInputs:
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
         def bias_or_mask(name: str) -> Array | None:
-            shapes = bias_and_mask.shapes(spec)
-            if name not in shapes or (name == "bias" and not self.has_bias):
-                return None
             if name in loaded:
                 return loaded[name]
-            match bias_and_mask.kind(shapes[name]):
+            match bias_and_mask.kinds(spec).get(name):
                 case "row":
                     return self._vector(name, at, at.query, shape, query_axis)
                 case "column":
@@ -136,7 +133,7 @@ class KernelInputs:
         else:
             numbers = bias_or_mask("mask")
             mask = None if numbers is None else numbers != 0
-        bias = bias_or_mask("bias")
+        bias = bias_or_mask("bias") if self.has_bias else None
         return Tile(
             parameters=Parameters(
                 scale=self.value("scale", at.batch),

@@ -28,6 +28,11 @@ def whole_dim(dim: int) -> int:
     return dim if dim <= 8 else round_up(dim, 16)
 
 
+def whole_dims(spec: Spec) -> tuple[int, int]:
+    """A call's H and D as copies of tiles want them."""
+    return whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+
+
 def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
     """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H as `whole_dim` says."""
     return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])
@@ -51,27 +56,24 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     A bias or mask of one axis becomes a float32 vector with a margin. With `except_bias` the bias is left out.
     """
     prepared: dict[str, Array] = {}
-    for name in ("scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"):
+    scalars = "scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"
+    indices = () if spec.score_mod is None else ("batch_index", "head_index")
+    for name in (*scalars, *indices):
         array = getattr(operands, name)
         if array is not None:
             dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
             prepared[name] = array.astype(dtype)
-    if spec.score_mod is not None:
-        assert operands.batch_index is not None
-        assert operands.head_index is not None
-        prepared["batch_index"] = operands.batch_index.astype(jnp.int32)
-        prepared["head_index"] = operands.head_index.astype(jnp.int32)
     for name in ("query_segments", "key_segments"):
         array = getattr(operands, name)
         if array is not None:
             prepared[name] = with_margin(array.astype(jnp.int32), (1,))
-    for name, shape in bias_and_mask.shapes(spec).items():
+    for name, kind in bias_and_mask.kinds(spec).items():
         array = getattr(operands, name)
-        if (name == "bias" and except_bias) or (name == "mask" and bias_and_mask.has_packed_mask(spec)):
+        if (name == "bias" and except_bias) or (name == "mask" and kind == "tile"):
             continue
-        match bias_and_mask.kind(shape):
+        match kind:
             case "tile":
-                rows, columns = round_up(shape[2], 8) - shape[2], round_up(shape[3], 64) - shape[3]
+                rows, columns = -array.shape[2] % 8, -array.shape[3] % 64
                 if rows or columns:
                     array = jnp.pad(array, ((0, 0), (0, 0), (0, rows), (0, columns)))
             case "row":

@@ -13,7 +13,6 @@ reads them from shared memory, and accumulators begin there instead of at 0.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +22,11 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, pipeline, smem
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, along_rows
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs
-from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, with_margin
+from jflash._backends.mosaic_gpu.inputs.prepare import with_margin
 from jflash._semantics.spec import Spec
 
 PerQuery = Float[Array, "B N L"]
@@ -65,11 +63,6 @@ def for_fused(
     return dict(lse=first, delta=with_margin(-delta, (2,)))
 
 
-def stored_rows(queries: int) -> int:
-    """How many rows columns have: there is room for a tile that begins at the last query."""
-    return smem.round_up(queries, WARPGROUP_ROWS) + MARGIN
-
-
 def columns(
     spec: Spec, lse: Float[Array, "rows"], delta: Float[Array, "rows"], ops: WarpgroupOps
 ) -> Float[Array, "rows 8"]:
@@ -93,55 +86,31 @@ def ones() -> Float[Array, "2 64 16"]:
     return (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
 
 
-def smem_ones() -> Any:
-    """Shared memory for `ones`."""
-    return smem.tile((2, WARPGROUP_ROWS, SMEM_COLUMNS), jnp.bfloat16)
+def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
+    """Some queries' columns, or their lse and delta, in device memory."""
+    if "columns" in inputs.refs:
+        return [bf16_pieces.part(inputs.refs["columns"].at[batch, head], rows, batch)]
+    return [inputs.refs[name].at[batch, head, rows] for name in ("lse", "delta")]
 
 
-def smem_tiles(as_columns: bool, stages: int, queries: int) -> Any:
-    """Shared memory for some tiles' columns, `[stages, queries, 16]`, or first their lse and then their delta,
-    `[2 * stages, queries]`."""
-    if as_columns:
-        return smem.tile((stages, queries, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)
-    return smem.vectors((2 * stages, queries))
-
-
-def parts(arrays: Sequence[Ref], batch: Any, head: Any, rows: Any) -> list[Ref]:
-    """Some queries' columns, or their vectors, in device memory."""
-    if len(arrays) == 1:
-        return [arrays[0].at[batch, head, rows, pipeline.columns(SMEM_COLUMNS, arrays[0], batch)]]
-    return [array.at[batch, head, rows] for array in arrays]
-
-
-@dataclasses.dataclass(frozen=True)
 class RowStatistics:
-    """A tile's, in shared memory."""
+    """A tile's, in shared memory, when its columns, or its first vector, have arrived."""
 
-    inputs: KernelInputs
-    shape: tuple[int, int]
-    refs: Sequence[Ref]
-    ones: Ref | None
-    """For columns."""
-    lse: Float[Array, "keys queries"] | None
-    """If it is not subtracted before the exponent."""
-
-    @staticmethod
-    def of(inputs: KernelInputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> RowStatistics:
-        """Those of a tile whose columns, or first vector, have arrived."""
-        plain = exponent.is_plain(inputs.spec)
-        lse = None if plain else along_columns(inputs.ops.load(refs[0], 1), shape)
-        return RowStatistics(inputs, shape, refs, ones, lse)
-
-    @property
-    def mmas(self) -> int:
+    def __init__(self, inputs: KernelInputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> None:
+        """`ones` are for columns."""
+        self.inputs, self.shape, self.refs, self.ones = inputs, shape, refs, ones
+        self.lse = None
+        """If it is not subtracted before the exponent."""
+        if not exponent.is_plain(inputs.spec):
+            self.lse = along_columns(inputs.ops.load(refs[0], 1), shape)
+        self.mmas = 1 if ones is None else 2
         """How many products `mma` issues."""
-        return 1 if self.ones is None else 2
 
     def mma(self, accumulator: Any, a: Any, b: Ref, number: int) -> None:
         """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1)."""
         ops = self.inputs.ops
         if self.ones is None and (number == 1 or self.lse is None):
-            ops.initialise(accumulator, along_columns(ops.load(self.refs[number], 1), self.shape))
+            accumulator[...] = along_columns(ops.load(self.refs[number], 1), self.shape)
         ops.mma(accumulator, a, b)
         if self.ones is not None:
             ops.mma(accumulator, self.ones.at[number], self.refs[0].T)
@@ -149,4 +118,4 @@ class RowStatistics:
     def probabilities(self, logits: Float[Array, "keys queries"]) -> Float[Array, "keys queries"]:
         """P^T, from what `mma` made of a plain call, or the logits of another."""
         own = exponent.exponent(self.inputs.spec)
-        return own.of_difference(logits) if self.lse is None else own(logits, self.lse)
+        return jnp.exp2(logits * own.factor) if self.lse is None else own(logits, self.lse)

@@ -31,25 +31,22 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, row_statistics
-from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, Cta, MainLoop
+from jflash._backends.mosaic_gpu.inputs import GmemTile
+from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, FusedCta
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
-from jflash._backends.mosaic_gpu.schedule.dq_accumulator import SPARE
-from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient `[B, N, L]`.
 
-    `arrays`: query, key, value and d_out in whole tiles, row statistics (`columns` and `ones`, or `lse` and `delta`),
-    and what was prepared of the other operands; `dq_acc` holds zeros.
+    `dq_acc` holds zeros.
     """
     launch, schedule = plan.launch, plan.schedule
 
     def store(refs: Any) -> None:
         results, written = refs
-        made = launch.run(lambda refs: _Kernel(plan, refs, ops).run(), {**arrays, **written}, ops)
+        made = _Kernel.launch(plan, {**arrays, **written}, ops)
         for name, ref in results.items():
             ref[...] = made[name]
 
@@ -61,22 +58,15 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
 
 
-class _Kernel(Cta):
-    """What a CTA's warpgroups do."""
-
-    def run(self) -> None:
-        """Each warpgroup's part."""
-        pl.when(self.warpgroup < WARPGROUPS)(self._consume)
-        pl.when(self.warpgroup == WARPGROUPS)(self._produce)
-
-    def _consume(self) -> None:
-        """A warpgroup that computes."""
-        pipeline.split_registers(WARPGROUPS, copies=False)
+class _Kernel(FusedCta):
+    def compute(self) -> None:
+        """Round some of dQ, and walk over the tiles of queries."""
+        pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
         own_keys = pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         width = self.smem.dq.shape[-1]
-        dq_columns = pl.ds(self.warpgroup * width, width)
+        self.dq_columns = pl.ds(self.warpgroup * width, width)
         if self.plan.tile.split_dq_by_rows:
-            dq_columns = pipeline.columns(width, self.refs.results["d_query"], self.item.batch)
+            self.dq_columns = pipeline.columns(width, self.refs.results["d_query"], self.item.batch)
         pl.when(self.dq.adds)(self._begin)
         self.dq.begin(self.warpgroup)
 
@@ -87,12 +77,12 @@ class _Kernel(Cta):
         @pl.when(self.dq.adds)
         def _() -> None:
             pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(self.smem.kv_full))
-            self._store(MainLoop(self, dq_columns).run(store_sums), own_keys)
+            self._store(self.visit_all(store_sums), own_keys)
 
     def _begin(self) -> None:
         """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
         shared = self.smem
-        pipeline.release(self.plan.tile.stages, shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q_empty, shared.do_empty)
         plgpu.barrier_arrive(shared.ds_empty.at[0])
 
         @pl.when((self.warpgroup == 0) & (self.order.tiles.count > 0))
@@ -117,10 +107,10 @@ class _Kernel(Cta):
         # The other warpgroup reads these keys too.
         plgpu.barrier_arrive(shared.finished)
         plgpu.barrier_wait(shared.finished)
-        own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        own = self.own
         for buffer, gradient in zip((shared.k, shared.v), gradients, strict=True):
             buffer[0, own] = gradient.astype(buffer.dtype)
-        self.inputs.ops.commit()
+        plgpu.commit_smem()
         for buffer, result in zip((shared.k, shared.v), results, strict=True):
             columns = pipeline.columns(buffer.shape[-1], result, item.batch)
             plgpu.copy_smem_to_gmem(buffer.at[0, own], result.at[item.batch, own_keys, item.key_head, columns])
@@ -129,14 +119,13 @@ class _Kernel(Cta):
         self.dq.finish()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _produce(self) -> None:
-        """The warpgroup that copies queries, and rounds dQ beside it."""
-        pipeline.split_registers(WARPGROUPS, copies=True)
+    def copy(self) -> None:
+        """Copy queries, and round dQ beside it."""
+        pipeline.split_registers(self.plan.tile.warpgroups, copies=True)
 
         @pl.when(self.dq.adds)
         def _() -> None:
-            names = ("columns",) if row_statistics.as_columns(self.plan.spec) else ("lse", "delta")
-            statistics, keys = [self.refs.arrays[name] for name in names], pl.ds(self.first_key, self.plan.tile.keys)
-            producer = QueryProducer(self.inputs, self.order, statistics, self.item, keys)
-            producer.copy_all(self.smem, self.dq.after_copy, SPARE)
+            keys = pl.ds(self.first_key, self.plan.tile.keys)
+            producer = QueryProducer(self.inputs, self.order, self.item, keys)
+            producer.copy_all(self.smem, self.dq.after_copy, dq_accumulator.SPARE)
             self.dq.finish()

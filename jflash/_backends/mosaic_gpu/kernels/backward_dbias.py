@@ -28,14 +28,15 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, gradient
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, TileCoord, whole_dim
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
 
 
 def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    head_dim, value_dim = whole_dims(spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     all_done, both = smem.barriers(1, arrivals=tile.warpgroups), smem.barriers(1, arrivals=2)
     return Buffers(
@@ -55,120 +56,83 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DbiasPlan:
+class DbiasPlan(KernelPlan):
     """The kernel for the bias's gradient, before any array."""
 
-    spec: Spec
     tile: RowTiles
     tiles_per_cta: int
     """Tiles of keys that a CTA takes."""
 
     @property
-    def sharing(self) -> tuple[int, int]:
-        """The batch entries, and the heads, that share each entry and head of the bias."""
-        assert self.spec.bias_shape is not None
-        bias_batch, bias_heads = self.spec.bias_shape[:2]
-        return self.spec.batch // bias_batch, self.spec.heads // bias_heads
-
-    @property
     def launch(self) -> Launch:
-        """The kernel's launch. The result has the bias's shape and dtype, in whole tiles."""
-        spec = self.spec
+        """The result has the bias's shape and dtype, in whole tiles."""
+        spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
         assert spec.bias_shape is not None
         batch, heads, rows, keys = spec.bias_shape
         shape = batch, heads, round_up(rows, 8), round_up(keys, 64)
-        parts = -(-key_tiles(spec, self.tile) // self.tiles_per_cta)
+        blocks, key_tiles = pl.cdiv(rows, self.tile.rows), pl.cdiv(keys, self.tile.keys)
         return Launch(
-            name=f"jflash_d_bias_{whole_dim(spec.head_dim)}_{whole_dim(spec.value_dim)}",
-            grid=dict(part=parts, block=query_blocks(spec, self.tile), head=heads, batch=batch),
+            name=f"jflash_d_bias_{head_dim}_{value_dim}",
+            grid=dict(part=pl.cdiv(key_tiles, self.tiles_per_cta), block=blocks, head=heads, batch=batch),
             results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.bias_dtype)),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
-def key_tiles(spec: Spec, tile: RowTiles) -> int:
-    """Tiles of keys of the bias."""
-    return -(-spec.key_length // tile.keys)
-
-
-def query_blocks(spec: Spec, tile: RowTiles) -> int:
-    """Blocks of queries of the bias."""
-    return -(-spec.query_length // tile.rows)
-
-
 def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
-    """Launch the kernel; the gradient in the bias's shape and dtype.
-
-    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
-    and what was prepared of the other operands.
-    """
+    """Launch the kernel; the gradient in the bias's shape and dtype."""
     assert plan.spec.bias_shape is not None
-    made = plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)["d_bias"]
+    made = _Cta.launch(plan, arrays, ops)["d_bias"]
     return made[:, :, : plan.spec.bias_shape[2], : plan.spec.bias_shape[3]]
 
 
-class _Cta:
-    """What a CTA's warpgroups share."""
-
+class _Cta(Cta[DbiasPlan]):
     def __init__(self, plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem = plan, refs, refs.smem
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays)
-        self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        super().__init__(plan, refs, ops)
+        self.block = lax.axis_index("block")
         self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
-        self.count = jnp.minimum(plan.tiles_per_cta, key_tiles(plan.spec, plan.tile) - self.first_tile)
-        self.own = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
+        assert plan.spec.bias_shape is not None
+        bias_batch, bias_heads = plan.spec.bias_shape[:2]
+        self.heads = plan.spec.heads // bias_heads
+        """Heads that share each head of the bias."""
+        self.visits = plan.spec.batch // bias_batch * self.heads
+        """Heads of all batch entries that share a tile of the bias."""
         self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-    def run(self) -> None:
-        """Each warpgroup's part."""
-        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self.consume)
-        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self.produce)
-
-    @property
-    def heads(self) -> int:
-        """How many heads, of all batch entries, share a tile of the bias."""
-        batch, heads = self.plan.sharing
-        return batch * heads
 
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
         """A batch entry and head that share the bias, their tile as a range, and whether anything in it is seen."""
-        _, sharing = self.plan.sharing
         tile = self.plan.tile
         # The bias's own entry and head are added to; only one of the two is not 0.
-        batch = lax.axis_index("batch") + lax.div(step, sharing)
-        head = lax.axis_index("head") + lax.rem(step, sharing)
+        batch = lax.axis_index("batch") + lax.div(step, self.heads)
+        head = lax.axis_index("head") + lax.rem(step, self.heads)
         tiles = tile_range.key_tiles(self.inputs, batch, self.block, tile.rows, tile.keys)
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
 
-    def consume(self) -> None:
-        """A warpgroup that computes."""
-        tile, shared, ops = self.plan.tile, self.smem, self.inputs.ops
-        pipeline.release(tile.stages, shared.bias_empty)
-        plgpu.barrier_arrive(shared.qk_empty)
-        plgpu.barrier_arrive(shared.vo_empty)
+    def compute(self) -> None:
+        """Add up tiles of the gradient, and store them."""
+        tile, shared, ops = self.plan.tile, self.smem, self.ops
+        pipeline.release(shared.bias_empty, shared.qk_empty, shared.vo_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
 
-        def own_tile(number: Array, carry: int) -> int:
+        def own_tile(number: Array, _: None) -> None:
             slot, index = lax.rem(number, tile.stages), self.first_tile + number
             plgpu.barrier_wait(shared.bias_full.at[slot])
             bias = shared.bias.at[slot]
             visit = lambda step, total: self._add_head(step, index * tile.keys, bias, total)
-            total = lax.fori_loop(0, self.heads, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
-            ops.commit()
+            total = lax.fori_loop(0, self.visits, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
+            plgpu.commit_smem()
             plgpu.barrier_arrive(shared.bias_empty.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             shared.d_bias[self.own] = total.astype(shared.d_bias.dtype)
-            ops.commit()
+            plgpu.commit_smem()
             keys = pl.ds(index * tile.keys, tile.keys)
-            target = self.refs.results["d_bias"].at[
-                lax.axis_index("batch"), lax.axis_index("head"), self.own_rows, keys
-            ]
-            plgpu.copy_smem_to_gmem(shared.d_bias.at[self.own], target)
-            return carry
+            place = lax.axis_index("batch"), lax.axis_index("head"), self.own_rows, keys
+            plgpu.copy_smem_to_gmem(shared.d_bias.at[self.own], self.refs.results["d_bias"].at[place])
 
-        lax.fori_loop(0, self.count, own_tile, 0)
+        lax.fori_loop(0, self.count, own_tile, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _add_head(self, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
@@ -179,7 +143,7 @@ class _Cta:
 
     def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref) -> Array:
         at = TileCoord(*place, self.own_rows.start, tiles.first)
-        shared, ops, shape = self.smem, self.inputs.ops, (WARPGROUP_ROWS, self.plan.tile.keys)
+        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.keys)
         rows = at.batch, at.head, self.own_rows
         lse, delta = (ops.load(self.refs.arrays[name].at[rows], 0) for name in ("lse", "delta"))
         packed_mask = self.inputs.load_packed_mask(at, shape)
@@ -202,8 +166,8 @@ class _Cta:
 
         return ops.accumulators(differentiate, shape, shape)
 
-    def produce(self) -> None:
-        """The warpgroup that copies tiles of all arrays."""
+    def copy(self) -> None:
+        """Copy tiles of all arrays."""
         tile, shared = self.plan.tile, self.smem
         pipeline.split_registers(tile.warpgroups, copies=True)
         rows = pl.ds(self.first_row, tile.rows)
@@ -214,12 +178,10 @@ class _Cta:
             plgpu.barrier_wait(shared.bias_empty.at[slot])
             bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
             plgpu.copy_gmem_to_smem(bias, shared.bias.at[slot], shared.bias_full.at[slot])
-            pipeline.for_each_copy(self.heads, lambda step: self._copy_head(step, index * tile.keys), "block")
+            pipeline.for_each_copy(self.visits, lambda step: self._copy_head(step, index * tile.keys), "block")
 
         pipeline.for_each_copy(self.count, copy_tile, "block")
-        pipeline.drain(tile.stages, shared.bias_empty)
-        plgpu.barrier_wait(shared.qk_empty)
-        plgpu.barrier_wait(shared.vo_empty)
+        pipeline.drain(shared.bias_empty, shared.qk_empty, shared.vo_empty)
 
     def _copy_head(self, step: Array, first_key: Array) -> None:
         tile, shared = self.plan.tile, self.smem

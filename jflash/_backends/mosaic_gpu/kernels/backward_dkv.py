@@ -27,27 +27,17 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, gradient
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
-from jflash._backends.mosaic_gpu.inputs import (
-    GmemTile,
-    KernelInputs,
-    TileCoord,
-    bias_and_mask,
-    row_statistics,
-    whole_dim,
-)
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
-from jflash._semantics.spec import Spec
 
 QUERIES = 64
 """Queries of a tile."""
 
 
-def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done.
-
-    `stages` tiles of queries; `slopes` derivatives of the logits, as `slopes` counts them.
-    """
-    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+def _shared_memory(plan: DkvPlan) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+    spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     pair, ring = smem.barriers(1, arrivals=2), smem.barriers(stages, arrivals=2)
@@ -58,9 +48,10 @@ def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
         do=smem.tile((stages, QUERIES, value_columns), spec.dtype, value_dim),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
-        statistics=row_statistics.smem_tiles(False, stages, QUERIES),
+        # First lse of all tiles, then delta.
+        statistics=smem.vectors(2 * stages, QUERIES),
         p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
-        slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(slopes)],
+        slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(plan.slopes)],
         kv_full=pair,
         q_full=smem.barriers(stages, arrivals=2 + has_bias_tiles),
         q_empty=ring,
@@ -73,10 +64,9 @@ def shared_memory(spec: Spec, stages: int, slopes: int) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DkvPlan:
+class DkvPlan(KernelPlan):
     """The kernel for dK and dV, before any array."""
 
-    spec: Spec
     stages: int
     """Tiles of queries that are in shared memory together."""
     schedule: BackwardSchedule
@@ -89,10 +79,14 @@ class DkvPlan:
         return ("bias",) if self.wants_bias and self.spec.score_mod is not None else ()
 
     @property
+    def slopes(self) -> int:
+        """How many derivatives of the logits go through shared memory."""
+        return (not exponent.is_plain(self.spec)) + len(self.score_mod_of_bias)
+
+    @property
     def launch(self) -> Launch:
-        """The kernel's launch."""
         spec, schedule = self.spec, self.schedule
-        dims, keys = (whole_dim(spec.head_dim), whole_dim(spec.value_dim)), schedule.blocks * WARPGROUP_ROWS
+        dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
         names = ("d_key", "d_value")
         results = {n: schedule.gradient(spec, keys, dim, round_up(dim, 16)) for n, dim in zip(names, dims, strict=True)}
         if self.wants_bias:
@@ -101,59 +95,46 @@ class DkvPlan:
             name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
             results=results,
-            smem=shared_memory(spec, self.stages, slopes(spec, wants_bias=self.wants_bias)),
+            smem=_shared_memory(self),
             warpgroups=3,
         )
 
 
-def slopes(spec: Spec, *, wants_bias: bool) -> int:
-    """How many derivatives of the logits go through shared memory."""
-    return (not exponent.is_plain(spec)) + (wants_bias and spec.score_mod is not None)
-
-
 def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`.
-
-    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
-    and what was prepared of the other operands.
-    """
-    made = plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+    """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`."""
+    made = _Cta.launch(plan, arrays, ops)
     return made | {f"d_{name}": plan.schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
 
 
-class _Cta:
-    """What a CTA's warpgroups share."""
-
+class _Cta(Cta[DkvPlan]):
     def __init__(self, plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem = plan, refs, refs.smem
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, keys_first=True)
-        wave, block, item, self.warpgroup = map(lax.axis_index, ("wave", "block", "item", "warpgroup"))
+        wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
+        super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
+        self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
-        self.order = TileOrder.of(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
 
     def run(self) -> None:
-        """Each warpgroup's part."""
-        for index, body in enumerate((self.make_dv, self.make_dk, self.produce)):
+        for index, body in enumerate((self.make_dv, self.make_dk, self.copy)):
             pl.when(self.warpgroup == index)(body)
 
     def make_dv(self) -> None:
-        """The warpgroup that makes P and dV; it copies keys and values."""
+        """The first warpgroup makes P and dV; it copies keys and values."""
         shared = self.smem
-        pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q_empty, shared.do_empty)
         pipeline.split_registers(2, copies=False)
-        keys = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
-        self.inputs.copy_rows("key", keys, shared.k, shared.kv_full)
-        self.inputs.copy_rows("value", keys, shared.v, shared.kv_full)
+        self.inputs.copy_rows("key", self.key_tile, shared.k, shared.kv_full)
+        self.inputs.copy_rows("value", self.key_tile, shared.v, shared.kv_full)
         plgpu.barrier_wait(shared.kv_full)
-        zeros = self.inputs.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
+        zeros = self.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
         plgpu.barrier_wait(shared.p_empty)
         self._store(acc_dv, "d_value", shared.v)
 
     def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
-        shared, ops, dtype = self.smem, self.inputs.ops, self.plan.spec.dtype
+        shared, ops, dtype = self.smem, self.ops, self.plan.spec.dtype
         slot, shape = lax.rem(step, self.plan.stages), (WARPGROUP_ROWS, QUERIES)
         at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
         plgpu.barrier_wait(shared.q_full.at[slot])
@@ -171,7 +152,7 @@ class _Cta:
             slope, others = pull_back(ops.full(shape, 1))
             for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
                 ref[...] = values.astype(dtype)
-        ops.commit()
+        plgpu.commit_smem()
         plgpu.barrier_arrive(shared.q_empty.at[slot])
         plgpu.barrier_arrive(shared.p_full)
         plgpu.barrier_wait(shared.do_full.at[slot])
@@ -180,9 +161,9 @@ class _Cta:
         return acc_dv
 
     def make_dk(self) -> None:
-        """The warpgroup that makes dS and dK."""
-        shared, ops = self.smem, self.inputs.ops
-        pipeline.release(self.plan.stages, shared.q_empty, shared.do_empty)
+        """The second warpgroup makes dS and dK."""
+        shared, ops = self.smem, self.ops
+        pipeline.release(shared.q_empty, shared.do_empty)
         plgpu.barrier_arrive(shared.p_empty)
         pipeline.split_registers(2, copies=False)
         plgpu.barrier_wait(shared.kv_full)
@@ -201,12 +182,12 @@ class _Cta:
 
     def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc_dk, *sums = carry
-        shared, ops, shape = self.smem, self.inputs.ops, (WARPGROUP_ROWS, QUERIES)
+        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, QUERIES)
         slot = lax.rem(step, self.plan.stages)
         plgpu.barrier_wait(shared.do_full.at[slot])
         dp = ops.matmul(shared.v, shared.do.at[slot].T, shape)
         delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
-        ops.commit()
+        plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do_empty.at[slot])
         plgpu.barrier_wait(shared.p_full)
         d_logits = ops.load(shared.p).astype(jnp.float32) * (dp - delta)
@@ -229,13 +210,11 @@ class _Cta:
         plgpu.barrier_arrive(self.smem.finished)
         plgpu.barrier_wait(self.smem.finished)
         staged[...] = acc.astype(staged.dtype)
-        self.inputs.ops.commit()
-        columns = pipeline.columns(staged.shape[-1], result, item.batch)
-        plgpu.copy_smem_to_gmem(staged, result.at[item.batch, self.own_keys, item.key_head, columns])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, self.key_tile.of(result, staged.shape[-1]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def produce(self) -> None:
-        """The warpgroup that copies queries."""
+    def copy(self) -> None:
+        """Copy queries."""
         pipeline.split_registers(2, copies=True)
-        statistics = self.refs.arrays["lse"], self.refs.arrays["delta"]
-        QueryProducer(self.inputs, self.order, statistics, self.item, self.own_keys).copy_all(self.smem)
+        QueryProducer(self.inputs, self.order, self.item, self.own_keys).copy_all(self.smem)

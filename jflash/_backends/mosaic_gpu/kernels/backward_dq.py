@@ -30,7 +30,8 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import exponent, gradient
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, KernelInputs, TileCoord, bias_and_mask, whole_dim
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, TileMask, tile_range
 from jflash._semantics.spec import Spec
 
@@ -40,7 +41,7 @@ Carry = tuple[Array, tuple[Array, ...]]
 
 def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    head_dim, value_dim = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    head_dim, value_dim = whole_dims(spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     return Buffers(
@@ -59,10 +60,9 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DqPlan:
+class DqPlan(KernelPlan):
     """The kernel for dQ, before any array."""
 
-    spec: Spec
     tile: DqTiles
     schedule: BackwardSchedule
     """Every head has blocks of its own, here of queries."""
@@ -71,13 +71,12 @@ class DqPlan:
 
     @property
     def launch(self) -> Launch:
-        """The kernel's launch."""
         spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
-        head_dim, rows = whole_dim(spec.head_dim), round_up(spec.query_length, 8)
+        (head_dim, value_dim), rows = whole_dims(spec), round_up(spec.query_length, 8)
         sums = shape((spec.batch, spec.heads, schedule.blocks * self.tile.rows), jnp.float32)
         d_query = shape((spec.batch, rows, spec.heads, head_dim), spec.dtype)
         return Launch(
-            name=f"jflash_d_query_{head_dim}_{whole_dim(spec.value_dim)}",
+            name=f"jflash_d_query_{head_dim}_{value_dim}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
             results=dict(d_query=d_query, **{f"d_{name}": sums for name in self.wanted}),
             smem=shared_memory(spec, self.tile),
@@ -86,38 +85,25 @@ class DqPlan:
 
 
 def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`.
-
-    `arrays`: query, key, value and d_out in whole tiles, `lse` and `delta` as `row_statistics.subtrahends` has them,
-    and what was prepared of the other operands.
-    """
-    return plan.launch.run(lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
+    return _Cta.launch(plan, arrays, ops)
 
 
-class _Cta:
-    """What a CTA's warpgroups share."""
-
+class _Cta(Cta[DqPlan]):
     def __init__(self, plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
         schedule = plan.schedule
-        self.plan, self.refs, self.smem = plan, refs, refs.smem
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays)
         item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
         # With a head of keys for each query head, a head group is a query head.
         self.batch, self.head = item.batch, item.head_group
-        block, self.warpgroup = schedule.blocks - 1 - lax.axis_index("block"), lax.axis_index("warpgroup")
+        block = schedule.blocks - 1 - lax.axis_index("block")
+        super().__init__(plan, refs, ops)
         self.tiles = tile_range.key_tiles(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
         self.first_row = block * plan.tile.rows
 
-    def run(self) -> None:
-        """Each warpgroup's part."""
-        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self.consume)
-        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self.produce)
-
-    def consume(self) -> None:
-        """A warpgroup that computes."""
-        tile, shared, ops, warpgroup = self.plan.tile, self.smem, self.inputs.ops, self.warpgroup
-        pipeline.release(tile.stages, shared.k_empty)
-        pipeline.release(tile.value_stages, shared.v_empty)
+    def compute(self) -> None:
+        """Copy its own queries, and walk over the tiles of keys."""
+        tile, shared, ops, warpgroup = self.plan.tile, self.smem, self.ops, self.warpgroup
+        pipeline.release(shared.k_empty, shared.v_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
         own_row = self.first_row + warpgroup * WARPGROUP_ROWS
         own = pl.ds(own_row, WARPGROUP_ROWS)
@@ -135,14 +121,14 @@ class _Cta:
         for name, total in zip(self.plan.wanted, sums, strict=True):
             results[f"d_{name}"][self.batch, self.head, own] = total
         shared.q[warpgroup] = (acc_dq * exponent.sums_scale(self.plan.spec)).astype(self.plan.spec.dtype)
-        ops.commit()
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared.q.at[warpgroup], rows.of(results["d_query"], shared.q.shape[-1]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
-        tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.inputs.ops
+        tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.ops
         warpgroup, wanted, shape = self.warpgroup, self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
         key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
         at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
@@ -156,8 +142,7 @@ class _Cta:
             plgpu.barrier_wait(shared.v_full.at[value_slot])
             ops.mma(acc_dp, shared.do.at[still], v.T)
             if shared.bias is not None:
-                own_rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                loaded["bias"] = ops.load(shared.bias.at[value_slot, own_rows])
+                loaded["bias"] = ops.load(shared.bias.at[value_slot, self.own])
             s = ops.read(acc_s, pending=1)
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
@@ -169,19 +154,19 @@ class _Cta:
 
         ds, added = ops.accumulators(differentiate, shape, shape)
         if shared.bias is not None:
-            ops.commit()
+            plgpu.commit_smem()
         plgpu.barrier_arrive(shared.v_empty.at[value_slot])
         acc_dq = ops.add_matmul(acc_dq, ds, k)
         plgpu.barrier_arrive(shared.k_empty.at[key_slot])
         return acc_dq, tuple(total + more for total, more in zip(sums, added, strict=True))
 
-    def produce(self) -> None:
-        """The warpgroup that copies keys and values."""
+    def copy(self) -> None:
+        """Copy keys and values."""
         tile, shared = self.plan.tile, self.smem
         pipeline.split_registers(tile.warpgroups, copies=True)
         key_head = lax.div(self.head, self.plan.spec.group)
 
-        def copy(index: Array) -> None:
+        def copy_tile(index: Array) -> None:
             key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
             first_key = self.tiles.start(index)
             plgpu.barrier_wait(shared.k_empty.at[key_slot])
@@ -195,6 +180,5 @@ class _Cta:
                 plgpu.copy_gmem_to_smem(source, shared.bias.at[value_slot], full)
             self.inputs.copy_rows("value", keys, shared.v.at[value_slot], full)
 
-        pipeline.for_each_copy(self.tiles.count, copy, "wave", "item", "block")
-        pipeline.drain(tile.stages, shared.k_empty)
-        pipeline.drain(tile.value_stages, shared.v_empty)
+        pipeline.for_each_copy(self.tiles.count, copy_tile, "wave", "item", "block")
+        pipeline.drain(shared.k_empty, shared.v_empty)

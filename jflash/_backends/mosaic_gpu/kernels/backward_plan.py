@@ -1,4 +1,7 @@
-"""The fused backward before any array: its tiles, schedule, shared memory and launch."""
+"""A call's backward before any array: one fused kernel or two, and which kernel makes which gradient.
+
+Of each kernel tiles and schedule are chosen here, and of the fused one shared memory and launch are here too.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,38 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from jflash import _tuning
+from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, row_statistics, whole_dim
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles, dq_accumulator
-from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq
+from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
+from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
+from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
+from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, RowTiles, dq_accumulator
 from jflash._semantics.spec import Spec
+from jflash._tuning import TuningKey
+
+_MOST_DBIAS_TILES = 4
+"""Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies apart."""
+
+_PARAMETERS = ("scale", "alibi_slopes", "bias")
+"""Operands that shape logits, whose gradients kernels sum."""
 
 
 def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    dims = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    dims = whole_dims(spec)
     columns, value_columns = map(tile.columns, dims)
     width = columns if tile.split_dq_by_rows else columns // 2
     has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
-    empty = smem.barriers(tile.stages, arrivals=WARPGROUPS)
-    handed = smem.barriers(2, arrivals=WARPGROUPS)
+    # First lse of all tiles, then delta.
+    vectors = smem.vectors(2 * tile.stages, tile.queries)
+    empty = smem.barriers(tile.stages, arrivals=tile.warpgroups)
+    handed = smem.barriers(2, arrivals=tile.warpgroups)
     return Buffers(
         k=smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width),
         v=smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1]),
@@ -29,12 +48,12 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         do=smem.tile((tile.stages, tile.queries, value_columns), spec.dtype, dims[1]),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        statistics=row_statistics.smem_tiles(as_columns, tile.stages, tile.queries),
+        statistics=bf16_pieces.smem_tile(tile.stages, tile.queries) if as_columns else vectors,
         # What columns of statistics are multiplied with comes with the keys.
-        ones=row_statistics.smem_ones() if as_columns else None,
+        ones=bf16_pieces.smem_tile(2, WARPGROUP_ROWS) if as_columns else None,
         # dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
         ds=smem.tile((2, tile.keys, tile.queries), spec.dtype, dims[0], part=width),
-        dq=smem.tile((WARPGROUPS, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
+        dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
         kv_full=smem.barriers(1, arrivals=2 + as_columns),
         q_full=smem.barriers(tile.stages, arrivals=2 + has_bias_tiles),
         q_empty=empty,
@@ -42,18 +61,17 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         do_empty=empty,
         ds_full=handed,
         ds_empty=handed,
-        finished=smem.barriers(1, arrivals=WARPGROUPS),
+        finished=smem.barriers(1, arrivals=tile.warpgroups),
         # The CTA's place in the order in which CTAs begin.
-        ticket=smem.integers(1),
+        ticket=smem.vectors(1, dtype=jnp.int32),
         ticket_drawn=smem.barriers(1),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedPlan:
+class FusedPlan(KernelPlan):
     """One kernel for dQ, dK and dV."""
 
-    spec: Spec
     tile: FusedTiles
     schedule: BackwardSchedule
     wanted: tuple[str, ...]
@@ -61,9 +79,9 @@ class FusedPlan:
 
     @property
     def launch(self) -> Launch:
-        """The kernel's launch, with a few waves more than have keys: they round what the last ones accumulated."""
+        """A few waves more than have keys round what the last ones accumulated."""
         spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
-        dims = whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+        dims = whole_dims(spec)
         rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
         sums = {f"d_{name}": shape((spec.batch, spec.heads, keys), jnp.float32) for name in self.wanted}
         return Launch(
@@ -76,11 +94,92 @@ class FusedPlan:
                 **sums,
             ),
             smem=shared_memory(spec, self.tile),
-            warpgroups=WARPGROUPS + 1,
+            warpgroups=self.tile.warpgroups + 1,
         )
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
         """The accumulators of dQ, `[accumulators, L, H]`, with a margin for copies that add."""
         rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
-        columns = whole_dim(self.spec.head_dim) + margin
+        columns = whole_dims(self.spec)[0] + margin
         return jax.ShapeDtypeStruct((dq_accumulator.accumulators(self.schedule), rows, columns), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """A call's backward, known before any array."""
+
+    spec: Spec
+    fused: FusedPlan | None
+    """One kernel for dQ, dK and dV; or else the two that follow."""
+    dq: DqPlan | None
+    dkv: DkvPlan | None
+    dbias: DbiasPlan | None
+    """For a bias with a query and a key axis."""
+
+
+def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
+    """The plan of a call's backward on a device with `processors` multiprocessors; `None` where that is unknown."""
+    wanted = tuple(name for name in _PARAMETERS if name in spec.operands - spec.undifferentiated)
+    bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
+    dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
+    if dbias is not None:
+        wanted = tuple(name for name in wanted if name != "bias")
+    by_keys = lambda size: BackwardSchedule.of(
+        spec.heads, spec.key_heads, pl.cdiv(spec.key_length, size), spec.batch, processors
+    )
+    # Each sum over keys, and with deterministic=True every sum, has an owner in the two kernels alone.
+    fused_tiles = None if spec.deterministic or bias_kind == "row" else choose_fused_tiles(spec)
+    if fused_tiles is not None:
+        fused = FusedPlan(spec, fused_tiles, by_keys(fused_tiles.keys), wanted)
+        return BackwardPlan(spec, fused, None, None, dbias)
+    by_key = bias_kind == "column"
+    tile = choose_dq_tiles(spec)
+    blocks = pl.cdiv(spec.query_length, tile.rows)
+    schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors)
+    dq = DqPlan(spec, tile, schedule, tuple(name for name in wanted if name != "bias" or not by_key))
+    dkv = DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key)
+    if not smem.fits(dkv.launch.smem):
+        dkv = dataclasses.replace(dkv, stages=1)
+    return BackwardPlan(spec, None, dq, dkv, dbias)
+
+
+def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
+    """The fastest tiles of the fused kernel that fit in shared memory and registers; `None` if none do.
+
+    Tiles of 128 queries leave registers where logits are products times a number; others spill.
+    """
+    head_dim, value_dim = whole_dims(spec)
+    widest = max(head_dim, value_dim)
+    candidates = [FusedTiles(128, 2)] if widest <= 64 and exponent.is_plain(spec) else []
+    if widest <= 128:
+        candidates += [FusedTiles(64, 2), FusedTiles(64, 1)]
+    fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile))]
+    key = TuningKey("mosaic_gpu backward", (head_dim, value_dim, bias_and_mask.bias_tile_bytes(spec)))
+    return _tuning.choose(key, fitting) if fitting else None
+
+
+def choose_dq_tiles(spec: Spec) -> DqTiles:
+    """The fastest tiles of dQ's kernel that fit in shared memory."""
+    head_dim, value_dim = whole_dims(spec)
+    sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 else []
+    sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
+    candidates = [DqTiles(*size) for size in sizes]
+    fitting = [tile for tile in candidates if smem.fits(backward_dq.shared_memory(spec, tile))]
+    key = TuningKey("mosaic_gpu dQ", (head_dim, value_dim, bias_and_mask.bias_tile_bytes(spec)))
+    return _tuning.choose(key, fitting)
+
+
+def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
+    assert spec.bias_dtype is not None
+    assert spec.bias_shape is not None
+    sizes = ((2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1))
+    candidates = [RowTiles(*size) for size in sizes]
+    fitting = [tile for tile in candidates if smem.fits(backward_dbias.shared_memory(spec, tile))]
+    tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", (*whole_dims(spec), spec.bias_dtype.itemsize)), fitting)
+    each = 1
+    if processors is not None:
+        # Two CTAs are left for every multiprocessor.
+        batch, heads, rows, keys = spec.bias_shape
+        tiles = batch * heads * pl.cdiv(rows, tile.rows) * pl.cdiv(keys, tile.keys)
+        each = max(1, min(tiles // (2 * processors), _MOST_DBIAS_TILES))
+    return DbiasPlan(spec, tile, each)

@@ -10,7 +10,7 @@ side. The pass is bound by what it reads, and writes little beside it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Ref, Refs, pipeline, round_up, smem
-from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu.inputs import row_statistics
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
-from jflash._backends.mosaic_gpu.inputs.prepare import whole_shape
+from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, whole_shape
 from jflash._semantics.spec import Residuals, Spec
 
 
-class Delta(NamedTuple):
-    """What the kernel makes."""
+def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None, ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; delta `[B, N, T]`, 0 for queries that see nothing.
 
-    delta: Float[Array, "B N T"]
-    """0 for queries that see nothing."""
-    columns: Float[Array, "B N L 8"] | None
-    """Row statistics as columns."""
-    dq_acc: Float[Array, "accumulators L H"] | None
-    """Zeros."""
-
-
-def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None, ops: WarpgroupOps) -> Delta:
-    """Launch the kernel. For a fused backward it makes the zeros of `dq_acc`, and columns if the call has any."""
+    For a fused backward also zeros, `dq_acc`, and if the call's row statistics are columns those, `[B, N, L, 8]`.
+    """
     out, lse, d_out, d_lse = residuals
     factors = dict(out=out, d_out=d_out)
     if whole_shape(out.shape) != out.shape:
@@ -50,7 +42,7 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     rows = round_up(length, WARPGROUP_ROWS)
     as_columns = dq_acc is not None and row_statistics.as_columns(spec)
     # Tiles may begin at the last query: what they read behind it is written too.
-    stored_rows = row_statistics.stored_rows(length) if as_columns else rows
+    stored_rows = rows + MARGIN if as_columns else rows
     width = round_up(value_dim, 16)
     part = next(columns for columns in (64, 32, 16) if width % columns == 0)
     results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
@@ -70,7 +62,7 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     room = [(0, 0), (0, 0), (0, rows - length)]
     arrays = dict(lse=jnp.pad(lse, room, constant_values=-jnp.inf), d_lse=jnp.pad(d_lse, room)) | factors
     made = launch.run(lambda refs: _kernel(spec, ops, list(factors), part, refs), arrays, ops)
-    return Delta(made["delta"][:, :, :length], made.get("columns"), made.get("dq_acc"))
+    return made | dict(delta=made["delta"][:, :, :length])
 
 
 def _kernel(spec: Spec, ops: WarpgroupOps, factors: list[str], part: int, refs: Refs) -> None:

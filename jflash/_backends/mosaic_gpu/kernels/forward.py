@@ -22,39 +22,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns
-from jflash._backends.mosaic_gpu.kernels.forward_mainloop import Cta, MainLoop
+from jflash._backends.mosaic_gpu.kernels.forward_mainloop import ForwardCta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 
 
-def forward(
-    plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps
-) -> tuple[Float[Array, "splits B T N D"], Float[Array, "splits B N L"]]:
-    """Launch the kernel on query, key, value and what was prepared of the other operands, by name.
+def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; out `[splits, B, T, N, D]` and lse `[splits, B, N, L]`.
 
-    T, S, H and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32,
-    and sinks are left to their merge.
+    T and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32, and
+    sinks are left to their merge.
     """
-    made = plan.launch.run(lambda refs: _Kernel(plan, refs, ops).run(), arrays, ops)
-    return made["out"], made["lse"]
+    return _Kernel.launch(plan, arrays, ops)
 
 
-class _Kernel(Cta):
-    """What a CTA's warpgroups do."""
-
-    def run(self) -> None:
-        """Each warpgroup's part."""
-        pl.when(self.warpgroup < self.plan.tile.warpgroups)(self._consume)
-        pl.when(self.warpgroup == self.plan.tile.warpgroups)(self._produce)
-
-    def _consume(self) -> None:
-        """A warpgroup that computes: it copies its own queries, and stores its own output."""
+class _Kernel(ForwardCta):
+    def compute(self) -> None:
+        """Copy its own queries, attend, and store its own output."""
         plan, shared = self.plan, self.smem
-        pipeline.release(plan.tile.stages, shared.k_empty, shared.v_empty)
+        pipeline.release(shared.k_empty, shared.v_empty)
         pipeline.split_registers(plan.tile.warpgroups, copies=False)
         self._copy_q(0)
         plan.schedule.each(self.place, self._attend)
@@ -92,7 +82,7 @@ class _Kernel(Cta):
         loop = MainLoop(self, tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if own_buffer else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
-        out, lse = online_softmax.finish(loop.form.exponent(plan.spec), state, acc_o, sink)
+        out, lse = online_softmax.finish(self.form.exponent(plan.spec), state, acc_o, sink)
         self._store(batch, block, out, lse)
         if plan.schedule.items_per_cta > 1 and not own_buffer:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -113,12 +103,12 @@ class _Kernel(Cta):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             o[...] = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width)).astype(plan.out_dtype)
-            self.ops.commit()
+            plgpu.commit_smem()
             part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
             plgpu.copy_smem_to_gmem(o, self._part(result, block, part))
 
-    def _produce(self) -> None:
-        """The warpgroup that copies keys and values."""
+    def copy(self) -> None:
+        """Copy keys and values."""
         plan, shared = self.plan, self.smem
         pipeline.split_registers(plan.tile.warpgroups, copies=True)
         key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)
@@ -126,16 +116,16 @@ class _Kernel(Cta):
         def copy_block(index: Any, visited: Any) -> Any:
             batch, block, tiles = self.item(index)
 
-            def copy(index: Array) -> None:
+            def copy_tile(index: Array) -> None:
                 slot = lax.rem(visited + index, plan.tile.stages)
                 keys = GmemTile(batch, tiles.start(index), plan.tile.keys, key_head)
                 self._copy_keys(keys, block, slot)
 
-            pipeline.for_each_copy(tiles.count, copy, "head", "block", "head_group", "batch")
+            pipeline.for_each_copy(tiles.count, copy_tile, "head", "block", "head_group", "batch")
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)
-        pipeline.drain(plan.tile.stages, shared.k_empty, shared.v_empty)
+        pipeline.drain(shared.k_empty, shared.v_empty)
 
     def _copy_keys(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs

@@ -8,30 +8,30 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Refs, WarpgroupOps, round_up
-from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord
+from jflash._backends.mosaic_gpu.inputs import TileCoord, bias_columns
+from jflash._backends.mosaic_gpu.kernels.cta import Cta
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
 
 
-class Cta:
-    """What a CTA's warpgroups share."""
+class ForwardCta(Cta[ForwardPlan]):
+    """The place of a CTA in the grid, and the work items that it takes."""
 
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
-        q_o = tuple(refs.smem.q_o)
-        self.q, self.o = q_o[0], q_o[-1]
-        has_bias = not logits.form(plan.spec).bias_by_mma
-        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, plan.packed_heads, has_bias=has_bias)
         heads = plan.heads // plan.schedule.head_groups
         self.head = lax.axis_index("head_group") * heads + lax.axis_index("head")
-        self.split, self.warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
+        self.split = lax.axis_index("split")
+        self.form, self.shape = logits.form(plan.spec), (WARPGROUP_ROWS, plan.tile.keys)
+        has_bias = not self.form.bias_by_mma
+        super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
+        q_o = tuple(refs.smem.q_o)
+        self.q, self.o = q_o[0], q_o[-1]
         self.place = lax.axis_index("block"), lax.axis_index("batch")
 
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:
@@ -53,42 +53,28 @@ class Cta:
 class MainLoop:
     """A warpgroup's walk over the tiles of keys of one work item."""
 
-    cta: Cta
+    cta: ForwardCta
     tiles: TileRange
     at: TileCoord
     visited: Int[Array, ""] | int
-
-    @property
-    def form(self) -> logits.LogitsForm:
-        """The form of the call's logits."""
-        return logits.form(self.cta.plan.spec)
-
-    @property
-    def _skips(self) -> bool:
-        """Whether a warpgroup leaves out tiles that only other rows of its CTA see."""
-        return self.cta.plan.tile.rows > self.cta.plan.tile.keys
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return WARPGROUP_ROWS, self.cta.plan.tile.keys
 
     def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
         """The softmax's state, and O, after all tiles; `q_read` is called when the queries are not needed any more."""
         plan, ops = self.cta.plan, self.cta.ops
         start, stop, loop = 0, self.tiles.count, self
-        if self._skips:
-            start, stop, own = tile_range.own_key_tiles(
-                self.cta.inputs, self.tiles, self.at.batch, self.at.query, WARPGROUP_ROWS
-            )
+        # A warpgroup leaves out tiles that only other rows of its CTA see.
+        skips = plan.tile.rows > plan.tile.keys
+        if skips:
+            start, stop, own = tile_range.own_key_tiles(self.cta.inputs, self.tiles, self.at)
             loop = dataclasses.replace(self, tiles=own)
-            lax.fori_loop(0, start, self._leave, 0)
+            lax.fori_loop(0, start, self._leave, None)
         state = loop._first_tile(start)
         acc_o = ops.full((WARPGROUP_ROWS, round_up(plan.spec.value_dim, 16)), 0)
         state, acc_o = lax.fori_loop(start + 1, stop, loop._next_tile, (state, acc_o))
         q_read()
         acc_o = loop._last_product(stop, state, acc_o)
-        if self._skips:
-            lax.fori_loop(stop, self.tiles.count, self._leave, 0)
+        if skips:
+            lax.fori_loop(stop, self.tiles.count, self._leave, None)
         return state, acc_o
 
     def _slot(self, index: Any) -> Any:
@@ -96,25 +82,24 @@ class MainLoop:
 
     def _prefetch(self, index: Any) -> dict[str, Array]:
         at = self.at._replace(key=self.tiles.start(index))
-        return self.form.prefetch(self.cta.inputs, at, self._shape, self.cta.plan.tile.warpgroups)
+        return self.cta.form.prefetch(self.cta.inputs, at, self.cta.plan.tile)
 
     def _issue_s(self, acc_s: Any, slot: Any) -> None:
         shared = self.cta.smem
         self.cta.ops.mma(acc_s, self.cta.q.at[self.cta.warpgroup], shared.k.at[slot].T)
         if shared.bias_columns is not None:
-            self.form.add_to_products(self.cta.inputs, acc_s, shared.bias_columns.at[slot])
+            bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
         shared, ops, slot = self.cta.smem, self.cta.ops, self._slot(index)
         at = self.at._replace(key=self.tiles.start(index))
         if shared.bias is not None:
-            own = pl.ds(self.cta.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            loaded = loaded | {"bias": ops.load(shared.bias.at[slot, own])}
+            loaded = loaded | {"bias": ops.load(shared.bias.at[slot, self.cta.own])}
             # A copy may overwrite what threads have read.
-            ops.commit()
+            plgpu.commit_smem()
         plgpu.barrier_arrive(shared.k_empty.at[slot])
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
-        return self.form.step(s, mask, before, self.cta.plan.spec.dtype)
+        return self.cta.form.step(s, mask, before, self.cta.plan.spec.dtype)
 
     def _first_tile(self, start: Any) -> Softmax:
         ops = self.cta.ops
@@ -125,7 +110,7 @@ class MainLoop:
             self._issue_s(acc_s, slot)
             return ops.read(acc_s)
 
-        s = ops.accumulators(product, self._shape)
+        s = ops.accumulators(product, self.cta.shape)
         return self._softmax(s, jnp.int32(start), None, loaded)
 
     def _next_tile(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
@@ -134,7 +119,7 @@ class MainLoop:
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
         is_masked = self.tiles.whole is not None
-        fence = self.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
+        fence = cta.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
         plgpu.barrier_wait(shared.k_full.at[slot])
 
         def attend_tile(acc_o: Any) -> Softmax:
@@ -148,11 +133,11 @@ class MainLoop:
                     shared.fence[self.cta.warpgroup] = getattr(new, fence)
                 return new
 
-            return ops.accumulators(overlap, self._shape)
+            return ops.accumulators(overlap, cta.shape)
 
         state, (acc_o,) = ops.accumulate(attend_tile, acc_o, like=state)
         plgpu.barrier_arrive(shared.v_empty.at[last])
-        return state, self.form.rescaled(cta.inputs, state, acc_o)
+        return state, cta.form.rescaled(cta.inputs, state, acc_o)
 
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         shared, last = self.cta.smem, self._slot(stop - 1)
@@ -161,10 +146,9 @@ class MainLoop:
         plgpu.barrier_arrive(shared.v_empty.at[last])
         return acc_o
 
-    def _leave(self, index: Array, carry: int) -> int:
+    def _leave(self, index: Array, _: None) -> None:
         """Pass a tile by that no row of this warpgroup sees."""
         shared, slot = self.cta.smem, self._slot(index)
         for full, empty in ((shared.k_full, shared.k_empty), (shared.v_full, shared.v_empty)):
             plgpu.barrier_wait(full.at[slot])
             plgpu.barrier_arrive(empty.at[slot])
-        return carry

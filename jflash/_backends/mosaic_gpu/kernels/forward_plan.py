@@ -1,19 +1,32 @@
-"""A call's forward before any array: its tiles, schedule, shared memory and launch."""
+"""A call's forward before any array: packed heads, tiles, splits of the keys, schedule, shared memory and launch."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, whole_dim
-from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, whole_dims
+from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
+from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, forward_schedule, h200, tile_range
 from jflash._semantics.spec import Spec
+from jflash._tuning import TuningKey
+
+MOST_PACKED_QUERIES = 16
+"""Queries up to which heads that share keys are packed into the rows of one tile."""
+
+Visits = Callable[[int, int], Sequence[int]]
+"""Of (rows, keys): how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
@@ -34,7 +47,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
         v=smem.tile((tile.stages, tile.keys, value_columns), spec.dtype),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        bias_columns=bias_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
+        bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
         q_full=smem.barriers(tile.warpgroups),
         k_full=smem.barriers(tile.stages, arrivals=1 + has_bias_tiles + bias_by_mma),
         k_empty=empty,
@@ -42,15 +55,14 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
         v_empty=empty,
         q_empty=smem.barriers(1, arrivals=tile.warpgroups),
         # A number for each row that is stored as a scheduling fence, and never read.
-        fence=smem.vectors((tile.warpgroups, WARPGROUP_ROWS)),
+        fence=smem.vectors(tile.warpgroups, WARPGROUP_ROWS),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPlan:
+class ForwardPlan(KernelPlan):
     """A call's forward, known before any array."""
 
-    spec: Spec
     tile: RowTiles
     schedule: ForwardSchedule
     packed_heads: int = 1
@@ -82,18 +94,130 @@ class ForwardPlan:
 
     @property
     def launch(self) -> Launch:
-        """The kernel's launch. Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
-        spec, schedule = self.spec, self.schedule
+        """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
+        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
         rows = round_up(self.rows, 8)
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
-        out = (self.splits, spec.batch, *order, whole_dim(spec.value_dim))
+        out = (self.splits, spec.batch, *order, value_dim)
         lse = (self.splits, spec.batch, self.heads, schedule.blocks * self.tile.rows)
         ctas, lists = schedule.grid
         groups = schedule.head_groups
         return Launch(
-            name=f"jflash_forward_{whole_dim(spec.head_dim)}_{whole_dim(spec.value_dim)}",
+            name=f"jflash_forward_{head_dim}_{value_dim}",
             grid=dict(head=self.heads // groups, block=ctas, head_group=groups, batch=lists, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
             smem=shared_memory(spec, self.tile, self.out_dtype, self.output_parts),
             warpgroups=self.tile.warpgroups + 1,
         )
+
+
+def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
+    """The plan of a call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
+    packed_heads = spec.group if _packs(spec) else 1
+    heads, rows = spec.heads // packed_heads, spec.query_length * packed_heads
+    visits = functools.partial(_visits, spec, packed_heads)
+    share = (processors or 0) / (spec.batch * heads)
+    tile = forward_tiles(spec, round_up(rows, 8), visits, share)
+    splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if rows <= tile.rows else 1
+    plan = ForwardPlan(spec, tile, ForwardSchedule(1, spec.batch), packed_heads, splits)
+    if splits > 1:
+        return plan
+    schedule = _schedule(plan, visits(tile.rows, tile.keys), processors)
+    parts = output_parts(spec, tile) if schedule.items_per_cta > 1 else 0
+    return dataclasses.replace(plan, schedule=schedule, output_parts=parts)
+
+
+def _packs(spec: Spec) -> bool:
+    """Whether heads that share keys go into the rows of one tile: few queries, nothing that differs by head, and blocks
+    that end where a query's heads do."""
+    alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
+    whole = spec.query_length * spec.group <= 2 * WARPGROUP_ROWS or WARPGROUP_ROWS % spec.group == 0
+    few = spec.query_length <= MOST_PACKED_QUERIES
+    return alike and spec.score_mod is None and few and spec.group > 1 and whole
+
+
+def _visits(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:
+    """How many tiles of `keys` keys each block of `rows` rows visits, by what is known before the call."""
+    rows = max(rows // packed_heads, 1)
+    left, right = spec.bounds
+    stop = np.arange(spec.query_length, 0, -rows)[::-1]
+    first = np.maximum(stop - rows, 0)
+    offset = spec.query_offset or 0
+    first_key = np.zeros_like(first) if left is None else np.maximum(first + offset - left, 0)
+    stop_key = np.full_like(stop, spec.key_length) if right is None else stop + offset + right
+    seen = np.minimum(stop_key, spec.key_length) - first_key
+    return np.maximum(-(-seen // keys), 1).tolist()
+
+
+def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
+    """The fastest tiles that fit in shared memory and registers.
+
+    Args:
+      spec: the call.
+      rows: query rows of a head, in whole tiles.
+      visits: how many tiles of keys blocks of queries visit, about.
+      processors_per_head: multiprocessors for each head of a batch entry; 0 where the device is unknown.
+    """
+    head_dim, value_dim = whole_dims(spec)
+    bias_bytes = bias_and_mask.bias_tile_bytes(spec)
+    few_rows = rows <= WARPGROUP_ROWS
+    candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
+    if not few_rows and max(head_dim, value_dim) <= 64 and not bias_bytes:
+        blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
+        narrow = (candidates[0], RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4))
+
+        def time(tile: RowTiles) -> float:
+            each = block_times(tile, rows, visits)
+            return max(sum(each), max(each) * processors_per_head)
+
+        most = logits.form(spec).max_warpgroups
+        candidates = sorted((tile for tile in narrow if tile.warpgroups <= most), key=time)
+    # Splits of the keys store a float32 output.
+    dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.dtype
+    fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile, dtype(tile)))]
+    key = TuningKey("mosaic_gpu forward", (head_dim, value_dim, bias_bytes, "short" if few_rows else "long"))
+    return _tuning.choose(key, fitting)
+
+
+def output_parts(spec: Spec, tile: RowTiles) -> int:
+    """In how few parts the output may leave from a buffer of its own; 0 if there is no room for one."""
+    _, value_dim = whole_dims(spec)
+    possible = (1, 2) if value_dim % 128 == 0 else (1,)
+    fitting = (parts for parts in possible if smem.fits(shared_memory(spec, tile, spec.dtype, parts)))
+    return next(fitting, 0)
+
+
+def block_times(tile: RowTiles, rows: int, visits: Visits) -> list[float]:
+    """How long each block of queries takes, of `rows` in all; in units for tiles of the same head dim."""
+    visit, beginning = h200.PACE[tile.warpgroups]
+    absent = tile.missing(rows) // WARPGROUP_ROWS
+    present = tile.warpgroups - absent
+    if tile.rows > tile.keys:
+        # Each warpgroup leaves out what its own rows do not see.
+        visited = visits(WARPGROUP_ROWS, tile.keys)
+    else:
+        each = visits(tile.rows, tile.keys)
+        visited = [count for count in each for _ in range(tile.warpgroups)][absent:]
+    own = [visit * tile.keys / 128 * count + beginning for count in visited]
+    # The others wait for some of what a warpgroup without rows would have done.
+    first, rest = sum(own[:present]) * (1 + 0.6 * absent / present), own[present:]
+    return [first, *(sum(rest[at : at + tile.warpgroups]) for at in range(0, len(rest), tile.warpgroups))]
+
+
+def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) -> ForwardSchedule:
+    """Which blocks of queries each CTA takes; `visits` are those of each block."""
+    spec, tile, heads = plan.spec, plan.tile, plan.heads
+    head_dim, value_dim = whole_dims(spec)
+    # Each block visits more keys than the last: those of several heads leave fewer multiprocessors waiting at the end.
+    blocks_grow = spec.bounds[0] is None and spec.bounds[1] is not None
+    groups = heads // math.gcd(heads, 8) if blocks_grow and tile.warpgroups > 2 else 1
+    staggered = not spec.operands.isdisjoint(tile_range.LIMITS)
+    one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
+    parts = output_parts(spec, tile)
+    if processors is None or not (parts or head_dim == value_dim):
+        return one
+    # Tiles of fewer rows take less time, if not in proportion.
+    first = visits[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
+    beginning = h200.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else h200.BEGIN_BY_OUTPUT_PARTS[parts]
+    device = forward_schedule.Device(processors, beginning, tile.keys * (head_dim + value_dim) * 2)
+    return forward_schedule.choose(one, (*visits[:0:-1], first), heads, device)

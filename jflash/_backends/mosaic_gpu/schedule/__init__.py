@@ -2,8 +2,7 @@
 
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import ForwardSchedule
-from jflash._backends.mosaic_gpu.schedule.query_producer import QueryProducer
-from jflash._backends.mosaic_gpu.schedule.tile_order import TileOrder
+from jflash._backends.mosaic_gpu.schedule.query_tiles import QueryProducer, TileOrder
 from jflash._backends.mosaic_gpu.schedule.tile_range import TileMask, TileRange
 from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles
 

@@ -24,11 +24,10 @@ from jax.experimental import pallas as pl
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
-from jflash._backends.mosaic_gpu.schedule.tiles import WARPGROUPS
+from jflash._backends.mosaic_gpu.schedule.tiles import FusedTiles
 
 SPARE = 3
 """Parts that the producer can round while the other warpgroups are at the last tiles."""
-
 
 _LINE = 32
 """Counters in a line of the cache: CTAs that poll one should not delay those that increment another."""
@@ -98,8 +97,8 @@ class DqAccumulator:
         """For a warpgroup that computes, before it adds: round what the copies leave no time for."""
         self._wait()
         # The last one comes first: the first is still at the copies of the block's keys.
-        first = lax.div(self._beside_copies, self._portion) + WARPGROUPS - 1 - warpgroup
-        self._round(first, self._tiles * (self._parts // self._portion), self._portion, WARPGROUPS)
+        first = lax.div(self._beside_copies, self._portion) + FusedTiles.warpgroups - 1 - warpgroup
+        self._round(first, self._tiles * (self._parts // self._portion), self._portion, FusedTiles.warpgroups)
 
     def after_copy(self, index: Any) -> None:
         """For the producer: round a part of a tile, as it has registers for 8 numbers a thread."""
@@ -165,7 +164,7 @@ class DqAccumulator:
     def _wait(self) -> None:
         """Until what is rounded here is accumulated, and there is room for what is added."""
         # The producer counts too.
-        everyone = self.schedule.blocks * (WARPGROUPS + 1)
+        everyone = self.schedule.blocks * (FusedTiles.warpgroups + 1)
         wait = lambda: self.ops.wait_for(self._finished(self._earlier_wave), everyone)
         pl.when(~self._is_early)(wait)
 

@@ -1,7 +1,6 @@
 """Which tiles of keys a block of queries visits, and which tiles of queries a block of keys; and a tile's mask.
 
-A kernel finds them from the block's index and its batch entry's offset and lengths; with segments it reads them from a
-small table, made before.
+A kernel finds them from the block's index and its entry's offset and lengths; with segments it reads a small table.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS
 from jflash._backends.mosaic_gpu.inputs import KernelInputs, Loaded, TileCoord, bias_and_mask
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
@@ -99,16 +99,14 @@ def key_tiles(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int
     return _tile_range(inputs, (batch, block), (block_start(block, rows, missing), rows), size, of_keys=False)
 
 
-def own_key_tiles(
-    inputs: KernelInputs, tiles: TileRange, batch: Any, row: Any, rows: int
-) -> tuple[Any, Any, TileRange]:
-    """Of a CTA's range, the indices from where to where a warpgroup's rows see any key, at least one tile; and the
-    range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
+def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
+    """Of a CTA's range, the indices from where to where a warpgroup's rows, from `at` on, see any key, at least one
+    tile; and the range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
     spec = inputs.spec
     if TABLE in inputs.refs or inputs.packed_heads > 1:
         return 0, tiles.count, tiles
-    found = _spans(inputs, batch, row, rows, of_keys=False)
-    seen_stop = jnp.where(row < spec.query_length, found.stop, found.start)
+    found = _spans(inputs, at.batch, at.query, WARPGROUP_ROWS, of_keys=False)
+    seen_stop = jnp.where(at.query < spec.query_length, found.stop, found.start)
     start = jnp.clip(lax.div(found.start - tiles.first, tiles.size), 0, tiles.count - 1)
     stop = jnp.clip(lax.div(seen_stop - tiles.first + tiles.size - 1, tiles.size), start + 1, tiles.count)
     whole = None if tiles.whole is None else (found.full_start, jnp.minimum(found.full_stop, tiles.whole[1]))
@@ -158,20 +156,18 @@ class TileMask:
         return self.tiles.is_partial(self.index)
 
     def hide(self, values: Array, hidden: float) -> Array:
-        """`values` where the query sees the key, `hidden` elsewhere."""
+        """`values` where the query sees the key, `hidden` where the dense mask, bounds, lengths or segments hide it."""
         values, is_partial = self.hide_by_dense_mask(values, hidden), self.is_partial
         if is_partial is None:
             return values
-        return lax.cond(
-            is_partial, lambda values: self._hide_by_position(values, hidden), lambda values: values, values
-        )
+
+        def hide_by_position(values: Array) -> Array:
+            tile = self.inputs.tile(self.at, values.shape, self.loaded)._replace(mask=None)
+            return jnp.where(self.inputs.visible(tile), values, hidden)
+
+        return lax.cond(is_partial, hide_by_position, lambda values: values, values)
 
     def hide_by_dense_mask(self, values: Array, hidden: float) -> Array:
         """`values` where the call's dense mask, if it has one, lets the query see the key, `hidden` elsewhere."""
         mask = self.inputs.tile(self.at, values.shape, self.loaded).mask
         return values if mask is None else jnp.where(jnp.broadcast_to(mask, values.shape), values, hidden)
-
-    def _hide_by_position(self, values: Array, hidden: float) -> Array:
-        """`hidden` where bounds, lengths or segments hide the key."""
-        tile = self.inputs.tile(self.at, values.shape, self.loaded)._replace(mask=None)
-        return jnp.where(self.inputs.visible(tile), values, hidden)

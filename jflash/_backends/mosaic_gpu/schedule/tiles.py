@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, round_up
-
-WARPGROUPS = 2
-"""Of a CTA of the fused backward, that compute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +41,18 @@ class DqTiles(RowTiles):
 
 @dataclasses.dataclass(frozen=True)
 class FusedTiles:
-    """Tiles of the fused backward, in which two warpgroups compute, each on 64 keys."""
+    """Tiles of the fused backward."""
 
     queries: int
     stages: int
     """Tiles of queries that are in shared memory together."""
-
-    @property
-    def keys(self) -> int:
-        """Keys of one CTA."""
-        return WARPGROUPS * WARPGROUP_ROWS
+    warpgroups: ClassVar = 2
+    """Warpgroups that compute, each on 64 keys."""
+    keys: ClassVar = 2 * WARPGROUP_ROWS
 
     @property
     def split_dq_by_rows(self) -> bool:
-        """Whether each warpgroup makes half the rows of a tile's dQ, or half its columns: the matrix unit wants 64
-        rows at least."""
+        """Whether warpgroups share the rows of a tile's dQ, or its columns: the matrix unit wants 64 rows at least."""
         return self.queries == 2 * WARPGROUP_ROWS
 
     def columns(self, dim: int) -> int:

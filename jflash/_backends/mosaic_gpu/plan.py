@@ -1,15 +1,16 @@
-"""Plans in words, for `explain(..., verbose=True)`."""
+"""Plans: from the Spec and the device's number of multiprocessors to kernels, tiles and schedules, before any array."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import prepare
-from jflash._backends.mosaic_gpu.plan.backward import plan_backward
-from jflash._backends.mosaic_gpu.plan.forward import plan_forward
+from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
+from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, plan_forward
 from jflash._semantics.spec import Spec
+
+__all__ = ["BackwardPlan", "ForwardPlan", "describe", "plan_backward", "plan_forward"]
 
 
 def describe(spec: Spec, processors: int | None) -> str:
@@ -26,7 +27,7 @@ def describe(spec: Spec, processors: int | None) -> str:
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 
-def _kernel(plan: Any) -> list[str]:
+def _kernel(plan: KernelPlan) -> list[str]:
     """A kernel's name, grid and shared memory, and the fields of its tiles and schedule."""
     launch = plan.launch
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
