@@ -90,7 +90,7 @@ def attention(
     precision: Any = None,
     deterministic: bool = False,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
-    r"""Exact softmax attention in O(T + S) memory per head, forward and backward.
+    r"""Exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
     For every batch entry and head, :math:`\mathrm{softmax}(\mathrm{logits}) V`, where the logits are made from
     :math:`Q K^T` in this order: scale, soft cap, bias, ALiBi, `score_mod`, mask. The arguments of
@@ -217,8 +217,7 @@ def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Ar
         out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
         lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
     else:
-        with _autodiff.forward_mode_named(choice.names):
-            out, lse = _autodiff.attend(choice, spec, operands)
+        out, lse = _autodiff.attend(choice, spec, operands)
     lse = jnp.swapaxes(lse, 1, 2)
     return out.reshape(*batch_axes, *out.shape[1:]), lse.reshape(*batch_axes, *lse.shape[1:])
 
@@ -246,7 +245,7 @@ def explain(
     `attention` chooses when JAX lowers the program.
 
     Args: those of `attention`; arrays may be given as `jax.ShapeDtypeStruct`. With `verbose` the implementation also
-      describes what it would launch, if it has such a description.
+      describes what it would launch, if it has such a description; then comes whose derivatives the call has.
 
     Returns:
       The choice, or that there is none, and a line for each implementation that refused; then the description.
@@ -272,4 +271,5 @@ def explain(
     if verbose and chosen is not None and not _is_empty(spec):
         describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)
         lines += [] if describe is None else [describe(spec, platform)]
+        lines.append(_dispatch.derivatives(chosen))
     return "\n".join(lines)

@@ -4,26 +4,29 @@ A backend is a module with these functions:
 
     unsupported(spec, platform) -> str | None   why it cannot serve the call, in words for the user; None: it can
     forward(spec, operands) -> out, lse         out [B, T, N, D]; lse [B, N, T] in natural logarithms, -inf: saw no key
-    backward(spec, operands, residuals) -> gradients   an `Operands`, `None` for what has no gradient
 
 and may have
 
+    tangent(spec, operands, results, tangents)  the tangents of out and lse from those of the operands, an `Operands`
+                                                with `None` for a tangent of 0; linear in them
+    backward(spec, operands, residuals)         the gradients, an `Operands` with `None` for what has no gradient: the
+                                                tangent's transpose
     describe(spec, platform) -> str             what it would launch: for `explain(verbose=True)`
 
-A backend without `backward` is one that JAX differentiates itself. Where a backward is itself plain JAX the module
-says `DIFFERENTIABLE_BACKWARD = True`, and gets reverse over reverse. One that says `ONLY_BY_NAME = True` serves only
-calls that name it.
+The tangent or backward that a backend lacks is `xla`'s, and so is every derivative beyond them. One that says
+`DIFFERENTIATED_BY_JAX = True` has a forward that JAX differentiates itself, where it alone serves. One that says
+`ONLY_BY_NAME = True` serves only calls that name it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jflash_metal
 from jflash._backends import mosaic_gpu, reference, xla
+from jflash._choice import Choice, Program
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 
@@ -67,42 +70,13 @@ def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | Non
     return None, refusals
 
 
-class Program(NamedTuple):
-    """A backend, and where it serves a call."""
-
-    backend: str
-    targets: tuple[str, ...]
-    """The platforms, by the names of `_platform.lowering_targets`."""
-    platform: Platform
-    """The first of them. The backend is traced once, for this one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The backend that serves a call on each platform that JAX may lower it for."""
-
-    programs: tuple[Program, ...]
-    refusals: tuple[tuple[str, str], ...]
-    """The platforms on which no backend serves, and the reasons."""
-
-    @property
-    def names(self) -> str:
-        """The backends, for messages."""
-        return " or ".join(repr(program.backend) for program in self.programs)
-
-    @property
-    def differentiated_by_jax(self) -> bool:
-        """Whether one backend serves, and has no backward."""
-        return len(self.programs) == 1 and not hasattr(BACKENDS[self.programs[0].backend], "backward")
-
-    @property
-    def twice_differentiable(self) -> Choice | None:
-        """The first backend whose backward is plain JAX, alone: it has the derivatives of the others' backward too."""
-        for program in self.programs:
-            backend = BACKENDS[program.backend]
-            if not hasattr(backend, "backward") or getattr(backend, "DIFFERENTIABLE_BACKWARD", False):
-                return dataclasses.replace(self, programs=(program,))
-        return None
+def derivatives(name: str) -> str:
+    """Whose derivatives a call of this backend has, in a line."""
+    backend = BACKENDS[name]
+    if getattr(backend, "DIFFERENTIATED_BY_JAX", False):
+        return "derivatives: all by JAX, of the forward"
+    own = [f"{kind} by {name if hasattr(backend, kind) else 'xla'}" for kind in ("tangent", "backward")]
+    return f"derivatives: {', '.join(own)}, all others by xla"
 
 
 def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) -> Choice:

@@ -21,18 +21,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from jflash._locations import without_locations
-from jflash._semantics.spec import Operands, Residuals
+from jflash._semantics.spec import Operands, Residuals, Results
 
 _HEADS_AXIS: dict[str, int] = {
     "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,
     "out": 2, "lse": 1, "d_out": 2, "d_lse": 1,
 }  # fmt: skip
-"""Where the arrays of `Operands` and `Residuals` have their heads; the others have none."""
+"""Where the arrays of a call have their heads; the others have none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """An array of `Operands` or `Residuals`, by name and shape."""
+    """An array of a call, by name and shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,8 +79,11 @@ class _Split:
         return lax.axis_index(self.head_axes) * own // (self.heads // self.key_heads)
 
 
-def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callable[..., Any]:
-    """`function` of `Operands` and `Residuals` (all `[#B, ...]`), split over devices by batch and heads."""
+def shard(function: Callable[..., Any], like: Any, *, key_heads: int, group: int) -> Callable[..., Any]:
+    """`function` of `Operands` and what goes with them (all `[#B, ...]`), split over devices by batch and heads.
+
+    Its results have the names and shapes of `like`.
+    """
     heads = key_heads * group
 
     def call(*args: Any) -> Any:
@@ -88,12 +91,10 @@ def shard(function: Callable[..., Any], *, key_heads: int, group: int) -> Callab
         if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
             # Inside shard_map this is one device's part already; axes left to the compiler, it splits by itself.
             return function(*args)
-        results, result_tree = jax.tree.flatten(jax.eval_shape(function, *args))
-        is_gradient = isinstance(result_tree.unflatten(results), Operands)
+        results, result_tree = jax.tree.flatten(like)
         # The partitioner keeps what these functions close over: names and shapes, not the arrays.
         inputs = [_Named(name, leaf.shape) for name, leaf in zip(_names(args), leaves, strict=True)]
-        names = _names((result_tree.unflatten(results),)) if is_gradient else ["out", "lse"]
-        outputs = [_Named(name, leaf.shape) for name, leaf in zip(names, results, strict=True)]
+        outputs = [_Named(name, leaf.shape) for name, leaf in zip(_names((like,)), results, strict=True)]
         query = [array.name for array in inputs].index("query")
         batch = inputs[query].shape[0]
 
@@ -169,7 +170,7 @@ def varying_alike[Tree](tree: Tree, *, like: Any) -> Tree:
     return jax.tree.map(lambda array: lax.pcast(array, tuple(axes - varying(array)), to="varying"), tree)
 
 
-def _names(args: tuple[Operands | Residuals, ...]) -> list[str]:
+def _names(args: tuple[Operands | Results | Residuals, ...]) -> list[str]:
     return [name for arg in args for name, value in arg._asdict().items() for _ in jax.tree.leaves(value)]
 
 

@@ -15,6 +15,8 @@ from jflash._semantics.logits import modify_logits, without_unseen
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, TileShape, load_tile, split_heads, zero_padding
 
+DIFFERENTIATED_BY_JAX = True
+
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
     """Nothing is refused: this is the definition."""

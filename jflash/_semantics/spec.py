@@ -43,6 +43,13 @@ class Operands(NamedTuple):
     """What `score_mod` closes over, each `[#B, *its own shape]`."""
 
 
+class Results(NamedTuple):
+    """What the forward gives, and the tangent needs besides the operands and their tangents."""
+
+    out: Float[Array, "B T N D"]
+    lse: Float[Array, "B N T"]
+
+
 class Residuals(NamedTuple):
     """What the backward needs besides the operands: the forward's results and their cotangents."""
 

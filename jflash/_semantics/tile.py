@@ -27,7 +27,8 @@ class Parameters(NamedTuple):
     scale: Float[Array, "#b 1 1 1 1"] | None
     bias: Float[Array, "#b #k #g #i #j"] | None
     alibi_slopes: Float[Array, "#b k g 1 1"] | None
-    score_mod_arrays: tuple[Array, ...]
+    score_mod_arrays: tuple[Any, ...]
+    """Arrays, and `None` for those that are left out."""
 
 
 class Tile(NamedTuple):
@@ -114,6 +115,12 @@ def tile_parameters(operands: Operands) -> Parameters:
     return Parameters(operands.scale, operands.bias, operands.alibi_slopes, operands.score_mod_arrays)
 
 
+def smooth_parameters(operands: Operands) -> Parameters:
+    """Those that have a derivative."""
+    smooth = lambda array: array if jnp.issubdtype(array.dtype, jnp.inexact) else None
+    return tile_parameters(operands)._replace(score_mod_arrays=tuple(map(smooth, operands.score_mod_arrays)))
+
+
 class _Part(NamedTuple):
     """How a tile takes its part of an array: the shape to see it in, where the part begins, and its size."""
 
@@ -146,9 +153,8 @@ def _take(array: Array, part: _Part) -> Array:
 def _parameter_parts(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
     """A `_Part` in the place of each array."""
     part: Any = lambda of, array: None if array is None else of(array)
-    captured: Any = [
-        _Part(a.shape, (corner.batch, *[0] * (a.ndim - 1)), (shape.batch, *a.shape[1:])) for a in whole.score_mod_arrays
-    ]
+    whole_array = lambda a: _Part(a.shape, (corner.batch, *[0] * (a.ndim - 1)), (shape.batch, *a.shape[1:]))
+    captured: Any = [part(whole_array, a) for a in whole.score_mod_arrays]
     return Parameters(
         part(lambda a: _by_batch(a, corner, shape), whole.scale),
         part(lambda a: _by_pair(spec, a, corner, shape), whole.bias),

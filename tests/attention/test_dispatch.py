@@ -25,7 +25,7 @@ _names = (f"stub_{index}" for index in itertools.count())
 
 
 class Stub(types.SimpleNamespace):
-    """A backend without a derivative of its backward: `reference`, and a record of the calls."""
+    """A backend without a tangent: `reference`, and a record of the calls."""
 
     def __init__(self, refusal: str | None = None) -> None:
         super().__init__(refusal=refusal, asked=[], forwards=[], backwards=[])
@@ -149,12 +149,42 @@ def test_third_backend_serves_every_transform(served: tuple[str, Stub]) -> None:
     assert stub.forwards[-1].batch == stub.backwards[-1].batch == 6
 
 
-def test_third_backend_has_first_derivatives_only(served: tuple[str, Stub]) -> None:
+def test_what_a_backend_lacks_is_taken_from_xla(served: tuple[str, Stub]) -> None:
+    """Its tangent here, and every derivative beyond the first; its own backward is called for what is linear."""
+    name, stub = served
+
+    def derivatives(implementation: str) -> Any:
+        scalar = lambda query: loss({"query": query, "key": KEY, "value": VALUE}, implementation)
+        return jax.jvp(scalar, (QUERY,), (KEY,)), jax.jvp(jax.grad(scalar), (QUERY,), (KEY,))
+
+    assert_same(jit(lambda: derivatives(name))(), jit(lambda: derivatives("reference"))())
+    assert stub.forwards
+    assert stub.backwards
+
+    del stub.backwards[:]
+    stub.tangent = lambda *_: (_ for _ in ()).throw(RuntimeError("its own tangent"))
+    jax.clear_caches()
+    with pytest.raises(RuntimeError, match="its own tangent"):
+        derivatives(name)
+
+
+def test_backend_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, forward = next(_names), lambda *args: reference.forward(*args)
+    alone = types.SimpleNamespace(unsupported=lambda spec, platform: None, forward=forward)
+    monkeypatch.setattr(_dispatch, "BACKENDS", {name: alone, **_dispatch.BACKENDS})
+    operands = draw()
+    got, want = (jit(functools.partial(attend_and_pull_back, implementation=i))(operands) for i in (name, "reference"))
+    assert_same(got, want)
+
+
+def test_explain_says_whose_derivatives_are_taken(served: tuple[str, Stub]) -> None:
     name, _ = served
-    gradient = jax.grad(lambda query: loss({"query": query, "key": KEY, "value": VALUE}, name))
-    gradient(QUERY)
-    with pytest.raises(NotImplementedError, match=rf"The gradient of '{name}' has no derivative.*implementation='xla'"):
-        jax.grad(lambda query: gradient(query).sum())(QUERY)
+    last = lambda implementation: jflash.explain(
+        QUERY, KEY, VALUE, implementation=implementation, verbose=True
+    ).splitlines()[-1]
+    assert last(name) == f"derivatives: tangent by xla, backward by {name}, all others by xla"
+    assert last("xla") == "derivatives: tangent by xla, backward by xla, all others by xla"
+    assert last("reference") == "derivatives: all by JAX, of the forward"
 
 
 @pytest.mark.parametrize("function", ["unsupported", "forward", "backward"])

@@ -1,4 +1,4 @@
-"""Temporary memory of tiled backends, as the compiler plans it: in proportion to T + S, forward and backward."""
+"""Temporary memory of tiled backends, as the compiler plans it: in proportion to T + S, with every derivative."""
 
 import functools
 import math
@@ -44,11 +44,35 @@ def forward_and_backward(attention: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def jvp(attention: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arrays: jax.jvp(attention, arrays[:3], arrays[3:])
+
+
+def hessian_vector_product(attention: Callable[..., Any]) -> Callable[..., Any]:
+    gradient = jax.grad(lambda *arrays: jnp.sum(attention(*arrays) ** 2), (0, 1, 2))
+    return lambda *arrays: jax.jvp(gradient, arrays[:3], arrays[3:])
+
+
+def gradient_of_jvp(attention: Callable[..., Any]) -> Callable[..., Any]:
+    def scalar(*arrays: Any) -> Any:
+        return jnp.sum(jax.jvp(attention, arrays[:3], arrays[3:])[1] ** 2)
+
+    return jax.grad(scalar, range(6))
+
+
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=pytest.mark.slow), dict(is_causal=True)], ids=["full", "causal"]
 )
 @pytest.mark.parametrize(
-    ("part", "arrays", "most"), [(forward, 3, 1), (forward_and_backward, 4, 3)], ids=["forward", "backward"]
+    ("part", "arrays", "most"),
+    [
+        (forward, 3, 1),
+        (forward_and_backward, 4, 3),
+        (jvp, 6, 2),
+        pytest.param(hessian_vector_product, 6, 6, marks=pytest.mark.slow),
+        pytest.param(gradient_of_jvp, 6, 6, marks=pytest.mark.slow),
+    ],
+    ids=["forward", "backward", "jvp", "hessian_vector_product", "gradient_of_jvp"],
 )
 def test_in_proportion_to_the_length(
     attention: Callable[..., Any], part: Any, arrays: int, most: int, options: dict[str, Any]

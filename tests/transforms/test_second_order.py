@@ -1,11 +1,12 @@
-"""Derivatives of derivatives: reverse over reverse on the tiled backend, every mode and order on the reference.
+"""Derivatives of derivatives with every option: the tiled backend against the definition.
 
 In float64, so that what is wrong stands out from what is rounded: 1e-16 for each of a few thousand operations, with
-room for cancellation.
+room for cancellation. Each call is made as one tile, in which a row has all its keys, and as many.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
@@ -16,10 +17,11 @@ import oracle
 import pytest
 from cases import Case
 from plain_attention import Call
-from refusals import skip_refused
 
 import jflash
 from jflash import _dispatch
+from jflash._backends import xla
+from jflash._backends.xla import tiling
 
 Arrays = dict[str, Any]
 ROUNDED = 1e-11
@@ -31,18 +33,26 @@ FEATURES = {
     "score_mod": SMALL._replace(score_mod="arrays", bias="full", mask="full"),
     "window": SMALL._replace(window=(3, 1), alibi=True, soft_cap=1.5),
     "lengths": SMALL._replace(lengths="both", segments="sorted", sinks=True, bias="keys"),
-    "dropout": SMALL._replace(dropout=True, bias="queries"),
-    "tiles": SMALL._replace(query_length=523, key_length=640, heads=(1, 1), dims=(2, 2), batch=(), causal=True),
+    "dropout": SMALL._replace(dropout=True, bias="queries", sinks=True),
 }
-REVERSE_ONLY = [name for name, backend in _dispatch.BACKENDS.items() if hasattr(backend, "backward")]
-IN_SHORT_RUN = ("score_mod", "lengths")
-TWICE = [name for name in REVERSE_ONLY if getattr(_dispatch.BACKENDS[name], "DIFFERENTIABLE_BACKWARD", False)]
+SHAPES = {"one tile": None, "tiles": tiling.TileShape(1, 1, 4, 5)}
+"""Of tiles: the second is not even, nor are the first block of rows and the last alike."""
 
 
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(params=SHAPES)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`xla` with tiles of one shape, under a name of its own: by that compiled calls are found again."""
+    if (shape := SHAPES[request.param]) is not None:
+        monkeypatch.setattr(tiling, "plan", lambda spec, work: shape)
+    name = f"xla in {request.param} of {shape}"
+    monkeypatch.setattr(_dispatch, "BACKENDS", {**_dispatch.BACKENDS, name: xla})
+    return name
 
 
 def objective(implementation: str, call: Call) -> tuple[Callable[[Arrays], jax.Array], Arrays]:
@@ -62,72 +72,106 @@ def direction(arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda array: numbers.standard_normal(array.shape), arrays)
 
 
-def along(gradient: Callable[[Arrays], Arrays]) -> Callable[[Arrays], jax.Array]:
-    """The derivative in one direction, which is a scalar again."""
+def push(function: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+    """The derivative in one direction, in forward mode."""
+    return lambda arrays: jax.jvp(function, (arrays,), (direction(arrays),))[1]
+
+
+def pull(function: Callable[[Arrays], jax.Array]) -> Callable[[Arrays], jax.Array]:
+    """The same in reverse mode."""
     return lambda arrays: sum(
-        jax.tree.leaves(jax.tree.map(jnp.vdot, gradient(arrays), direction(arrays))), start=jnp.zeros(())
+        jax.tree.leaves(jax.tree.map(jnp.vdot, jax.grad(function)(arrays), direction(arrays))), start=jnp.zeros(())
     )
 
 
-def derivative(implementation: str, call: Call, order: int) -> Arrays:
-    function, arrays = objective(implementation, call)
-    for _ in range(order - 1):
-        function = along(jax.grad(function))
-    return jax.jit(jax.grad(function))(arrays)
+ORDERS: dict[str, Callable[[Callable[[Arrays], jax.Array]], Callable[[Arrays], Any]]] = {
+    "jvp": push,
+    "jvp of grad": lambda function: push(jax.grad(function)),
+    "grad of jvp": lambda function: jax.grad(push(function)),
+    "grad of grad": lambda function: jax.grad(pull(function)),
+    "jvp of jvp": lambda function: push(push(function)),
+}
+ROWS = list(itertools.product(FEATURES, ORDERS))
+IN_SHORT_RUN = [("score_mod", "grad of jvp"), ("lengths", "jvp of grad"), ("dropout", "jvp")]
 
 
-def assert_same(got: Any, want: Any):
-    def compare(path: Any, got: Any, want: Any):
+def assert_same(got: Any, want: Any) -> None:
+    def compare(path: Any, got: Any, want: Any) -> None:
         largest = np.max(np.abs(want), initial=1e-3)
         np.testing.assert_allclose(got, want, rtol=0, atol=ROUNDED * largest, err_msg=jax.tree_util.keystr(path))
 
     jax.tree.map_with_path(compare, got, want)
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    """Between them those of the short run have most features."""
-    return [pytest.param(name, marks=() if name in IN_SHORT_RUN else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("implementation", TWICE)
-@pytest.mark.parametrize("name", marked(FEATURES))
-def test_reverse_over_reverse(implementation: str, name: str):
-    call = cases.build(FEATURES[name])
-    assert_same(derivative(implementation, call, 2), derivative("reference", call, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", TWICE)
-def test_third_order(implementation: str):
-    call = cases.build(SMALL._replace(batch=(), heads=(1, 1), causal=True))
-    assert_same(derivative(implementation, call, 3), derivative("reference", call, 3))
-
-
-@pytest.mark.parametrize("name", marked(name for name in FEATURES if name != "tiles"))
-def test_forward_mode_of_the_reference(name: str):
-    """Against central differences, which are off by step**2 times a third derivative and by rounding over step."""
-    function, arrays = objective("reference", cases.build(FEATURES[name]))
-    tangent, step = direction(arrays), 1e-5
-    value, got = jax.jit(lambda arrays: jax.jvp(function, (arrays,), (tangent,)))(arrays)
-    move = lambda size: jax.tree.map(lambda array, towards: array + size * towards, arrays, tangent)
-    ahead, behind = (jax.jit(function)(move(size)) for size in (step, -step))
-    np.testing.assert_allclose(got, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(value, (ahead + behind) / 2, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_forward_over_reverse_of_the_reference():
-    """`jax.hessian` is that, and the same as reverse over reverse."""
-    function, arrays = objective("reference", cases.build(SMALL._replace(batch=(), heads=(1, 1), sinks=True)))
-    assert_same(jax.jit(jax.hessian(function))(arrays), jax.jit(jax.jacrev(jax.grad(function)))(arrays))
-
-
-@pytest.mark.parametrize("implementation", REVERSE_ONLY)
-@pytest.mark.parametrize("transform", [jax.jacfwd, jax.hessian], ids=["jacfwd", "hessian"])
-def test_forward_mode_elsewhere_says_where_to_go(implementation: str, transform: Callable[..., Any]):
-    call = cases.build(SMALL)
-    skip_refused(implementation, **oracle.arguments(call))
+def derivative(implementation: str, call: Call, transform: Callable[..., Any]) -> Any:
     function, arrays = objective(implementation, call)
-    with pytest.raises(TypeError, match="forward-mode") as refusal:
-        transform(function)(arrays)
-    assert any("implementation='reference'" in note for note in refusal.value.__notes__)
+    return jax.jit(transform(function))(arrays)
+
+
+@pytest.mark.parametrize(
+    ("feature", "order"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in ROWS]
+)
+def test_every_option(implementation: str, feature: str, order: str) -> None:
+    call = cases.build(FEATURES[feature])
+    got, want = (derivative(name, call, ORDERS[order]) for name in (implementation, "reference"))
+    assert_same(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_of_one_operand(implementation: str, feature: str) -> None:
+    """What has no tangent, or no gradient, is left out."""
+    call = cases.build(FEATURES[feature])
+
+    def alone(name: str) -> Callable[..., Any]:
+        def transform(function: Callable[[Arrays], jax.Array]) -> Callable[[Arrays], Any]:
+            def both(arrays: Arrays) -> Any:
+                one = lambda array: function({**arrays, name: array})
+                along = lambda one: lambda array: jax.jvp(one, (array,), (direction(arrays)[name],))[1]
+                return along(one)(arrays[name]), along(jax.grad(one))(arrays[name])
+
+            return both
+
+        return transform
+
+    for name in oracle.split(call)[0]:
+        assert_same(*(derivative(i, call, alone(name)) for i in (implementation, "reference")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", list(itertools.product((push, pull), repeat=2)), ids=lambda steps: steps[0].__name__)
+def test_third_order(implementation: str, steps: tuple[Callable[..., Any], ...]) -> None:
+    call = cases.build(SMALL._replace(batch=(), heads=(1, 1), causal=True, bias="full"))
+    nested = lambda function: jax.grad(steps[0](steps[1](function)))
+    assert_same(*(derivative(name, call, nested) for name in (implementation, "reference")))
+
+
+@pytest.mark.slow
+def test_tiles_of_real_calls() -> None:
+    call = cases.build(
+        SMALL._replace(query_length=523, key_length=1100, heads=(1, 1), dims=(2, 2), batch=(), causal=True)
+    )
+    for order in ORDERS.values():
+        assert_same(*(derivative(name, call, order) for name in ("xla", "reference")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_of_some_arrays_of_a_score_mod(implementation: str, order: str) -> None:
+    """Of three that it closes over one is an index, and of one alone is a derivative asked."""
+    query, key, value, first, second = np.random.default_rng(0).standard_normal((5, 2, 6, 2, 4))
+    rows = np.array([5, 0, 1, 4, 3, 2])
+
+    def function(name: str) -> Callable[[Arrays], jax.Array]:
+        def scalar(arrays: Arrays) -> jax.Array:
+            def score_mod(logit: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+                row = jnp.asarray(rows)[query]
+                return logit * arrays["first"][batch, row, head, 0] + jnp.asarray(second)[batch, key, head, 1]
+
+            out = jflash.attention(arrays["query"], key, value, score_mod=score_mod, implementation=name)
+            return jnp.sum(jnp.sin(out))
+
+        return scalar
+
+    arrays = {"query": query, "first": first}
+    assert_same(*(jax.jit(ORDERS[order](function(name)))(arrays) for name in (implementation, "reference")))

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -31,7 +30,6 @@ from refusals import skip_refused
 from short_run import cover, sampled
 
 import jflash
-from jflash import _dispatch
 
 INPUTS = jax.random.normal(jax.random.key(5), (2, 5, 2, 8))
 
@@ -288,44 +286,29 @@ def test_second_gradient_does_not_compile(backend: str, caplog: pytest.LogCaptur
     assert compilations(caplog, gradient, ALL["query"]) == 0
 
 
-@pytest.mark.slow
-def test_reverse_over_reverse(backend: str) -> None:
-    """Second derivatives, plain and mapped, against `reference`'s in forward mode over reverse."""
-    names = ("query", "bias", "sinks")
-    point = {name: ALL[name] for name in names}
-    rest = {name: array for name, array in served(ALL, backend).items() if name not in names}
-    direction = jax.tree.map(lambda array: jnp.cos(array), point)
-    gradient = lambda point, implementation: jax.grad(lambda p: loss({**p, **rest}, implementation))(point)
+@cover(1)
+@pytest.mark.parametrize("order", ["forward", "forward of reverse", "reverse of reverse", "reverse of forward"])
+def test_other_modes(backend: str, order: str) -> None:
+    """Of all operands at once, and mapped over directions."""
+    smooth, rest = split(served(ALL, backend))
+    directions = stack([jax.tree.map(jnp.cos, smooth), jax.tree.map(jnp.sin, smooth)])
 
-    def reverse(direction: Operands) -> Operands:
-        inner = lambda point: sum(jnp.vdot(g, direction[name]) for name, g in gradient(point, backend).items())
-        return jax.grad(inner)(point)
+    def derivative(direction: Operands, implementation: str) -> Any:
+        scalar = lambda point: loss({**point, **rest}, implementation)
+        push = lambda function: lambda point: jax.jvp(function, (point,), (direction,))[1]
+        along = lambda point: sum(jnp.vdot(g, direction[name]) for name, g in jax.grad(scalar)(point).items())
+        orders = {
+            "forward": push(lambda point: attend({**point, **rest}, implementation)),
+            "forward of reverse": push(jax.grad(scalar)),
+            "reverse of reverse": jax.grad(along),
+            "reverse of forward": jax.grad(push(scalar)),
+        }
+        return orders[order](smooth)
 
-    def forward(direction: Operands) -> Operands:
-        return jax.jvp(lambda point: gradient(point, "reference"), (point,), (direction,))[1]
-
-    directions = stack([direction, jax.tree.map(jnp.sin, point)])
-    if not (hasattr(_dispatch.BACKENDS[backend], "DIFFERENTIABLE_BACKWARD") or backend == "reference"):
-        with pytest.raises(NotImplementedError, match="has no derivative"):
-            jit(jax.vmap(reverse))(directions)
-        return
-    assert_same(jit(jax.vmap(reverse))(directions), jit(jax.vmap(forward))(directions))
-
-
-def test_forward_mode(backend: str) -> None:
-    """`reference` has it; elsewhere the error says so."""
-    function = functools.partial(jflash.attention, key=ALL["key"], value=ALL["value"], implementation=backend)
-    push_forward = lambda: jax.jvp(function, (ALL["query"],), (ALL["query"],))
-    if backend == "reference":
-        out, tangent = push_forward()
-        step = 1e-2
-        difference = (function((1 + step) * ALL["query"]) - function((1 - step) * ALL["query"])) / (2 * step)
-        np.testing.assert_allclose(tangent, difference, atol=1e-3)
-        assert_same(out, function(ALL["query"]))
-    else:
-        with pytest.raises(TypeError, match="forward-mode") as caught:
-            push_forward()
-        assert any("implementation='reference'" in note for note in caught.value.__notes__)
+    got, want = (
+        jit(jax.vmap(functools.partial(derivative, implementation=name)))(directions) for name in (backend, "reference")
+    )
+    assert_same(got, want)
 
 
 @pytest.mark.slow

@@ -1,21 +1,20 @@
 """Tiled attention in plain JAX: runs wherever JAX does, and is the default off Hopper.
 
-`tiling` walks over the tiles that some query can see; `forward` runs the online softmax along the walk, and `backward`
-recomputes each tile from the log-sum-exp and sums what the tiles contribute. A small call is one tile: there is no loop
-then, and no condition.
+`tiling` walks over the tiles that some query can see; `forward` runs the online softmax along the walk, and `tangent`
+and `backward` recompute each tile from the log-sum-exp (`recompute`) and sum what the tiles contribute (`sums`), which
+has derivatives of every order. A small call is one tile: there is no loop then, and no condition.
 """
 
 from __future__ import annotations
 
 from jflash._backends.xla.backward import backward
 from jflash._backends.xla.forward import forward
+from jflash._backends.xla.tangent import tangent
 from jflash._backends.xla.tiling import is_whole, plan
 from jflash._platform import Platform, lowered_for
 from jflash._semantics.spec import Spec
 
-__all__ = ["DIFFERENTIABLE_BACKWARD", "backward", "describe", "forward", "unsupported"]
-
-DIFFERENTIABLE_BACKWARD = True
+__all__ = ["backward", "describe", "forward", "tangent", "unsupported"]
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:

@@ -1,30 +1,45 @@
 """Sums over tiles: what a function of one tile gives, added up over the walk, for rows, keys and parameters.
 
-The derivative of such a sum is such a sum again, of the function's vjp. So the gradient of attention, and the
-gradient of that gradient, are this one loop.
+The derivative of such a sum is such a sum again: of the function's tangent, or of its transpose. So the gradient of
+attention, its tangent, and the derivatives of both, are this one loop, which has as many steps as there are tiles to
+visit. JAX could not transpose such a loop itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from jflash import _operation
 from jflash._backends.xla import tiling
 from jflash._backends.xla.tiling import Block, Span
+from jflash._choice import Program
 from jflash._semantics.spec import Operands, Spec
-from jflash._semantics.tile import Corner, Parameters, Tile, add_parameters, load_parameters, load_tile
+from jflash._semantics.tile import (
+    Corner,
+    Parameters,
+    Tile,
+    TileShape,
+    add_parameters,
+    load_parameters,
+    load_tile,
+    tile_parameters,
+)
 
 
 class Terms(NamedTuple):
-    """Arrays by how a tile takes its part of them; both the arguments of a tile's function and its results."""
+    """Arrays by how a tile takes its part of them; both the arguments of a tile's function and its results.
 
-    rows: tuple[Array, ...]
+    `None` stands for an array that is not there, such as a tangent of 0.
+    """
+
+    rows: tuple[Any, ...]
     """`[B, T, K, G, ...]`, in a tile `[b, k, g, i, ...]`."""
-    keys: tuple[Array, ...]
+    keys: tuple[Any, ...]
     """`[B, S, K, ...]`, in a tile `[b, k, j, ...]`."""
     parameters: tuple[Parameters, ...]
     """As `load_parameters` has them."""
@@ -33,13 +48,16 @@ class Terms(NamedTuple):
         """Both, one behind the other."""
         return Terms(self.rows + other.rows, self.keys + other.keys, self.parameters + other.parameters)
 
-    def split(self, like: Terms) -> tuple[Terms, Terms]:
-        """What `joined` put together, where the first has as many of each as `like`."""
-        rows, keys, parameters = len(like.rows), len(like.keys), len(like.parameters)
-        return (
-            Terms(self.rows[:rows], self.keys[:keys], self.parameters[:parameters]),
-            Terms(self.rows[rows:], self.keys[keys:], self.parameters[parameters:]),
-        )
+    def split(self, counts: tuple[int, int, int]) -> tuple[Terms, Terms]:
+        """What `joined` put together, where the first has so many of each."""
+        parts = [(terms[:count], terms[count:]) for terms, count in zip(self, counts, strict=True)]
+        first, second = zip(*parts, strict=True)
+        return Terms(*first), Terms(*second)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many of each."""
+        return len(self.rows), len(self.keys), len(self.parameters)
 
 
 class Place(NamedTuple):
@@ -49,95 +67,176 @@ class Place(NamedTuple):
     visible: Bool[Array, "#b #k #g #i #j"] | None
     fresh: Bool[Array, "i"] | None
     """Rows that count; the others belong to the block before."""
+    whole_rows: bool
+    """Whether the tile has all keys of its rows."""
 
 
-TileFunction = Callable[[Terms, Place], Terms]
-"""Of a tile's part of the arguments; its results are parts of the sums."""
+class TileFunction(Protocol):
+    """Of a tile's part of the arguments; its results are parts of the sums. Hashable, as an operation is."""
+
+    def __call__(self, terms: Terms, place: Place, /) -> Terms:
+        """What one tile adds."""
+        ...
 
 
-def tile_sum(spec: Spec, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
-    """`function` summed over all tiles; its derivative, of any order, goes to `arguments` alone."""
-
-    @jax.custom_vjp
-    def call(operands: Operands, arguments: Terms) -> Terms:
-        return _walk(spec, function, operands, arguments)
-
-    def pull_back(saved: tuple[Operands, Terms], cotangents: Terms) -> tuple[None, Terms]:
-        operands, arguments = saved
-
-        def vjp(both: Terms, place: Place) -> Terms:
-            own, theirs = both.split(arguments)
-            (terms,) = jax.vjp(lambda own: function(own, place), own)[1](theirs)
-            return terms
-
-        return None, tile_sum(spec, vjp, operands, arguments.joined(cotangents))
-
-    call.defvjp(lambda operands, arguments: (call(operands, arguments), (operands, arguments)), pull_back)
-    return call(operands, arguments)
+def tile_sum(spec: Spec, shape: TileShape, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
+    """`function` summed over all tiles; its derivative, of any order and mode, goes to `arguments` alone."""
+    return _operation.perform(_TileSum(spec, shape, function), operands, arguments)
 
 
-def _walk(spec: Spec, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
-    shape = tiling.plan(spec, "backward")
+@dataclasses.dataclass(frozen=True)
+class _TileSum:
+    """`tile_sum` as an operation."""
 
-    def parts(corner: Corner, rows: tuple[Array, ...]) -> Terms:
-        keys = tuple(tiling.load_keys(array, corner, shape) for array in arguments.keys)
-        parameters = tuple(load_parameters(spec, p, corner, shape) for p in arguments.parameters)
-        return Terms(rows, keys, parameters)
+    spec: Spec
+    shape: TileShape
+    function: TileFunction
+    choice = None
+    sums = True
 
-    def load_block(block: Block) -> tuple[Array, ...]:
-        return tuple(tiling.load_rows(spec, array, block, shape) for array in arguments.rows)
+    def __call__(self, program: Program | None, args: Any) -> Terms:
+        operands, arguments = args
+        return _Walk(self.spec.resized(operands), self.shape, self.function, operands, arguments).total()
 
-    def one(block: Block, corner: Corner, span: Span | None, rows: tuple[Array, ...]) -> Terms:
-        tile = load_tile(spec, operands, corner, shape)
-        return function(parts(corner, rows), Place(tile, tiling.visible(spec, tile, span), block.fresh))
+    def tangents(self, args: Any, results: Terms, tangents: Any) -> Terms:
+        (operands, arguments), (_, pushed) = args, tangents
+        if not jax.tree.leaves(pushed):
+            return jax.tree.map(lambda _: None, results)
+        function = _Pushed(self.function, arguments.counts)
+        return tile_sum(self.spec, self.shape, function, operands, arguments.joined(pushed))
 
-    def attend_block(block: Block, sums: Terms) -> Terms:
-        rows = load_block(block)
+    def transpose(self, args: Any, cotangents: Terms) -> Any:
+        operands, arguments = args
+        leaves, tree = jax.tree.flatten(arguments)
+        linear = tuple(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        # Of what it is linear in, the shape is all that is asked.
+        given = tree.unflatten([jnp.zeros(x.shape, x.dtype) if l else x for x, l in zip(leaves, linear, strict=True)])
+        function = _Transposed(self.function, arguments.counts, linear)
+        sums = tile_sum(self.spec, self.shape, function, operands, given.joined(cotangents))
+        found = [
+            total.astype(x.dtype) if l else None
+            for x, total, l in zip(leaves, tree.flatten_up_to(sums), linear, strict=True)
+        ]
+        return jax.tree.map(lambda _: None, operands), tree.unflatten(found)
 
-        def attend_tile(corner: Corner, span: Span | None, sums: Terms) -> Terms:
-            terms = one(block, corner, span, rows)
-            return Terms(
-                tuple(a + b.astype(a.dtype) for a, b in zip(sums.rows, terms.rows, strict=True)),
-                tuple(tiling.add_keys(a, b, corner) for a, b in zip(sums.keys, terms.keys, strict=True)),
-                tuple(
-                    add_parameters(spec, a, b, corner, shape)
-                    for a, b in zip(sums.parameters, terms.parameters, strict=True)
-                ),
+
+@dataclasses.dataclass(frozen=True)
+class _Pushed:
+    """The tangents of `function`. Its arguments are `function`'s, and behind them their tangents."""
+
+    function: TileFunction
+    counts: tuple[int, int, int]
+
+    def __call__(self, terms: Terms, place: Place) -> Terms:
+        own, tangents = terms.split(self.counts)
+        return _operation.tangents_of(lambda own: self.function(own, place), (own,), (tangents,))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transposed:
+    """The transpose of `function` in those of its arguments that are `linear`. Behind them come the cotangents."""
+
+    function: TileFunction
+    counts: tuple[int, int, int]
+    linear: tuple[bool, ...]
+
+    def __call__(self, terms: Terms, place: Place) -> Terms:
+        own, cotangents = terms.split(self.counts)
+        leaves, tree = jax.tree.flatten(own)
+
+        def of_linear(*some: Array) -> Terms:
+            given = iter(some)
+            return self.function(
+                tree.unflatten([next(given) if l else leaf for leaf, l in zip(leaves, self.linear, strict=True)]), place
             )
 
-        zeros = tuple(jnp.zeros(term.shape, spec.accumulator) for term in example.rows)
-        found = tiling.for_each_tile(spec, operands, shape, block, attend_tile, sums._replace(rows=zeros))
-        return found._replace(
-            rows=tuple(tiling.add_rows(a, b, block) for a, b in zip(sums.rows, found.rows, strict=True))
+        some = [leaf for leaf, l in zip(leaves, self.linear, strict=True) if l]
+        results = jax.eval_shape(of_linear, *some)
+        typed = jax.tree.map(lambda result, cotangent: cotangent.astype(result.dtype), results, cotangents)
+        found = iter(jax.linear_transpose(of_linear, *some)(typed))
+        return tree.unflatten([next(found) if l else None for l in self.linear])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """One `tile_sum` while it is computed."""
+
+    spec: Spec
+    shape: TileShape
+    function: TileFunction
+    operands: Operands
+    arguments: Terms
+
+    def total(self) -> Terms:
+        """The sums."""
+        zero = jnp.int32(0)
+        example = jax.eval_shape(
+            lambda block: self._terms(block, Corner(zero, zero, zero, zero), None, self._rows(block)),
+            Block(zero, zero, zero, None),
         )
 
-    def kept(whole: Parameters, like: Parameters) -> Parameters:
-        """`whole` without what the function gives no sum for."""
-        fields: Any = [w if jax.tree.leaves(part) else part for w, part in zip(whole, like, strict=True)]
-        return Parameters(*fields)
+        def add_block(block: Block, sums: Terms) -> Terms:
+            rows = self._rows(block)
 
-    def zeros_like(whole: Array) -> Array:
-        # A bias of which each element is met once needs no wider sum than itself.
-        alone = whole.shape == (spec.batch, spec.heads, spec.query_length, spec.key_length)
-        return jnp.zeros(whole.shape, whole.dtype if alone else jnp.promote_types(whole.dtype, spec.accumulator))
+            def add_tile(corner: Corner, span: Span | None, sums: Terms) -> Terms:
+                terms = self._terms(block, corner, span, rows)
+                parameters = [
+                    add_parameters(self.spec, total, part, corner, self.shape)
+                    for total, part in zip(sums.parameters, terms.parameters, strict=True)
+                ]
+                return Terms(
+                    jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums.rows, terms.rows),
+                    jax.tree.map(lambda total, part: tiling.add_keys(total, part, corner), sums.keys, terms.keys),
+                    tuple(parameters),
+                )
 
-    zero = jnp.int32(0)
-    origin = Block(zero, zero, zero, None)
-    corner = Corner(zero, zero, zero, zero)
-    example = jax.eval_shape(lambda: one(origin, corner, None, load_block(origin)))
-    sums = Terms(
-        tuple(
-            jnp.zeros((spec.batch, spec.query_length, spec.key_heads, spec.group, *x.shape[4:]), spec.accumulator)
-            for x in example.rows
-        ),
-        tuple(
-            jnp.zeros((spec.batch, spec.key_heads, *x.shape[3:], spec.key_length), spec.accumulator)
-            for x in example.keys
-        ),
-        tuple(
-            jax.tree.map(zeros_like, kept(whole, like))
-            for whole, like in zip(arguments.parameters, example.parameters, strict=False)
-        ),
-    )
-    sums = tiling.for_each_block(spec, operands, shape, attend_block, sums)
-    return sums._replace(keys=tuple(jnp.moveaxis(array, (1, -1), (2, 1)) for array in sums.keys))
+            zeros = jax.tree.map(lambda part: jnp.zeros(part.shape, self.spec.accumulator), example.rows)
+            of_block = sums._replace(rows=zeros)
+            found = tiling.for_each_tile(self.spec, self.operands, self.shape, block, add_tile, of_block)
+            add = lambda total, part: tiling.add_rows(total, part, block)
+            return found._replace(rows=jax.tree.map(add, sums.rows, found.rows))
+
+        sums = tiling.for_each_block(self.spec, self.operands, self.shape, add_block, self._zeros(example))
+        return sums._replace(keys=jax.tree.map(lambda array: jnp.moveaxis(array, (1, -1), (2, 1)), sums.keys))
+
+    def _rows(self, block: Block) -> tuple[Any, ...]:
+        return jax.tree.map(lambda array: tiling.load_rows(self.spec, array, block, self.shape), self.arguments.rows)
+
+    def _terms(self, block: Block, corner: Corner, span: Span | None, rows: tuple[Any, ...]) -> Terms:
+        """What one tile adds."""
+        spec, shape = self.spec, self.shape
+        keys = jax.tree.map(lambda array: tiling.load_keys(array, corner, shape), self.arguments.keys)
+        parameters = tuple(load_parameters(spec, whole, corner, shape) for whole in self.arguments.parameters)
+        tile = load_tile(spec, self.operands, corner, shape)
+        place = Place(tile, tiling.visible(spec, tile, span), block.fresh, shape.keys == spec.key_length)
+        return self.function(Terms(rows, keys, parameters), place)
+
+    def _zeros(self, example: Terms) -> Terms:
+        """Of all that one tile adds to."""
+        spec, dtype = self.spec, self.spec.accumulator
+        by_row = (spec.batch, spec.query_length, spec.key_heads, spec.group)
+
+        def of_parameter(part: Array | None, whole: Array | None) -> Array | None:
+            if part is None or whole is None:
+                return None
+            # A bias of which each element is met once needs no wider sum than itself.
+            alone = whole.shape == (spec.batch, spec.heads, spec.query_length, spec.key_length)
+            return jnp.zeros(whole.shape, whole.dtype if alone else jnp.promote_types(whole.dtype, dtype))
+
+        def of_parameters(parts: Parameters) -> Parameters:
+            whole = tile_parameters(self.operands)
+            return Parameters(
+                of_parameter(parts.scale, whole.scale),
+                of_parameter(parts.bias, whole.bias),
+                of_parameter(parts.alibi_slopes, whole.alibi_slopes),
+                tuple(map(of_parameter, parts.score_mod_arrays, whole.score_mod_arrays)),
+            )
+
+        return Terms(
+            jax.tree.map(lambda part: jnp.zeros((*by_row, *part.shape[4:]), dtype), example.rows),
+            jax.tree.map(
+                lambda part: jnp.zeros((spec.batch, spec.key_heads, *part.shape[3:], spec.key_length), dtype),
+                example.keys,
+            ),
+            tuple(map(of_parameters, example.parameters)),
+        )

@@ -1,0 +1,43 @@
+"""The backend that serves a call on each platform that JAX may lower it for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jflash import _platform
+from jflash._platform import Platform
+
+
+class Program(NamedTuple):
+    """A backend, and where it serves a call."""
+
+    backend: str
+    targets: tuple[str, ...]
+    """The platforms, by the names of `_platform.lowering_targets`."""
+    platform: Platform
+    """The first of them. The backend is traced once, for this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call on each platform that JAX may lower it for."""
+
+    programs: tuple[Program, ...]
+    refusals: tuple[tuple[str, str], ...]
+    """The platforms on which no backend serves, and the reasons."""
+
+    def serving(self, target: str) -> int:
+        """The index of the program for a platform, by JAX's name for lowering.
+
+        Raises:
+          NotImplementedError: if none serves there, with the reasons.
+        """
+        programs = {name: index for index, program in enumerate(self.programs) for name in program.targets}
+        refusals = dict(self.refusals)
+        target = target if target in programs or target in refusals else _platform.ELSEWHERE
+        if target in refusals:
+            raise NotImplementedError(
+                f"No implementation can serve this call on the platform it is lowered for.\n{refusals[target]}"
+            )
+        return programs[target]

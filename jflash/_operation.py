@@ -1,0 +1,193 @@
+"""Operations: functions of arrays that JAX's transforms meet whole, and whose derivatives are operations again.
+
+One JAX primitive for all of them. Not `jax.custom_vjp`, which has no forward mode, nor `jax.custom_jvp`, whose tangent
+JAX has to transpose operation by operation, which it cannot do with a kernel or with a loop over visible tiles. An
+operation says its tangent itself, and a linear one its transpose, so both modes work, in any order and nesting.
+
+An operation's arguments and results are trees of arrays whose first axis is the batch: of size B, or 1 where the batch
+shares the array. A `vmap` axis is folded into it, so that a kernel never sees one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from jflash._choice import Choice, Program
+from jflash._sharding import varying_alike
+
+
+class Operation(Protocol):
+    """A description of what is computed: hashable, and equal when the same code serves."""
+
+    @property
+    def choice(self) -> Choice | None:
+        """The backends that compute it, each on platforms of its own; `None`: one code is for all platforms."""
+        ...
+
+    @property
+    def sums(self) -> bool:
+        """Whether a result for an array that the batch shares is a sum over the batch."""
+        ...
+
+    def __call__(self, program: Program | None, args: Any) -> Any:
+        """What is compiled where `program` serves, in one form for all; JAX never differentiates it."""
+        ...
+
+    def tangents(self, args: Any, results: Any, tangents: Any) -> Any:
+        """The results' tangents, made of operations; `None` stands for a tangent of 0, given or returned."""
+        ...
+
+    def transpose(self, args: Any, cotangents: Any) -> Any:
+        """Cotangents of the `args` that are a `jax.ShapeDtypeStruct`, in which it is linear; `None` elsewhere."""
+        ...
+
+
+def perform(operation: Operation, *args: Any) -> Any:
+    """The operation's results, with every transform."""
+    leaves, tree = jax.tree.flatten(varying_alike(args, like=args))
+    programs = (None,) if operation.choice is None else operation.choice.programs
+    traced = [_trace(leaves, operation, program, tree) for program in programs]
+    jaxprs, results = zip(*traced, strict=True)
+    forms = [jax.tree.map(lambda array: (array.shape, array.dtype), result) for result in results]
+    assert all(form == forms[0] for form in forms), forms
+    result_tree = jax.tree.structure(results[0])
+    made = _primitive.bind(*leaves, operation=operation, tree=tree, result_tree=result_tree, jaxprs=jaxprs)
+    return result_tree.unflatten(made)
+
+
+def tangents_of(function: Callable[..., Any], args: Any, tangents: Any) -> Any:
+    """`jax.jvp`'s tangents of `function(*args)`, where `None` stands for a tangent of 0 that is given."""
+    leaves, tree = jax.tree.flatten(args)
+    given = tree.flatten_up_to(tangents)
+
+    def of_moving(moving: list[Array]) -> Any:
+        return function(*tree.unflatten(_merged(leaves, moving, [tangent is not None for tangent in given])))
+
+    moving = [(leaf, tangent) for leaf, tangent in zip(leaves, given, strict=True) if tangent is not None]
+    primals, pushed = ([pair[index] for pair in moving] for index in (0, 1))
+    return jax.jvp(of_moving, (primals,), (pushed,))[1]
+
+
+def _merged(leaves: Sequence[Any], some: Sequence[Any], taken: Sequence[bool]) -> list[Any]:
+    """`leaves`, those that are `taken` replaced by `some` in turn."""
+    remaining = iter(some)
+    return [next(remaining) if t else leaf for leaf, t in zip(leaves, taken, strict=True)]
+
+
+def _trace(leaves: list[Array], operation: Operation, program: Program | None, tree: Any) -> tuple[ClosedJaxpr, Any]:
+    run = functools.partial(_run, operation=operation, program=program, tree=tree)
+    with jax.disable_jit(False):
+        return jax.make_jaxpr(run, return_shape=True)(*leaves)
+
+
+@functools.partial(jax.jit, static_argnames=("operation", "program", "tree"))
+def _run(*leaves: Array, operation: Operation, program: Program | None, tree: Any) -> Any:
+    """Traced once for each kind of call."""
+    return varying_alike(operation(program, tree.unflatten(leaves)), like=leaves)
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *leaves: Any, operation: Operation, jaxprs: Sequence[ClosedJaxpr], **_: Any
+) -> Any:
+    """The program of the platform that it is lowered for.
+
+    `jax.lax.platform_dependent` cannot do that: when a call is exported for two platforms, it lowers both programs for
+    both, and a kernel can be lowered for its own platform only.
+    """
+    platform = (ctx.platforms or ctx.module_context.platforms)[0]
+    jaxpr = jaxprs[0 if operation.choice is None else operation.choice.serving(platform)]
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
+
+
+def _compute(*leaves: Any, **params: Any) -> Any:
+    """Outside of any `jit`. Only a lowering knows the platform."""
+    with jax.disable_jit(False):
+        return _compiled(*leaves, **params)
+
+
+@functools.partial(jax.jit, static_argnames=("operation", "tree", "result_tree", "jaxprs"))
+def _compiled(*leaves: Array, **params: Any) -> Any:
+    return _primitive.bind(*leaves, **params)
+
+
+def _jvp(primals: Any, tangents: Any, *, operation: Operation, tree: Any, **_: Any) -> tuple[list[Array], list[Any]]:
+    args = tree.unflatten(primals)
+    made = perform(operation, *args)
+    leaves, result_tree = jax.tree.flatten(made)
+    given = tree.unflatten([None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents])
+    found = result_tree.flatten_up_to(operation.tangents(args, made, given))
+    zero = lambda like: ad.Zero(jax.typeof(like).to_tangent_aval())
+    return leaves, [zero(like) if tangent is None else tangent for like, tangent in zip(leaves, found, strict=True)]
+
+
+def _transpose(
+    cotangents: Any, *leaves: Any, operation: Operation, tree: Any, result_tree: Any, **_: Any
+) -> list[Array | None]:
+    def shape_if_linear(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype) if ad.is_undefined_primal(leaf) else leaf
+
+    args = tree.unflatten(map(shape_if_linear, leaves))
+    return tree.flatten_up_to(operation.transpose(args, result_tree.unflatten(map(ad.instantiate_zeros, cotangents))))
+
+
+_NEVER_SHARED = ("query", "key", "value", "out", "lse", "d_out", "d_lse")
+
+
+def _batch(
+    leaves: Any, axes: Any, *, operation: Operation, tree: Any, jaxprs: Sequence[ClosedJaxpr], **_: Any
+) -> tuple[list[Array], list[int]]:
+    """A mapped axis becomes part of the batch.
+
+    Arrays that the batch shares (leading size 1) stay shared, unless the operation sums: then there must be one sum for
+    each entry of the mapped axis, so those arrays are spread first. What has a tangent is spread where its tangent is.
+    """
+    arrays = [leaf if axis is None else jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True)]
+    mapped = [axis is not None for axis in axes]
+    single = [jax.ShapeDtypeStruct(x.shape[m:], x.dtype) for x, m in zip(arrays, mapped, strict=True)]
+    results: Any = jaxprs[0].out_avals
+    size = next(array.shape[0] for array, m in zip(arrays, mapped, strict=True) if m)
+    if size == 0:
+        return [jnp.zeros((0, *result.shape), result.dtype) for result in results], [0] * len(results)
+    batch = max(array.shape[0] for array in single)
+    # Within an argument: an operand and its tangent have the same.
+    places = [path[1:] for path, _ in jax.tree.leaves_with_path(tree.unflatten(single))]
+    spread = {place for place, m in zip(places, mapped, strict=True) if m}
+
+    def fold(place: Any, array: Array, mapped: bool) -> Array:
+        whole = place in spread or getattr(place[0], "name", "") in _NEVER_SHARED
+        whole = whole or (operation.sums and jnp.issubdtype(array.dtype, jnp.inexact))
+        if not whole and array.shape[0] == 1:
+            return array
+        rest = array.shape[mapped + 1 :]
+        array = array if mapped else array[None]
+        return jnp.broadcast_to(array, (size, batch, *rest)).reshape(size * batch, *rest)
+
+    def unfold(array: Array, result: Any) -> Array:
+        array = array.reshape(size, batch, *array.shape[1:])
+        if result.shape[0] == 1 and batch > 1:
+            array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).sum(axis=1, keepdims=True)
+        return array.astype(result.dtype)
+
+    folded = perform(operation, *tree.unflatten(map(fold, places, arrays, mapped)))
+    return list(map(unfold, jax.tree.leaves(folded), results)), [0] * len(results)
+
+
+_primitive = Primitive("jflash")
+_primitive.multiple_results = True
+_primitive.def_impl(_compute)
+_primitive.def_abstract_eval(lambda *_, jaxprs, **others: jaxprs[0].out_avals)
+ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_transposes[_primitive] = _transpose
+batching.primitive_batchers[_primitive] = _batch
+mlir.register_lowering(_primitive, _lower)
+for _name in ("cpu", "cuda", "rocm", "tpu"):
+    # Each a rule of its own: where a program is exported for several, JAX asks for each in turn.
+    mlir.register_lowering(_primitive, functools.partial(_lower), platform=_name)

@@ -1,0 +1,140 @@
+"""Every derivative under every transform: the rows of `derivatives`, each held against plain attention in float64.
+
+Each is made of `xla` and of the definition in float64, and of the Hopper kernels, in Pallas' interpreter, in bfloat16.
+"""
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import differentiable_attention
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from derivatives import DEVICES, EAGER, ROWS, Arrays, Attention
+from interpreter import Interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jflash
+from jflash import _dispatch
+
+ROUNDED = 1e-10
+"""Of the largest number: 1e-16 for each of a few thousand operations, with room for cancellation."""
+
+ALSO_EAGER = ("jvp", "grad", "jvp of grad", "linearize", "vmap of jvp")
+IN_SHORT_RUN = ("jvp", "grad of jvp", "three deep: push of pull of push", "vmap of jvp of grad", "float0")
+
+
+def attend(implementation: str, x: Arrays, lengths: Any) -> Any:
+    return jflash.attention(
+        **x, key_value_seq_lengths=lengths, is_causal=True, implementation=implementation, return_residual=True
+    )
+
+
+def plain(x: Arrays, lengths: Any) -> Any:
+    return differentiable_attention.attention(**x, key_value_seq_lengths=lengths, is_causal=True)
+
+
+def of_bfloat16(attention: Attention) -> Attention:
+    """Arrays in the kernels' dtype, output in float32."""
+
+    def call(x: Arrays, lengths: Any) -> Any:
+        narrow = {name: x[name].astype(jnp.bfloat16) for name in ("query", "key", "value", "bias")}
+        out, lse = attention({**x, **narrow}, lengths)
+        return out.astype(jnp.float32), lse
+
+    return call
+
+
+def made(row: str, attention: Attention, *, eager: bool = False) -> Any:
+    """In NumPy."""
+    function = ROWS[row]
+    if eager or row in EAGER:
+        return jax.tree.map(np.asarray, function(attention))
+    return jax.tree.map(np.asarray, jax.jit(lambda: function(attention))())
+
+
+@functools.cache
+def truth(row: str) -> Any:
+    with jax.enable_x64(True):
+        return made("one device" if row in DEVICES else row, plain)
+
+
+def assert_near(got: Any, want: Any, allowed: Callable[[np.ndarray], Any]) -> None:
+    def compare(path: Any, got: np.ndarray, want: np.ndarray) -> None:
+        np.testing.assert_allclose(got, want, rtol=0, atol=allowed(want), err_msg=jax.tree_util.keystr(path))
+
+    jax.tree.map_with_path(compare, got, want)
+
+
+def marked(rows: Any) -> list[Any]:
+    return [pytest.param(row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in rows]
+
+
+@pytest.mark.parametrize("row", marked(ROWS))
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
+def test_every_derivative(implementation: str, row: str) -> None:
+    with jax.enable_x64(True):
+        got = made(row, functools.partial(attend, implementation))
+    assert_near(got, truth(row), lambda want: ROUNDED * np.max(np.abs(want), initial=1e-3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ALSO_EAGER)
+def test_eager(row: str) -> None:
+    with jax.enable_x64(True):
+        got = made(row, functools.partial(attend, "xla"), eager=True)
+    assert_near(got, truth(row), lambda want: ROUNDED * np.max(np.abs(want), initial=1e-3))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The Hopper kernels as a backend for any machine: forward and backward, and no tangent."""
+    from jflash._backends.mosaic_gpu import call, plan
+
+    ops, one_at_a_time = Interpreter(plgpu.InterpretGPUParams(detect_races=False)), threading.Lock()
+
+    def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The interpreter has effects in an order, which no part of another program may have."""
+        compiled = jax.jit(function)
+
+        def run(*args: Any) -> Any:
+            with one_at_a_time:
+                return jax.tree.map(np.asarray, compiled(*jax.device_put(args, jax.devices()[-1])))
+
+        return lambda *args: jax.pure_callback(run, jax.eval_shape(function, *args), *args)
+
+    def forward(spec: Any, operands: Any) -> Any:
+        return on_the_host(lambda operands: call.forward(plan.plan_forward(spec, 132), operands, ops))(operands)
+
+    def backward(spec: Any, *args: Any) -> Any:
+        return on_the_host(lambda *args: call.backward(plan.plan_backward(spec, 132), *args, ops))(*args)
+
+    kernels = types.SimpleNamespace(unsupported=lambda spec, platform: None, forward=forward, backward=backward)
+    monkeypatch.setattr(_dispatch, "BACKENDS", {**_dispatch.BACKENDS, "interpreted": kernels})
+    return "interpreted"
+
+
+NOT_INTERPRETED = ("jacrev", "hessian", "jacrev of jacfwd", "export", *DEVICES)
+"""Hundreds of directions take the interpreter minutes, its callbacks are not exported, and it knows one device."""
+THROUGH_KERNELS = [row for row in ROWS if row not in NOT_INTERPRETED]
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row == "jvp of grad" else pytest.mark.slow) for row in THROUGH_KERNELS]
+)
+def test_every_derivative_of_the_kernels(interpreted: str, row: str) -> None:
+    """What they lack is `xla`'s. As exact as plain attention under the same transform, by the rule for numbers."""
+    with jax.enable_x64(False):
+        got = made(row, of_bfloat16(functools.partial(attend, interpreted)))
+        yardstick = made("one device" if row in DEVICES else row, of_bfloat16(plain))
+
+    def compare(path: Any, got: np.ndarray, want: np.ndarray, yardstick: np.ndarray) -> None:
+        size = np.max(np.abs(want), initial=0)
+        allowed = 2 * np.max(np.abs(yardstick - want), initial=0) + 4 * float(jnp.finfo(jnp.bfloat16).eps) * size
+        np.testing.assert_allclose(got, want, rtol=0, atol=allowed, err_msg=jax.tree_util.keystr(path))
+
+    jax.tree.map_with_path(compare, got, truth(row), yardstick)
