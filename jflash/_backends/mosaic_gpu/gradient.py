@@ -60,7 +60,7 @@ def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], A
 
 
 def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
-    """`function` without what Mosaic GPU does not lower: sums that differentiation leaves, and custom derivatives."""
+    """`function` without what Mosaic GPU does not lower: what differentiation leaves, and custom derivatives."""
 
     def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
@@ -78,6 +78,10 @@ def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) ->
         match equation.primitive.name:
             case "add_any":
                 results = inputs[0] + inputs[1]
+            case "reshape":
+                # Of a tile to its own shape: in a mesh, what comes from device memory has a sharding, and others have
+                # none, so that a cotangent is given that of its tile.
+                results = inputs[0].reshape(equation.params["new_sizes"])
             case "jit" | "pjit":
                 inner = equation.params["jaxpr"]
                 results = _evaluate(inner.jaxpr, inner.consts, inputs)
