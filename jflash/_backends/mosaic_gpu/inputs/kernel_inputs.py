@@ -114,10 +114,12 @@ class KernelInputs:
         key = ops.iota(shape, key_axis) + at.key
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
-        def bias_or_mask(name: str) -> Array | None:
-            if name in loaded:
-                return loaded[name]
-            match bias_and_mask.kinds(spec).get(name):
+        kinds = dict[str, str](query_segments="row", key_segments="column") | bias_and_mask.kinds(spec)
+
+        def read(name: str) -> Array | None:
+            if name in loaded or name not in self.refs:
+                return loaded.get(name)
+            match kinds.get(name):
                 case "row":
                     return self._vector(name, at, at.query, shape, query_axis)
                 case "column":
@@ -125,15 +127,12 @@ class KernelInputs:
                 case _:
                     return self.value(name, at.batch, at.head)
 
-        def segments(name: str, first: Any, axis: int) -> Array | None:
-            return self._vector(name, at, first, shape, axis) if name in self.refs else None
-
         if bias_and_mask.has_packed_mask(spec):
             mask = ops.expand_mask(loaded["mask"], shape)
         else:
-            numbers = bias_or_mask("mask")
+            numbers = read("mask")
             mask = None if numbers is None else numbers != 0
-        bias = bias_or_mask("bias") if self.has_bias else None
+        bias = read("bias") if self.has_bias else None
         return Tile(
             parameters=Parameters(
                 scale=self.value("scale", at.batch),
@@ -149,8 +148,8 @@ class KernelInputs:
             mask=mask,
             query_lengths=self.value("query_lengths", at.batch),
             key_lengths=self.value("key_lengths", at.batch),
-            query_segments=segments("query_segments", at.query, query_axis),
-            key_segments=segments("key_segments", at.key, key_axis),
+            query_segments=read("query_segments"),
+            key_segments=read("key_segments"),
             dropout_seed=None,
         )
 

@@ -107,7 +107,7 @@ class _Cta(Cta[DbiasPlan]):
         # The bias's own entry and head are added to; only one of the two is not 0.
         batch = lax.axis_index("batch") + lax.div(step, self.heads)
         head = lax.axis_index("head") + lax.rem(step, self.heads)
-        tiles = tile_range.key_tiles(self.inputs, batch, self.block, tile.rows, tile.keys)
+        tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.keys)
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
 

@@ -113,7 +113,7 @@ class _Cta(Cta[DkvPlan]):
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
         self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
-        tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
+        tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
 
     def run(self) -> None:

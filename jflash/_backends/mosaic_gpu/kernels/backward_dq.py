@@ -97,7 +97,7 @@ class _Cta(Cta[DqPlan]):
         self.batch, self.head = item.batch, item.head_group
         block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
-        self.tiles = tile_range.key_tiles(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
+        self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
         self.first_row = block * plan.tile.rows
 
     def compute(self) -> None:
