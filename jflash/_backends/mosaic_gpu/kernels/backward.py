@@ -30,13 +30,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.mosaic_gpu import gradient
+from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.exponent import sums_scale
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Refs, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord
 from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
-from jflash._backends.mosaic_gpu.kernels.cta import Cta
+from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileMask, TileOrder, dq_accumulator, tile_range
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator, DqRefs
 
@@ -107,19 +107,15 @@ class _Cta(Cta[FusedPlan]):
         pl.when(self.dq.adds)(self._begin)
         self.dq.begin(self.warpgroup)
 
-        def store_sums(head: Array, sums: tuple[Array, ...]) -> None:
-            for name, total in zip(self.plan.wanted, sums, strict=True):
-                self.refs.results[f"d_{name}"][self.item.batch, self.item.first_head + head, own_keys] = total
-
         @pl.when(self.dq.adds)
         def _() -> None:
             pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(self.smem.kv_full))
-            self._store(self._visit_all(store_sums), own_keys)
+            self._store(self._visit_all(own_keys), own_keys)
 
     def _begin(self) -> None:
         """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
         shared = self.smem
-        pipeline.release(shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q.empty, shared.do.empty)
         plgpu.barrier_arrive(shared.ds_empty.at[0])
 
         @pl.when((self.warpgroup == 0) & (self.order.tiles.count > 0))
@@ -167,14 +163,15 @@ class _Cta(Cta[FusedPlan]):
             producer.copy_all(self.smem, self.dq.after_copy, dq_accumulator.SPARE)
             self.dq.finish()
 
-    def _visit_all(self, store_sums: Callable[[Array, tuple[Array, ...]], None]) -> _Accumulators:
-        """dK and dV after all tiles. `store_sums` takes what a head's parameters' gradients are summed from."""
+    def _visit_all(self, own_keys: Any) -> _Accumulators:
+        """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
         ops, dims = self.ops, (self.smem.k.shape[2], self.smem.v.shape[2])
         zeros = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
 
         def finish_head(head: Array, carry: _Carry) -> _Carry:
             acc, sums, before = carry
-            store_sums(head, sums)
+            for name, total in zip(self.plan.wanted, sums, strict=True):
+                self.refs.results[f"d_{name}"][self.item.batch, self.item.first_head + head, own_keys] = total
             return acc, zeros(), before
 
         acc = _Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
@@ -195,10 +192,10 @@ class _Cta(Cta[FusedPlan]):
         smem, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.queries)
         slot, parity = lax.rem(step, self.plan.tile.stages), lax.rem(step, 2)
         still = pipeline.opaque_zero(step, self.warpgroup)
-        q, do = smem.q.at[slot], smem.do.at[slot]
+        q, do = smem.q.tiles.at[slot], smem.do.tiles.at[slot]
         k, v = smem.k.at[still], smem.v.at[still]
         loaded = self.inputs.load_packed_mask(at, shape)
-        plgpu.barrier_wait(smem.q_full.at[slot])
+        plgpu.barrier_wait(smem.q.full.at[slot])
         slots = range(0, smem.statistics.shape[0], self.plan.tile.stages)
         refs = [smem.statistics.at[first + slot] for first in slots]
         statistics = RowStatistics(self.inputs, shape, refs, smem.ones)
@@ -209,10 +206,10 @@ class _Cta(Cta[FusedPlan]):
         def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
             def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Array, tuple[Array, ...]]:
                 statistics.mma(acc_s, k.at[self.own], q.T, 0)
-                plgpu.barrier_wait(smem.do_full.at[slot])
+                plgpu.barrier_wait(smem.do.full.at[slot])
                 statistics.mma(acc_dp, v.at[self.own], do.T, 1)
                 s = ops.read(acc_s, pending=statistics.mmas)
-                p, pull_back = gradient.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
+                p, pull_back = logits.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
                 ops.mma(acc_dv, p.astype(self.plan.spec.dtype), do)
                 ds, d_parameters = pull_back(p * ops.read(acc_dp, pending=1))
                 totals = tuple(
@@ -225,8 +222,8 @@ class _Cta(Cta[FusedPlan]):
 
             def free() -> None:
                 plgpu.barrier_arrive(smem.ds_empty.at[1 - parity])
-                plgpu.barrier_arrive(smem.do_empty.at[slot])
-                plgpu.barrier_arrive(smem.q_empty.at[slot])
+                plgpu.barrier_arrive(smem.do.empty.at[slot])
+                plgpu.barrier_arrive(smem.q.empty.at[slot])
 
             ops.cond(step > 0, lambda: self._add_dq(step - 1, before, free), free)
             return totals

@@ -26,10 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits, online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, Refs, WarpgroupOps, pipeline, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline, round_up
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns
-from jflash._backends.mosaic_gpu.kernels.cta import Cta
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
+from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
 
@@ -72,7 +72,7 @@ class _Cta(Cta[ForwardPlan]):
     def compute(self) -> None:
         """Copy its own queries, attend, and store its own output."""
         plan, shared = self.plan, self.smem
-        pipeline.release(shared.k_empty, shared.v_empty)
+        pipeline.release(shared.k.empty, shared.v.empty)
         pipeline.split_registers(plan.tile.warpgroups, copies=False)
         self._copy_q(0)
         plan.schedule.each(self.place, self._attend)
@@ -130,10 +130,9 @@ class _Cta(Cta[ForwardPlan]):
         for first in range(0, columns, width):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o[...] = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width)).astype(plan.out_dtype)
-            plgpu.commit_smem()
+            values = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width))
             part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
-            plgpu.copy_smem_to_gmem(o, self._part(result, block, part))
+            pipeline.store(values, o, self._part(result, block, part))
 
     def copy(self) -> None:
         """Copy keys and values."""
@@ -153,13 +152,13 @@ class _Cta(Cta[ForwardPlan]):
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)
-        pipeline.drain(shared.k_empty, shared.v_empty)
+        pipeline.drain(shared.k.empty, shared.v.empty)
 
     def _copy_keys(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
-        full = shared.k_full.at[slot]
-        plgpu.barrier_wait(shared.k_empty.at[slot])
-        inputs.copy_rows("key", keys, shared.k.at[slot], full)
+        full = shared.k.full.at[slot]
+        plgpu.barrier_wait(shared.k.empty.at[slot])
+        inputs.copy_rows("key", keys, shared.k.tiles.at[slot], full)
         if shared.bias_columns is not None:
             source = bias_columns.part(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
@@ -167,8 +166,8 @@ class _Cta(Cta[ForwardPlan]):
             own = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
             source = inputs.part("bias", keys.batch, self.head).at[own]
             plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
-        plgpu.barrier_wait(shared.v_empty.at[slot])
-        inputs.copy_rows("value", keys, shared.v.at[slot], shared.v_full.at[slot])
+        plgpu.barrier_wait(shared.v.empty.at[slot])
+        inputs.copy_rows("value", keys, shared.v.tiles.at[slot], shared.v.full.at[slot])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +207,7 @@ class _MainLoop:
 
     def _issue_s(self, acc_s: Any, slot: Any) -> None:
         shared = self.cta.smem
-        self.cta.ops.mma(acc_s, self.cta.q.at[self.cta.warpgroup], shared.k.at[slot].T)
+        self.cta.ops.mma(acc_s, self.cta.q.at[self.cta.warpgroup], shared.k.tiles.at[slot].T)
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
 
@@ -219,14 +218,14 @@ class _MainLoop:
             loaded = loaded | {"bias": ops.load(shared.bias.at[slot, self.cta.own])}
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.k_empty.at[slot])
+        plgpu.barrier_arrive(shared.k.empty.at[slot])
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
         return self.cta.form.step(s, mask, before, self.cta.plan.spec.dtype)
 
     def _first_tile(self, start: Any) -> Softmax:
         ops = self.cta.ops
         slot, loaded = self._slot(jnp.int32(start)), self._prefetch(start)
-        plgpu.barrier_wait(self.cta.smem.k_full.at[slot])
+        plgpu.barrier_wait(self.cta.smem.k.full.at[slot])
 
         def product(acc_s: Any) -> Array:
             self._issue_s(acc_s, slot)
@@ -242,13 +241,13 @@ class _MainLoop:
         loaded = self._prefetch(index)
         is_masked = self.tiles.whole is not None
         fence = cta.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
-        plgpu.barrier_wait(shared.k_full.at[slot])
+        plgpu.barrier_wait(shared.k.full.at[slot])
 
         def attend_tile(acc_o: Any) -> Softmax:
             def overlap(acc_s: Any) -> Softmax:
                 self._issue_s(acc_s, slot)
-                plgpu.barrier_wait(shared.v_full.at[last])
-                ops.mma(acc_o, state.p, shared.v.at[last])
+                plgpu.barrier_wait(shared.v.full.at[last])
+                ops.mma(acc_o, state.p, shared.v.tiles.at[last])
                 new = self._softmax(ops.read(acc_s, pending=1), index, state, loaded)
                 if fence is not None:
                     # Four threads write one number: racecheck reports it.
@@ -258,19 +257,19 @@ class _MainLoop:
             return ops.accumulators(overlap, cta.shape)
 
         state, (acc_o,) = ops.accumulate(attend_tile, acc_o, like=state)
-        plgpu.barrier_arrive(shared.v_empty.at[last])
+        plgpu.barrier_arrive(shared.v.empty.at[last])
         return state, cta.form.rescaled(cta.inputs, state, acc_o)
 
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         shared, last = self.cta.smem, self._slot(stop - 1)
-        plgpu.barrier_wait(shared.v_full.at[last])
-        acc_o = self.cta.ops.add_matmul(acc_o, state.p, shared.v.at[last])
-        plgpu.barrier_arrive(shared.v_empty.at[last])
+        plgpu.barrier_wait(shared.v.full.at[last])
+        acc_o = self.cta.ops.add_matmul(acc_o, state.p, shared.v.tiles.at[last])
+        plgpu.barrier_arrive(shared.v.empty.at[last])
         return acc_o
 
     def _leave(self, index: Array, _: None) -> None:
         """Pass a tile by that no row of this warpgroup sees."""
         shared, slot = self.cta.smem, self._slot(index)
-        for full, empty in ((shared.k_full, shared.k_empty), (shared.v_full, shared.v_empty)):
-            plgpu.barrier_wait(full.at[slot])
-            plgpu.barrier_arrive(empty.at[slot])
+        for ring in (shared.k, shared.v):
+            plgpu.barrier_wait(ring.full.at[slot])
+            plgpu.barrier_arrive(ring.empty.at[slot])

@@ -67,13 +67,6 @@ class TileRange:
         """The first key (or query) of the tile that is visited after `index` others."""
         return self.first + index * self.size
 
-    def is_partial(self, index: Int[Array, ""]) -> Bool[Array, ""] | None:
-        """Whether a tile needs a mask; `None` if none does."""
-        if self.whole is None:
-            return None
-        start = self.start(index)
-        return (start < self.whole[0]) | (start + self.size > self.whole[1])
-
     def split(self, index: Int[Array, ""], splits: int) -> TileRange:
         """One CTA's share of a range that several split; at least one tile, which may be past the end."""
         if splits == 1:
@@ -144,7 +137,10 @@ class TileMask:
     @property
     def is_partial(self) -> Bool[Array, ""] | None:
         """Whether more than a dense mask hides some of the tile; `None` if nothing ever does."""
-        return self.tiles.is_partial(self.index)
+        if self.tiles.whole is None:
+            return None
+        start, (whole_start, whole_stop) = self.tiles.start(self.index), self.tiles.whole
+        return (start < whole_start) | (start + self.tiles.size > whole_stop)
 
     def hide(self, values: Array, hidden: float) -> Array:
         """`values` where the query sees the key, `hidden` where the dense mask, bounds, lengths or segments hide it."""
