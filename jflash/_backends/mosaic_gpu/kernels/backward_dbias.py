@@ -124,9 +124,11 @@ class _Cta(Cta[DbiasPlan]):
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.bias.empty.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            shared.d_bias[self.own] = total.astype(shared.d_bias.dtype)
+            plgpu.commit_smem()
             keys = pl.ds(index * tile.keys, tile.keys)
             place = lax.axis_index("batch"), lax.axis_index("head"), self.own_rows, keys
-            pipeline.store(total, shared.d_bias.at[self.own], self.refs.results["d_bias"].at[place])
+            plgpu.copy_smem_to_gmem(shared.d_bias.at[self.own], self.refs.results["d_bias"].at[place])
 
         lax.fori_loop(0, self.count, own_tile, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
