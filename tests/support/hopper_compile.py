@@ -51,6 +51,12 @@ CASES = {
     "mask of heads": (128, 128, {}, dict(mask=((1, 4, 1, 1), jnp.bool_))),
     "mask of keys": (128, 128, {}, dict(mask=((1, 4, 1, LENGTH), jnp.bool_))),
     "lengths": (128, 128, {}, dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32))),
+    "score_mod of a bias of keys": (
+        64,
+        64,
+        dict(deterministic=True, score_mod=lambda logit, batch, *_: logit * (1 + 0.25 * (batch & 1))),
+        dict(bias=((1, 4, 1, LENGTH), bfloat16)),
+    ),
     "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
 }
 

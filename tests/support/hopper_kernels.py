@@ -76,9 +76,12 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
     )
 
 
-def traced(call: Call, **options: object) -> tuple[jax.core.ClosedJaxpr, jax.core.ClosedJaxpr]:
-    """A call's forward and backward as on the hardware, not compiled."""
+def traced(
+    call: Call, sharding: jax.sharding.Sharding | None = None, **options: object
+) -> tuple[jax.core.ClosedJaxpr, jax.core.ClosedJaxpr]:
+    """A call's forward and backward as on the hardware, not compiled; of arrays with a sharding."""
     spec, operands = canonical(call, **options)
+    operands = jax.device_put(operands, sharding)
     forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
     trace = jax.make_jaxpr(lambda operands: kernels.forward(forward, operands, HOPPER), return_shape=True)
     traced_forward, (out, lse) = trace(operands)

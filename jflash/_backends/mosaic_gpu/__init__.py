@@ -2,7 +2,7 @@
 
 `plan` chooses kernels, tiles and schedules from the Spec; `call` prepares operands, launches and finishes. A kernel of
 `kernels` reads what `inputs` prepared, is scheduled by `schedule`, and is written in the operations of `hardware`.
-`logits` has the forms of a forward's logits, `gradient` their derivatives.
+`logits` has the forms of a forward's logits, and their derivatives.
 
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """

@@ -56,8 +56,12 @@ class Exponent:
 
 def is_plain(spec: Spec) -> bool:
     """Whether a logit is its product times a static positive number that float32 can be divided by."""
-    unmodified = follows_products(spec) and spec.logits_soft_cap is None
-    return unmodified and spec.scale is not None and spec.scale > 1e-20
+    return _plain_scale(spec) is not None
+
+
+def _plain_scale(spec: Spec) -> float | None:
+    is_product = follows_products(spec) and spec.logits_soft_cap is None
+    return spec.scale if is_product and spec.scale is not None and spec.scale > 1e-20 else None
 
 
 def follows_products(spec: Spec) -> bool:
@@ -67,17 +71,14 @@ def follows_products(spec: Spec) -> bool:
 
 def sums_scale(spec: Spec) -> float:
     """What a plain call leaves to be applied to the sums over its products' cotangents."""
-    if not is_plain(spec):
-        return 1.0
-    assert spec.scale is not None
-    return spec.scale
+    return _plain_scale(spec) or 1.0
 
 
 def exponent(spec: Spec) -> Exponent:
     """The conversion for a call."""
-    if is_plain(spec):
-        assert spec.scale is not None
-        return Exponent(spec.scale * LOG2_E, exact=False)
+    scale = _plain_scale(spec)
+    if scale is not None:
+        return Exponent(scale * LOG2_E, exact=False)
     exact = "bias" in spec.operands or spec.score_mod is not None
     # Where weights are off by 2**8 and 2**32, and logits at least 8 and 32 apart.
     limit = 2.0**27 if spec.dtype == jnp.float16 else 2.0**29

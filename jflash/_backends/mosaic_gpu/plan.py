@@ -6,8 +6,8 @@ from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import prepare
 from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
-from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, plan_forward
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._semantics.spec import Spec
 
 __all__ = ["BackwardPlan", "ForwardPlan", "describe", "plan_backward", "plan_forward"]

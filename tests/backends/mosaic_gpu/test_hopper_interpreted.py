@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import re
 
 import cases
 import hopper_kernels
@@ -15,6 +16,7 @@ import short_run
 from cases import Case
 from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from short_run import cover, sampled
 
 from jflash import _tuning
@@ -357,6 +359,20 @@ def test_nothing_but_a_function_of_the_operands(options: dict, deterministic: bo
     for closed in hopper_kernels.traced(call, deterministic=deterministic):
         assert not closed.consts
         assert not closed.effects
+
+
+@cover(1)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [dict(bias="keys"), dict(bias="queries"), dict(alibi=True), dict(scale="traced")])
+def test_kernels_know_no_mesh(options: dict, deterministic: bool):
+    """Mosaic lowers no reshape with a sharding, which a pull-back has if a parameter has one and its cotangent none."""
+    call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(64, 64), batch=(2,), **options))
+    score_mod = lambda logit, batch, head, query, key: jnp.where(query > key, 0.3 * logit, logit)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    for closed in hopper_kernels.traced(call, sharding, deterministic=deterministic, score_mod=score_mod):
+        assert "mesh" in str(closed)
+        assert not re.search(r"reshape\[[^]]*sharding=(?!None)", str(closed))
 
 
 @pytest.mark.slow

@@ -42,6 +42,13 @@ def drain(*empty: Any) -> None:
             plgpu.barrier_wait(barriers.at[slot])
 
 
+def store(values: Any, staged: Any, target: Any) -> None:
+    """Copy values to device memory, in the dtype of the shared memory `staged` that they go through."""
+    staged[...] = values.astype(staged.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, target)
+
+
 def columns(width: int, array: Any, number: Any) -> Any:
     """The first `width` columns of an array in device memory that may have fewer: a copy reads 0 for the rest.
 

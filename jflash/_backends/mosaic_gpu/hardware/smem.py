@@ -64,6 +64,17 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def ring(
+    shape: tuple[int, ...], dtype: Any, *divides: int, readers: int, copies: int = 1, part: int | None = None
+) -> Buffers:
+    """`tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
+
+    `full` completes a phase when a slot's copies have arrived, `empty` when all readers are done. Others as for `tile`.
+    """
+    full, empty = barriers(shape[0], arrivals=copies), barriers(shape[0], arrivals=readers)
+    return Buffers(tiles=tile(shape, dtype, *divides, part=part), full=full, empty=empty)
+
+
 def vectors(*shape: int, dtype: Any = jnp.float32) -> Any:
     """Shared memory for vectors `[..., length]`."""
     return plgpu.SMEM(shape, dtype)

@@ -29,7 +29,8 @@ class SoftCap:
 
     @staticmethod
     def of(products: jax.Array, scale: jax.Array | float, cap: float, **others: float) -> tuple[SoftCap, jax.Array]:
-        """The form for products times a scale, and its numbers: with a static scale, if possible, the products."""
+        """The form for products times a scale, and its numbers: the products, if the scale is static and float32 has
+        the constants for it."""
         if isinstance(scale, jax.Array) or not (2**-20 < cap < 2**20 and 2**-12 < abs(scale / cap) < 2**12):
             return SoftCap(cap, **others), products * (scale * (1 / cap))
         return SoftCap(cap, scale / cap, **others), products
@@ -50,30 +51,24 @@ class SoftCap:
         return _odd(_NUMERATOR, numbers, unit, self.factor * self.cap) * _reciprocal(_even(_DENOMINATOR, numbers, unit))
 
 
-AllBelow = Callable[[jax.Array, float], jax.Array]
-"""Whether all magnitudes of a tile are below a limit."""
-
-
-def soft_cap(products: jax.Array, scale: jax.Array | float, cap: float, all_below: AllBelow) -> jax.Array:
-    """cap * tanh(products * scale / cap) of a tile."""
+def soft_cap(
+    products: jax.Array, scale: jax.Array | float, cap: float, all_below: Callable[[jax.Array, float], jax.Array]
+) -> jax.Array:
+    """cap * tanh(products * scale / cap) of a tile; `all_below` says whether all its magnitudes are below a limit."""
     form, numbers = SoftCap.of(products, scale, cap)
-    return _differentiable(form, all_below, numbers)
 
+    def capped(numbers: jax.Array) -> jax.Array:
+        return lax.cond(all_below(numbers, form.limit), form.of_small, form.of_any, numbers)
 
-def _capped(form: SoftCap, all_below: AllBelow, numbers: jax.Array) -> jax.Array:
-    return lax.cond(all_below(numbers, form.limit), form.of_small, form.of_any, numbers)
+    differentiable = jax.custom_jvp(capped)
 
+    @differentiable.defjvp
+    def _(numbers: tuple[jax.Array], changes: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        result = capped(*numbers)
+        slope = cap * form.unit - result * result * (form.unit / cap)
+        return result, slope * changes[0]
 
-def _capped_jvp(
-    form: SoftCap, all_below: AllBelow, numbers: tuple[jax.Array], changes: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    result = _capped(form, all_below, *numbers)
-    slope = form.cap * form.unit - result * result * (form.unit / form.cap)
-    return result, slope * changes[0]
-
-
-_differentiable = jax.custom_jvp(_capped, nondiff_argnums=(0, 1))
-_differentiable.defjvp(_capped_jvp)
+    return differentiable(numbers)
 
 
 # tanh(x) / x as a polynomial in x**2 for |x| <= _SMALL, and as a ratio of two for |x| <= _LARGE, minimax in relative

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash._backends.mosaic_gpu.hardware import packed_mask, ptx
+from jflash._backends.mosaic_gpu.hardware import packed_mask
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -143,27 +144,27 @@ class WarpgroupOps(Protocol):
 
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         """Whether all magnitudes that a thread's warp holds of a tile are below a limit; warps may differ."""
-        return _inline(functools.partial(ptx.all_below, limit=limit), _TILE, returns=_WARP_UNIFORM)(tile)
+        return _inline(functools.partial(_all_below, limit=limit), _TILE, returns=_WARP_UNIFORM)(tile)
 
     def warp_all(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
         """Whether a condition holds for all rows of a thread's warp; warps may differ."""
-        return _inline(ptx.all_rows, _ROWS, returns=_WARP_UNIFORM)(condition)
+        return _inline(_all_rows, _ROWS, returns=_WARP_UNIFORM)(condition)
 
     def prevent_tail_merge(self) -> None:
         """Keep the compiler from merging the equal ends of two branches, at the end of one of them."""
-        _inline(ptx.nothing)()
+        _inline(_nothing)()
 
     def take_ticket(self, counter: Ref, ticket: Ref) -> None:
         """Increment an integer in device memory, and store its old value in shared memory."""
-        _inline(ptx.take_ticket, plgpu.RefType(), plgpu.RefType())(counter, ticket)
+        _inline(_take_ticket, plgpu.RefType(), plgpu.RefType())(counter, ticket)
 
     def signal(self, counter: Ref) -> None:
         """Increment an integer in device memory, and with it publish all that this warpgroup did."""
-        _inline(ptx.signal, plgpu.RefType())(counter)
+        _inline(_signal, plgpu.RefType())(counter)
 
     def wait_for(self, counter: Ref, value: int) -> None:
         """Wait until an integer in device memory has a value, and see what was done before it had."""
-        _inline(functools.partial(ptx.wait_for, value=value), plgpu.RefType())(counter)
+        _inline(functools.partial(_wait_for, value=value), plgpu.RefType())(counter)
 
 
 class _Hopper(WarpgroupOps):
@@ -180,3 +181,64 @@ def _inline(instructions: Callable[..., Any], *arguments: Any, returns: Any = No
 
 def _strided(shape: tuple[int, ...], most: int = 4) -> Any:
     return plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(most, math.prod(shape) // 128))
+
+
+# Instructions that Pallas does not have, for `plgpu.inline_mgpu`.
+
+_utils: Any = mgpu.utils
+
+
+def _all_below(_: Any, tile: Any, limit: float) -> Any:
+    arith, vector = _utils.arith, _utils.vector
+    integer, number = _utils.ir.IntegerType.get_signless(32), _utils.ir.F32Type.get()
+    element = lambda pair, at: vector.extract(pair, [], _utils.ir.DenseI64ArrayAttr.get([at]))
+    # Without the sign, which is the highest bit.
+    bits = lambda x: arith.andi(arith.bitcast(integer, x), _utils.c(0x7FFFFFFF, integer))
+    sizes = [arith.bitcast(number, bits(element(pair, at))) for pair in tile.registers.flat for at in range(2)]
+    # A tree: in a chain each would wait for the one before. NaN is the largest, and below nothing.
+    while len(sizes) > 1:
+        sizes = [arith.maximumf(*two) for two in zip(sizes[::2], sizes[1::2], strict=True)]
+    return _vote_all(arith.cmpf(arith.CmpFPredicate.OLT, sizes[0], _utils.c(limit, number)))
+
+
+def _all_rows(_: Any, condition: Any) -> Any:
+    first = _utils.ir.DenseI64ArrayAttr.get([0])
+    own = [_utils.vector.extract(row, [], first) for row in condition.registers.flat]
+    return _vote_all(functools.reduce(_utils.arith.andi, own))
+
+
+def _vote_all(own: Any) -> Any:
+    every = _utils.c(0xFFFFFFFF, _utils.ir.IntegerType.get_signless(32))
+    return mgpu.FragmentedArray.splat(_utils.nvvm.vote_sync(every, own, "all"), (), is_signed=False)
+
+
+def _nothing(_: Any) -> None:
+    """No instruction, but one that the compiler neither drops nor moves."""
+    _utils.inline_ptx("", has_side_effects=True)
+
+
+def _signal(_: Any, counter: Any) -> None:
+    """Increment `counter` with release semantics, once for the warpgroup."""
+    mgpu.warpgroup_barrier()
+    with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+        add = "red.release.gpu.global.add.s32 [$0], 1;"
+        _utils.inline_ptx(add, _utils.memref_ptr(counter), has_side_effects=True)
+
+
+def _wait_for(_: Any, counter: Any, value: int) -> None:
+    """Poll `counter` with acquire semantics until it has a value."""
+    loop = """{ .reg .pred other; .reg .b32 now;
+            again: ld.acquire.gpu.global.s32 now, [$0]; setp.ne.s32 other, now, $1; @other bra again; }"""
+    wanted = mgpu.c(value, _utils.ir.IntegerType.get_signless(32))
+    _utils.inline_ptx(loop, _utils.memref_ptr(counter), wanted, has_side_effects=True)
+    # What threads wrote themselves comes before what copies do now.
+    _utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+
+def _take_ticket(_: Any, counter: Any, ticket: Any) -> None:
+    """Increment `counter` once for the warpgroup; its old value goes to `ticket`, in shared memory."""
+    with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+        integer = _utils.ir.IntegerType.get_signless(32)
+        add = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"
+        old = _utils.inline_ptx(add, _utils.memref_ptr(counter), result_types=integer, has_side_effects=True)
+        _utils.memref.store(old, ticket, [_utils.c(0, _utils.ir.IndexType.get())])

@@ -19,6 +19,8 @@ from jflash._semantics import visibility
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters, Tile
 
+_SEGMENTS: dict[str, bias_and_mask.Kind] = {"query_segments": "row", "key_segments": "column"}
+
 Loaded = Mapping[str, Array]
 """What a kernel has loaded of a tile's bias and packed mask, by name."""
 
@@ -92,7 +94,7 @@ class KernelInputs:
         """The bias of a tile, by name, if it has one value for each key; for kernels that load it ahead."""
         if bias_and_mask.bias_kind(self.spec) != "column" or not self.has_bias:
             return {}
-        return {"bias": self._vector("bias", at, at.key, shape, 0 if self.keys_first else 1)}
+        return {"bias": self._part_of_tile("bias", at, shape)}
 
     def load_packed_mask(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
         """The packed mask of a tile, by name, if the call has one; for kernels that load it ahead."""
@@ -107,50 +109,38 @@ class KernelInputs:
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
         """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""
         spec, ops = self.spec, self.ops
-        query_axis, key_axis = (1, 0) if self.keys_first else (0, 1)
-        query = ops.iota(shape, query_axis) + at.query
+        query = ops.iota(shape, int(self.keys_first)) + at.query
         if self.packed_heads > 1:
             query = lax.div(query, jnp.full_like(query, self.packed_heads))
-        key = ops.iota(shape, key_axis) + at.key
+        key = ops.iota(shape, 1 - self.keys_first) + at.key
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
-        def bias_or_mask(name: str) -> Array | None:
-            if name in loaded:
-                return loaded[name]
-            match bias_and_mask.kinds(spec).get(name):
-                case "row":
-                    return self._vector(name, at, at.query, shape, query_axis)
-                case "column":
-                    return self._vector(name, at, at.key, shape, key_axis)
-                case _:
-                    return self.value(name, at.batch, at.head)
-
-        def segments(name: str, first: Any, axis: int) -> Array | None:
-            return self._vector(name, at, first, shape, axis) if name in self.refs else None
+        def read(name: str) -> Array | None:
+            return loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
 
         if bias_and_mask.has_packed_mask(spec):
             mask = ops.expand_mask(loaded["mask"], shape)
         else:
-            numbers = bias_or_mask("mask")
+            numbers = read("mask")
             mask = None if numbers is None else numbers != 0
-        bias = bias_or_mask("bias") if self.has_bias else None
+        bias = read("bias") if self.has_bias else None
         return Tile(
             parameters=Parameters(
-                scale=self.value("scale", at.batch),
+                scale=read("scale"),
                 bias=None if bias is None else bias.astype(jnp.float32),
-                alibi_slopes=self.value("alibi_slopes", at.batch, at.head),
+                alibi_slopes=read("alibi_slopes"),
                 score_mod_arrays=(),
             ),
             query=query,
             key=key,
             position=query + offset,
-            batch=self.value("batch_index", at.batch),
-            head=self.value("head_index", at.batch, at.head),
+            batch=read("batch_index"),
+            head=read("head_index"),
             mask=mask,
-            query_lengths=self.value("query_lengths", at.batch),
-            key_lengths=self.value("key_lengths", at.batch),
-            query_segments=segments("query_segments", at.query, query_axis),
-            key_segments=segments("key_segments", at.key, key_axis),
+            query_lengths=read("query_lengths"),
+            key_lengths=read("key_lengths"),
+            query_segments=read("query_segments"),
+            key_segments=read("key_segments"),
             dropout_seed=None,
         )
 
@@ -162,9 +152,14 @@ class KernelInputs:
         assert seen is not None
         return seen
 
-    def _vector(self, name: str, at: TileCoord, first: Any, shape: tuple[int, ...], axis: int) -> Array:
-        """The part of an operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the other."""
-        ref = self.refs[name]
+    def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...]) -> Any:
+        """A scalar, or the part of an operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the
+        other; `None` if the call does not have it."""
+        ref, kinds = self.refs.get(name), _SEGMENTS | bias_and_mask.kinds(self.spec)
+        if ref is None or kinds.get(name) not in ("row", "column"):
+            return self.value(name, at.batch, at.head)
+        of_keys = kinds[name] == "column"
+        first, axis = at.key if of_keys else at.query, int(of_keys != self.keys_first)
         shared = shared_index(ref, at.batch, at.head)[: len(ref.shape) - 1]
         vector = self.ops.load(ref.at[(*shared, pl.ds(first, shape[axis]))], axis)
         return (along_rows, along_columns)[axis](vector, shape)

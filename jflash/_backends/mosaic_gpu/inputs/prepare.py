@@ -58,15 +58,13 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     prepared: dict[str, Array] = {}
     scalars = "scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"
     indices = () if spec.score_mod is None else ("batch_index", "head_index")
-    for name in (*scalars, *indices):
+    segments = "query_segments", "key_segments"
+    for name in (*scalars, *indices, *segments):
         array = getattr(operands, name)
         if array is not None:
             dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
-            prepared[name] = array.astype(dtype)
-    for name in ("query_segments", "key_segments"):
-        array = getattr(operands, name)
-        if array is not None:
-            prepared[name] = with_margin(array.astype(jnp.int32), (1,))
+            array = array.astype(dtype)
+            prepared[name] = with_margin(array, (1,)) if name in segments else array
     for name, kind in bias_and_mask.kinds(spec).items():
         array = getattr(operands, name)
         if (name == "bias" and except_bias) or (name == "mask" and kind == "tile"):
@@ -123,13 +121,12 @@ def unpack_heads(array: Array, group: int) -> Array:
 
 def copied(spec: Spec) -> list[str]:
     """The copies that a call costs before its kernels, in words for `explain`."""
-    copies: list[str] = []
     shapes = {
         "query": (spec.batch, spec.query_length, spec.heads, spec.head_dim),
         "key": (spec.batch, spec.key_length, spec.key_heads, spec.head_dim),
         "value": (spec.batch, spec.key_length, spec.key_heads, spec.value_dim),
     }
-    copies += [
+    copies = [
         f"{name} is padded from {shape} to {whole_shape(shape)}"
         for name, shape in shapes.items()
         if whole_shape(shape) != shape

@@ -21,20 +21,24 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
+from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile
-from jflash._backends.mosaic_gpu.kernels.backward_mainloop import Accumulators, FusedCta
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord
+from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
-from jflash._backends.mosaic_gpu.schedule import QueryProducer, dq_accumulator
+from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
+from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileMask, TileOrder, dq_accumulator, tile_range
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator, DqRefs
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: WarpgroupOps) -> dict[str, Array]:
@@ -46,7 +50,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
 
     def store(refs: Any) -> None:
         results, written = refs
-        made = _Kernel.launch(plan, {**arrays, **written}, ops)
+        made = _Cta.launch(plan, {**arrays, **written}, ops)
         for name, ref in results.items():
             ref[...] = made[name]
 
@@ -58,7 +62,40 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
 
 
-class _Kernel(FusedCta):
+class _Step(NamedTuple):
+    """Where a step's queries are."""
+
+    head: Int[Array, ""]
+    """Of the head group."""
+    eighth: Int[Array, ""]
+    """An eighth of the first one's index, so that the compiler knows that the index is a multiple of 8."""
+
+
+class _Accumulators(NamedTuple):
+    """dK and dV of a warpgroup's keys."""
+
+    dk: Float[Array, "keys H"]
+    dv: Float[Array, "keys D"]
+
+
+_Carry = tuple[_Accumulators, tuple[Array, ...], _Step]
+"""The loop's state: accumulators, the sums of parameters' gradients for one head, and the step before."""
+
+
+class _Cta(Cta[FusedPlan]):
+    dq_columns: Any
+    """The columns of dQ that a warpgroup makes; it finds them when it begins to compute."""
+
+    def __init__(self, plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        super().__init__(plan, refs, ops, keys_first=True)
+        ticket = wave, block, item = _take_ticket(plan, refs, self.warpgroup, ops)
+        self.item, self.first_key = plan.schedule.item(wave, item), block * plan.tile.keys
+        tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
+        heads = plan.schedule.heads
+        self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
+        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"])
+        self.dq = DqAccumulator(plan.schedule, ops, dq_refs, sums_scale(plan.spec), ticket, tiles.count * heads)
+
     def compute(self) -> None:
         """Round some of dQ, and walk over the tiles of queries."""
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
@@ -70,19 +107,15 @@ class _Kernel(FusedCta):
         pl.when(self.dq.adds)(self._begin)
         self.dq.begin(self.warpgroup)
 
-        def store_sums(head: Array, sums: tuple[Array, ...]) -> None:
-            for name, total in zip(self.plan.wanted, sums, strict=True):
-                self.refs.results[f"d_{name}"][self.item.batch, self.item.first_head + head, own_keys] = total
-
         @pl.when(self.dq.adds)
         def _() -> None:
             pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(self.smem.kv_full))
-            self._store(self.visit_all(store_sums), own_keys)
+            self._store(self._visit_all(own_keys), own_keys)
 
     def _begin(self) -> None:
         """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
         shared = self.smem
-        pipeline.release(shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q.empty, shared.do.empty)
         plgpu.barrier_arrive(shared.ds_empty.at[0])
 
         @pl.when((self.warpgroup == 0) & (self.order.tiles.count > 0))
@@ -93,7 +126,7 @@ class _Kernel(FusedCta):
             if shared.ones is not None:
                 plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
 
-    def _store(self, acc: Accumulators, own_keys: Any) -> None:
+    def _store(self, acc: _Accumulators, own_keys: Any) -> None:
         """Store dK and dV: in float32 where several head groups share the keys."""
         shared, item = self.smem, self.item
         results = self.refs.results["d_key"], self.refs.results["d_value"]
@@ -129,3 +162,118 @@ class _Kernel(FusedCta):
             producer = QueryProducer(self.inputs, self.order, self.item, keys)
             producer.copy_all(self.smem, self.dq.after_copy, dq_accumulator.SPARE)
             self.dq.finish()
+
+    def _visit_all(self, own_keys: Any) -> _Accumulators:
+        """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
+        ops, dims = self.ops, (self.smem.k.shape[2], self.smem.v.shape[2])
+        zeros = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+
+        def finish_head(head: Array, carry: _Carry) -> _Carry:
+            acc, sums, before = carry
+            for name, total in zip(self.plan.wanted, sums, strict=True):
+                self.refs.results[f"d_{name}"][self.item.batch, self.item.first_head + head, own_keys] = total
+            return acc, zeros(), before
+
+        acc = _Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
+        start = (acc, zeros(), _Step(jnp.int32(0), jnp.int32(0)))
+        acc, _, before = self.order.each(self._visit, start, finish_head)
+        steps = self.order.tiles.count * self.order.heads
+        pl.when(steps > 0)(lambda: self._add_dq(steps - 1, before, lambda: None))
+        # No barrier may end in the middle of its phase.
+        plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
+        return acc
+
+    def _visit(self, step: Array, head: Array, index: Array, carry: _Carry) -> _Carry:
+        """Add one tile's part to the accumulators, and the last one's to dQ."""
+        acc, sums, before = carry
+        start = self.order.tiles.start(index)
+        key = self.first_key + self.warpgroup * WARPGROUP_ROWS
+        at = TileCoord(self.item.batch, self.item.first_head + head, start, key)
+        smem, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.queries)
+        slot, parity = lax.rem(step, self.plan.tile.stages), lax.rem(step, 2)
+        still = pipeline.opaque_zero(step, self.warpgroup)
+        q, do = smem.q.tiles.at[slot], smem.do.tiles.at[slot]
+        k, v = smem.k.at[still], smem.v.at[still]
+        loaded = self.inputs.load_packed_mask(at, shape)
+        plgpu.barrier_wait(smem.q.full.at[slot])
+        slots = range(0, smem.statistics.shape[0], self.plan.tile.stages)
+        refs = [smem.statistics.at[first + slot] for first in slots]
+        statistics = RowStatistics(self.inputs, shape, refs, smem.ones)
+        if smem.bias is not None:
+            loaded["bias"] = ops.load(smem.bias.at[slot, :, self.own].T)
+        mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)
+
+        def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
+            def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Array, tuple[Array, ...]]:
+                statistics.mma(acc_s, k.at[self.own], q.T, 0)
+                plgpu.barrier_wait(smem.do.full.at[slot])
+                statistics.mma(acc_dp, v.at[self.own], do.T, 1)
+                s = ops.read(acc_s, pending=statistics.mmas)
+                p, pull_back = logits.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
+                ops.mma(acc_dv, p.astype(self.plan.spec.dtype), do)
+                ds, d_parameters = pull_back(p * ops.read(acc_dp, pending=1))
+                totals = tuple(
+                    total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
+                )
+                return self._hand_over(ds, parity), totals
+
+            ds, totals = ops.accumulators(differentiate, shape, shape)
+            ops.mma(acc_dk, ds, q)
+
+            def free() -> None:
+                plgpu.barrier_arrive(smem.ds_empty.at[1 - parity])
+                plgpu.barrier_arrive(smem.do.empty.at[slot])
+                plgpu.barrier_arrive(smem.q.empty.at[slot])
+
+            ops.cond(step > 0, lambda: self._add_dq(step - 1, before, free), free)
+            return totals
+
+        sums, (dk, dv) = ops.accumulate(add, acc.dk, acc.dv, like=sums)
+        return _Accumulators(dk, dv), sums, _Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
+
+    def _hand_over(self, ds: Array, parity: Array) -> Array:
+        """dS^T in the operands' dtype, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
+        ds = ds.astype(self.plan.spec.dtype)
+        plgpu.barrier_wait(self.smem.ds_empty.at[parity])
+        self.smem.ds.at[parity][self.own] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem.ds_full.at[parity])
+        return ds
+
+    def _add_dq(self, step: Array, at: _Step, made: Callable[[], None]) -> None:
+        """Add this warpgroup's half of a step's dQ to what is in device memory; calls `made` after its products."""
+        by_rows, ops = self.plan.tile.split_dq_by_rows, self.ops
+        first, width = at.eighth * 8, self.smem.dq.shape[-1]
+        rows = pl.ds(first + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS) if by_rows else None
+        target = self.dq.target(at.head, rows or pl.ds(first, self.plan.tile.queries), self.dq_columns)
+        parity = lax.rem(step, 2)
+        plgpu.barrier_wait(self.smem.ds_full.at[parity])
+        ds = self.smem.ds.at[parity]
+        k = self.smem.k.at[pipeline.opaque_zero(step, self.warpgroup)]
+        if by_rows:
+            ds = ds.at[:, self.own]
+        else:
+            k = k.at[:, pl.ds(self.warpgroup * width, width)]
+        half = ops.matmul(ds.T, k, (WARPGROUP_ROWS, width))
+        made()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.smem.dq[self.warpgroup] = half
+        plgpu.commit_smem()
+        ops.reduce_add(target, self.smem.dq.at[self.warpgroup])
+
+
+def _take_ticket(plan: FusedPlan, refs: Refs, warpgroup: Any, ops: WarpgroupOps) -> tuple[Any, Any, Any]:
+    """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
+    earlier waves: so its place is not its index, but the number of CTAs that began before it."""
+    shared = refs.smem
+
+    @pl.when(warpgroup == plan.tile.warpgroups)
+    def _() -> None:
+        ops.take_ticket(refs.arrays["counters"], shared.ticket)
+        plgpu.barrier_arrive(shared.ticket_drawn)
+
+    plgpu.barrier_wait(shared.ticket_drawn)
+    # No ticket is negative. The compiler divides with fewer instructions if it knows.
+    ticket = lax.bitwise_and(shared.ticket[0], jnp.int32(0x7FFFFFFF))
+    items, blocks = plan.schedule.items, plan.schedule.blocks
+    return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)

@@ -25,11 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import exponent, gradient
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu import exponent, logits
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, whole_dims
-from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
+from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
 
@@ -44,10 +44,8 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
         k=smem.tile((tile.keys, columns), spec.dtype, head_dim),
         do=smem.tile((tile.rows, value_columns), spec.dtype, value_dim),
         v=smem.tile((tile.keys, value_columns), spec.dtype, value_dim),
-        bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype),
+        bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
         d_bias=smem.tile((tile.rows, tile.keys), spec.bias_dtype),
-        bias_full=smem.barriers(tile.stages),
-        bias_empty=smem.barriers(tile.stages, arrivals=tile.warpgroups),
         qk_full=both,
         qk_empty=all_done,
         vo_full=both,
@@ -107,24 +105,24 @@ class _Cta(Cta[DbiasPlan]):
         # The bias's own entry and head are added to; only one of the two is not 0.
         batch = lax.axis_index("batch") + lax.div(step, self.heads)
         head = lax.axis_index("head") + lax.rem(step, self.heads)
-        tiles = tile_range.key_tiles(self.inputs, batch, self.block, tile.rows, tile.keys)
+        tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.keys)
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
 
     def compute(self) -> None:
         """Add up tiles of the gradient, and store them."""
         tile, shared, ops = self.plan.tile, self.smem, self.ops
-        pipeline.release(shared.bias_empty, shared.qk_empty, shared.vo_empty)
+        pipeline.release(shared.bias.empty, shared.qk_empty, shared.vo_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
 
         def own_tile(number: Array, _: None) -> None:
             slot, index = lax.rem(number, tile.stages), self.first_tile + number
-            plgpu.barrier_wait(shared.bias_full.at[slot])
-            bias = shared.bias.at[slot]
+            plgpu.barrier_wait(shared.bias.full.at[slot])
+            bias = shared.bias.tiles.at[slot]
             visit = lambda step, total: self._add_head(step, index * tile.keys, bias, total)
             total = lax.fori_loop(0, self.visits, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
             plgpu.commit_smem()
-            plgpu.barrier_arrive(shared.bias_empty.at[slot])
+            plgpu.barrier_arrive(shared.bias.empty.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             shared.d_bias[self.own] = total.astype(shared.d_bias.dtype)
             plgpu.commit_smem()
@@ -158,7 +156,7 @@ class _Cta(Cta[DbiasPlan]):
             plgpu.barrier_arrive(shared.qk_empty)
             mask = TileMask(self.inputs, tiles, jnp.int32(0), at, loaded)
             to_p = lambda logits: exponent.exponent(self.plan.spec)(logits, along_rows(lse, shape))
-            p, pull_back = gradient.differentiate(s, mask, to_p, ("bias",))
+            p, pull_back = logits.differentiate(s, mask, to_p, ("bias",))
             dp = ops.read(acc_dp)
             plgpu.barrier_arrive(shared.vo_empty)
             _, d_parameters = pull_back(p * (dp - along_rows(delta, shape)))
@@ -175,13 +173,13 @@ class _Cta(Cta[DbiasPlan]):
 
         def copy_tile(number: Array) -> None:
             slot, index = lax.rem(number, tile.stages), self.first_tile + number
-            plgpu.barrier_wait(shared.bias_empty.at[slot])
+            plgpu.barrier_wait(shared.bias.empty.at[slot])
             bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
-            plgpu.copy_gmem_to_smem(bias, shared.bias.at[slot], shared.bias_full.at[slot])
+            plgpu.copy_gmem_to_smem(bias, shared.bias.tiles.at[slot], shared.bias.full.at[slot])
             pipeline.for_each_copy(self.visits, lambda step: self._copy_head(step, index * tile.keys), "block")
 
         pipeline.for_each_copy(self.count, copy_tile, "block")
-        pipeline.drain(shared.bias_empty, shared.qk_empty, shared.vo_empty)
+        pipeline.drain(shared.bias.empty, shared.qk_empty, shared.vo_empty)
 
     def _copy_head(self, step: Array, first_key: Array) -> None:
         tile, shared = self.plan.tile, self.smem

@@ -15,6 +15,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -24,11 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import exponent, gradient
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu import exponent, logits
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
-from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
+from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 
 QUERIES = 64
@@ -40,23 +41,20 @@ def _shared_memory(plan: DkvPlan) -> Buffers:
     spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    pair, ring = smem.barriers(1, arrivals=2), smem.barriers(stages, arrivals=2)
+    ring = functools.partial(smem.ring, readers=2)
+    pair = smem.barriers(1, arrivals=2)
     return Buffers(
         k=smem.tile((WARPGROUP_ROWS, columns), spec.dtype, head_dim),
         v=smem.tile((WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
-        q=smem.tile((stages, QUERIES, columns), spec.dtype, head_dim),
-        do=smem.tile((stages, QUERIES, value_columns), spec.dtype, value_dim),
+        kv_full=pair,
+        q=ring((stages, QUERIES, columns), spec.dtype, head_dim, copies=2 + has_bias_tiles),
+        do=ring((stages, QUERIES, value_columns), spec.dtype, value_dim, copies=2),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
         # First lse of all tiles, then delta.
         statistics=smem.vectors(2 * stages, QUERIES),
         p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
         slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(plan.slopes)],
-        kv_full=pair,
-        q_full=smem.barriers(stages, arrivals=2 + has_bias_tiles),
-        q_empty=ring,
-        do_full=ring,
-        do_empty=ring,
         p_full=smem.barriers(1),
         p_empty=smem.barriers(1),
         finished=pair,
@@ -113,7 +111,7 @@ class _Cta(Cta[DkvPlan]):
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
         self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
-        tiles = tile_range.query_tiles(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
+        tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
 
     def run(self) -> None:
@@ -123,7 +121,7 @@ class _Cta(Cta[DkvPlan]):
     def make_dv(self) -> None:
         """The first warpgroup makes P and dV; it copies keys and values."""
         shared = self.smem
-        pipeline.release(shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q.empty, shared.do.empty)
         pipeline.split_registers(2, copies=False)
         self.inputs.copy_rows("key", self.key_tile, shared.k, shared.kv_full)
         self.inputs.copy_rows("value", self.key_tile, shared.v, shared.kv_full)
@@ -137,15 +135,15 @@ class _Cta(Cta[DkvPlan]):
         shared, ops, dtype = self.smem, self.ops, self.plan.spec.dtype
         slot, shape = lax.rem(step, self.plan.stages), (WARPGROUP_ROWS, QUERIES)
         at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
-        plgpu.barrier_wait(shared.q_full.at[slot])
-        s = ops.matmul(shared.k, shared.q.at[slot].T, shape)
+        plgpu.barrier_wait(shared.q.full.at[slot])
+        s = ops.matmul(shared.k, shared.q.tiles.at[slot].T, shape)
         lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
         loaded = self.inputs.load_packed_mask(at, shape)
         if shared.bias is not None:
             loaded["bias"] = ops.load(shared.bias.at[slot].T)
         mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)
         to_p = lambda logits: exponent.exponent(self.plan.spec)(logits, lse)
-        p, pull_back = gradient.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
+        p, pull_back = logits.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
         plgpu.barrier_wait(shared.p_empty)
         shared.p[...] = p.astype(dtype)
         if shared.slopes:
@@ -153,17 +151,17 @@ class _Cta(Cta[DkvPlan]):
             for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
                 ref[...] = values.astype(dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.q_empty.at[slot])
+        plgpu.barrier_arrive(shared.q.empty.at[slot])
         plgpu.barrier_arrive(shared.p_full)
-        plgpu.barrier_wait(shared.do_full.at[slot])
-        acc_dv = ops.add_matmul(acc_dv, p.astype(dtype), shared.do.at[slot])
-        plgpu.barrier_arrive(shared.do_empty.at[slot])
+        plgpu.barrier_wait(shared.do.full.at[slot])
+        acc_dv = ops.add_matmul(acc_dv, p.astype(dtype), shared.do.tiles.at[slot])
+        plgpu.barrier_arrive(shared.do.empty.at[slot])
         return acc_dv
 
     def make_dk(self) -> None:
         """The second warpgroup makes dS and dK."""
         shared, ops = self.smem, self.ops
-        pipeline.release(shared.q_empty, shared.do_empty)
+        pipeline.release(shared.q.empty, shared.do.empty)
         plgpu.barrier_arrive(shared.p_empty)
         pipeline.split_registers(2, copies=False)
         plgpu.barrier_wait(shared.kv_full)
@@ -184,11 +182,11 @@ class _Cta(Cta[DkvPlan]):
         acc_dk, *sums = carry
         shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, QUERIES)
         slot = lax.rem(step, self.plan.stages)
-        plgpu.barrier_wait(shared.do_full.at[slot])
-        dp = ops.matmul(shared.v, shared.do.at[slot].T, shape)
+        plgpu.barrier_wait(shared.do.full.at[slot])
+        dp = ops.matmul(shared.v, shared.do.tiles.at[slot].T, shape)
         delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.do_empty.at[slot])
+        plgpu.barrier_arrive(shared.do.empty.at[slot])
         plgpu.barrier_wait(shared.p_full)
         d_logits = ops.load(shared.p).astype(jnp.float32) * (dp - delta)
         slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
@@ -196,9 +194,9 @@ class _Cta(Cta[DkvPlan]):
         sums = [total + d_bias.sum(axis=1) for total in sums]
         ds = d_logits * slopes[0] if slopes else d_logits
         plgpu.barrier_arrive(shared.p_empty)
-        plgpu.barrier_wait(shared.q_full.at[slot])
-        acc_dk = ops.add_matmul(acc_dk, ds.astype(self.plan.spec.dtype), shared.q.at[slot])
-        plgpu.barrier_arrive(shared.q_empty.at[slot])
+        plgpu.barrier_wait(shared.q.full.at[slot])
+        acc_dk = ops.add_matmul(acc_dk, ds.astype(self.plan.spec.dtype), shared.q.tiles.at[slot])
+        plgpu.barrier_arrive(shared.q.empty.at[slot])
         return acc_dk, *sums
 
     def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref) -> None:
@@ -209,9 +207,7 @@ class _Cta(Cta[DkvPlan]):
             return
         plgpu.barrier_arrive(self.smem.finished)
         plgpu.barrier_wait(self.smem.finished)
-        staged[...] = acc.astype(staged.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, self.key_tile.of(result, staged.shape[-1]))
+        pipeline.store(acc, staged, self.key_tile.of(result, staged.shape[-1]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:

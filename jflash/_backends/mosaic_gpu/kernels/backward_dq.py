@@ -17,6 +17,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchange
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,11 +28,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu import exponent, gradient
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu import exponent, logits
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
-from jflash._backends.mosaic_gpu.kernels.cta import Cta, KernelPlan
+from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, TileMask, tile_range
 from jflash._semantics.spec import Spec
 
@@ -44,18 +45,15 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     head_dim, value_dim = whole_dims(spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+    ring = functools.partial(smem.ring, readers=tile.warpgroups)
     return Buffers(
         q=smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype, head_dim),
         do=smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
-        k=smem.tile((tile.stages, tile.keys, columns), spec.dtype, head_dim),
-        v=smem.tile((tile.value_stages, tile.keys, value_columns), spec.dtype, value_dim),
+        rows_full=smem.barriers(tile.warpgroups, arrivals=2),
+        k=ring((tile.stages, tile.keys, columns), spec.dtype, head_dim),
+        v=ring((tile.value_stages, tile.keys, value_columns), spec.dtype, value_dim, copies=1 + has_bias_tiles),
         # Tiles of the bias come and go with the values.
         bias=smem.tile((tile.value_stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        rows_full=smem.barriers(tile.warpgroups, arrivals=2),
-        k_full=smem.barriers(tile.stages),
-        k_empty=smem.barriers(tile.stages, arrivals=tile.warpgroups),
-        v_full=smem.barriers(tile.value_stages, arrivals=1 + has_bias_tiles),
-        v_empty=smem.barriers(tile.value_stages, arrivals=tile.warpgroups),
     )
 
 
@@ -97,13 +95,13 @@ class _Cta(Cta[DqPlan]):
         self.batch, self.head = item.batch, item.head_group
         block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
-        self.tiles = tile_range.key_tiles(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
+        self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
         self.first_row = block * plan.tile.rows
 
     def compute(self) -> None:
         """Copy its own queries, and walk over the tiles of keys."""
         tile, shared, ops, warpgroup = self.plan.tile, self.smem, self.ops, self.warpgroup
-        pipeline.release(shared.k_empty, shared.v_empty)
+        pipeline.release(shared.k.empty, shared.v.empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
         own_row = self.first_row + warpgroup * WARPGROUP_ROWS
         own = pl.ds(own_row, WARPGROUP_ROWS)
@@ -120,9 +118,8 @@ class _Cta(Cta[DqPlan]):
         results = self.refs.results
         for name, total in zip(self.plan.wanted, sums, strict=True):
             results[f"d_{name}"][self.batch, self.head, own] = total
-        shared.q[warpgroup] = (acc_dq * exponent.sums_scale(self.plan.spec)).astype(self.plan.spec.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(shared.q.at[warpgroup], rows.of(results["d_query"], shared.q.shape[-1]))
+        d_query = rows.of(results["d_query"], shared.q.shape[-1])
+        pipeline.store(acc_dq * exponent.sums_scale(self.plan.spec), shared.q.at[warpgroup], d_query)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
@@ -132,14 +129,14 @@ class _Cta(Cta[DqPlan]):
         warpgroup, wanted, shape = self.warpgroup, self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
         key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
         at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
-        k, v = shared.k.at[key_slot], shared.v.at[value_slot]
+        k, v = shared.k.tiles.at[key_slot], shared.v.tiles.at[value_slot]
         loaded = self.inputs.load_packed_mask(at, shape)
-        plgpu.barrier_wait(shared.k_full.at[key_slot])
+        plgpu.barrier_wait(shared.k.full.at[key_slot])
 
         def differentiate(acc_s: Any, acc_dp: Any) -> tuple[Array, tuple[Array, ...]]:
             still = warpgroup + pipeline.opaque_zero(index, warpgroup)
             ops.mma(acc_s, shared.q.at[still], k.T)
-            plgpu.barrier_wait(shared.v_full.at[value_slot])
+            plgpu.barrier_wait(shared.v.full.at[value_slot])
             ops.mma(acc_dp, shared.do.at[still], v.T)
             if shared.bias is not None:
                 loaded["bias"] = ops.load(shared.bias.at[value_slot, self.own])
@@ -147,7 +144,7 @@ class _Cta(Cta[DqPlan]):
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, lse)
-            p, pull_back = gradient.differentiate(s, mask, to_p, wanted)
+            p, pull_back = logits.differentiate(s, mask, to_p, wanted)
             ds, d_parameters = pull_back(p * (ops.read(acc_dp) - delta))
             added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
             return ds.astype(spec.dtype), added
@@ -155,9 +152,9 @@ class _Cta(Cta[DqPlan]):
         ds, added = ops.accumulators(differentiate, shape, shape)
         if shared.bias is not None:
             plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.v_empty.at[value_slot])
+        plgpu.barrier_arrive(shared.v.empty.at[value_slot])
         acc_dq = ops.add_matmul(acc_dq, ds, k)
-        plgpu.barrier_arrive(shared.k_empty.at[key_slot])
+        plgpu.barrier_arrive(shared.k.empty.at[key_slot])
         return acc_dq, tuple(total + more for total, more in zip(sums, added, strict=True))
 
     def copy(self) -> None:
@@ -169,16 +166,16 @@ class _Cta(Cta[DqPlan]):
         def copy_tile(index: Array) -> None:
             key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
             first_key = self.tiles.start(index)
-            plgpu.barrier_wait(shared.k_empty.at[key_slot])
+            plgpu.barrier_wait(shared.k.empty.at[key_slot])
             keys = GmemTile(self.batch, first_key, tile.keys, key_head)
-            self.inputs.copy_rows("key", keys, shared.k.at[key_slot], shared.k_full.at[key_slot])
-            plgpu.barrier_wait(shared.v_empty.at[value_slot])
-            full = shared.v_full.at[value_slot]
+            self.inputs.copy_rows("key", keys, shared.k.tiles.at[key_slot], shared.k.full.at[key_slot])
+            plgpu.barrier_wait(shared.v.empty.at[value_slot])
+            full = shared.v.full.at[value_slot]
             if shared.bias is not None:
                 own = pl.ds(self.first_row, tile.rows), pl.ds(first_key, tile.keys)
                 source = self.inputs.part("bias", self.batch, self.head).at[own]
                 plgpu.copy_gmem_to_smem(source, shared.bias.at[value_slot], full)
-            self.inputs.copy_rows("value", keys, shared.v.at[value_slot], full)
+            self.inputs.copy_rows("value", keys, shared.v.tiles.at[value_slot], full)
 
         pipeline.for_each_copy(self.tiles.count, copy_tile, "wave", "item", "block")
-        pipeline.drain(shared.k_empty, shared.v_empty)
+        pipeline.drain(shared.k.empty, shared.v.empty)

@@ -6,6 +6,7 @@ Of each kernel tiles and schedule are chosen here, and of the fused one shared m
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,13 @@ from jax.experimental import pallas as pl
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, row_statistics, whole_dims
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
-from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, RowTiles, dq_accumulator
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -39,13 +40,14 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
     # First lse of all tiles, then delta.
     vectors = smem.vectors(2 * tile.stages, tile.queries)
-    empty = smem.barriers(tile.stages, arrivals=tile.warpgroups)
+    ring = functools.partial(smem.ring, readers=tile.warpgroups)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
     return Buffers(
         k=smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width),
         v=smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1]),
-        q=smem.tile((tile.stages, tile.queries, columns), spec.dtype, dims[0], part=width),
-        do=smem.tile((tile.stages, tile.queries, value_columns), spec.dtype, dims[1]),
+        kv_full=smem.barriers(1, arrivals=2 + as_columns),
+        q=ring((tile.stages, tile.queries, columns), spec.dtype, dims[0], copies=2 + has_bias_tiles, part=width),
+        do=ring((tile.stages, tile.queries, value_columns), spec.dtype, dims[1], copies=1 if as_columns else 2),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         statistics=bf16_pieces.smem_tile(tile.stages, tile.queries) if as_columns else vectors,
@@ -54,11 +56,6 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         # dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
         ds=smem.tile((2, tile.keys, tile.queries), spec.dtype, dims[0], part=width),
         dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
-        kv_full=smem.barriers(1, arrivals=2 + as_columns),
-        q_full=smem.barriers(tile.stages, arrivals=2 + has_bias_tiles),
-        q_empty=empty,
-        do_full=smem.barriers(tile.stages, arrivals=1 if as_columns else 2),
-        do_empty=empty,
         ds_full=handed,
         ds_empty=handed,
         finished=smem.barriers(1, arrivals=tile.warpgroups),

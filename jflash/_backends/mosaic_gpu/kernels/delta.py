@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, Refs, pipeline, round_up, smem
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import row_statistics
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, whole_shape
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._semantics.spec import Residuals, Spec
 
 

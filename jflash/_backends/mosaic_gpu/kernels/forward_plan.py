@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Launch, round_up, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, whole_dims
-from jflash._backends.mosaic_gpu.kernels.cta import KernelPlan
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, forward_schedule, h200, tile_range
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -39,20 +39,16 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
     q = smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype)
     o = smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)), out_dtype)
     alike: Any = (q,) if (columns, spec.dtype) == (value_columns, out_dtype) else plgpu.RefUnion(q, o)
-    empty = smem.barriers(tile.stages, arrivals=tile.warpgroups)
+    ring = functools.partial(smem.ring, readers=tile.warpgroups)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own.
         q_o=(q, o) if output_parts else alike,
-        k=smem.tile((tile.stages, tile.keys, columns), spec.dtype),
-        v=smem.tile((tile.stages, tile.keys, value_columns), spec.dtype),
+        q_full=smem.barriers(tile.warpgroups),
+        k=ring((tile.stages, tile.keys, columns), spec.dtype, copies=1 + has_bias_tiles + bias_by_mma),
+        v=ring((tile.stages, tile.keys, value_columns), spec.dtype),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
-        q_full=smem.barriers(tile.warpgroups),
-        k_full=smem.barriers(tile.stages, arrivals=1 + has_bias_tiles + bias_by_mma),
-        k_empty=empty,
-        v_full=smem.barriers(tile.stages),
-        v_empty=empty,
         q_empty=smem.barriers(1, arrivals=tile.warpgroups),
         # A number for each row that is stored as a scheduling fence, and never read.
         fence=smem.vectors(tile.warpgroups, WARPGROUP_ROWS),

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash._backends.mosaic_gpu.hardware import Launch, Refs, WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WarpgroupOps
 from jflash._backends.mosaic_gpu.hardware.packed_mask import KEYS_PER_LOAD, SIZE, THREADS
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 
 _SPARE_TILES = 4
 """Tiles past the last one, of nothing to be seen, in both directions: where a kernel's tiles may end."""

@@ -16,7 +16,7 @@ begins, so all CTAs of earlier waves have begun (decoupled look-back, Merrill an
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -53,8 +53,7 @@ def counters(schedule: BackwardSchedule) -> int:
     return (1 + schedule.waves * schedule.items) * _LINE
 
 
-@dataclasses.dataclass(frozen=True)
-class DqRefs:
+class DqRefs(NamedTuple):
     """Device memory of all CTAs."""
 
     acc: Ref

@@ -118,7 +118,8 @@ def _better(
 
 
 def _more_groups(one: ForwardSchedule, heads: int) -> Iterator[ForwardSchedule]:
-    """As many head groups, and more: where a head has too few blocks, the long ones of several heads begin first."""
+    """As many head groups, and more: where a head has too few blocks for all multiprocessors, the long blocks of
+    several heads have to begin first."""
     for groups in range(one.head_groups, heads + 1):
         if heads % groups == 0:
             yield dataclasses.replace(one, head_groups=groups)

@@ -52,9 +52,8 @@ class TileOrder:
         """`carry = body(step, head, tile, carry)` for all; after each head, if they come one by one, `finish_head`."""
         count = self.tiles.count
         if not self.by_head:
-            return lax.fori_loop(
-                0, count * self.heads, lambda step, carry: body(step, *self.at(step, count), carry), carry
-            )
+            visit_step = lambda step, carry: body(step, *self.at(step, count), carry)
+            return lax.fori_loop(0, count * self.heads, visit_step, carry)
 
         def visit_head(head: Any, carry: Carry) -> Carry:
             visit = lambda index, carry: body(head * count + index, head, self._rotated(index, count), carry)
@@ -86,25 +85,25 @@ class QueryProducer:
             then(step)
 
         lax.fori_loop(0, count * self.order.heads + more, take, None)
-        pipeline.drain(smem.q_empty, smem.do_empty)
+        pipeline.drain(smem.q.empty, smem.do.empty)
 
     def _copy(self, smem: Buffers, step: Array, count: Array) -> None:
-        stages, queries = smem.q.shape[:2]
+        stages, queries = smem.q.tiles.shape[:2]
         slot = lax.rem(step, stages)
         own_head, index = self.order.at(step, count)
         batch, head, first = self.item.batch, self.item.first_head + own_head, self.order.tiles.start(index)
         rows = pl.ds(first, queries)
         tile = GmemTile(batch, first, queries, head)
-        plgpu.barrier_wait(smem.q_empty.at[slot])
-        full = smem.q_full.at[slot]
-        self.inputs.copy_rows("query", tile, smem.q.at[slot], full)
+        plgpu.barrier_wait(smem.q.empty.at[slot])
+        full = smem.q.full.at[slot]
+        self.inputs.copy_rows("query", tile, smem.q.tiles.at[slot], full)
         early, *late = row_statistics.parts(self.inputs, batch, head, rows)
         plgpu.copy_gmem_to_smem(early, smem.statistics.at[slot], full)
         if smem.bias is not None:
             bias = self.inputs.part("bias", batch, head).at[rows, self.keys]
             plgpu.copy_gmem_to_smem(bias, smem.bias.at[slot], full)
-        plgpu.barrier_wait(smem.do_empty.at[slot])
-        full = smem.do_full.at[slot]
-        self.inputs.copy_rows("d_out", tile, smem.do.at[slot], full)
+        plgpu.barrier_wait(smem.do.empty.at[slot])
+        full = smem.do.full.at[slot]
+        self.inputs.copy_rows("d_out", tile, smem.do.tiles.at[slot], full)
         for number, source in enumerate(late, 1):
             plgpu.copy_gmem_to_smem(source, smem.statistics.at[number * stages + slot], full)

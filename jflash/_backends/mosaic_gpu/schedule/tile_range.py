@@ -38,7 +38,7 @@ def table(
     """The spans of every block of `size` queries (or, `of_keys`, keys), by name; empty where a kernel finds them."""
     if "query_segments" not in spec.operands:
         return {}
-    find, length = _find(of_keys), spec.key_length if of_keys else spec.query_length
+    find, length = _find_spans(of_keys), spec.key_length if of_keys else spec.query_length
     unmasked = operands._replace(mask=None)
     one = lambda batch, block: jnp.stack(
         find(spec, unmasked, batch, 1, block_start(block, size, missing), min(size, length))
@@ -47,7 +47,7 @@ def table(
     return {TABLE: every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))}
 
 
-def _find(of_keys: bool) -> Callable[..., Spans]:
+def _find_spans(of_keys: bool) -> Callable[..., Spans]:
     return visibility.query_spans if of_keys else visibility.key_spans
 
 
@@ -67,13 +67,6 @@ class TileRange:
         """The first key (or query) of the tile that is visited after `index` others."""
         return self.first + index * self.size
 
-    def is_partial(self, index: Int[Array, ""]) -> Bool[Array, ""] | None:
-        """Whether a tile needs a mask; `None` if none does."""
-        if self.whole is None:
-            return None
-        start = self.start(index)
-        return (start < self.whole[0]) | (start + self.size > self.whole[1])
-
     def split(self, index: Int[Array, ""], splits: int) -> TileRange:
         """One CTA's share of a range that several split; at least one tile, which may be past the end."""
         if splits == 1:
@@ -86,48 +79,18 @@ class TileRange:
         return dataclasses.replace(self, first=first, count=count, whole=whole)
 
 
-def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int, *, of_keys: bool) -> Spans:
-    """The spans of some rows of queries (or, `of_keys`, keys) in a call without segments."""
-    limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
-    nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
-    return _find(of_keys)(inputs.spec, nothing, 0, 1, first, rows)
+def visited(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0) -> TileRange:
+    """The tiles of `size` keys that a block of `rows` queries visits; or those of queries, where keys are the rows.
 
-
-def key_tiles(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0) -> TileRange:
-    """The tiles of keys that a block of `rows` queries visits, if the first block lacks `missing` rows."""
+    The first block lacks `missing` rows.
+    """
+    spec, of_keys = inputs.spec, inputs.keys_first
     rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
-    return _tile_range(inputs, (batch, block), (block_start(block, rows, missing), rows), size, of_keys=False)
-
-
-def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
-    """Of a CTA's range, the indices from where to where a warpgroup's rows, from `at` on, see any key, at least one
-    tile; and the range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
-    spec = inputs.spec
-    if TABLE in inputs.refs or inputs.packed_heads > 1:
-        return 0, tiles.count, tiles
-    found = _spans(inputs, at.batch, at.query, WARPGROUP_ROWS, of_keys=False)
-    seen_stop = jnp.where(at.query < spec.query_length, found.stop, found.start)
-    start = jnp.clip(lax.div(found.start - tiles.first, tiles.size), 0, tiles.count - 1)
-    stop = jnp.clip(lax.div(seen_stop - tiles.first + tiles.size - 1, tiles.size), start + 1, tiles.count)
-    whole = None if tiles.whole is None else (found.full_start, jnp.minimum(found.full_stop, tiles.whole[1]))
-    return start, stop, dataclasses.replace(tiles, whole=whole)
-
-
-def query_tiles(inputs: KernelInputs, batch: Any, block: Any, keys: int, size: int) -> TileRange:
-    """The tiles of queries that a block of keys visits."""
-    return _tile_range(inputs, (batch, block), (block * keys, keys), size, of_keys=True)
-
-
-def _tile_range(
-    inputs: KernelInputs, place: tuple[Any, Any], block: tuple[Any, int], size: int, *, of_keys: bool
-) -> TileRange:
-    """The range of a block of rows, given by the first one and their number; `place` is its place in the table."""
-    spec, (row, rows) = inputs.spec, block
-    known = inputs.refs.get(TABLE)
+    row, known = block_start(block, rows, missing), inputs.refs.get(TABLE)
     if known is not None:
-        found = Spans(*(known[*place, part] for part in range(4)))
+        found = Spans(*(known[batch, block, part] for part in range(4)))
     else:
-        found = _spans(inputs, place[0], row, rows, of_keys=of_keys)
+        found = _spans(inputs, batch, row, rows)
     alignment = 64 if bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec) else 8
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
@@ -138,6 +101,27 @@ def _tile_range(
         whole = whole[0], jnp.where(row + rows > spec.key_length, first, whole[1])
     limited = spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
     return TileRange(first, count, whole if ragged or limited else None, size)
+
+
+def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
+    """The spans of some rows in a call without segments."""
+    limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
+    nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
+    return _find_spans(inputs.keys_first)(inputs.spec, nothing, 0, 1, first, rows)
+
+
+def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
+    """Of a CTA's range, the indices from where to where a warpgroup's rows, from `at` on, see any key, at least one
+    tile; and the range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
+    spec = inputs.spec
+    if TABLE in inputs.refs or inputs.packed_heads > 1:
+        return 0, tiles.count, tiles
+    found = _spans(inputs, at.batch, at.query, WARPGROUP_ROWS)
+    seen_stop = jnp.where(at.query < spec.query_length, found.stop, found.start)
+    start = jnp.clip(lax.div(found.start - tiles.first, tiles.size), 0, tiles.count - 1)
+    stop = jnp.clip(lax.div(seen_stop - tiles.first + tiles.size - 1, tiles.size), start + 1, tiles.count)
+    whole = None if tiles.whole is None else (found.full_start, jnp.minimum(found.full_stop, tiles.whole[1]))
+    return start, stop, dataclasses.replace(tiles, whole=whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +137,10 @@ class TileMask:
     @property
     def is_partial(self) -> Bool[Array, ""] | None:
         """Whether more than a dense mask hides some of the tile; `None` if nothing ever does."""
-        return self.tiles.is_partial(self.index)
+        if self.tiles.whole is None:
+            return None
+        start, (whole_start, whole_stop) = self.tiles.start(self.index), self.tiles.whole
+        return (start < whole_start) | (start + self.tiles.size > whole_stop)
 
     def hide(self, values: Array, hidden: float) -> Array:
         """`values` where the query sees the key, `hidden` where the dense mask, bounds, lengths or segments hide it."""
