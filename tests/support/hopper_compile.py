@@ -7,7 +7,6 @@ A program of its own: where Mosaic GPU leaves its reports is read from the envir
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jflash import _sharding, _tuning
 from jflash._backends.mosaic_gpu import call, plan
 from jflash._backends.mosaic_gpu.hardware import HOPPER
-from jflash._semantics.spec import Residuals
+from jflash._semantics.spec import Residuals, Results
 
 DIRECTORY = Path(sys.argv[1])
 bfloat16, float32 = jnp.bfloat16, jnp.float32
@@ -107,18 +106,19 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
-        shard = functools.partial(_sharding.shard, key_heads=spec.key_heads, group=spec.group)
 
-        @shard
         def forward(operands):
-            return call.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER)
+            return Results(*call.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER))
 
-        @shard
         def backward(operands, residuals):
             return call.backward(plan.plan_backward(spec.resized(operands), processors), operands, residuals, HOPPER)
 
-        out, lse = forward(operands)
-        return out, backward(operands, Residuals(out, lse, d_out, d_lse))
+        def over_devices(function, *args):
+            like = jax.eval_shape(function, *args)
+            return _sharding.shard(function, like, key_heads=spec.key_heads, group=spec.group)(*args)
+
+        out, lse = over_devices(forward, operands)
+        return out, over_devices(backward, operands, Residuals(out, lse, d_out, d_lse))
 
     for path in DIRECTORY.iterdir():
         path.unlink()

@@ -23,9 +23,6 @@ from jflash._backends.mosaic_gpu.schedule import tile_range
 from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 
-Arrays = dict[str, Array]
-"""What a kernel is launched with, or returns, by name."""
-
 
 def forward(
     plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
@@ -35,7 +32,7 @@ def forward(
     return _finish_forward(plan, operands, made["out"], made["lse"])
 
 
-def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> Arrays:
+def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> dict[str, Array]:
     spec, packed = plan.spec, plan.packed_heads
     if packed == 1:
         query = prepare.pad_to_whole_tiles(operands.query)
@@ -52,7 +49,7 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
     return arrays | tile_range.table(spec, operands, rows, missing)
 
 
-def _packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first: bool = False) -> Arrays:
+def _packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first: bool = False) -> dict[str, Array]:
     """A mask of both axes, packed, by name."""
     if operands.mask is None or not bias_and_mask.has_packed_mask(spec):
         return {}
@@ -111,7 +108,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     return _finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made["delta"]))
 
 
-def _finish_backward(spec: Spec, operands: Operands, gradients: Arrays, d_sinks: Array | None) -> Operands:
+def _finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
     def trimmed(name: str) -> Array:
         like = getattr(operands, name)
         return gradients[f"d_{name}"][:, : like.shape[1], :, : like.shape[3]].astype(like.dtype)
@@ -134,14 +131,12 @@ def _finish_backward(spec: Spec, operands: Operands, gradients: Arrays, d_sinks:
 def _to_parameter(spec: Spec, name: str, total: Array, like: Array) -> Array:
     """A parameter's gradient from what kernels summed, `[B, N, L]`."""
     kind = bias_and_mask.bias_kind(spec) if name == "bias" else "scalar"
-    if kind in ("row", "column"):
-        total = total[:, :, : max(like.shape[2:])]
-        total = total[..., None] if kind == "row" else total[:, :, None]
+    if kind == "row":
+        total = total[:, :, : like.shape[2], None]
+    elif kind == "column":
+        total = total[:, :, None, : like.shape[3]]
     else:
-        total = total.sum(axis=2)
-        if name == "bias":
-            total = total[..., None, None]
-        elif like.ndim == 1:
-            total = total.sum(axis=1)
+        total = total.sum(axis=(1, 2) if like.ndim == 1 else 2)
+        total = total.reshape(*total.shape, *[1] * (like.ndim - total.ndim))
     shared = tuple(axis for axis, size in enumerate(like.shape) if size == 1 and total.shape[axis] > 1)
     return total.sum(axis=shared, keepdims=True).astype(like.dtype)

@@ -278,7 +278,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
             refs = DqRefs(Places(places), None, shape(batch, rows, heads, head_dim))
             with jax.disable_jit():
                 own_batch, own_group, _, first_head = map(int, schedule.item(wave, item))
-                taken = Recorded(schedule, None, refs, 1.0, (wave, block, item), copies)
+                taken = Recorded(schedule, None, refs, 1.0, wave, block, item, copies)
                 for warpgroup in range(2):
                     taken.begin(warpgroup)
                 for index in range(copies + dq_accumulator.SPARE if taken.adds else 0):
@@ -328,7 +328,7 @@ def _awaited(schedule: BackwardSchedule, place: tuple[int, int, int]) -> set[tup
     shape = types.SimpleNamespace(shape=(schedule.batch, 64, 64, 64))
     refs = DqRefs(Places(dq_accumulator.accumulators(schedule)), None, shape)
     with jax.disable_jit():
-        taken = Recorded(schedule, None, refs, 1.0, place, 0)
+        taken = Recorded(schedule, None, refs, 1.0, *place, 0)
         taken.begin(0)
     return taken.awaited
 

@@ -87,12 +87,13 @@ def barriers(number: int, arrivals: int = 1) -> Any:
 
 def size(declaration: Any) -> int:
     """Bytes that a declaration takes; what a union holds shares its bytes."""
-    leaves = jax.tree.leaves(declaration)
-    barriers = [leaf for leaf in leaves if isinstance(leaf, plgpu.Barrier)]
-    buffers = [leaf for leaf in leaves if not isinstance(leaf, plgpu.Barrier)]
-    each = (math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in buffers)
-    number = sum(math.prod(np.atleast_1d(leaf.num_barriers).tolist()) for leaf in barriers)
-    return sum(round_up(one, _ALIGNMENT) for one in each) + number * _BARRIER
+
+    def taken(leaf: Any) -> int:
+        if isinstance(leaf, plgpu.Barrier):
+            return int(np.prod(leaf.num_barriers)) * _BARRIER
+        return round_up(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize, _ALIGNMENT)
+
+    return sum(map(taken, jax.tree.leaves(declaration)))
 
 
 def fits(declaration: Any) -> bool:

@@ -152,7 +152,7 @@ class WarpgroupOps(Protocol):
 
     def prevent_tail_merge(self) -> None:
         """Keep the compiler from merging the equal ends of two branches, at the end of one of them."""
-        _inline(_nothing)()
+        _inline(lambda _: _utils.inline_ptx("", has_side_effects=True))()
 
     def take_ticket(self, counter: Ref, ticket: Ref) -> None:
         """Increment an integer in device memory, and store its old value in shared memory."""
@@ -212,13 +212,7 @@ def _vote_all(own: Any) -> Any:
     return mgpu.FragmentedArray.splat(_utils.nvvm.vote_sync(every, own, "all"), (), is_signed=False)
 
 
-def _nothing(_: Any) -> None:
-    """No instruction, but one that the compiler neither drops nor moves."""
-    _utils.inline_ptx("", has_side_effects=True)
-
-
 def _signal(_: Any, counter: Any) -> None:
-    """Increment `counter` with release semantics, once for the warpgroup."""
     mgpu.warpgroup_barrier()
     with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
         add = "red.release.gpu.global.add.s32 [$0], 1;"
@@ -226,7 +220,6 @@ def _signal(_: Any, counter: Any) -> None:
 
 
 def _wait_for(_: Any, counter: Any, value: int) -> None:
-    """Poll `counter` with acquire semantics until it has a value."""
     loop = """{ .reg .pred other; .reg .b32 now;
             again: ld.acquire.gpu.global.s32 now, [$0]; setp.ne.s32 other, now, $1; @other bra again; }"""
     wanted = mgpu.c(value, _utils.ir.IntegerType.get_signless(32))
@@ -236,7 +229,6 @@ def _wait_for(_: Any, counter: Any, value: int) -> None:
 
 
 def _take_ticket(_: Any, counter: Any, ticket: Any) -> None:
-    """Increment `counter` once for the warpgroup; its old value goes to `ticket`, in shared memory."""
     with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
         integer = _utils.ir.IntegerType.get_signless(32)
         add = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"

@@ -35,7 +35,4 @@ def has_packed_mask(spec: Spec) -> bool:
 
 def bias_tile_bytes(spec: Spec) -> int:
     """Bytes for each logit that tiles of the bias take in shared memory."""
-    if not has_bias_tiles(spec):
-        return 0
-    assert spec.bias_dtype is not None
-    return spec.bias_dtype.itemsize
+    return spec.bias_dtype.itemsize if spec.bias_dtype is not None and has_bias_tiles(spec) else 0

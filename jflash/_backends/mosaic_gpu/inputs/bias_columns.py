@@ -26,15 +26,13 @@ from jflash._semantics.spec import Operands, Spec
 
 _PIECES, _LARGE, _HAS_LARGE = "bias_pieces", "large_biases", "has_large_biases"
 
-WIDEST = 128
-"""Columns of a head up to which shared memory has room for the bias's columns beside an output of its own."""
-
 
 def serves(spec: Spec) -> bool:
-    """Whether a call's logits are its products, scaled, and a bias of keys; for heads up to `WIDEST`."""
+    """Whether a call's logits are its products, scaled, and a bias of keys; for heads up to 128."""
     alone = "alibi_slopes" not in spec.operands and spec.score_mod is None and spec.logits_soft_cap is None
     is_scaled = spec.scale is not None and 1e-20 < spec.scale < 1e20
-    is_narrow = max(spec.head_dim, spec.value_dim) <= WIDEST
+    # For wider ones, shared memory has no room for the bias's columns beside an output of its own.
+    is_narrow = max(spec.head_dim, spec.value_dim) <= 128
     return alone and is_scaled and is_narrow and bias_and_mask.bias_kind(spec) == "column"
 
 

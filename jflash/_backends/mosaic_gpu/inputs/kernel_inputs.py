@@ -65,9 +65,7 @@ class KernelInputs:
     def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
         """A scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
         ref = self.refs.get(name)
-        if ref is None:
-            return None
-        return ref[tuple(shared_index(ref, batch, head))[: len(ref.shape)]]
+        return None if ref is None else ref[shared_index(ref, batch, head)]
 
     def part(self, name: str, batch: Int[Array, ""], head: Int[Array, ""]) -> Ref:
         """What one batch entry and head have of an operand `[#B, #N, ...]`."""
@@ -84,8 +82,7 @@ class KernelInputs:
         if edge is None:
             copy(self.refs[name], source)
             return
-        length = self.value(LENGTHS[name], source.batch)
-        assert length is not None
+        length: Any = self.value(LENGTHS[name], source.batch)
         inside = source.first + source.size <= length
         pl.when(inside)(lambda: copy(self.refs[name], source))
         pl.when(~inside)(lambda: copy(edge, source._replace(first=source.first - edge_row(length))))

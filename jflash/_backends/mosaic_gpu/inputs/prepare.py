@@ -71,13 +71,10 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
             continue
         match kind:
             case "tile":
-                rows, columns = -array.shape[2] % 8, -array.shape[3] % 64
-                if rows or columns:
-                    array = jnp.pad(array, ((0, 0), (0, 0), (0, rows), (0, columns)))
-            case "row":
-                array = with_margin(array[..., 0].astype(jnp.float32), (2,))
-            case "column":
-                array = with_margin(array[..., 0, :].astype(jnp.float32), (2,))
+                array = jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % 8), (0, -array.shape[3] % 64)))
+            case "row" | "column":
+                vector = array.squeeze(3 if kind == "row" else 2)
+                array = with_margin(vector.astype(jnp.float32), (2,))
             case "scalar":
                 array = array[..., 0, 0].astype(jnp.float32)
         prepared[name] = array

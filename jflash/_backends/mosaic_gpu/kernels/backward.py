@@ -88,13 +88,29 @@ class _Cta(Cta[FusedPlan]):
 
     def __init__(self, plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops, keys_first=True)
-        ticket = wave, block, item = _take_ticket(plan, refs, self.warpgroup, ops)
+        place = wave, block, item = self._take_ticket()
         self.item, self.first_key = plan.schedule.item(wave, item), block * plan.tile.keys
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
         heads = plan.schedule.heads
         self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
         dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"])
-        self.dq = DqAccumulator(plan.schedule, ops, dq_refs, sums_scale(plan.spec), ticket, tiles.count * heads)
+        self.dq = DqAccumulator(plan.schedule, ops, dq_refs, sums_scale(plan.spec), *place, tiles.count * heads)
+
+    def _take_ticket(self) -> tuple[Any, Any, Any]:
+        """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
+        earlier waves: so its place is not its index, but the number of CTAs that began before it."""
+        shared, schedule = self.smem, self.plan.schedule
+
+        @pl.when(self.warpgroup == self.plan.tile.warpgroups)
+        def _() -> None:
+            self.ops.take_ticket(self.refs.arrays["counters"], shared.ticket)
+            plgpu.barrier_arrive(shared.ticket_drawn)
+
+        plgpu.barrier_wait(shared.ticket_drawn)
+        # No ticket is negative. The compiler divides with fewer instructions if it knows.
+        ticket = lax.bitwise_and(shared.ticket[0], jnp.int32(0x7FFFFFFF))
+        items, blocks = schedule.items, schedule.blocks
+        return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)
 
     def compute(self) -> None:
         """Round some of dQ, and walk over the tiles of queries."""
@@ -260,20 +276,3 @@ class _Cta(Cta[FusedPlan]):
         self.smem.dq[self.warpgroup] = half
         plgpu.commit_smem()
         ops.reduce_add(target, self.smem.dq.at[self.warpgroup])
-
-
-def _take_ticket(plan: FusedPlan, refs: Refs, warpgroup: Any, ops: WarpgroupOps) -> tuple[Any, Any, Any]:
-    """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
-    earlier waves: so its place is not its index, but the number of CTAs that began before it."""
-    shared = refs.smem
-
-    @pl.when(warpgroup == plan.tile.warpgroups)
-    def _() -> None:
-        ops.take_ticket(refs.arrays["counters"], shared.ticket)
-        plgpu.barrier_arrive(shared.ticket_drawn)
-
-    plgpu.barrier_wait(shared.ticket_drawn)
-    # No ticket is negative. The compiler divides with fewer instructions if it knows.
-    ticket = lax.bitwise_and(shared.ticket[0], jnp.int32(0x7FFFFFFF))
-    items, blocks = plan.schedule.items, plan.schedule.blocks
-    return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)

@@ -58,10 +58,9 @@ class _Cta(Cta[ForwardPlan]):
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:
         """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
         that none of them is left at the end alone."""
-        plan = self.plan
+        plan, tile = self.plan, self.plan.tile
         batch, turn = plan.schedule.item(self.place, index)
         block = plan.schedule.blocks - 1 - turn
-        tile = plan.tile
         tiles = tile_range.visited(self.inputs, batch, block, tile.rows, tile.keys, plan.missing_rows)
         return batch, block, tiles.split(self.split, plan.splits)
 

@@ -30,10 +30,7 @@ Visits = Callable[[int, int], Sequence[int]]
 
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done.
-
-    `output_parts` is that of the plan.
-    """
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     columns, value_columns = round_up(spec.head_dim, 16), round_up(spec.value_dim, 16)
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
     q = smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype)

@@ -73,15 +73,12 @@ class DqAccumulator:
     refs: DqRefs
     scale: float
     """What is accumulated is multiplied with it when it is rounded."""
-    ticket: tuple[Any, Any, Any]
-    """The CTA's wave, block and work item."""
+    wave: Any
+    block: Any
+    item: Any
+    """The CTA's work item, of its wave."""
     copies: Any
     """Tiles of queries that this CTA visits."""
-
-    @property
-    def wave(self) -> Any:
-        """The CTA's wave."""
-        return self.ticket[0]
 
     @property
     def adds(self) -> Any:
@@ -120,15 +117,15 @@ class DqAccumulator:
     @property
     def _earlier(self) -> WorkItem:
         """The work item that is rounded: all heads of its group, and of their rows a part by each block's CTA."""
-        return self.schedule.item(self._earlier_wave, self.ticket[2])
+        return self.schedule.item(self._earlier_wave, self.item)
 
     def _finished(self, wave: Any) -> Ref:
         """The counter of this CTA's work item in a wave."""
-        return self.refs.counters.at[(1 + wave * self.schedule.items + self.ticket[2]) * _LINE]
+        return self.refs.counters.at[(1 + wave * self.schedule.items + self.item) * _LINE]
 
     def _acc(self, wave: Any, head: Any) -> Ref:
         """Of this CTA's place in a wave."""
-        place = lax.rem(wave, waves_with_room(self.schedule)) * self.schedule.items + self.ticket[2]
+        place = lax.rem(wave, waves_with_room(self.schedule)) * self.schedule.items + self.item
         return self.refs.acc.at[place * self.schedule.heads + head]
 
     @property
@@ -139,7 +136,7 @@ class DqAccumulator:
     @property
     def _tiles(self) -> Any:
         """How many tiles this CTA rounds."""
-        left = self.refs.dq.shape[1] // WARPGROUP_ROWS - self.ticket[1] * self._share
+        left = self.refs.dq.shape[1] // WARPGROUP_ROWS - self.block * self._share
         return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.schedule.heads)
 
     @property
@@ -170,7 +167,7 @@ class DqAccumulator:
     def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
         """Some of this CTA's parts, a portion at once."""
         parts = self._parts // portion
-        first_tile = self.ticket[1] * self._share
+        first_tile = self.block * self._share
         size = WARPGROUP_ROWS // parts
 
         def round_rows(index: Any, _: None) -> None:

@@ -6,7 +6,7 @@ A kernel finds them from the block's index and its entry's offset and lengths; w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -38,17 +38,11 @@ def table(
     """The spans of every block of `size` queries (or, `of_keys`, keys), by name; empty where a kernel finds them."""
     if "query_segments" not in spec.operands:
         return {}
-    find, length = _find_spans(of_keys), spec.key_length if of_keys else spec.query_length
-    unmasked = operands._replace(mask=None)
-    one = lambda batch, block: jnp.stack(
-        find(spec, unmasked, batch, 1, block_start(block, size, missing), min(size, length))
-    )
+    length, unmasked = spec.key_length if of_keys else spec.query_length, operands._replace(mask=None)
+    find = functools.partial(visibility.query_spans if of_keys else visibility.key_spans, spec, unmasked)
+    one = lambda batch, block: jnp.stack(find(batch, 1, block_start(block, size, missing), min(size, length)))
     every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
     return {TABLE: every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))}
-
-
-def _find_spans(of_keys: bool) -> Callable[..., Spans]:
-    return visibility.query_spans if of_keys else visibility.key_spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +80,10 @@ def visited(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, 
     """
     spec, of_keys = inputs.spec, inputs.keys_first
     rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
-    row, known = block_start(block, rows, missing), inputs.refs.get(TABLE)
-    if known is not None:
-        found = Spans(*(known[batch, block, part] for part in range(4)))
-    else:
-        found = _spans(inputs, batch, row, rows)
+    row = block_start(block, rows, missing)
+    known: Any = inputs.refs.get(TABLE)
+    read = lambda: Spans(*(known[batch, block, part] for part in range(4)))
+    found = _spans(inputs, batch, row, rows) if known is None else read()
     alignment = 64 if bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec) else 8
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
@@ -107,7 +100,8 @@ def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
     """The spans of some rows in a call without segments."""
     limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
     nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
-    return _find_spans(inputs.keys_first)(inputs.spec, nothing, 0, 1, first, rows)
+    find = visibility.query_spans if inputs.keys_first else visibility.key_spans
+    return find(inputs.spec, nothing, 0, 1, first, rows)
 
 
 def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
