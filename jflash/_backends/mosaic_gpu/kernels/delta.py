@@ -61,7 +61,8 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     )
     room = [(0, 0), (0, 0), (0, rows - length)]
     arrays = dict(lse=jnp.pad(lse, room, constant_values=-jnp.inf), d_lse=jnp.pad(d_lse, room)) | factors
-    made = launch.run(lambda refs: _kernel(spec, ops, list(factors), part, refs), arrays, ops)
+    names = list(factors)
+    made = launch.run(lambda refs: _kernel(spec, ops, names, part, refs), arrays, ops)
     return made | dict(delta=made["delta"][:, :, :length])
 
 
