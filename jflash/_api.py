@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _platform, _sharding
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _mesh, _platform
 from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
 from jflash._semantics.spec import Spec
 
@@ -173,9 +173,9 @@ def attention(
     )
     arguments = _with_score_mod_traced(arguments)
     arrays, call = _split(arguments, jax.Array, lambda arguments: _compute(names, arguments))
-    mesh = _sharding.explicit_mesh(arrays)
+    mesh = _mesh.explicit_mesh(arrays)
     if mesh is not None:
-        automatic: Any = jax.sharding.auto_axes(call, out_sharding=_sharding.following(query, mesh))
+        automatic: Any = jax.sharding.auto_axes(call, out_sharding=_mesh.following(query, mesh))
         call = automatic
     out, lse = call(arrays)
     return (out, lse) if return_residual else out

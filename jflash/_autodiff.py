@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash import _dispatch, _operation, _platform, _sharding
+from jflash import _dispatch, _operation, _platform, _sequence, _sharding, _split
 from jflash._backends import xla
-from jflash._choice import Choice, Program
+from jflash._choice import Choice
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
+from jflash._sequence import SequenceSplit
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -41,16 +42,29 @@ class _Part:
     spec: Spec
     sums = False
 
-    def _run(self, kind: str, program: Program, operands: Operands, *others: Any) -> Any:
-        own = _dispatch.BACKENDS[program.backend]
-        function = getattr(own if hasattr(own, kind) else xla, kind)
+    kind: ClassVar[str]
+    """The function's name."""
 
-        def local(operands: Operands, *others: Any) -> Any:
+    def __call__(self, program: Any, args: Any) -> Any:
+        backend = _dispatch.functions(program.backend)
+
+        def local(sequence: SequenceSplit | None, *args: Any) -> Any:
             with _platform.lowered_for(program.platform):
-                return self._in_full(operands, function(self.spec.resized(operands), operands, *others))
+                return self._of(backend, sequence, *args)
 
-        split = _sharding.shard(local, self._like(operands), key_heads=self.spec.key_heads, group=self.spec.group)
-        return split(operands, *others)
+        return _sharding.shard(local, self.spec, self._like(args[0]))(*args)
+
+    def _by_xla(self, *args: Any) -> Any:
+        """In plain JAX, for its derivatives."""
+        return self._of(xla, _split.in_shard_map(self.spec.resized(args[0])), *args)
+
+    def _of(self, backend: Any, sequence: SequenceSplit | None, operands: Operands, *others: Any) -> Any:
+        """A backend's results for one device's part, in one form."""
+        if sequence is None:
+            results = getattr(backend, self.kind)(self.spec.resized(operands), operands, *others)
+        else:
+            results = getattr(_sequence, self.kind)(backend, sequence, operands, *others)
+        return self._in_full(operands, results)
 
     def _like(self, operands: Operands) -> Any:
         """Arrays or shapes as those of the results."""
@@ -70,8 +84,7 @@ class _Part:
 class _Attention(_Part):
     """Operands -> out, lse."""
 
-    def __call__(self, program: Any, args: Any) -> Results:
-        return self._run("forward", program, *args)
+    kind = "forward"
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         (operands,), (pushed,) = args, tangents
@@ -84,8 +97,7 @@ class _Attention(_Part):
 class _Tangent(_Part):
     """Operands, out and lse, tangents of operands (`None`: 0) -> tangents of out and lse."""
 
-    def __call__(self, program: Any, args: Any) -> Results:
-        return self._run("tangent", program, *args)
+    kind = "tangent"
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         *point, pushed = args
@@ -93,7 +105,7 @@ class _Tangent(_Part):
         found = _operation.perform(self, *point, linear) if jax.tree.leaves(linear) else None
 
         def function(operands: Operands, results: Results) -> Results:
-            return xla.tangent(self.spec.resized(operands), operands, results, pushed)
+            return self._by_xla(operands, results, pushed)
 
         return _with_rest(found, function, point, moved)
 
@@ -109,10 +121,8 @@ class _Tangent(_Part):
 class _Backward(_Part):
     """Operands; out, lse and their cotangents -> gradients of the operands, `None` for those not asked for."""
 
+    kind = "backward"
     sums = True
-
-    def __call__(self, program: Any, args: Any) -> Operands:
-        return self._run("backward", program, *args)
 
     def _like(self, operands: Operands) -> Operands:
         unasked = {name: jax.tree.map(lambda _: None, getattr(operands, name)) for name in self.spec.undifferentiated}
@@ -127,6 +137,8 @@ class _Backward(_Part):
                 return None
             return jnp.zeros_like(like) if gradient is None else gradient
 
+        arrays = results.score_mod_arrays or (None,) * len(operands.score_mod_arrays)
+        results = results._replace(score_mod_arrays=arrays)
         return jax.tree.map(full, self._like(operands), results, is_leaf=_is_none)
 
     def tangents(self, args: Any, results: Operands, tangents: Any) -> Operands:
@@ -139,10 +151,7 @@ class _Backward(_Part):
             linear = residuals._replace(d_out=linear.d_out, d_lse=linear.d_lse)
             found = _operation.perform(self, operands, linear)
 
-        def function(operands: Operands, residuals: Residuals) -> Operands:
-            return self._in_full(operands, xla.backward(self.spec.resized(operands), operands, residuals))
-
-        return _with_rest(found, function, args, (moved, around._replace(d_out=None, d_lse=None)))
+        return _with_rest(found, self._by_xla, args, (moved, around._replace(d_out=None, d_lse=None)))
 
     def transpose(self, args: Any, cotangents: Operands) -> Any:
         operands, residuals = args

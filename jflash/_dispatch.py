@@ -21,8 +21,8 @@ The tangent or backward that a backend lacks is `xla`'s, and so is every derivat
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jflash_metal
 from jflash._backends import mosaic_gpu, reference, xla
@@ -39,6 +39,20 @@ BACKENDS: Mapping[str, Any] = {
 """In the order in which `implementation=None` asks them."""
 
 _log = logging.getLogger("jflash")
+
+
+class Functions(NamedTuple):
+    """A backend's functions, `xla`'s where it has none of its own."""
+
+    forward: Callable[..., Any]
+    tangent: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def functions(name: str) -> Functions:
+    """Those of a backend."""
+    own = BACKENDS[name]
+    return Functions(*(getattr(own if hasattr(own, kind) else xla, kind) for kind in Functions._fields))
 
 
 def candidates(implementation: Any) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from jflash._choice import Choice, Program
-from jflash._sharding import varying_alike
+from jflash._mesh import varying_alike
 
 
 class Operation(Protocol):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jflash import _sharding
+from jflash import _mesh
 from jflash._semantics.spec import Operands, Residuals
 from jflash_metal import _ffi
 from jflash_metal._blocks import THREADS
@@ -54,7 +54,7 @@ def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:
         shapes = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in kernel.results]
         written = _ffi.launch(source, kernel.entry, kernel.grid, (THREADS, 1, 1), arrays.parameters, bound, shapes)
         # Inside shard_map a result differs between devices as the operands do, which a custom call's type does not say.
-        written = _sharding.varying_alike(written, like=bound)
+        written = _mesh.varying_alike(written, like=bound)
         results |= {result.name: array for result, array in zip(kernel.results, written, strict=True)}
     return results
 

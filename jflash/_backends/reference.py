@@ -25,7 +25,7 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the query's dtype and log-sum-exp in the accumulator's."""
+    """Output in the results' dtype and log-sum-exp in the accumulator's."""
     everything = TileShape(spec.batch, spec.key_heads, spec.query_length, spec.key_length)
     tile = load_tile(spec, operands, Corner(0, 0, 0, 0), everything)
     dtype = spec.accumulator
@@ -69,6 +69,6 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     out = jnp.where(jnp.moveaxis(empty, 3, 1), 0, out)
     lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
     return (
-        out.reshape(spec.batch, spec.query_length, spec.heads, spec.value_dim).astype(spec.dtype),
+        out.reshape(spec.batch, spec.query_length, spec.heads, spec.value_dim).astype(spec.result_dtype),
         lse.reshape(spec.batch, spec.heads, spec.query_length),
     )

@@ -41,7 +41,8 @@ def keep(spec: Spec, tile: Tile) -> Bool[Array, "b k g i j"]:
     assert tile.head is not None
     first, second = (tile.dropout_seed[:, word][:, None, None, None, None] for word in (0, 1))
     golden = jnp.uint32(_GOLDEN)
+    query, key = tile.indices
     head = mix(first + tile.head.astype(jnp.uint32) * golden)
-    row = mix(head ^ mix(second + tile.query.astype(jnp.uint32) * golden))
-    bits = mix(mix(row + tile.key.astype(jnp.uint32) * golden) ^ second)
+    row = mix(head ^ mix(second + query.astype(jnp.uint32) * golden))
+    bits = mix(mix(row + key.astype(jnp.uint32) * golden) ^ second)
     return bits >= jnp.uint32(min(round(spec.dropout_rate * 2**32), 2**32 - 1))

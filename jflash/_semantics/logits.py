@@ -44,7 +44,7 @@ def modify_logits(
     if spec.score_mod is not None:
         assert tile.batch is not None
         assert tile.head is not None
-        logits = spec.score_mod(logits, tile.batch, tile.head, tile.query, tile.key, parameters.score_mod_arrays)
+        logits = spec.score_mod(logits, tile.batch, tile.head, *tile.indices, parameters.score_mod_arrays)
     return logits
 
 

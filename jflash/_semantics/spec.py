@@ -38,6 +38,13 @@ class Operands(NamedTuple):
     """Which batch entry a row of the arrays belongs to: it stays true when B is folded or sharded."""
     head_index: Int[Array, "#B N"] | None = None
     """Likewise for the heads."""
+    first_query: Int[Array, "#B"] | None = None
+    """Where in its sequence the first of these queries is, by `score_mod`'s and dropout's count; `None`: at 0.
+
+    Only they have it from here. Offsets and lengths are told as those of these queries and keys.
+    """
+    first_key: Int[Array, "#B"] | None = None
+    """Likewise for the keys."""
     dropout_seed: UInt32[Array, "B 2"] | None = None
     score_mod_arrays: tuple[Array, ...] = ()
     """What `score_mod` closes over, each `[#B, *its own shape]`."""
@@ -89,6 +96,11 @@ class Spec:
     dropout_rate: float = 0.0
     precision: Any = None
     deterministic: bool = False
+    sequence_axes: tuple[str, ...] = ()
+    """The axes of a `shard_map` over which queries and keys are split: lengths here are those of one device."""
+    partial: bool = False
+    """Whether there are keys besides these: then results are in the accumulator's dtype, to be merged by log-sum-exp,
+    and a backward's residuals are those of all keys."""
 
     @property
     def group(self) -> int:
@@ -99,6 +111,11 @@ class Spec:
     def accumulator(self) -> np.dtype[Any]:
         """The dtype of logits, softmax, sums and the log-sum-exp."""
         return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+
+    @property
+    def result_dtype(self) -> np.dtype[Any]:
+        """The dtype of the output, and of the gradients of query, key and value."""
+        return self.accumulator if self.partial else self.dtype
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

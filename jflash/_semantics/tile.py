@@ -37,6 +37,8 @@ class Tile(NamedTuple):
     parameters: Parameters
     query: Int[Array, "1 1 1 i 1"]
     key: Int[Array, "1 1 1 1 j"]
+    first_query: Int[Array, "#b 1 1 1 1"] | None
+    first_key: Int[Array, "#b 1 1 1 1"] | None
     position: Int[Array, "#b 1 1 i 1"]
     """The query's place among the keys: its index plus the offset."""
     batch: Int[Array, "b 1 1 1 1"] | None
@@ -47,6 +49,12 @@ class Tile(NamedTuple):
     query_segments: Int[Array, "#b 1 1 i 1"] | None
     key_segments: Int[Array, "#b 1 1 1 j"] | None
     dropout_seed: UInt32[Array, "b 2"] | None
+
+    @property
+    def indices(self) -> tuple[Int[Array, "#b 1 1 i 1"], Int[Array, "#b 1 1 1 j"]]:
+        """Of the query and the key in their whole sequences."""
+        query = self.query if self.first_query is None else self.query + self.first_query
+        return query, self.key if self.first_key is None else self.key + self.first_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +205,8 @@ def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) 
         parameters=load_parameters(spec, tile_parameters(operands), corner, shape),
         query=query,
         key=key,
+        first_query=by_batch(operands.first_query),
+        first_key=by_batch(operands.first_key),
         position=query + offset,
         batch=by_batch(operands.batch_index),
         head=by_head(operands.head_index),

@@ -39,7 +39,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     empty = residuals.lse == -jnp.inf
     delta = jnp.where(empty, 0, weighted - residuals.d_lse)
     shape = tiling.plan(spec, "backward")
-    subtracted = jnp.where(empty, 0, -residuals.d_lse) if shape.keys == spec.key_length else delta
+    subtracted = jnp.where(empty, 0, -residuals.d_lse) if tiling.holds_rows(spec, shape) else delta
     of_rows = recompute.by_row(spec, lse, recompute.sink_probabilities(operands, lse), subtracted)
     arguments = Terms(
         rows=(split_heads(operands.query, 2, spec), split_heads(residuals.d_out, 2, spec), *of_rows),
@@ -48,16 +48,15 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     )
     (d_query,), (d_key, d_value), (d_parameters,) = tile_sum(spec, shape, _Gradient(spec), operands, arguments)
     typed: Any = lambda gradient, like: None if gradient is None else gradient.astype(like.dtype)
-    arrays = d_parameters.score_mod_arrays or (None,) * len(operands.score_mod_arrays)
     return Operands(
-        query=d_query.reshape(operands.query.shape).astype(spec.dtype),
-        key=d_key.astype(spec.dtype),
-        value=d_value.astype(spec.dtype),
+        query=d_query.reshape(operands.query.shape).astype(spec.result_dtype),
+        key=d_key.astype(spec.result_dtype),
+        value=d_value.astype(spec.result_dtype),
         bias=typed(d_parameters.bias, operands.bias),
         scale=d_parameters.scale,
         alibi_slopes=d_parameters.alibi_slopes,
         sinks=online_softmax.sinks_gradient(operands.sinks, lse, delta),
-        score_mod_arrays=tuple(map(typed, arrays, operands.score_mod_arrays)),
+        score_mod_arrays=tuple(map(typed, d_parameters.score_mod_arrays, operands.score_mod_arrays)),
     )
 
 

@@ -32,7 +32,7 @@ Step = Callable[[online_softmax.Rows, Float[Array, "b k g i j"], online_softmax.
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the query's dtype and log-sum-exp in the accumulator's."""
+    """Output in the results' dtype and log-sum-exp in the accumulator's."""
     shape = tiling.plan(spec, "forward")
     whole = tiling.is_whole(spec, shape)
     batch, heads, rows = shape.batch, shape.key_heads, shape.queries
@@ -89,7 +89,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         if sinks is not None:
             block_sinks = cut(sinks, (block.batch, block.key_head, 0), (batch, heads, spec.group))[..., None]
         out, lse = online_softmax.finish(state, block_sinks)
-        out = jnp.moveaxis((out / (1 - spec.dropout_rate)).astype(spec.dtype), 3, 1)
+        out = jnp.moveaxis((out / (1 - spec.dropout_rate)).astype(spec.result_dtype), 3, 1)
         return (
             paste(results[0], out, (block.batch, block.first, block.key_head, 0, 0)),
             paste(results[1], lse, (block.batch, block.key_head, 0, block.first)),
@@ -97,7 +97,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
     heads_shape = (spec.key_heads, spec.group)
     results = (
-        jnp.zeros((spec.batch, spec.query_length, *heads_shape, spec.value_dim), spec.dtype),
+        jnp.zeros((spec.batch, spec.query_length, *heads_shape, spec.value_dim), spec.result_dtype),
         jnp.zeros((spec.batch, *heads_shape, spec.query_length), spec.accumulator),
     )
     out, lse = tiling.for_each_block(spec, operands, shape, attend_block, results)

@@ -208,7 +208,7 @@ class _Walk:
         keys = jax.tree.map(lambda array: tiling.load_keys(array, corner, shape), self.arguments.keys)
         parameters = tuple(load_parameters(spec, whole, corner, shape) for whole in self.arguments.parameters)
         tile = load_tile(spec, self.operands, corner, shape)
-        place = Place(tile, tiling.visible(spec, tile, span), block.fresh, shape.keys == spec.key_length)
+        place = Place(tile, tiling.visible(spec, tile, span), block.fresh, tiling.holds_rows(spec, shape))
         return self.function(Terms(rows, keys, parameters), place)
 
     def _zeros(self, example: Terms) -> Terms:

@@ -52,7 +52,7 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
     (t_sunk,) = recompute.by_row(spec, t_sunk)
     shape = tiling.plan(spec, "backward")
     summed = lambda function, *more: tile_sum(spec, shape, function, operands, Terms((*rows, *more), keys, parameters))
-    if shape.keys == spec.key_length:
+    if tiling.holds_rows(spec, shape):
         (t_out, t_lse), _, _ = summed(_WholeRows(spec), t_sunk)
     else:
         (t_out, out, t_lse, total), _, _ = summed(_AboutTheMean(spec))
@@ -61,7 +61,7 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
         t_lse = (t_lse + t_sunk) / total
         t_out = (t_out - t_lse[..., None] * out) / total[..., None]
     t_lse = jnp.swapaxes(t_lse.reshape(results.out.shape[:3]), 1, 2)
-    return Results(t_out.reshape(results.out.shape).astype(spec.dtype), t_lse)
+    return Results(t_out.reshape(results.out.shape).astype(spec.result_dtype), t_lse)
 
 
 class _Pushed:

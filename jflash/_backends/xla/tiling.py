@@ -14,7 +14,7 @@ from jflash import _tuning
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
-from jflash._sharding import varying_alike
+from jflash._mesh import varying_alike
 from jflash._tuning import TuningKey
 
 _NARROW_ROWS = 128
@@ -104,6 +104,18 @@ def is_whole(spec: Spec, shape: TileShape) -> bool:
     return shape == TileShape(spec.batch, spec.key_heads, spec.query_length, spec.key_length)
 
 
+def one_tile_for_a_block(spec: Spec, shape: TileShape) -> bool:
+    """Whether all that a block's rows see is in one tile."""
+    window = _window(spec)
+    in_step = "query_offset" not in spec.operands or shape.batch == 1
+    return shape.keys == spec.key_length or (in_step and window is not None and window + shape.queries <= shape.keys)
+
+
+def holds_rows(spec: Spec, shape: TileShape) -> bool:
+    """Whether a tile has all keys that its rows see, in this call or besides it."""
+    return one_tile_for_a_block(spec, shape) and not spec.partial
+
+
 class Block(NamedTuple):
     """Some query rows of some batch entries and heads."""
 
@@ -178,10 +190,7 @@ def for_each_tile[Carry](
     if is_whole(spec, shape):
         return body(corner(jnp.int32(0)), Span(), carry)
     spans = visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
-    window = _window(spec)
-    in_step = operands.query_offset is None or shape.batch == 1
-    if size == length or (in_step and window is not None and window + shape.queries <= size):
-        # One tile holds all that the rows see.
+    if one_tile_for_a_block(spec, shape):
         visit = lambda carry: body(corner(jnp.minimum(spans.start, length - size)), Span(), carry)
         return lax.cond(spans.start < spans.stop, visit, lambda carry: carry, carry)
 
