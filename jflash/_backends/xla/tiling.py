@@ -11,10 +11,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash import _tuning
+from jflash._mesh import varying_alike
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
-from jflash._mesh import varying_alike
 from jflash._tuning import TuningKey
 
 _NARROW_ROWS = 128
