@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _mesh, _platform
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _mesh, _platform, _split
 from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
 from jflash._semantics.spec import Spec
 
@@ -162,31 +162,15 @@ def attention(
     names = _dispatch.candidates(implementation)
     return_residual = _arguments.static_bool("return_residual", return_residual)
     arguments: dict[str, Any] = dict(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        score_mod=score_mod,
-        query_offset=query_offset,
-        segment_ids=segment_ids,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-        deterministic=deterministic,
-        sequence_axis=sequence_axis,
-        sequence_strategy=sequence_strategy,
-    )
+        query=query, key=key, value=value, bias=bias, mask=mask, scale=scale, is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
+        score_mod=score_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, precision=precision, deterministic=deterministic,
+        sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
+    )  # fmt: skip
     arguments = _with_score_mod_traced(arguments)
-    arrays, call = _split(arguments, jax.Array, lambda arguments: _compute(names, arguments))
+    arrays, call = _of_leaves(arguments, jax.Array, lambda arguments: _compute(names, arguments))
     mesh = _mesh.explicit_mesh(arrays)
     if mesh is not None:
         automatic: Any = jax.sharding.auto_axes(call, out_sharding=_mesh.following(query, mesh))
@@ -209,7 +193,7 @@ def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "score_mod": trace_score_mod(arguments["score_mod"], dtype)}
 
 
-def _split[Result](
+def _of_leaves[Result](
     arguments: dict[str, Any], kind: type, function: Callable[[dict[str, Any]], Result]
 ) -> tuple[list[Any], Callable[[list[Any]], Result]]:
     """The leaves of `arguments` that are of one kind, and `function` of them alone."""
@@ -262,7 +246,8 @@ def explain(
       describes what it would launch, if it has such a description; then comes whose derivatives the call has.
 
     Returns:
-      The choice, or that there is none, and a line for each implementation that refused; then the description.
+      The choice, or that there is none, and a line for each implementation that refused. Then, if the sequences are
+      split over devices, what is done about that, and why; then the description.
 
     Raises: what `attention` raises for arguments that are wrong.
     """
@@ -275,13 +260,15 @@ def explain(
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     found: list[Spec] = []
     look = lambda arguments: found.append(_canonical.canonicalize(**_with_score_mod_traced(arguments))[0])
-    shapes, call = _split(arguments, jax.ShapeDtypeStruct, look)
+    shapes, call = _of_leaves(arguments, jax.ShapeDtypeStruct, look)
     jax.eval_shape(call, shapes)
     platform = next(iter(_platform.lowering_targets(jax.tree.leaves(arguments)).values()))
     (spec,) = found
     chosen, refusals = _dispatch.ask(spec, names, platform)
     verdict = f"{chosen} serves" if chosen is not None else "No implementation can serve"
     lines = [f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])]
+    sequences = _split.described(spec, query, key)
+    lines += [] if sequences is None else [f"sequences: {sequences}"]
     if verbose and chosen is not None and not _is_empty(spec):
         describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)
         lines += [] if describe is None else [describe(spec, platform)]

@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash import _dispatch, _mesh, _operation, _platform, _redistribute, _sequence, _sharding, _strategy
+from jflash import _dispatch, _mesh, _operation, _platform, _redistribute, _ring, _sequence, _sharding, _strategy
 from jflash._backends import xla
 from jflash._choice import Choice
+from jflash._ring import SequenceSplit
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
-from jflash._sequence import SequenceSplit
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array]:
     """(out, lse) of the chosen backends, under every transform."""
-    sequence = _sequence.in_shard_map(spec)
+    sequence = _ring.in_shard_map(spec)
     if sequence is not None:
         operands = _mesh.varying_over(operands, spec.sequence_axes)
         strategy, _ = _strategy.choose(sequence, spec.heads, spec.key_heads)
@@ -63,7 +63,7 @@ class _Part:
 
     def _by_xla(self, *args: Any) -> Any:
         """In plain JAX, for its derivatives."""
-        return self._of(xla, _sequence.in_shard_map(self.spec.resized(args[0])), *args)
+        return self._of(xla, _ring.in_shard_map(self.spec.resized(args[0])), *args)
 
     def _of(self, backend: Any, sequence: SequenceSplit | None, operands: Operands, *others: Any) -> Any:
         """A backend's results for one device's part, in one form."""

@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 
 def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh with explicit axes that some array's type speaks of."""
-    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    """The mesh with explicit axes that some array's type speaks of; inside a `shard_map` that of the `shard_map`."""
+    context = jax.sharding.get_abstract_mesh()
+    meshes = [context] if context.manual_axes else [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
@@ -42,6 +44,11 @@ def varying_over[Tree](tree: Tree, axes: Iterable[str]) -> Tree:
 
 def _varying(array: Any) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
+
+
+def sharding_of(array: Any) -> Any:
+    """An array's sharding, as far as it is known: that of a traced one is in its type, if anywhere."""
+    return jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
 
 
 def dimensions(sharding: Any, rank: int) -> list[Any]:

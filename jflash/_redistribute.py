@@ -13,9 +13,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jflash import _sequence
-from jflash._semantics.spec import Operands, Spec
-from jflash._sequence import Ring, SequenceSplit
-from jflash._split import HEADS_AXIS, KEYS_AXIS, QUERIES_AXIS
+from jflash._ring import Ring, SequenceSplit
+from jflash._semantics.spec import HEADS_AXIS, KEYS_AXIS, QUERIES_AXIS, Operands, Spec
 
 Attend = Callable[[Spec, Operands], tuple[Array, Array]]
 

@@ -18,11 +18,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from jflash import _mesh, _sequence, _split
+from jflash import _mesh, _ring, _split
 from jflash._locations import without_locations
-from jflash._semantics.spec import Operands, Residuals, Results, Spec
-from jflash._sequence import SequenceSplit
-from jflash._split import HEADS_AXIS, KEYS_AXIS, QUERIES_AXIS, Named
+from jflash._ring import SequenceSplit
+from jflash._semantics.spec import HEADS_AXIS, KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
+from jflash._split import Named
 
 
 def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
         whole = spec.resized(args[0])
         if _mesh.in_shard_map(leaves):
             # This is one device's part already; axes left to the compiler, it splits by itself.
-            return function(_sequence.in_shard_map(whole), *args)
+            return function(_ring.in_shard_map(whole), *args)
         results, result_tree = jax.tree.flatten(like)
         # The partitioner keeps what these functions close over: names and shapes, not the arrays.
         inputs = [Named(name, leaf.shape) for name, leaf in zip(_names(args), leaves, strict=True)]

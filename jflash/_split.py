@@ -5,28 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jflash import _mesh, _strategy
-from jflash._semantics.spec import Spec
-from jflash._sequence import Ring, SequenceSplit
-
-HEADS_AXIS: dict[str, int] = {
-    "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,
-    "out": 2, "lse": 1, "d_out": 2, "d_lse": 1,
-}  # fmt: skip
-"""Where the arrays of a call have their heads; the others have none."""
-QUERIES_AXIS: dict[str, int] = {
-    "query": 1, "bias": 2, "mask": 2, "query_segments": 1, "out": 1, "lse": 2, "d_out": 1, "d_lse": 2,
-}  # fmt: skip
-"""Where they have the queries."""
-KEYS_AXIS: dict[str, int] = {"key": 1, "value": 1, "key_segments": 1}
-"""Where they have the keys. A bias or mask has those whole on every device: each needs other ones at each step."""
-
+from jflash import _mesh, _ring, _strategy
+from jflash._ring import Ring, SequenceSplit
+from jflash._semantics.spec import HEADS_AXIS, KEYS_AXIS, QUERIES_AXIS, Spec
 
 Axes = Sequence[tuple[str, ...]]
 """The mesh axes over which B, L, N and H of an array are split."""
@@ -129,6 +116,19 @@ def choose(call: Spec, mesh: Mesh | AbstractMesh, query: Axes, key: Axes) -> Spl
         (True, True): "queries and keys split over different axes: each row of devices merges its results",
     }
     return dataclasses.replace(split, reason=reasons[bool(queries), bool(keys)])
+
+
+def described(call: Spec, query: Any, key: Any) -> str | None:
+    """What is done about the sequences of such arrays, and why, in words for the user; `None`: they are not split."""
+    in_shard_map = _ring.in_shard_map(call)
+    if in_shard_map is not None:
+        return _strategy.choose(in_shard_map, call.heads, call.key_heads).reason
+    shardings = [_mesh.sharding_of(array) for array in (query, key)]
+    if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
+        return None
+    of_query, of_key = map(_mesh.canonical_axes, shardings, (query.ndim, key.ndim))
+    split = choose(call, shardings[0].mesh, of_query, of_key)
+    return split.reason if of_query[1] or of_key[1] else None
 
 
 def _of_one_ring(split: Split) -> Split:

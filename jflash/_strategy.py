@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jflash._ring import SequenceSplit
 from jflash._semantics.spec import Spec
-from jflash._sequence import SequenceSplit
 
 FLOPS_PER_BYTE = 1300
 """What a device computes while it receives a byte: an H200's 600 TFLOP/s of attention for 450 GB/s of NVLink."""
@@ -71,8 +71,8 @@ def choose(sequence: SequenceSplit, heads: int, key_heads: int) -> Strategy:
     label = "ring, zigzag" if name == "ring" and sequence.zigzag else name
     if named is not None:
         return Strategy(name, f"{label}, as named")
-    times = [f"{other} {cost.time / found[name].time:.2f}" for other, cost in found.items() if other != name]
-    return Strategy(name, f"{label}; by count, others would take times as long: {', '.join(times)}")
+    times = [f"{other} {cost.time / found[name].time:.2f} times" for other, cost in found.items() if other != name]
+    return Strategy(name, f"{label}; by count, {' and '.join(times)} as long")
 
 
 def costs(sequence: SequenceSplit, heads: int, key_heads: int) -> dict[str, Cost]:

@@ -85,6 +85,13 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=[name for name, module in _dispatch.BACKENDS.items() if hasattr(module, "backward")])
+def split_backend(request: pytest.FixtureRequest) -> str:
+    """The backends that jflash splits over devices; `reference` is left to XLA."""
+    skip_refused(request.param, *[jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.float32)] * 3)
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles that the backends come with, whatever was tuned on this machine."""

@@ -66,6 +66,19 @@ class Residuals(NamedTuple):
     d_lse: Float[Array, "B N T"]
 
 
+HEADS_AXIS: dict[str, int] = {
+    "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,
+    "out": 2, "lse": 1, "d_out": 2, "d_lse": 1,
+}  # fmt: skip
+"""Where the arrays of a call have their heads; the others have none."""
+QUERIES_AXIS: dict[str, int] = {
+    "query": 1, "bias": 2, "mask": 2, "query_segments": 1, "out": 1, "lse": 2, "d_out": 1, "d_lse": 2,
+}  # fmt: skip
+"""Where they have the queries."""
+KEYS_AXIS: dict[str, int] = {"key": 1, "value": 1, "key_segments": 1}
+"""Where they have the keys. A bias or mask has those whole on every device: each needs other ones at each step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """The static facts of one call: hashable, equal when the same code serves both calls."""

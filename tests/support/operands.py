@@ -7,6 +7,7 @@ what JAX's transforms make of a call is decided before XLA sees it.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -95,6 +96,12 @@ def cotangents(results: Results) -> Results:
         return jnp.cos(jnp.arange(result.size, dtype=result.dtype)).reshape(result.shape) + jnp.zeros_like(result)
 
     return jax.tree.map(weigh, results)
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[str]:
+    """The kind of each operation of a compiled program that moves something between devices."""
+    kinds = r"(all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter)(?:-start)?\("
+    return re.findall(kinds, compiled.as_text())
 
 
 def split(operands: Operands) -> tuple[Operands, Operands]:

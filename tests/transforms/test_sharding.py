@@ -5,7 +5,6 @@ Indices (of dropout and `score_mod`) and sums are those of the whole problem: re
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,17 +20,16 @@ from operands import (
     assert_same,
     attend,
     attend_and_pull_back,
+    collectives,
     draw,
     jit,
     pull_back,
     reference,
     served,
 )
-from refusals import skip_refused
 from short_run import cover, sampled
 
 import jflash
-from jflash import _dispatch
 
 P = PartitionSpec
 
@@ -98,18 +96,6 @@ def put(operands: Operands, layout: Layout, mesh: Mesh) -> Operands:
     return {
         name: jax.device_put(array, NamedSharding(mesh, layout.spec(name, array))) for name, array in operands.items()
     }
-
-
-def collectives(compiled: jax.stages.Compiled) -> list[str]:
-    kinds = r"(all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter)(?:-start)?\("
-    return re.findall(kinds, compiled.as_text())
-
-
-@pytest.fixture(params=[name for name, module in _dispatch.BACKENDS.items() if hasattr(module, "backward")])
-def split_backend(request: pytest.FixtureRequest) -> str:
-    """The backends that jflash splits over devices; `reference` is left to XLA."""
-    skip_refused(request.param, **PLAIN)
-    return request.param
 
 
 def check(layout: Layout, operands: Operands, backend: str) -> None:
