@@ -113,9 +113,7 @@ def attention_fn(
     if deterministic:
         dropout_rate = 0.0
     elif dropout_rate > 0 and dropout_rng is None:
-        raise ValueError(
-            f"`dropout_rng` is needed when `dropout_rate` is above 0. Got dropout_rate={dropout_rate} and no key."
-        )
+        raise ValueError(f"`dropout_rng` is needed if `dropout_rate` > 0. Got dropout_rate={dropout_rate} and no key.")
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     if query_offset is None:
         query_offset = 0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -104,8 +105,8 @@ def exponentials(
 ) -> tuple[Float[Array, "*rows j"], Float[Array, "*rows"]]:
     """exp(logit - largest) where the logits of all keys are at hand, and the largest of each row.
 
-    Maximum, subtraction and XLA's own exponential are one pass on a CPU, if no selection stands between them. So a row
-    that sees no key is seen to before them: its largest is the lowest number of all, and its exponentials are 0.
+    Maximum, subtraction and XLA's own exponential are one pass on a CPU, if no selection stands between them. So the
+    maximum begins at the lowest number of all: a row that sees no key has that, and its exponentials are 0.
 
     Args:
       rounded: whether what makes the logits may end in a product that is rounded. XLA makes them twice, and the second
@@ -113,8 +114,12 @@ def exponentials(
     """
     if rounded:
         logits = lax.optimization_barrier(logits)
-    finite = jnp.maximum(logits, float(jnp.finfo(logits.dtype).min))
-    largest = lax.stop_gradient(finite.max(axis=-1))
+    fixed, lowest = lax.stop_gradient(logits), np.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    if logits.shape[-1] == 1:
+        # XLA takes the maximum of one number to be that number, wherever it begins.
+        largest = jnp.maximum(fixed, lowest)[..., 0]
+    else:
+        largest = lax.reduce(fixed, lowest, lax.max, (logits.ndim - 1,))
     return jnp.exp(logits - largest[..., None]), largest
 
 

@@ -77,8 +77,8 @@ DEFECTS = [
     Defect(
         "score_mod gets the indices of query and key exchanged",
         "jflash/_semantics/logits.py",
-        "tile.head, tile.query, tile.key, parameters.score_mod_arrays",
-        "tile.head, tile.key, tile.query, parameters.score_mod_arrays",
+        "tile.head, *tile.indices, parameters.score_mod_arrays",
+        "tile.head, *reversed(tile.indices), parameters.score_mod_arrays",
         EXACT,
     ),
     Defect(
@@ -160,9 +160,9 @@ DEFECTS = [
     ),
     Defect(
         "Gradients of what devices with other heads share are not summed",
-        "jflash/_sharding.py",
-        "for axes, own in ((split.batch_axes, along_batch), (split.head_axes, along_heads)):",
-        "for axes, own in ((split.batch_axes, along_batch),):",
+        "jflash/_split.py",
+        "dict.fromkeys((*self.batch, *self.heads, *self.queries, *self.keys))",
+        "dict.fromkeys((*self.batch, *self.queries, *self.keys))",
         "tests/transforms/test_sharding.py::test_all_operands",
     ),
     Defect(

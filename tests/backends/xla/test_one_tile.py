@@ -56,7 +56,7 @@ def test_right(name: str, dtype: str):
 
 
 @cover(1)
-@pytest.mark.parametrize("keys", [1, 75])
+@pytest.mark.parametrize("keys", [1, 2, 75])
 @pytest.mark.parametrize(
     "options",
     [

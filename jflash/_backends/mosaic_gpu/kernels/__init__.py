@@ -1,4 +1,1 @@
-"""The kernels of Hopper: each file is one kernel, its plan, its shared memory, and its launch.
-
-Of `forward` and `backward` plan and main loop are files of their own.
-"""
+"""The kernels of Hopper: a file is a kernel with its plan, shared memory and launch, or its plan apart."""

@@ -61,12 +61,11 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     )
     room = [(0, 0), (0, 0), (0, rows - length)]
     arrays = dict(lse=jnp.pad(lse, room, constant_values=-jnp.inf), d_lse=jnp.pad(d_lse, room)) | factors
-    names = list(factors)
-    made = launch.run(lambda refs: _kernel(spec, ops, names, part, refs), arrays, ops)
+    made = launch.run(lambda refs: _kernel(spec, ops, part, refs), arrays, ops)
     return made | dict(delta=made["delta"][:, :, :length])
 
 
-def _kernel(spec: Spec, ops: WarpgroupOps, factors: list[str], part: int, refs: Refs) -> None:
+def _kernel(spec: Spec, ops: WarpgroupOps, part: int, refs: Refs) -> None:
     arrays, results, shared = refs
     b, block, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
     own = pl.ds(block * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -74,7 +73,8 @@ def _kernel(spec: Spec, ops: WarpgroupOps, factors: list[str], part: int, refs: 
 
     @pl.when(block * WARPGROUP_ROWS < rows)
     def _() -> None:
-        for name, buffer in zip(factors, shared.factors, strict=True):
+        # There are no buffers where the products were summed before.
+        for name, buffer in zip(("out", "d_out"), shared.factors, strict=False):
             values = pipeline.columns(buffer.shape[1], arrays[name], b)
             plgpu.copy_gmem_to_smem(arrays[name].at[b, own, head, values], buffer, shared.full)
         if "dq_acc" in results:

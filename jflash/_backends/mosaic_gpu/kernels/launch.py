@@ -49,13 +49,11 @@ class Launch:
 
     def run(self, body: Callable[[Refs], None], arrays: Mapping[str, Any], ops: WarpgroupOps) -> dict[str, Any]:
         """Launch `body` on arrays, or on references inside `pl.run_state`; the results by name."""
-
         names = tuple(arrays)
 
-        def kernel(*all_refs: Any) -> None:
-            *refs, smem = all_refs
-            named = dict(zip([*names, *self.results], refs, strict=True))
-            body(Refs({name: named[name] for name in names}, {name: named[name] for name in self.results}, smem))
+        def kernel(*refs: Any) -> None:
+            given, made = refs[: len(names)], refs[len(names) : -1]
+            body(Refs(dict(zip(names, given, strict=True)), dict(zip(self.results, made, strict=True)), refs[-1]))
 
         kernel.__name__ = self.name
         scratch: Any = [self.smem]
