@@ -77,6 +77,9 @@ TABLE += [
     *rows("query", ValueError, "a multiple of `key`", {"N=3 and K=2": zeros(B, T, 3, H), "N=1 and": zeros(B, T, 1, H)}),
     # Heads before lengths, as other libraries have them.
     *rows("key", ValueError, "a multiple of", {"N=4 and K=5": zeros(B, K, S, H)}, value=zeros(B, K, S, D)),
+    *rows("sequence_axis", TypeError, "the name of a mesh axis", {"3": 3, "['x', 4]": ["x", 4]}),
+    *rows("sequence_axis", ValueError, "of the jax.shard_map around", {"'x', and the axes here are ()": "x"}),
+    *rows("sequence_strategy", ValueError, "one of ring, all_to_all, gather", {"'tree'": "tree"}),
     *rows("bias mask alibi_slopes sinks", TypeError, ARRAY, {"list": [1.0], "float": 1.0}),
     *rows("bias", TypeError, "bool array of who may attend is `mask`", {"dtype bool": zeros(T, S, dtype=bool)}),
     *rows("bias", TypeError, FLOATING, {"int32": ints(T, S), "complex64": zeros(T, S, dtype=np.complex64)}),

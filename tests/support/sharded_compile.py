@@ -16,13 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 import jflash
 
-BATCH, HEADS = P("x"), P(None, None, "x")
+BATCH, HEADS, SEQUENCE = P("x"), P(None, None, "x"), P(None, "x")
 SPLITS = {
     "batch": (8, 4, 4, BATCH, BATCH),
     "heads": (1, 16, 8, HEADS, HEADS),
     "heads_equal": (1, 8, 8, HEADS, HEADS),
     "one_key_head": (1, 8, 1, HEADS, P()),
     "two_key_heads": (1, 8, 2, HEADS, P()),
+    "ring": (1, 8, 2, SEQUENCE, SEQUENCE),
+    "all_to_all": (1, 16, 8, SEQUENCE, SEQUENCE),
+    "keys": (1, 8, 2, P(), SEQUENCE),
 }
 """For eight devices: batch, heads, key heads, and how queries and keys are split."""
 

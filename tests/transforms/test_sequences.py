@@ -14,7 +14,7 @@ import pytest
 import sequences
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from operands import collectives, jit
-from sequences import CONTEXT, OPTIONS, WAYS, Way, spec_in_jit
+from sequences import CONTEXT, LINE, OPTIONS, WAYS, Way, spec_in_jit
 
 import jflash
 
@@ -163,6 +163,37 @@ def test_a_ring_gathers_nothing(options: dict[str, Any]) -> None:
     push = lambda *arrays: jax.jvp(attention, arrays, arrays)
     for function in (attention, push, gradients(attention)):
         assert set(collectives(jit(function).lower(*arrays).compile())) == {"collective-permute"}
+
+
+def test_explain_says_what_is_done_and_why() -> None:
+    def said(way: Way, length: int = 131072, **options: Any) -> str:
+        return jflash.explain(*shapes(way, length, 128), is_causal=True, **options).splitlines()[-1]
+
+    assert said(Way(LINE, CONTEXT, CONTEXT, (32, 4))).startswith("sequences: ring, zigzag; by count, gather 1.")
+    assert said(Way(LINE, CONTEXT, CONTEXT, (32, 8))).startswith("sequences: all_to_all; by count, ring 1.")
+    assert said(Way(LINE, CONTEXT, CONTEXT), sequence_strategy="gather") == "sequences: gather, as named"
+    assert said(Way(LINE, P(), CONTEXT)).startswith("sequences: keys split")
+    assert "sequences" not in said(Way(LINE, P(), P()))
+    heads = Way({"x": 4, "h": 2}, P(None, "x", "h"), P(None, "x", "h"), (32, 8))
+    assert "ring" in said(heads._replace(heads=(32, 2)))
+    several = [
+        jax.ShapeDtypeStruct((2, 2, *array.shape[1:]), array.dtype, sharding=NamedSharding(array.sharding.mesh, spec))
+        for array in shapes(heads, 4096)
+        for spec in [P(None, "h", "x")]
+    ]
+    assert "sequences: ring" in jflash.explain(*several)
+
+
+def test_explain_inside_shard_map() -> None:
+    found: list[str] = []
+
+    def local(*arrays: jax.Array) -> jax.Array:
+        found.append(jflash.explain(*arrays, sequence_axis="x").splitlines()[-1])
+        return arrays[0]
+
+    mesh = sequences.mesh_of(WAYS["ring"])
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=CONTEXT, out_specs=CONTEXT), *shapes(WAYS["ring"], 64))
+    assert found[0].startswith("sequences: ring")
 
 
 def test_decoding_with_a_cache_split_over_devices() -> None:
