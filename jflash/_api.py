@@ -19,6 +19,7 @@ Scale = float | Float[Array, ""]
 Lengths = Int[Array, "*B"]
 Window = int | tuple[int, int]
 Offset = int | Int[Array, "*#B"]
+SequenceStrategy = Literal["ring", "all_to_all", "gather"]
 Segments = Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]]
 
 
@@ -42,7 +43,7 @@ class Options(TypedDict, total=False):
     precision: Any
     deterministic: bool
     sequence_axis: str | tuple[str, ...] | None
-    sequence_strategy: Literal["ring", "all_to_all", "gather"] | None
+    sequence_strategy: SequenceStrategy | None
 
 
 @overload
@@ -92,7 +93,7 @@ def attention(
     precision: Any = None,
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_strategy: Literal["ring", "all_to_all", "gather"] | None = None,
+    sequence_strategy: SequenceStrategy | None = None,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
     r"""Exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash._api import Implementation, Scale, Window, attention
+from jflash._api import Implementation, Scale, SequenceStrategy, Window, attention
 from jflash._semantics.score_mod import ScoreModFunction
 
 try:
@@ -38,6 +38,8 @@ class Options(TypedDict, total=False):
     segment_ids: Int[Array, " T"] | tuple[Int[Array, " T"], Int[Array, " S"]] | None
     sinks: Float[Array, " N"] | None
     precision: Any
+    sequence_axis: str | tuple[str, ...] | None
+    sequence_strategy: SequenceStrategy | None
 
 
 class MultiheadAttention(equinox.nn.MultiheadAttention):

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jflash._api import Implementation, Lengths, Offset, Scale, Segments, Window, attention
+from jflash._api import Implementation, Lengths, Offset, Scale, Segments, SequenceStrategy, Window, attention
 from jflash._semantics.score_mod import ScoreModFunction
 
 try:
@@ -58,6 +58,8 @@ def attention_fn(
     segment_ids: Segments | None = None,
     sinks: Float[Array, " N"] | None = None,
     reproducible: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_strategy: SequenceStrategy | None = None,
 ) -> Float[Array, "*B T N D"]:
     """The `attention_fn` of `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
 
@@ -98,6 +100,8 @@ def attention_fn(
       segment_ids: `[*B, T]` or a pair.
       sinks: `[N]`.
       reproducible: the `deterministic` of `jflash.attention`: the same bits on every run.
+      sequence_axis: where a `jax.shard_map` splits T and S; bound to the layer that is called inside it.
+      sequence_strategy: "ring", "all_to_all" or "gather".
 
     Returns:
       `[*B, T, N, D]` in the dtype that the arguments were cast to.
@@ -124,29 +128,15 @@ def attention_fn(
             "score_mod": score_mod is not None,
         }
         _refuse_unknown_position(query, key, [f"`{name}`" for name, used in positional.items() if used])
+    mask = None if mask is None else jnp.asarray(mask).astype(bool)
     return attention(
-        query,
-        key,
-        value,
-        bias,
-        None if mask is None else jnp.asarray(mask).astype(bool),
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        score_mod=score_mod,
-        query_offset=query_offset,
-        segment_ids=segment_ids,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_rng,
-        precision=precision,
-        deterministic=reproducible,
-    )
+        query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+        implementation=implementation, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
+        score_mod=score_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
+        dropout_rate=dropout_rate, dropout_key=dropout_rng, precision=precision, deterministic=reproducible,
+        sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
+    )  # fmt: skip
 
 
 def _refuse_weights(module: Any, *einsums: Any) -> None:
