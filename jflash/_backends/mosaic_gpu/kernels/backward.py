@@ -143,11 +143,11 @@ class _Cta(Cta[FusedPlan]):
                 plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
 
     def _store(self, acc: _Accumulators, own_keys: Any) -> None:
-        """Store dK and dV: in float32 where several head groups share the keys."""
+        """Store dK and dV: in float32 where they are summed on."""
         shared, item = self.smem, self.item
         results = self.refs.results["d_key"], self.refs.results["d_value"]
         gradients = acc.dk * sums_scale(self.plan.spec), acc.dv
-        if self.plan.schedule.head_groups > 1:
+        if self.plan.schedule.stores_sums:
             for result, gradient in zip(results, gradients, strict=True):
                 result[item.batch, item.head_group, own_keys] = gradient
             plgpu.wait_smem_to_gmem(0)
