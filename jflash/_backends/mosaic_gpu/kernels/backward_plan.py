@@ -81,11 +81,12 @@ class FusedPlan(KernelPlan):
         dims = whole_dims(spec)
         rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
         sums = {f"d_{name}": shape((spec.batch, spec.heads, keys), jnp.float32) for name in self.wanted}
+        d_query = shape((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves + dq_accumulator.lag(schedule), block=schedule.blocks, item=schedule.items),
             results=dict(
-                d_query=shape((spec.batch, rows, spec.heads, dims[0]), spec.result_dtype),
+                **({} if spec.partial else dict(d_query=d_query)),
                 d_key=schedule.gradient(spec, keys, dims[0], self.tile.columns(dims[0])),
                 d_value=schedule.gradient(spec, keys, dims[1], self.tile.columns(dims[1])),
                 **sums,
