@@ -63,7 +63,7 @@ def describe(spec: Spec, platform: Platform) -> str:
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the query's dtype and log-sum-exp in float32."""
+    """Output in the results' dtype and log-sum-exp in float32."""
     plan = plan_forward(spec)
     results = launch(plan, prepare(plan, operands))
     return results["out"], results["lse"]
@@ -73,20 +73,21 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """The gradients of the operands, `None` for those that have none or are not differentiated."""
     plan = plan_backward(spec)
     results = launch(plan, prepare(plan, operands, residuals))
-    return finish(operands, residuals, results)
+    return finish(spec, operands, residuals, results)
 
 
-def finish(operands: Operands, residuals: Residuals, results: Mapping[str, Array]) -> Operands:
+def finish(spec: Spec, operands: Operands, residuals: Residuals, results: Mapping[str, Array]) -> Operands:
     """The gradients from what the kernels of the backward wrote."""
     gradients: dict[str, Any] = {name: results.get(f"d_{name}") for name in ("query", "key", "value")}
     bias = operands.bias
     if bias is not None:
+        dtype = spec.gradient_dtype(bias.dtype)
         if "d_bias" in results:
-            gradients["bias"] = results["d_bias"].astype(bias.dtype)
+            gradients["bias"] = results["d_bias"].astype(dtype)
         elif "d_bias_rows" in results:
-            gradients["bias"] = _summed(results["d_bias_rows"][..., None], bias.shape).astype(bias.dtype)
+            gradients["bias"] = _summed(results["d_bias_rows"][..., None], bias.shape).astype(dtype)
         elif "d_bias_columns" in results:
-            gradients["bias"] = _summed(results["d_bias_columns"][:, :, None], bias.shape).astype(bias.dtype)
+            gradients["bias"] = _summed(results["d_bias_columns"][:, :, None], bias.shape).astype(dtype)
     if operands.scale is not None and "d_scale_rows" in results:
         gradients["scale"] = _summed(results["d_scale_rows"], operands.scale.shape)
     if operands.alibi_slopes is not None and "d_slope_rows" in results:

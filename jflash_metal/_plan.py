@@ -121,7 +121,7 @@ def plan_forward(spec: Spec) -> Plan:
         (_count(spec.query_length, sizes.forward.rows), spec.heads, spec.batch),
         (*OPERANDS, "sinks"),
         (
-            Result("out", (spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype),
+            Result("out", (spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.result_dtype),
             _by_row(spec, "lse"),
         ),
         sizes.forward,
@@ -141,7 +141,7 @@ def plan_backward(spec: Spec) -> Plan:
     query_shape = (spec.batch, spec.query_length, spec.heads, spec.head_dim)
     key_shape = (spec.batch, spec.key_length, spec.key_heads)
     bias_shape = spec.bias_shape or (1, 1, 1, 1)
-    d_bias = Result("d_bias", bias_shape, _bias_dtype(spec))
+    d_bias = Result("d_bias", bias_shape, _d_bias_dtype(spec))
     row_results = [
         *([d_bias] if want.bias_pairs else []),
         *(
@@ -159,7 +159,7 @@ def plan_backward(spec: Spec) -> Plan:
         "d_query",
         (query_blocks, spec.heads, spec.batch),
         operands,
-        (Result("d_query", query_shape, spec.dtype), *row_results),
+        (Result("d_query", query_shape, spec.result_dtype), *row_results),
         sizes.d_query,
         tuple(memory.d_query(sizes.d_query).items()),
     )
@@ -168,8 +168,8 @@ def plan_backward(spec: Spec) -> Plan:
         (key_blocks(sizes.d_key_value.rows), spec.key_heads, spec.batch),
         operands,
         (
-            Result("d_key", (*key_shape, spec.head_dim), spec.dtype),
-            Result("d_value", (*key_shape, spec.value_dim), spec.dtype),
+            Result("d_key", (*key_shape, spec.head_dim), spec.result_dtype),
+            Result("d_value", (*key_shape, spec.value_dim), spec.result_dtype),
             *([columns] if want.bias_columns else []),
         ),
         sizes.d_key_value,
@@ -238,9 +238,11 @@ def _features(spec: Spec) -> dict[str, str | int]:
     return dict(
         PARAMETERS_SIZE=PARAMETERS.itemsize,
         SCALAR=SCALARS[spec.dtype.name],
+        RESULT_SCALAR=SCALARS[spec.result_dtype.name],
         HEAD_DIM=spec.head_dim,
         VALUE_DIM=spec.value_dim,
         BIAS_SCALAR=SCALARS[_bias_dtype(spec).name],
+        D_BIAS_SCALAR=SCALARS[_d_bias_dtype(spec).name],
         HAS_BIAS="bias" in spec.operands,
         BIAS_BY_QUERY=bias[2] > 1,
         BIAS_BY_KEY=bias[3] > 1,
@@ -260,9 +262,14 @@ def _features(spec: Spec) -> dict[str, str | int]:
 
 
 def _bias_dtype(spec: Spec) -> np.dtype[Any]:
-    """The kernels' dtype of the bias and its gradient: its own if Metal has it, else float32."""
+    """The kernels' dtype of the bias: its own if Metal has it, else float32."""
     own = spec.bias_dtype
     return own if own is not None and own.name in SCALARS else np.dtype(np.float32)
+
+
+def _d_bias_dtype(spec: Spec) -> np.dtype[Any]:
+    """The kernels' dtype of its gradient."""
+    return spec.gradient_dtype(_bias_dtype(spec))
 
 
 def _blocks(spec: Spec) -> Blocks:

@@ -114,8 +114,9 @@ class Spec:
     sequence_strategy: str | None = None
     """What the caller wants done about sequences that are split; `None`: what is counted to be the fastest."""
     partial: bool = False
-    """Whether there are keys besides these: then results are in the accumulator's dtype, to be merged by log-sum-exp,
-    and a backward's residuals are those of all keys."""
+    """Whether there are keys or queries besides these. Then results are in the accumulator's dtype, outputs to be
+    merged by log-sum-exp and gradients, parameters' too, to be added up; a backward's residuals are those of all keys,
+    out and d_out in the query's dtype."""
 
     @property
     def group(self) -> int:
@@ -130,7 +131,11 @@ class Spec:
     @property
     def result_dtype(self) -> np.dtype[Any]:
         """The dtype of the output, and of the gradients of query, key and value."""
-        return self.accumulator if self.partial else self.dtype
+        return self.gradient_dtype(self.dtype)
+
+    def gradient_dtype(self, dtype: Any) -> np.dtype[Any]:
+        """The dtype of the gradient of an operand of `dtype`."""
+        return np.dtype(jnp.promote_types(dtype, self.accumulator) if self.partial else dtype)
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

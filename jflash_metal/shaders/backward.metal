@@ -36,9 +36,9 @@ kernel void delta(
 // One threadgroup for each block of queries, head and batch entry.
 kernel void d_query(
     OPERAND_AND_RESIDUAL_ARGUMENTS
-    device Scalar* d_query [[buffer(17)]],
+    device ResultScalar* d_query [[buffer(17)]],
 #if WANT_BIAS_PAIRS
-    device BiasScalar* d_bias [[buffer(D_BIAS_BUFFER)]],
+    device DBiasScalar* d_bias [[buffer(D_BIAS_BUFFER)]],
 #endif
 #if WANT_BIAS_ROWS
     device float* d_bias_rows [[buffer(D_BIAS_ROWS_BUFFER)]],
@@ -90,8 +90,8 @@ kernel void d_query(
 // One threadgroup for each block of keys, key head and batch entry.
 kernel void d_key_value(
     OPERAND_AND_RESIDUAL_ARGUMENTS
-    device Scalar* d_key [[buffer(17)]],
-    device Scalar* d_value [[buffer(18)]],
+    device ResultScalar* d_key [[buffer(17)]],
+    device ResultScalar* d_value [[buffer(18)]],
 #if WANT_BIAS_COLUMNS
     device float* d_bias_columns [[buffer(19)]],
 #endif
@@ -129,7 +129,7 @@ kernel void d_key_value(
 // One threadgroup for each block of keys, block of queries and [T, S] of the bias.
 kernel void d_bias(
     OPERAND_AND_RESIDUAL_ARGUMENTS
-    device BiasScalar* d_bias [[buffer(17)]],
+    device DBiasScalar* d_bias [[buffer(17)]],
     constant Parameters& parameters [[buffer(18)]],
     THREAD_ARGUMENTS) {
   threadgroup Scalar4 block_qk[tile_size(D_QUERY_ROWS, HEAD_DIM)];

@@ -17,7 +17,7 @@ inline void d_bias_block(
     device const float* lse,
     device const float* delta,
     constant Parameters& parameters,
-    device BiasScalar* d_bias,
+    device DBiasScalar* d_bias,
     int bias_batch,
     int bias_head,
     int first_query,
@@ -90,7 +90,7 @@ inline void d_bias_block(
   for (int element = 0; element < Lanes::ELEMENTS; ++element) {
     int key = first_key + lanes.column(element);
     if (lanes.column(element) < COLUMNS && query < parameters.queries && key < parameters.keys) {
-      d_bias[long(query) * parameters.keys + key] = BiasScalar(sums[element]);
+      d_bias[long(query) * parameters.keys + key] = DBiasScalar(sums[element]);
     }
   }
 }

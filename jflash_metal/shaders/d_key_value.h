@@ -13,8 +13,8 @@
 
 /// Gradients of one key head.
 struct KeyGradients {
-  device Scalar* d_key;
-  device Scalar* d_value;
+  device ResultScalar* d_key;
+  device ResultScalar* d_value;
   /// [B, N, S], to be summed where the bias shares heads or batch entries.
   device float* d_bias_columns;
 };

@@ -13,9 +13,9 @@
 
 /// Gradients of one head; those that are not wanted stay null.
 struct QueryGradients {
-  device Scalar* d_query;
+  device ResultScalar* d_query;
   /// [T, S].
-  device BiasScalar* d_bias;
+  device DBiasScalar* d_bias;
   /// [T] each, one sum for each row.
   device float* d_bias_rows;
   device float* d_slope_rows;
@@ -30,10 +30,10 @@ struct RowSums {
 };
 
 /// Zeros for keys that the block does not see.
-inline void clear_bias(device BiasScalar* d_bias, int rows, int first_key, int stop_key, int keys, uint thread_index) {
+inline void clear_bias(device DBiasScalar* d_bias, int rows, int first_key, int stop_key, int keys, uint thread_index) {
   int count = stop_key - first_key;
   for (int index = int(thread_index); index < rows * count; index += THREADS) {
-    d_bias[long(index / count) * keys + first_key + index % count] = BiasScalar(0.0f);
+    d_bias[long(index / count) * keys + first_key + index % count] = DBiasScalar(0.0f);
   }
 }
 
@@ -62,7 +62,7 @@ inline void differentiate_tile(
           memory.tile_metadata[column], is_full);
       ds[lanes.row * row_stride(D_QUERY_COLUMNS) + column] = Scalar(gradient.d_scaled * head.scale);
       if (WANT_BIAS_PAIRS && query < parameters.queries && key < parameters.keys) {
-        gradients.d_bias[long(query) * parameters.keys + key] = BiasScalar(gradient.d_logit);
+        gradients.d_bias[long(query) * parameters.keys + key] = DBiasScalar(gradient.d_logit);
       }
       sums.bias += gradient.d_logit;
       if (HAS_ALIBI) {
@@ -132,7 +132,7 @@ inline void d_query_block(
   acc_dq.clear();
   RowSums row_sums = {0.0f, 0.0f, 0.0f};
   int rows = min(ROWS, parameters.queries - first_query);
-  device BiasScalar* d_bias = gradients.d_bias + long(first_query) * (WANT_BIAS_PAIRS ? parameters.keys : 0);
+  device DBiasScalar* d_bias = gradients.d_bias + long(first_query) * (WANT_BIAS_PAIRS ? parameters.keys : 0);
   TileRange range = visible_keys(head, parameters, first_query, ROWS);
   int first_key = range.start;
   if (WANT_BIAS_PAIRS) {

@@ -123,7 +123,7 @@ inline void forward_block(
     constant Parameters& parameters,
     int first_query,
     float sink,
-    device Scalar* out,
+    device ResultScalar* out,
     device float* lse,
     Worker worker) {
   constexpr int ROWS = FORWARD_ROWS, COLUMNS = FORWARD_COLUMNS;

@@ -4,7 +4,7 @@
 kernel void forward(
     OPERAND_ARGUMENTS
     device const float* sinks [[buffer(14)]],
-    device Scalar* out [[buffer(15)]],
+    device ResultScalar* out [[buffer(15)]],
     device float* lse [[buffer(16)]],
     constant Parameters& parameters [[buffer(17)]],
     THREAD_ARGUMENTS) {

@@ -8,6 +8,7 @@
 #include "tiles.h"
 
 typedef BIAS_SCALAR BiasScalar;
+typedef D_BIAS_SCALAR DBiasScalar;
 
 /// X(element, name, buffer). The ranges are the smallest and the largest segment of each 8 queries or keys.
 #define FOR_EACH_OPERAND(X)        \

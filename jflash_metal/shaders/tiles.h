@@ -10,6 +10,8 @@
 using namespace metal;
 
 typedef SCALAR Scalar;
+/// Of the output, and of the gradients of queries, keys and values.
+typedef RESULT_SCALAR ResultScalar;
 typedef vec<Scalar, 4> Scalar4;
 
 constexpr constant int THREADS = 128;
@@ -174,10 +176,10 @@ void rescale_rows(
   }
 }
 
-/// Writes those of this SIMD-group's rows that lie before `valid`, in the call's dtype.
+/// Writes those of this SIMD-group's rows that lie before `valid`, in the results' dtype.
 template <int ROWS, int FEATURES>
 void write_rows(
-    device Scalar* rows,
+    device ResultScalar* rows,
     int stride,
     int valid,
     thread Accumulator<ROWS, FEATURES>& acc,
@@ -191,7 +193,7 @@ void write_rows(
       for (uint element = worker.lane; element < 64; element += 32) {
         int row = int(worker.first_row + element / 8), column = first + int(element % 8);
         if (row < valid && column < FEATURES) {
-          rows[long(row) * stride + column] = Scalar(scratch[element]);
+          rows[long(row) * stride + column] = ResultScalar(scratch[element]);
         }
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);

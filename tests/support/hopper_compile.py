@@ -7,6 +7,7 @@ A program of its own: where Mosaic GPU leaves its reports is read from the envir
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -57,12 +58,19 @@ CASES = {
         dict(bias=((1, 4, 1, LENGTH), bfloat16)),
     ),
     "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
+    **{
+        f"d{d} causal, partial": (d, d, dict(is_causal=True), dict(query_offset=((), jnp.int32)))
+        for d in (64, 128, 256)
+    },
+    "bias, partial": (128, 128, {}, dict(bias=(PAIRS, bfloat16))),
 }
-
+PARTIAL = tuple(name for name in CASES if name.endswith("partial"))
+"""Cases that are a part of a call."""
 
 ROUNDS = (
     *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, bias of keys", "d64 causal, segments"),
     *("d128", "d128 causal", "d192/128 causal", "d256", "d256 causal", "window", "bias", "bias of keys"),
+    "d128 causal, partial",
 )
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 SPLIT = ("d64", "soft cap")
@@ -106,6 +114,7 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
+        spec = dataclasses.replace(spec, partial=name in PARTIAL)
 
         def forward(operands):
             return Results(*call.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER))
@@ -114,11 +123,11 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
             return call.backward(plan.plan_backward(spec.resized(operands), processors), operands, residuals, HOPPER)
 
         def over_devices(function, *args):
-            like = jax.eval_shape(function, *args)
-            return _sharding.shard(function, like, key_heads=spec.key_heads, group=spec.group)(*args)
+            return _sharding.shard(lambda _, *args: function(*args), spec, jax.eval_shape(function, *args))(*args)
 
         out, lse = over_devices(forward, operands)
-        return out, over_devices(backward, operands, Residuals(out, lse, d_out, d_lse))
+        residuals = Residuals(out.astype(spec.dtype), lse, d_out, d_lse)
+        return out, over_devices(backward, operands, residuals)
 
     for path in DIRECTORY.iterdir():
         path.unlink()

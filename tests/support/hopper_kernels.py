@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,29 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
         lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
         {name: getattr(gradients, name).reshape(array.shape) for name, array in smooth.items()},
     )
+
+
+def functions(processors: int = 132) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The backend's forward and backward, jitted, as on a device with this number of processors; each finds races."""
+    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
+
+    def forward(spec: Spec, operands: Operands) -> Any:
+        return kernels.forward(plan.plan_forward(spec, processors), operands, ops)
+
+    def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
+        return kernels.backward(plan.plan_backward(spec, processors), operands, residuals, ops)
+
+    def without_races(function: Callable[..., Any]) -> Callable[..., Any]:
+        jitted = jax.jit(function, static_argnums=0)
+
+        def run(*args: Any) -> Any:
+            results = jax.block_until_ready(jitted(*args))
+            assert not races_found(), function.__name__
+            return results
+
+        return run
+
+    return without_races(forward), without_races(backward)
 
 
 def traced(

@@ -38,14 +38,14 @@ def unsupported_call(spec: Spec) -> str | None:
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the query's dtype and log-sum-exp in float32."""
+    """Output in the results' dtype and log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu import call, hardware, plan
 
     return call.forward(plan.plan_forward(spec, _platform.current().processors), operands, hardware.HOPPER)
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
-    """Gradients of all operands that have one, in their dtypes and shapes."""
+    """Gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu import call, hardware, plan
 
     found = plan.plan_backward(spec, _platform.current().processors)

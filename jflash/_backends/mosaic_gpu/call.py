@@ -27,7 +27,7 @@ from jflash._semantics.spec import Operands, Residuals, Spec
 def forward(
     plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the query's dtype and log-sum-exp in float32."""
+    """Output in the results' dtype and log-sum-exp in float32."""
     made = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
     return _finish_forward(plan, operands, made["out"], made["lse"])
 
@@ -60,7 +60,7 @@ def _finish_forward(plan: ForwardPlan, operands: Operands, out: Array, lse: Arra
     if plan.packed_heads > 1:
         out = out.swapaxes(2, 3)
     out, lse = (out[0], lse[0]) if plan.splits == 1 else _merge(operands, out, lse)
-    out, lse = out[:, : plan.rows, :, : plan.spec.value_dim].astype(plan.spec.dtype), lse[:, :, : plan.rows]
+    out, lse = out[:, : plan.rows, :, : plan.spec.value_dim].astype(plan.spec.result_dtype), lse[:, :, : plan.rows]
     if plan.packed_heads > 1:
         out = prepare.unpack_heads(out, plan.packed_heads)
         lse = prepare.unpack_heads(lse.transpose(0, 2, 1), plan.packed_heads).transpose(0, 2, 1)
@@ -81,7 +81,7 @@ def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:
-    """Gradients of all operands that have one, in their dtypes and shapes."""
+    """Gradients of all operands that have one, in their shapes."""
     spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
     arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
     tiles = {name: prepare.pad_to_whole_tiles(array) for name, array in arrays.items()}
@@ -111,7 +111,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
 def _finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
     def trimmed(name: str) -> Array:
         like = getattr(operands, name)
-        return gradients[f"d_{name}"][:, : like.shape[1], :, : like.shape[3]].astype(like.dtype)
+        return gradients[f"d_{name}"][:, : like.shape[1], :, : like.shape[3]].astype(spec.result_dtype)
 
     def summed(name: str) -> Array | None:
         total = gradients.get(f"d_{name}")
@@ -139,4 +139,4 @@ def _to_parameter(spec: Spec, name: str, total: Array, like: Array) -> Array:
         total = total.sum(axis=(1, 2) if like.ndim == 1 else 2)
         total = total.reshape(*total.shape, *[1] * (like.ndim - total.ndim))
     shared = tuple(axis for axis, size in enumerate(like.shape) if size == 1 and total.shape[axis] > 1)
-    return total.sum(axis=shared, keepdims=True).astype(like.dtype)
+    return total.sum(axis=shared, keepdims=True).astype(spec.gradient_dtype(like.dtype))

@@ -47,7 +47,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         parameters=(smooth_parameters(operands),),
     )
     (d_query,), (d_key, d_value), (d_parameters,) = tile_sum(spec, shape, _Gradient(spec), operands, arguments)
-    typed: Any = lambda gradient, like: None if gradient is None else gradient.astype(like.dtype)
+    typed: Any = lambda gradient, like: None if gradient is None else gradient.astype(spec.gradient_dtype(like.dtype))
     return Operands(
         query=d_query.reshape(operands.query.shape).astype(spec.result_dtype),
         key=d_key.astype(spec.result_dtype),

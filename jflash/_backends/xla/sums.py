@@ -219,8 +219,8 @@ class _Walk:
         def of_parameter(part: Array | None, whole: Array | None) -> Array | None:
             if part is None or whole is None:
                 return None
-            # A bias of which each element is met once needs no wider sum than itself.
-            alone = whole.shape == (spec.batch, spec.heads, spec.query_length, spec.key_length)
+            # A bias of which each element is met once, in this call and besides it, needs no wider sum than itself.
+            alone = whole.shape == (spec.batch, spec.heads, spec.query_length, spec.key_length) and not spec.partial
             return jnp.zeros(whole.shape, whole.dtype if alone else jnp.promote_types(whole.dtype, dtype))
 
         def of_parameters(parts: Parameters) -> Parameters:

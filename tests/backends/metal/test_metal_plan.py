@@ -89,6 +89,21 @@ def test_kernel_that_has_the_gradient_of_a_bias(shape: tuple[int, int, int, int]
     assert not any(name in names for names in constant.values())
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 70, 100), (1, 4, 70, 100)])
+def test_results_of_a_part_are_in_float32(shape: tuple[int, int, int, int]) -> None:
+    """Those of a whole call are in the dtypes of what they are, or are the gradients, of."""
+    dtypes = []
+    for partial in (False, True):
+        spec = with_bias(shape, jnp.bfloat16, partial=partial)
+        kernels = _plan.plan_forward(spec).kernels + _plan.plan_backward(spec).kernels
+        dtypes.append({result.name: result.dtype for kernel in kernels for result in kernel.results})
+    whole, part = dtypes
+    narrow = {name for name, dtype in whole.items() if dtype == SPEC.dtype}
+    assert narrow == {"out", "d_query", "d_key", "d_value", "d_bias"}
+    assert whole.keys() == part.keys()
+    assert set(part.values()) == {np.dtype(np.float32)}
+
+
 @pytest.mark.parametrize(
     ("dtype", "scalar"), [(np.float32, "float"), (jnp.bfloat16, "bfloat"), (np.float16, "half"), (np.float64, "float")]
 )

@@ -306,6 +306,20 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
         assert sorted(covered) == list(range(rows))
 
 
+@pytest.mark.parametrize("processors", [1, 3, 8, 132])
+@pytest.mark.parametrize(("heads", "key_heads", "batch"), [(4, 4, 2), (4, 1, 3), (6, 2, 4), (3, 3, 1)])
+def test_accumulators_of_a_part_are_its_gradient(heads: int, key_heads: int, batch: int, processors: int):
+    of_whole = BackwardSchedule.of(heads, key_heads, 3, batch, processors)
+    schedule = dataclasses.replace(of_whole, partial=True)
+    acc = jnp.arange(dq_accumulator.accumulators(schedule))[:, None, None]
+    gradient = dq_accumulator.unrounded(schedule, acc)
+    assert gradient.shape == (batch, 1, heads, 1)
+    for wave, number in itertools.product(range(schedule.waves), range(schedule.items)):
+        item, place = schedule.item(wave, number), wave * schedule.items + number
+        own = gradient[item.batch, 0, item.first_head : item.first_head + schedule.heads, 0]
+        assert own.tolist() == [place * schedule.heads + head for head in range(schedule.heads)]
+
+
 @sampled(4)
 @pytest.mark.parametrize("processors", [1, 3, 7])
 @pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2)])

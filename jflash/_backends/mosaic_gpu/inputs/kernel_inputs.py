@@ -130,6 +130,8 @@ class KernelInputs:
             ),
             query=query,
             key=key,
+            first_query=read("first_query"),
+            first_key=read("first_key"),
             position=query + offset,
             batch=read("batch_index"),
             head=read("head_index"),

@@ -57,7 +57,7 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     """
     prepared: dict[str, Array] = {}
     scalars = "scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"
-    indices = () if spec.score_mod is None else ("batch_index", "head_index")
+    indices = () if spec.score_mod is None else ("batch_index", "head_index", "first_query", "first_key")
     segments = "query_segments", "key_segments"
     for name in (*scalars, *indices, *segments):
         array = getattr(operands, name)

@@ -57,9 +57,13 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
     states = {name: jnp.zeros(result.shape, result.dtype) for name, result in launch.results.items()}
     written = dict(dq_acc=dq_acc, counters=jnp.zeros(dq_accumulator.counters(schedule), jnp.int32))
-    made, _ = pl.run_state(store)((states, written))
+    made, written = pl.run_state(store)((states, written))
     of_keys = {f"d_{name}": schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
-    return made | of_keys | dict(d_query=made["d_query"][:, : arrays["query"].shape[1]])
+    if schedule.partial:
+        d_query = dq_accumulator.unrounded(schedule, written["dq_acc"]) * sums_scale(plan.spec)
+    else:
+        d_query = made["d_query"][:, : arrays["query"].shape[1]]
+    return made | of_keys | dict(d_query=d_query)
 
 
 class _Step(NamedTuple):
@@ -93,7 +97,7 @@ class _Cta(Cta[FusedPlan]):
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
         heads = plan.schedule.heads
         self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
-        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results["d_query"])
+        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"))
         self.dq = DqAccumulator(plan.schedule, ops, dq_refs, sums_scale(plan.spec), *place, tiles.count * heads)
 
     def _take_ticket(self) -> tuple[Any, Any, Any]:
@@ -119,7 +123,7 @@ class _Cta(Cta[FusedPlan]):
         width = self.smem.dq.shape[-1]
         self.dq_columns = pl.ds(self.warpgroup * width, width)
         if self.plan.tile.split_dq_by_rows:
-            self.dq_columns = pipeline.columns(width, self.refs.results["d_query"], self.item.batch)
+            self.dq_columns = pipeline.columns(width, self.refs.arrays["dq_acc"], self.item.batch)
         pl.when(self.dq.adds)(self._begin)
         self.dq.begin(self.warpgroup)
 
@@ -143,11 +147,11 @@ class _Cta(Cta[FusedPlan]):
                 plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
 
     def _store(self, acc: _Accumulators, own_keys: Any) -> None:
-        """Store dK and dV: in float32 where several head groups share the keys."""
+        """Store dK and dV: in float32 where they are summed on."""
         shared, item = self.smem, self.item
         results = self.refs.results["d_key"], self.refs.results["d_value"]
         gradients = acc.dk * sums_scale(self.plan.spec), acc.dv
-        if self.plan.schedule.head_groups > 1:
+        if self.plan.schedule.stores_sums:
             for result, gradient in zip(results, gradients, strict=True):
                 result[item.batch, item.head_group, own_keys] = gradient
             plgpu.wait_smem_to_gmem(0)
@@ -176,7 +180,7 @@ class _Cta(Cta[FusedPlan]):
         def _() -> None:
             keys = pl.ds(self.first_key, self.plan.tile.keys)
             producer = QueryProducer(self.inputs, self.order, self.item, keys)
-            producer.copy_all(self.smem, self.dq.after_copy, dq_accumulator.SPARE)
+            producer.copy_all(self.smem, self.dq.after_copy, self.dq.spare)
             self.dq.finish()
 
     def _visit_all(self, own_keys: Any) -> _Accumulators:

@@ -45,7 +45,7 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
         do=smem.tile((tile.rows, value_columns), spec.dtype, value_dim),
         v=smem.tile((tile.keys, value_columns), spec.dtype, value_dim),
         bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
-        d_bias=smem.tile((tile.rows, tile.keys), spec.bias_dtype),
+        d_bias=smem.tile((tile.rows, tile.keys), spec.gradient_dtype(spec.bias_dtype)),
         qk_full=both,
         qk_empty=all_done,
         vo_full=both,
@@ -63,7 +63,7 @@ class DbiasPlan(KernelPlan):
 
     @property
     def launch(self) -> Launch:
-        """The result has the bias's shape and dtype, in whole tiles."""
+        """The result has the bias's shape, in whole tiles."""
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
         assert spec.bias_shape is not None
         batch, heads, rows, keys = spec.bias_shape
@@ -72,14 +72,14 @@ class DbiasPlan(KernelPlan):
         return Launch(
             name=f"jflash_d_bias_{head_dim}_{value_dim}",
             grid=dict(part=pl.cdiv(key_tiles, self.tiles_per_cta), block=blocks, head=heads, batch=batch),
-            results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.bias_dtype)),
+            results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.gradient_dtype(spec.bias_dtype))),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
 def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
-    """Launch the kernel; the gradient in the bias's shape and dtype."""
+    """Launch the kernel; the gradient in the bias's shape."""
     assert plan.spec.bias_shape is not None
     made = _Cta.launch(plan, arrays, ops)["d_bias"]
     return made[:, :, : plan.spec.bias_shape[2], : plan.spec.bias_shape[3]]

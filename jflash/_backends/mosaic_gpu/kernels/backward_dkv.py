@@ -202,7 +202,7 @@ class _Cta(Cta[DkvPlan]):
     def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref) -> None:
         """An accumulator into device memory: in float32, or through shared memory that both warpgroups have read."""
         result, item = self.refs.results[name], self.item
-        if self.plan.schedule.head_groups > 1:
+        if self.plan.schedule.stores_sums:
             result[item.batch, item.head_group, self.own_keys] = acc
             return
         plgpu.barrier_arrive(self.smem.finished)

@@ -70,9 +70,13 @@ class DqPlan(KernelPlan):
     @property
     def launch(self) -> Launch:
         spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
-        (head_dim, value_dim), rows = whole_dims(spec), round_up(spec.query_length, 8)
-        sums = shape((spec.batch, spec.heads, schedule.blocks * self.tile.rows), jnp.float32)
-        d_query = shape((spec.batch, rows, spec.heads, head_dim), spec.dtype)
+        (head_dim, value_dim), all_rows = whole_dims(spec), schedule.blocks * self.tile.rows
+        sums = shape((spec.batch, spec.heads, all_rows), jnp.float32)
+        rows, columns = round_up(spec.query_length, 8), head_dim
+        if spec.partial:
+            # Registers are stored whole.
+            rows, columns = all_rows, round_up(head_dim, 16)
+        d_query = shape((spec.batch, rows, spec.heads, columns), spec.result_dtype)
         return Launch(
             name=f"jflash_d_query_{head_dim}_{value_dim}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
@@ -119,7 +123,11 @@ class _Cta(Cta[DqPlan]):
         for name, total in zip(self.plan.wanted, sums, strict=True):
             results[f"d_{name}"][self.batch, self.head, own] = total
         d_query = rows.of(results["d_query"], shared.q.shape[-1])
-        pipeline.store(acc_dq * exponent.sums_scale(self.plan.spec), shared.q.at[warpgroup], d_query)
+        acc_dq = acc_dq * exponent.sums_scale(self.plan.spec)
+        if self.plan.spec.partial:
+            d_query[...] = acc_dq
+            return
+        pipeline.store(acc_dq, shared.q.at[warpgroup], d_query)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:

@@ -81,11 +81,12 @@ class FusedPlan(KernelPlan):
         dims = whole_dims(spec)
         rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
         sums = {f"d_{name}": shape((spec.batch, spec.heads, keys), jnp.float32) for name in self.wanted}
+        d_query = shape((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves + dq_accumulator.lag(schedule), block=schedule.blocks, item=schedule.items),
             results=dict(
-                d_query=shape((spec.batch, rows, spec.heads, dims[0]), spec.dtype),
+                **({} if spec.partial else dict(d_query=d_query)),
                 d_key=schedule.gradient(spec, keys, dims[0], self.tile.columns(dims[0])),
                 d_value=schedule.gradient(spec, keys, dims[1], self.tile.columns(dims[1])),
                 **sums,
@@ -121,8 +122,9 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
     if dbias is not None:
         wanted = tuple(name for name in wanted if name != "bias")
-    by_keys = lambda size: BackwardSchedule.of(
-        spec.heads, spec.key_heads, pl.cdiv(spec.key_length, size), spec.batch, processors
+    by_keys = lambda size: dataclasses.replace(
+        BackwardSchedule.of(spec.heads, spec.key_heads, pl.cdiv(spec.key_length, size), spec.batch, processors),
+        partial=spec.partial,
     )
     # Each sum over keys, and with deterministic=True every sum, has an owner in the two kernels alone.
     fused_tiles = None if spec.deterministic or bias_kind == "row" else choose_fused_tiles(spec)

@@ -37,8 +37,8 @@ from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
 def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; out `[splits, B, T, N, D]` and lse `[splits, B, N, L]`.
 
-    T and D are whole tiles' here; L is T rounded up to whole blocks. With several splits the outputs are float32, and
-    sinks are left to their merge.
+    T and D are whole tiles' here; L is T rounded up to whole blocks, as T is in a partial call. With several splits the
+    outputs are float32, and sinks are left to their merge.
     """
     return _Cta.launch(plan, arrays, ops)
 
@@ -105,13 +105,12 @@ class _Cta(Cta[ForwardPlan]):
         plgpu.barrier_wait(self.smem.q_full.at[self.warpgroup])
         at = TileCoord(batch, self.head, self._rows(block).start, 0)
         copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_q)
-        own_buffer = plan.output_parts > 0
         loop = _MainLoop(self, tiles, at, visited)
-        state, acc_o = loop.run(q_read=copy_next if own_buffer else lambda: None)
+        state, acc_o = loop.run(q_read=copy_next if plan.queries_stay else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
         out, lse = online_softmax.finish(self.form.exponent(plan.spec), state, acc_o, sink)
         self._store(batch, block, out, lse)
-        if plan.schedule.items_per_cta > 1 and not own_buffer:
+        if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             copy_next()
         return visited + tiles.count
@@ -119,13 +118,16 @@ class _Cta(Cta[ForwardPlan]):
     def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
         plan, shared = self.plan, self.smem
         o, own_buffer = self.o.at[self.warpgroup], plan.output_parts > 0
-        if self.o is not self.q and not own_buffer:
+        if self.o is not self.q and not plan.queries_stay:
             # The output has another layout than the queries, which other warpgroups may still read.
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
         self.refs.results["lse"][self.split, batch, self.head, self._rows(block)] = lse
         result = self.refs.results["out"].at[self.split, batch]
         columns, width = out.shape[1], o.shape[1]
+        if plan.spec.partial:
+            self._part(result, block, pl.ds(0, columns))[...] = out
+            return
         for first in range(0, columns, width):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

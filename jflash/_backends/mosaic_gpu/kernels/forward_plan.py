@@ -35,10 +35,10 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
     q = smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype)
     o = smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)), out_dtype)
-    alike: Any = (q,) if (columns, spec.dtype) == (value_columns, out_dtype) else plgpu.RefUnion(q, o)
+    alike: Any = (q,) if spec.partial or (columns, spec.dtype) == (value_columns, out_dtype) else plgpu.RefUnion(q, o)
     ring = functools.partial(smem.ring, readers=tile.warpgroups)
     return Buffers(
-        # The output takes the place of the queries, or has a buffer of its own.
+        # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_parts else alike,
         q_full=smem.barriers(tile.warpgroups),
         k=ring((tile.stages, tile.keys, columns), spec.dtype, copies=1 + has_bias_tiles + bias_by_mma),
@@ -78,7 +78,12 @@ class ForwardPlan(KernelPlan):
     @property
     def out_dtype(self) -> Any:
         """The dtype in which the kernel stores the output."""
-        return self.spec.dtype if self.splits == 1 else jnp.dtype(jnp.float32)
+        return self.spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)
+
+    @property
+    def queries_stay(self) -> bool:
+        """Whether the output leaves the place of the queries to the next ones."""
+        return self.output_parts > 0 or self.spec.partial
 
     @property
     def missing_rows(self) -> int:
@@ -89,10 +94,13 @@ class ForwardPlan(KernelPlan):
     def launch(self) -> Launch:
         """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
-        rows = round_up(self.rows, 8)
+        rows, columns, all_rows = round_up(self.rows, 8), value_dim, schedule.blocks * self.tile.rows
+        if spec.partial:
+            # Registers are stored whole.
+            rows, columns = all_rows, round_up(value_dim, 16)
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
-        out = (self.splits, spec.batch, *order, value_dim)
-        lse = (self.splits, spec.batch, self.heads, schedule.blocks * self.tile.rows)
+        out = (self.splits, spec.batch, *order, columns)
+        lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
         groups = schedule.head_groups
         return Launch(
@@ -116,7 +124,7 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     if splits > 1:
         return plan
     schedule = _schedule(plan, visits(tile.rows, tile.keys), processors)
-    parts = output_parts(spec, tile) if schedule.items_per_cta > 1 else 0
+    parts = output_parts(spec, tile) if schedule.items_per_cta > 1 and not spec.partial else 0
     return dataclasses.replace(plan, schedule=schedule, output_parts=parts)
 
 
@@ -166,7 +174,7 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
         most = logits.form(spec).max_warpgroups
         candidates = sorted((tile for tile in narrow if tile.warpgroups <= most), key=time)
     # Splits of the keys store a float32 output.
-    dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.dtype
+    dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile, dtype(tile)))]
     key = TuningKey("mosaic_gpu forward", (head_dim, value_dim, bias_bytes, "short" if few_rows else "long"))
     return _tuning.choose(key, fitting)
@@ -206,7 +214,7 @@ def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) 
     groups = heads // math.gcd(heads, 8) if blocks_grow and tile.warpgroups > 2 else 1
     staggered = not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
-    parts = output_parts(spec, tile)
+    parts = 1 if spec.partial else output_parts(spec, tile)
     if processors is None or not (parts or head_dim == value_dim):
         return one
     # Tiles of fewer rows take less time, if not in proportion.

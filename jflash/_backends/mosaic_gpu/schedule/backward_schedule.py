@@ -52,6 +52,13 @@ class BackwardSchedule:
     items: int
     """Work items of a wave."""
     waves: int
+    partial: bool = False
+    """Whether dK and dV are parts of sums that go on after the call."""
+
+    @property
+    def stores_sums(self) -> bool:
+        """Whether dK and dV are stored as they were summed, in float32, to be summed on."""
+        return self.head_groups > 1 or self.partial
 
     @staticmethod
     def of(heads: int, key_heads: int, blocks: int, batch: int, processors: int | None) -> BackwardSchedule:
@@ -80,19 +87,19 @@ class BackwardSchedule:
         return WorkItem(batch, own, lax.div(own, self.head_groups), own * self.heads)
 
     def gradient(self, spec: Spec, rows: int, dim: int, columns: int) -> jax.ShapeDtypeStruct:
-        """What is stored for keys or values `[B, S, K, dim]`: the same, or of several groups
-        `[B, groups, rows, columns]` in float32."""
-        if self.head_groups == 1:
+        """What is stored for keys or values `[B, S, K, dim]`: the same, or sums `[B, groups, rows, columns]`."""
+        if not self.stores_sums:
             return jax.ShapeDtypeStruct((spec.batch, round_up(spec.key_length, 8), spec.key_heads, dim), spec.dtype)
         return jax.ShapeDtypeStruct((spec.batch, spec.key_heads * self.head_groups, rows, columns), jnp.float32)
 
     def summed(self, gradient: Array, of: Array) -> Float[Array, "B S K H"]:
         """The whole gradient of keys or values, from what was stored."""
-        if self.head_groups == 1:
+        if not self.stores_sums:
             return gradient
         batch, rows, key_heads, columns = of.shape
         each = gradient[:, :, :rows, :columns].reshape(batch, key_heads, self.head_groups, rows, columns)
-        return each.sum(axis=2).transpose(0, 2, 1, 3).astype(of.dtype)
+        total = each.sum(axis=2).transpose(0, 2, 1, 3)
+        return total if self.partial else total.astype(of.dtype)
 
 
 def _head_groups(group: int, blocks: int, processors: int | None) -> int:

@@ -11,6 +11,8 @@ it waits anyway.
 A wait is short, or none: about twice as many CTAs as the device runs at once begin between those that a CTA waits for
 and itself. It ends, whatever the order in which CTAs begin: a CTA's place in the grid is a ticket that it draws when it
 begins, so all CTAs of earlier waves have begun (decoupled look-back, Merrill and Garland, 2016, has the same device).
+
+A partial call's dQ is not rounded. Its accumulators are the result: they exist for all waves, and no CTA waits.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
@@ -35,12 +38,12 @@ _LINE = 32
 
 def lag(schedule: BackwardSchedule) -> int:
     """When a wave begins, the last CTAs of the one before are always still at work."""
-    return min(schedule.waves, 2)
+    return 0 if schedule.partial else min(schedule.waves, 2)
 
 
 def waves_with_room(schedule: BackwardSchedule) -> int:
     """The waves for which accumulators exist."""
-    return min(schedule.waves, 2 * lag(schedule))
+    return schedule.waves if schedule.partial else min(schedule.waves, 2 * lag(schedule))
 
 
 def accumulators(schedule: BackwardSchedule) -> int:
@@ -53,6 +56,12 @@ def counters(schedule: BackwardSchedule) -> int:
     return (1 + schedule.waves * schedule.items) * _LINE
 
 
+def unrounded(schedule: BackwardSchedule, acc: Float[Array, "accumulators L H"]) -> Float[Array, "B L N H"]:
+    """A partial call's dQ, from its accumulators."""
+    by_group = acc.reshape(-1, schedule.batch, schedule.heads, *acc.shape[1:])
+    return by_group.transpose(1, 3, 0, 2, 4).reshape(schedule.batch, acc.shape[1], -1, acc.shape[2])
+
+
 class DqRefs(NamedTuple):
     """Device memory of all CTAs."""
 
@@ -61,7 +70,7 @@ class DqRefs(NamedTuple):
     counters: Ref
     """The next ticket, and of each work item how many warpgroups have finished."""
     dq: Ref
-    """The result, `[B, L, N, H]`."""
+    """The result, `[B, L, N, H]`; `None` in a partial call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +98,15 @@ class DqAccumulator:
         """A part of the accumulator of one of the head group's heads."""
         return self._acc(self.wave, head).at[rows, columns]
 
+    @property
+    def spare(self) -> int:
+        """Parts that the producer rounds when there is nothing left to copy."""
+        return 0 if self.schedule.partial else SPARE
+
     def begin(self, warpgroup: Any) -> None:
         """For a warpgroup that computes, before it adds: round what the copies leave no time for."""
+        if self.schedule.partial:
+            return
         self._wait()
         # The last one comes first: the first is still at the copies of the block's keys.
         first = lax.div(self._beside_copies, self._portion) + FusedTiles.warpgroups - 1 - warpgroup
@@ -98,12 +114,15 @@ class DqAccumulator:
 
     def after_copy(self, index: Any) -> None:
         """For the producer: round a part of a tile, as it has registers for 8 numbers a thread."""
+        if self.schedule.partial:
+            return
         pl.when(index == 0)(self._wait)
         self._round(index, jnp.minimum(index + 1, self._beside_copies))
 
     def finish(self) -> None:
         """A warpgroup has rounded its share, and what it added is there."""
-        self.ops.signal(self._finished(self.wave))
+        if not self.schedule.partial:
+            self.ops.signal(self._finished(self.wave))
 
     @property
     def _is_early(self) -> Any:
@@ -154,7 +173,7 @@ class DqAccumulator:
     @property
     def _beside_copies(self) -> Any:
         """How many parts are rounded one by one, after each copy and after them all."""
-        parts = jnp.minimum(self.copies + SPARE, self._tiles * self._parts)
+        parts = jnp.minimum(self.copies + self.spare, self._tiles * self._parts)
         return jnp.where(self.adds, lax.div(parts, self._portion) * self._portion, 0)
 
     def _wait(self) -> None:

@@ -1,0 +1,39 @@
+"""The Hopper kernels in Pallas' interpreter for a part of a call, as tests/backends/test_partial.py has it."""
+
+import dataclasses
+
+import cases
+import hopper_kernels
+import oracle
+import parts
+import pytest
+from cases import Case
+from short_run import sampled
+
+from jflash._backends.mosaic_gpu.schedule import forward_schedule
+
+
+@sampled(4)
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((64, 64), dict(causal=True)),
+        ((40, 64), dict(bias="full", lengths="both")),
+        ((128, 128), dict(window=(90, 10), offset="each")),
+        ((256, 256), dict(causal=True)),
+    ],
+    ids=str,
+)
+def test_several_items_a_cta_of_a_part(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict):
+    """A part's output leaves from registers, while the next queries come."""
+    planned = lambda one, *_: dataclasses.replace(one, items_per_cta=2)
+    monkeypatch.setattr(forward_schedule, "choose", planned)
+    call = cases.build(Case("bfloat16", 260, 64, heads=(2, 2), dims=dims, batch=(2,), **options))
+    oracle.assert_right(parts.run(call, *hopper_kernels.functions()), call)
+
+
+@pytest.mark.slow
+def test_keys_of_a_part_in_several_splits():
+    case = Case("bfloat16", 2, 2200, heads=(4, 2), dims=(24, 24), batch=(2,), lengths="keys")
+    call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None)
+    oracle.assert_right(parts.run(call, *hopper_kernels.functions()), call)

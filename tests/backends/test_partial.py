@@ -1,0 +1,58 @@
+"""A call of some of the queries with some of the keys, on every backend: what several devices make, and merge."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import hopper_kernels
+import jax
+import oracle
+import parts
+import pytest
+from cases import Case
+
+from jflash import _dispatch, _platform
+from jflash._semantics.spec import Spec
+
+HALVED = [
+    Case("bfloat16", 40, 64, (2, 1), (64, 64), causal=True, lengths="both", score_mod="indices"),
+    Case("bfloat16", 40, 64, (1, 1), (256, 256), causal=True, offset="traced"),
+    Case("float16", 40, 64, (4, 2), (40, 24), bias="keys", alibi=True, scale="traced", window=(15, 10), offset="each"),
+    Case("bfloat16", 40, 64, (2, 2), (16, 16), bias="full", mask="full", segments="sorted", soft_cap=1.5),
+    Case("float32", 40, 64, (2, 1), (16, 24), bias="queries", causal=True, offset="end", dropout=True),
+    Case("bfloat16", 40, 64, (2, 2), (16, 24), bias="queries", causal=True, offset="end"),
+    # One query, of which the Hopper kernels pack heads.
+    Case("bfloat16", 2, 64, (4, 2), (24, 24), lengths="keys"),
+]
+IN_SHORT_RUN = {"xla": HALVED, "metal": HALVED, "reference": [], "mosaic_gpu": HALVED[:2]}
+"""The interpreter takes ten seconds for most. The Hopper kernels are one for the gradients of the first, two of the
+second."""
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, backend, marks=() if case in IN_SHORT_RUN[backend] else pytest.mark.slow)
+        for case, backend in itertools.product(HALVED, _dispatch.BACKENDS)
+    ],
+    ids=str,
+)
+def test_halves_make_the_whole(backend: str, case: Case):
+    """Rounded once, in the end; and a gradient of a bias too is a sum of what each part gives."""
+    call = cases.build(cases.served(case, backend))
+    forward, backward = functions(backend, hopper_kernels.canonical(call)[0])
+    oracle.assert_right(parts.run(call, forward, backward), call)
+
+
+def functions(backend: str, spec: Spec) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A backend's forward and backward, the Hopper kernels' in the interpreter; skips a call that it refuses."""
+    own = _dispatch.BACKENDS[backend]
+    in_interpreter = backend == "mosaic_gpu"
+    reason = own.unsupported_call(spec) if in_interpreter else own.unsupported(spec, _platform.current())
+    if reason is not None:
+        pytest.skip(f"{backend}: {reason}")
+    if in_interpreter:
+        return hopper_kernels.functions()
+    forward, _, backward = (jax.jit(function, static_argnums=0) for function in _dispatch.functions(backend))
+    return forward, backward
