@@ -50,6 +50,7 @@ EXACT = "tests/attention/test_exactness.py::test_exact"
 PROPERTIES = "tests/attention/test_properties.py"
 VISIBILITY = "tests/semantics/test_visibility.py"
 INTERPRETED = "tests/backends/mosaic_gpu/test_hopper_interpreted.py"
+SEQUENCES = "tests/transforms/test_sequences.py"
 BARRIER = "    threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 
 DEFECTS = [
@@ -206,6 +207,27 @@ DEFECTS = [
         "jnp.where(row + rows > spec.key_length, first, whole[1])",
         "whole[1]",
         f"{INTERPRETED}::test_no_weight_on_keys_past_the_end",
+    ),
+    Defect(
+        "Halves come back in the order of the ring",
+        "jflash/_ring.py",
+        "halves = {name: self._in_order(array) for name, array in runs.items()}",
+        "halves = dict(runs)",
+        f"{SEQUENCES}::test_sharded_jit",
+    ),
+    Defect(
+        "Dropout counts the keys of each device from 0",
+        "jflash/_sequence.py",
+        "first_key=first_key[None] if indexed else None",
+        "first_key=None",
+        f"{SEQUENCES}::test_sharded_jit",
+    ),
+    Defect(
+        "Every device adds the gradient of sinks that devices share",
+        "jflash/_sequence.py",
+        "counted = ~empty & jnp.asarray(split.ring or split.keys.own == 0)",
+        "counted = ~empty",
+        f"{SEQUENCES}::test_sharded_jit",
     ),
 ]
 

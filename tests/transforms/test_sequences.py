@@ -15,6 +15,7 @@ import sequences
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from operands import collectives, jit
 from sequences import CONTEXT, LINE, OPTIONS, WAYS, Way, spec_in_jit
+from short_run import sampled
 
 import jflash
 
@@ -104,6 +105,7 @@ def test_shard_map(option: str, strategy: str) -> None:
         sequences.assert_near(got, sequences.on_one_device(option, way.heads, way.lengths))
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("way", "option", "dtype"),
     [
@@ -153,16 +155,19 @@ def gradients(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.slow), dict(is_causal=True), dict(local_window_size=(100, 20))],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        dict(is_causal=True),
+        pytest.param(dict(local_window_size=(100, 20)), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_ring_gathers_nothing(options: dict[str, Any]) -> None:
     """Forward, tangent and gradients send arrays from device to device."""
     attention = functools.partial(jflash.attention, implementation="xla", sequence_strategy="ring", **options)
     arrays = shapes(WAYS["ring"], 512)
-    push = lambda *arrays: jax.jvp(attention, arrays, arrays)
-    for function in (attention, push, gradients(attention)):
-        assert set(collectives(jit(function).lower(*arrays).compile())) == {"collective-permute"}
+    for part in PARTS.values():
+        assert set(collectives(jit(part(attention)).lower(*arrays).compile())) == {"collective-permute"}
 
 
 def test_explain_says_what_is_done_and_why() -> None:
@@ -218,22 +223,29 @@ def test_decoding_with_a_cache_split_over_devices() -> None:
     sequences.assert_near(compiled(*arrays), jax.tree.map(np.asarray, want), 1e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param(dict(is_causal=True), marks=pytest.mark.slow)], ids=["full", "causal"]
-)
-def test_memory_falls_with_the_number_of_devices(options: dict[str, Any]) -> None:
-    """With 1,024 tokens on each device it stays as it is, however many there are."""
-    attention = functools.partial(jflash.attention, implementation="xla", sequence_strategy="ring", **options)
-    push = lambda *arrays: jax.jvp(attention, arrays, arrays)
+PARTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "forward": lambda attention: attention,
+    "tangent": lambda attention: lambda *arrays: jax.jvp(attention, arrays, arrays),
+    "gradients": gradients,
+}
 
-    def temporary(function: Callable[..., Any], devices: int) -> int:
+
+@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=() if part == "gradients" else pytest.mark.slow) for part in PARTS]
+)
+def test_memory_falls_with_the_number_of_devices(part: str, is_causal: bool) -> None:
+    """With 1,024 tokens on each device it stays as it is, however many there are."""
+    options = dict(is_causal=is_causal, implementation="xla", sequence_strategy="ring")
+    function = jit(PARTS[part](functools.partial(jflash.attention, **options)))
+
+    def temporary(devices: int) -> int:
         mesh = jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
         form = (1, 1024 * devices, 8, 64)
         array = jax.ShapeDtypeStruct(form, jnp.float32, sharding=NamedSharding(mesh, CONTEXT))
-        return jit(function).lower(array, array, array).compile().memory_analysis().temp_size_in_bytes
+        return function.lower(array, array, array).compile().memory_analysis().temp_size_in_bytes
 
-    for function in (attention, push, gradients(attention)):
-        assert temporary(function, 8) <= 1.05 * temporary(function, 4)
+    assert temporary(8) <= 1.05 * temporary(4)
 
 
 def layers(attention: Callable[..., Any], wrap: Callable[..., Any] = lambda layer: layer) -> Callable[..., Any]:
@@ -264,12 +276,15 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["sharded jit", "shard_map"])
 @pytest.mark.parametrize(
-    "transform",
-    [pytest.param(name, marks=() if name == "Hessian-vector product" else pytest.mark.slow) for name in TRANSFORMS],
+    ("transform", "by_hand"),
+    [
+        pytest.param(*row, marks=() if row == ("Hessian-vector product", True) else pytest.mark.slow)
+        for row in itertools.product(TRANSFORMS, (False, True))
+    ],
 )
 def test_transforms(transform: str, by_hand: bool) -> None:
+    """In sharded `jit`, and in `shard_map`."""
     mesh = sequences.mesh_of(Way({"x": 4, "y": 2}, P(), P()))
     attention = functools.partial(jflash.attention, is_causal=True, implementation="xla", sequence_strategy="ring")
     split = attention
