@@ -41,6 +41,8 @@ class Options(TypedDict, total=False):
     dropout_key: Array | None
     precision: Any
     deterministic: bool
+    sequence_axis: str | tuple[str, ...] | None
+    sequence_strategy: Literal["ring", "all_to_all", "gather"] | None
 
 
 @overload
@@ -89,6 +91,8 @@ def attention(
     dropout_key: Array | None = None,
     precision: Any = None,
     deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_strategy: Literal["ring", "all_to_all", "gather"] | None = None,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
     r"""Exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
@@ -134,6 +138,14 @@ def attention(
         and backward.
       precision: of the matrix products, as `jax.lax.dot_general` takes it.
       deterministic: promise the same bits on every run, on machines where that costs speed.
+      sequence_axis: inside `jax.shard_map`, the mesh axes over which T and S are split. Each device passes its chunk
+        of query, key, value and `segment_ids`, in the order of the devices; `bias` and `mask` for its own queries and
+        all keys. All else is said of the whole sequences: offsets, lengths, the indices that `score_mod` gets. In
+        sharded `jit` nothing is said: the arrays' shardings decide.
+      sequence_strategy: what is done where queries and keys are split over the same devices. "ring": keys and values
+        go round (arXiv:2310.01889), causal with halves traded so that all devices have as much to do; "all_to_all":
+        each device gets whole sequences of some heads (arXiv:2309.14509), and needs K to be a multiple of the devices;
+        "gather": each device gets all keys and values. None: what is counted to be the fastest; `explain` says which.
 
     Returns:
       `[*B, T, N, D]` in the query's dtype; with `return_residual` a pair of that and the log-sum-exp, natural
@@ -170,6 +182,8 @@ def attention(
         dropout_key=dropout_key,
         precision=precision,
         deterministic=deterministic,
+        sequence_axis=sequence_axis,
+        sequence_strategy=sequence_strategy,
     )
     arguments = _with_score_mod_traced(arguments)
     arrays, call = _split(arguments, jax.Array, lambda arguments: _compute(names, arguments))

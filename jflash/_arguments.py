@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+STRATEGIES = ("ring", "all_to_all", "gather")
 OFFSET_LIMIT = 2**29
 WINDOW_LIMIT = 2**30
 """Positions are 32-bit integers; a window, an offset and a length together must not wrap."""
@@ -223,6 +224,29 @@ def precision(value: Any) -> Any:
         "`precision` must be None, a jax.lax.Precision or its name, a pair of those, or a jax.lax.DotAlgorithmPreset "
         f"or its name. Got {value!r}."
     )
+
+
+def sequence_axes(value: Any) -> tuple[str, ...]:
+    """Names of axes of the `jax.shard_map` around the call."""
+    if value is None:
+        return ()
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`sequence_axis` must be the name of a mesh axis, or a tuple of names. Got {value!r}.")
+    here = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not set(names) <= set(here) or len(set(names)) < len(names):
+        raise ValueError(
+            "`sequence_axis` must name axes of the jax.shard_map around the call, each once; elsewhere arrays say by "
+            f"their shardings how they are split. Got {value!r}, and the axes here are {here}."
+        )
+    return tuple(names)
+
+
+def sequence_strategy(value: Any) -> str | None:
+    """The name of a strategy."""
+    if value is not None and value not in STRATEGIES:
+        raise ValueError(f"`sequence_strategy` must be one of {', '.join(STRATEGIES)}, or None. Got {value!r}.")
+    return value
 
 
 def _describe(value: Any) -> str:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash import _dispatch, _operation, _platform, _sequence, _sharding, _split
+from jflash import _dispatch, _mesh, _operation, _platform, _redistribute, _sequence, _sharding, _strategy
 from jflash._backends import xla
 from jflash._choice import Choice
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
@@ -26,9 +26,16 @@ from jflash._sequence import SequenceSplit
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array]:
     """(out, lse) of the chosen backends, under every transform."""
+    sequence = _sequence.in_shard_map(spec)
+    if sequence is not None:
+        operands = _mesh.varying_over(operands, spec.sequence_axes)
+        strategy, _ = _strategy.choose(sequence, spec.heads, spec.key_heads)
+        if strategy != "ring":
+            redistribute = _redistribute.all_to_all if strategy == "all_to_all" else _redistribute.gather
+            return redistribute(functools.partial(attend, choice), sequence, operands)
     first, *others = choice.programs
     backend = _dispatch.BACKENDS[first.backend]
-    if not others and getattr(backend, "DIFFERENTIATED_BY_JAX", False):
+    if not others and sequence is None and getattr(backend, "DIFFERENTIATED_BY_JAX", False):
         with _platform.lowered_for(first.platform):
             return backend.forward(spec, operands)
     return _operation.perform(_Attention(choice, spec), operands)
@@ -56,7 +63,7 @@ class _Part:
 
     def _by_xla(self, *args: Any) -> Any:
         """In plain JAX, for its derivatives."""
-        return self._of(xla, _split.in_shard_map(self.spec.resized(args[0])), *args)
+        return self._of(xla, _sequence.in_shard_map(self.spec.resized(args[0])), *args)
 
     def _of(self, backend: Any, sequence: SequenceSplit | None, operands: Operands, *others: Any) -> Any:
         """A backend's results for one device's part, in one form."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int
 
 from jflash import _arguments
@@ -36,6 +37,8 @@ def canonicalize(
     dropout_key: Any = None,
     precision: Any = None,
     deterministic: Any = False,
+    sequence_axis: Any = None,
+    sequence_strategy: Any = None,
 ) -> tuple[Spec, Operands, tuple[int, ...]]:
     """The call's static facts, its arrays, and the batch axes that the results get back.
 
@@ -46,8 +49,11 @@ def canonicalize(
     """
     _arguments.query_key_value(query, key, value)
     *batch_axes, query_length, heads, head_dim = query.shape
+    sequence_axes = _arguments.sequence_axes(sequence_axis)
+    devices = lax.axis_size(sequence_axes) if sequence_axes else 1
     batch_axes, key_length = tuple(batch_axes), key.shape[-3]
-    pair_shape = (*batch_axes, heads, query_length, key_length)
+    whole_query, whole_key = query_length * devices, key_length * devices
+    pair_shape = (*batch_axes, heads, query_length, whole_key)
     accumulator = np.dtype(jnp.promote_types(query.dtype, jnp.float32))
     static: dict[str, Any] = dict(
         is_causal=_arguments.static_bool("is_causal", is_causal),
@@ -56,6 +62,8 @@ def canonicalize(
         dropout_rate=_arguments.dropout(dropout_rate, dropout_key),
         precision=_arguments.precision(precision),
         deterministic=_arguments.static_bool("deterministic", deterministic),
+        sequence_axes=sequence_axes if devices > 1 else (),
+        sequence_strategy=_arguments.sequence_strategy(sequence_strategy),
     )
     if bias is not None:
         _arguments.bias(bias, pair_shape)
@@ -68,9 +76,9 @@ def canonicalize(
     if sinks is not None:
         _arguments.per_head("sinks", sinks, heads)
     if query_seq_lengths is not None:
-        _arguments.lengths("query_seq_lengths", query_seq_lengths, batch_axes, "T", query_length)
+        _arguments.lengths("query_seq_lengths", query_seq_lengths, batch_axes, "T", whole_query)
     if key_value_seq_lengths is not None:
-        _arguments.lengths("key_value_seq_lengths", key_value_seq_lengths, batch_axes, "S", key_length)
+        _arguments.lengths("key_value_seq_lengths", key_value_seq_lengths, batch_axes, "S", whole_key)
     if segment_ids is not None:
         segment_ids = _arguments.segment_ids(segment_ids, batch_axes, query_length, key_length)
     _arguments.query_offset(query_offset, batch_axes)
@@ -96,8 +104,8 @@ def canonicalize(
         alibi_slopes=_shared(alibi_slopes, accumulator),
         sinks=_shared(sinks, accumulator),
         query_offset=_narrow(query_offset, -limit, limit).reshape(-1) if offset_is_array else None,
-        query_lengths=_lengths(query_seq_lengths, query_length),
-        key_lengths=_lengths(key_value_seq_lengths, key_length),
+        query_lengths=_lengths(query_seq_lengths, whole_query),
+        key_lengths=_lengths(key_value_seq_lengths, whole_key),
         query_segments=query_segments,
         key_segments=key_segments,
         batch_index=batch_index,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +32,16 @@ def following(query: Array, mesh: AbstractMesh) -> tuple[NamedSharding, NamedSha
 
 def varying_alike[Tree](tree: Tree, *, like: Any) -> Tree:
     """`tree` typed as different on all the devices of a `shard_map` on which some array of `like` is."""
-    varying = lambda array: jax.typeof(array).manual_axis_type.varying
-    axes = frozenset[str]().union(*(varying(array) for array in jax.tree.leaves(like)))
-    return jax.tree.map(lambda array: lax.pcast(array, tuple(axes - varying(array)), to="varying"), tree)
+    return varying_over(tree, frozenset[str]().union(*map(_varying, jax.tree.leaves(like))))
+
+
+def varying_over[Tree](tree: Tree, axes: Iterable[str]) -> Tree:
+    """`tree` typed as different on all devices along some axes of a `shard_map`."""
+    return jax.tree.map(lambda array: lax.pcast(array, tuple({*axes} - _varying(array)), to="varying"), tree)
+
+
+def _varying(array: Any) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying
 
 
 def dimensions(sharding: Any, rank: int) -> list[Any]:
@@ -41,9 +49,10 @@ def dimensions(sharding: Any, rank: int) -> list[Any]:
     return [*sharding.spec, *[None] * (rank - len(sharding.spec))]
 
 
-def axis_names(dimension: Any) -> tuple[str, ...]:
-    """The mesh axes over which one axis of an array is split, major first."""
-    return () if dimension is None else (dimension,) if isinstance(dimension, str) else tuple(dimension)
+def canonical_axes(sharding: Any, rank: int) -> list[tuple[str, ...]]:
+    """The mesh axes, major first, over which an array `[*B, L, N, H]` is split: those of B, L, N, H."""
+    each = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dimensions(sharding, rank)]
+    return [tuple(itertools.chain.from_iterable(each[:-3])), *each[-3:]]
 
 
 def devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:

@@ -187,6 +187,15 @@ class SequenceSplit:
         return [Pair(1, 0, all_visible=True), Pair(both, both, all_visible=True)]
 
 
+def in_shard_map(call: Spec) -> SequenceSplit | None:
+    """How the sequences of one device's part of a `shard_map` are split; `None`: not."""
+    if not call.sequence_axes:
+        return None
+    ring = Ring(call.sequence_axes, lax.axis_size(call.sequence_axes))
+    lengths = dict(query_length=call.query_length * ring.count, key_length=call.key_length * ring.count)
+    return SequenceSplit(dataclasses.replace(call, **lengths), ring, ring)
+
+
 def forward(backend: Backend, split: SequenceSplit, operands: Operands) -> Results:
     """This device's rows."""
     return _forward(lambda spec, part: Results(*backend.forward(spec, part)), split, operands)
@@ -220,7 +229,8 @@ def _forward(attend: Callable[[Spec, Operands], Results], split: SequenceSplit, 
 
     def visit(step: Any, source: Any, keys: dict[str, Array], sums: Results) -> tuple[Any, Results]:
         for pair in split.pairs(step, source):
-            made = attend(*_part(split, spec, operands, _at(queries, pair.queries), _at(keys, pair.keys), pair, source))
+            own, theirs = _at(queries, pair.queries), _at(keys, pair.keys)
+            made = attend(*part_of(split, spec, operands, own, theirs, pair, source))
             merged = _merge(_at(sums, pair.queries), made)
             sums = jax.tree.map(functools.partial(_put, run=pair.queries), sums, merged)
         return (), sums
@@ -253,7 +263,7 @@ def backward(backend: Backend, split: SequenceSplit, operands: Operands, residua
         d_keys = {name: zeros(keys[name]) for name in asked}
         for pair in split.pairs(step, source):
             own = _at(queries, pair.queries)
-            part_spec, part = _part(split, spec, operands, own, _at(keys, pair.keys), pair, source)
+            part_spec, part = part_of(split, spec, operands, own, _at(keys, pair.keys), pair, source)
             found = backend.backward(part_spec, part, Residuals(**{name: own[name] for name in Residuals._fields}))
             if d_query is not None:
                 d_query = _add(d_query, found.query, pair.queries)
@@ -311,7 +321,7 @@ def _around(split: SequenceSplit, keys: dict[str, Array], sums: Any, visit: Call
     return ring.shift(of_keys, -last), sums
 
 
-def _part(
+def part_of(
     split: SequenceSplit,
     spec: Spec,
     operands: Operands,
@@ -326,13 +336,13 @@ def _part(
     first_key = split.first(source, pair.keys, key_length)
     query_count, key_count = queries["query"].shape[1], keys["key"].shape[1]
     inside = lambda lengths, first, most: None if lengths is None else jnp.clip(lengths - first, 0, most)
-    offset = operands.query_offset
+    offset = operands.query_offset if spec.query_offset is None else spec.query_offset
     # What is known before the call makes better kernels.
     static = pair.same and spec.query_offset is not None
     static = static or (pair.all_visible and operands.alibi_slopes is None)
     if not static:
-        offset = jnp.full((1,), spec.query_offset, jnp.int32) if offset is None else offset
-        offset = offset + (first_query - first_key)
+        assert offset is not None
+        offset = jnp.reshape(offset + (first_query - first_key), -1)
     indexed = spec.score_mod is not None or spec.dropout_rate > 0
     part = operands._replace(
         **{name: queries[name] for name in ("query", "query_segments") if name in queries},
@@ -375,7 +385,8 @@ def _add(total: Array, part: Array, run: Int[Array, ""] | int) -> Array:
 def _merge(one: Results, other: Results) -> Results:
     """The results over two chunks of keys from those over each."""
     lse = _log_sum(jnp.stack([one.lse, other.lse]))
-    return Results(sum(part.out * _by_row(_weight(part.lse, lse)) for part in (one, other)), lse)
+    weighted = lambda part: part.out * _by_row(_weight(part.lse, lse))
+    return Results(weighted(one) + weighted(other), lse)
 
 
 def _log_sum(parts: Float[Array, "parts *rows"]) -> Float[Array, "*rows"]:

@@ -18,7 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from jflash import _mesh, _split
+from jflash import _mesh, _sequence, _split
 from jflash._locations import without_locations
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 from jflash._sequence import SequenceSplit
@@ -37,7 +37,7 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
         whole = spec.resized(args[0])
         if _mesh.in_shard_map(leaves):
             # This is one device's part already; axes left to the compiler, it splits by itself.
-            return function(_split.in_shard_map(whole), *args)
+            return function(_sequence.in_shard_map(whole), *args)
         results, result_tree = jax.tree.flatten(like)
         # The partitioner keeps what these functions close over: names and shapes, not the arrays.
         inputs = [Named(name, leaf.shape) for name, leaf in zip(_names(args), leaves, strict=True)]
@@ -48,7 +48,8 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
             return tuple(jax.tree.leaves(function(sequence, *jax.tree.unflatten(tree, leaves))))
 
         def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
-            split = _split.choose(whole, mesh, arg_shapes[query].sharding, arg_shapes[key].sharding)
+            axes = (_mesh.canonical_axes(arg_shapes[index].sharding, 4) for index in (query, key))
+            split = _split.choose(whole, mesh, *axes)
 
             def local(*leaves: Any) -> tuple[Any, ...]:
                 if split.one_key_head:

@@ -1,26 +1,17 @@
-"""Which mesh axes split the batch, heads, queries and keys of a call, and what a device does about its sequences.
-
-Where queries and keys are split over the same axes there is a choice:
-
-    ring        keys and values go round (`_sequence`)
-    all-to-all  the partitioner redistributes queries, keys and values by heads before the call, and the output after it:
-                each device then has whole sequences (DeepSpeed Ulysses, arXiv:2309.14509)
-    gather      every device gets all keys and values
-
-What a device has to receive decides.
-"""
+"""Which mesh axes split the batch, heads, queries and keys of a call, by how its queries and keys come split."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jflash import _mesh
+from jflash import _mesh, _strategy
 from jflash._semantics.spec import Spec
 from jflash._sequence import Ring, SequenceSplit
 
@@ -35,6 +26,10 @@ QUERIES_AXIS: dict[str, int] = {
 """Where they have the queries."""
 KEYS_AXIS: dict[str, int] = {"key": 1, "value": 1, "key_segments": 1}
 """Where they have the keys. A bias or mask has those whole on every device: each needs other ones at each step."""
+
+
+Axes = Sequence[tuple[str, ...]]
+"""The mesh axes over which B, L, N and H of an array are split."""
 
 
 class Named(NamedTuple):
@@ -107,63 +102,46 @@ class Split:
         return lax.axis_index(self.heads) * own // self.call.group
 
 
-def in_shard_map(call: Spec) -> SequenceSplit | None:
-    """How the sequences of one device's part of a `shard_map` are split; `None`: not."""
-    if not call.sequence_axes:
-        return None
-    ring = Ring(call.sequence_axes, lax.axis_size(call.sequence_axes))
-    lengths = dict(query_length=call.query_length * ring.count, key_length=call.key_length * ring.count)
-    return SequenceSplit(dataclasses.replace(call, **lengths), ring, ring)
+def choose(call: Spec, mesh: Mesh | AbstractMesh, query: Axes, key: Axes) -> Split:
+    """How a call is split, of which queries and keys come split like this. What does not divide evenly is gathered.
 
-
-def choose(call: Spec, mesh: Mesh | AbstractMesh, query: Any, key: Any) -> Split:
-    """What to do with a query and keys that come with these shardings. What does not divide evenly is gathered."""
-    batch, queries, heads, _ = map(_mesh.axis_names, _mesh.dimensions(query, 4))
-    _, keys, _, _ = map(_mesh.axis_names, _mesh.dimensions(key, 4))
+    Raises:
+      ValueError: if the call names a strategy for its sequences that cannot serve.
+    """
+    batch, queries, heads, _ = query
+    keys = tuple(name for name in key[1] if name not in (*batch, *heads))
     devices = functools.partial(_mesh.devices, mesh)
     batch = batch if call.batch % devices(batch) == 0 else ()
     one_key_head = call.heads % devices(heads) == 0 and call.group % max(1, call.heads // devices(heads)) == 0
     heads = heads if call.key_heads % devices(heads) == 0 or one_key_head else ()
     queries = queries if call.query_length % devices(queries) == 0 else ()
-    keys = tuple(name for name in keys if name not in (*batch, *heads))
     keys = keys if call.key_length % devices(keys) == 0 else ()
     split = Split(mesh, call, batch, heads, queries, keys, "")
-    explained = functools.partial(dataclasses.replace, split)
-    if not (queries or keys):
-        return explained(reason="sequences whole on each device")
-    if not keys:
-        return explained(reason="queries split, keys and values whole on each device")
-    if not queries:
-        return explained(reason="keys split: each device attends to its own, then all merge")
-    if queries != keys:
-        if set(queries).isdisjoint(keys):
-            return explained(reason="queries and keys split over different axes: all devices of a row of queries merge")
-        return explained(keys=(), reason="gather: queries and keys are split over axes that are partly the same")
-    return _for_one_ring(split)
+    if queries and queries == keys:
+        return _of_one_ring(split)
+    if not {*queries}.isdisjoint(keys):
+        reason = "gather: queries and keys are split over axes that are partly the same"
+        return dataclasses.replace(split, keys=(), reason=reason)
+    reasons = {
+        (False, False): "whole on each device",
+        (True, False): "queries split, all keys on each device",
+        (False, True): "keys split: each device attends to its own, and the results are merged",
+        (True, True): "queries and keys split over different axes: each row of devices merges its results",
+    }
+    return dataclasses.replace(split, reason=reasons[bool(queries), bool(keys)])
 
 
-def _for_one_ring(split: Split) -> Split:
-    """The choice where queries and keys are split over the same axes."""
-    call = split.call
-    sequence = split.sequence
+def _of_one_ring(split: Split) -> Split:
+    """The split where queries and keys come split over the same axes."""
+    sequence, key_heads = split.sequence, split.call.key_heads
     assert sequence is not None
-    count = sequence.queries.count
-    # In elements of a batch entry, all heads of a device.
-    of_queries = call.query_length * call.heads * (call.head_dim + call.value_dim) // count
-    of_keys = call.key_length * call.key_heads * (call.head_dim + call.value_dim) // count
-    trades = (of_queries + of_keys) // 2 if sequence.zigzag else 0
-    ring = of_keys * (len(sequence.steps) - 1) + trades
-    all_to_all = (of_queries + of_keys) * (count - 1) // count
-    gather = of_keys * (count - 1)
-    compared = f"a device receives {{}}, by {{}} {{:.2g}} times as much (forward)"
-    divisible = call.key_heads % _mesh.devices(split.mesh, (*split.heads, *split.queries)) == 0
-    if divisible and all_to_all <= ring:
-        more = ring / max(all_to_all, 1)
-        reason = f"all-to-all over heads: a ring would send {more:.2g} times as much"
-        return dataclasses.replace(split, heads=(*split.heads, *split.queries), queries=(), keys=(), reason=reason)
-    if call.bounds == (None, None) and count * of_keys <= of_queries:
-        return dataclasses.replace(
-            split, keys=(), reason="gather: all keys and values are less than a device's queries"
-        )
-    del gather, compared
-    return dataclasses.replace(split, reason="ring" + (", zigzag" if sequence.zigzag else ""))
+    by_heads = _mesh.devices(split.mesh, split.heads)
+    name, reason = _strategy.choose(sequence, split.call.heads // by_heads, max(1, key_heads // by_heads))
+    split = dataclasses.replace(split, reason=reason)
+    match name:
+        case "all_to_all":
+            return dataclasses.replace(split, heads=(*split.heads, *split.queries), queries=(), keys=())
+        case "gather":
+            return dataclasses.replace(split, keys=())
+        case _:
+            return split

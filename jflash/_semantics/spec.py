@@ -98,6 +98,8 @@ class Spec:
     deterministic: bool = False
     sequence_axes: tuple[str, ...] = ()
     """The axes of a `shard_map` over which queries and keys are split: lengths here are those of one device."""
+    sequence_strategy: str | None = None
+    """What the caller wants done about sequences that are split; `None`: what is counted to be the fastest."""
     partial: bool = False
     """Whether there are keys besides these: then results are in the accumulator's dtype, to be merged by log-sum-exp,
     and a backward's residuals are those of all keys."""
