@@ -130,6 +130,19 @@ def test_a_short_call_has_no_loop(options: dict[str, Any], part: Any, platform: 
     assert loops(1024, platform)
 
 
+@pytest.mark.parametrize(("dtype", "written"), [("float32", False), ("bfloat16", True)])
+def test_products_of_16_bits_are_written_before_they_are_used(dtype: str, written: bool):
+    """On a GPU, where there are several tiles. With a scale that is a power of two nothing else is written first."""
+    function = both(functools.partial(jflash.attention, implementation="xla"))
+    traced = jax.jit(function).trace(*[jax.ShapeDtypeStruct((4, 4096, 16, 64), dtype)] * 4)
+    barriers = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("optimization_barrier")
+        for platform in ("cuda", "cpu")
+    }
+    assert bool(barriers["cuda"]) == written
+    assert not barriers["cpu"]
+
+
 @pytest.mark.parametrize("part", [both, pytest.param(tangents, marks=pytest.mark.slow)])
 def test_memory_is_a_constant_besides_the_arrays(monkeypatch: pytest.MonkeyPatch, part: Any):
     """As the compiler plans it, of smaller tiles than the true ones. It is a CPU's, and writes more of them."""
