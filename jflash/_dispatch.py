@@ -12,6 +12,8 @@ and may have
     backward(spec, operands, residuals)         the gradients, an `Operands` with `None` for what has no gradient: the
                                                 tangent's transpose
     describe(spec, platform) -> str             what it would launch: for `explain(verbose=True)`
+    program(platform) -> str                    platforms of one name share a program, which is traced for the first of
+                                                them; without it, all platforms that it serves do
 
 The tangent or backward that a backend lacks is `xla`'s, and so is every derivative beyond them. One that says
 `DIFFERENTIATED_BY_JAX = True` has a forward that JAX differentiates itself, where it alone serves. One that says
@@ -102,15 +104,16 @@ def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) ->
     answers = {target: ask(spec, names, platform) for target, platform in targets.items()}
     here = next(iter(targets))
     chosen, refusals = answers[here]
-    served: dict[str, list[str]] = {}
+    served: dict[tuple[str, str | None], list[str]] = {}
     for target, (name, _) in answers.items():
         if name is not None:
-            served.setdefault(name, []).append(target)
+            program = getattr(BACKENDS[name], "program", None)
+            served.setdefault((name, program and program(targets[target])), []).append(target)
     if not served:
         raise NotImplementedError(f"No implementation can serve this call.\n{listing(refusals)}")
     _log.debug("%s serves on %s; refused by: %s", chosen, targets[here], refusals or "none")
     return Choice(
-        tuple(Program(name, tuple(where), targets[where[0]]) for name, where in served.items()),
+        tuple(Program(name, tuple(where), targets[where[0]]) for (name, _), where in served.items()),
         tuple((target, listing(reasons)) for target, (name, reasons) in answers.items() if name is None),
     )
 

@@ -123,6 +123,37 @@ def exponentials(
     return jnp.exp(logits - largest[..., None]), largest
 
 
+def divided(exponentials: Float[Array, "*rows j"]) -> Float[Array, "*rows j"]:
+    """Softmax: 0 in rows that see no key."""
+    total = exponentials.sum(axis=-1, keepdims=True)
+    return exponentials / jnp.where(total == 0, 1, total)
+
+
+@jax.custom_jvp
+def probabilities(logits: Float[Array, "*rows j"], lse: Float[Array, "*rows 1"]) -> Float[Array, "*rows j"]:
+    """exp(logits - lse), as the derivatives see it; computed without `lse`, by its own sum, as in plain attention."""
+    del lse
+    return divided(exponentials(logits, rounded=False)[0])
+
+
+def _probabilities_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    result = probabilities(*primals)
+    return result, result * (tangents[0] - tangents[1])
+
+
+probabilities.defjvp(_probabilities_jvp)
+
+
+def whole_divided(
+    logits: Float[Array, "*rows j"], weigh: Weigh
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Output and log-sum-exp after the logits of all keys. Here probabilities are divided before they weigh values."""
+    unscaled, largest = exponentials(logits, rounded=False)
+    total = unscaled.sum(axis=-1)
+    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(jnp.where(total == 0, 1, total)))
+    return weigh(divided(unscaled)), lse
+
+
 def whole(logits: Float[Array, "*rows j"], weigh: Weigh, *, rounded: bool) -> Rows:
     """The state of rows after the logits of all keys; `rounded` as for `exponentials`."""
     probabilities, largest = exponentials(logits, rounded=rounded)

@@ -50,6 +50,15 @@ def limited(spec: Spec) -> bool:
     return spec.bounds != (None, None) or not names.isdisjoint(spec.operands)
 
 
+def every_row_sees(spec: Spec) -> bool:
+    """Whether every row sees some key, but for a mask, as far as is known when a call is traced."""
+    if spec.query_offset is None or not {"query_lengths", "key_lengths", "query_segments"}.isdisjoint(spec.operands):
+        return False
+    left, right = spec.bounds
+    first, last = spec.query_offset, spec.query_offset + spec.query_length - 1
+    return (right is None or first + right >= 0) and (left is None or last - left < spec.key_length)
+
+
 class Spans(NamedTuple):
     """0 <= start <= full_start <= full_stop <= stop <= the number of keys, or of queries."""
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jflash import _platform
-from jflash.bench import pictures, record, report, tune
+from jflash.bench import peers, pictures, record, report, tune
 from jflash.bench.cases import Grid
 from jflash.bench.measure import measure
 from jflash.bench.peers import PEERS, Name
@@ -30,6 +30,8 @@ class Settings:
     """Forward alone, or backward too, whose time is that of both less the forward's."""
     peers: tuple[Name, ...] = tuple(PEERS)
     """Libraries to measure. Those that are not on this machine are listed, with the reason."""
+    implementation: str | None = None
+    """Of jflash: this one, such as xla, instead of the one that it chooses."""
     rounds: int = 3
     """Rounds of measurements; each round measures every piece of work once."""
     output: pathlib.Path | None = None
@@ -68,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measured(settings: Settings, console: Console) -> record.Record:
     with _steps(console, "matrix product") as step:
-        return measure(settings.grid.cases(), settings.peers, "bwd" in settings.work, settings.rounds, step)
+        libraries = peers.asking_for(settings.implementation)
+        return measure(settings.grid.cases(), settings.peers, "bwd" in settings.work, settings.rounds, step, libraries)
 
 
 def _tune(settings: Settings, console: Console) -> None:

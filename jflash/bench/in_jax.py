@@ -55,7 +55,7 @@ class InJax:
 
     def serving(self, case: Case, data: Data) -> str | None:
         """The one asked for, or the one that jflash chooses."""
-        if self.package != "jflash":
+        if self.package != "jflash" or self.implementation is not None:
             return self.implementation
         return jflash.explain(**data.arguments, **options(case)).partition(" ")[0]
 

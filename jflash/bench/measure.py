@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jflash import _platform, _tuning
 from jflash.bench import clocks
 from jflash.bench.cases import Case, Data, Work, data, options
-from jflash.bench.peers import PEERS, Name, versions
+from jflash.bench.peers import PEERS, Name, Peer, versions
 from jflash.bench.record import About, Figures, Product, Record, Row
 
 Step = Callable[[str, int], None]
@@ -49,10 +49,17 @@ class _Turn:
         return Figures(refusal=self.done) if isinstance(self.done, str) else clocks.timed(self.done, self.samples)
 
 
-def measure(cases: Sequence[Case], peers: Sequence[Name], backward: bool, rounds: int, step: Step) -> Record:
+def measure(
+    cases: Sequence[Case],
+    peers: Sequence[Name],
+    backward: bool,
+    rounds: int,
+    step: Step,
+    libraries: Mapping[Name, Peer] = PEERS,
+) -> Record:
     """All figures. Peers that are not here are listed with the reason."""
     here = _platform.current()
-    reasons: dict[Name, str | None] = {name: PEERS[name].missing(here) for name in peers}
+    reasons: dict[Name, str | None] = {name: libraries[name].missing(here) for name in peers}
     present: list[Name] = [name for name, reason in reasons.items() if reason is None]
     works: tuple[Work, ...] = ("fwd", "fwd+bwd") if backward else ("fwd",)
     steps = (1 + rounds) * len(present) * sum(len(works) if case.has_backward else 1 for case in cases)
@@ -67,7 +74,7 @@ def measure(cases: Sequence[Case], peers: Sequence[Name], backward: bool, rounds
         for peer in present:
             for work in works if case.has_backward else works[:1]:
                 step(f"compile {peer}, {case.name}", steps)
-                turns.append(_turn(case, peer, work, arrays))
+                turns.append(_turn(case, peer, libraries[peer], work, arrays))
     for number in range(rounds):
         product_ms += product.sample()
         for turn in _in_order(turns, number):
@@ -96,8 +103,7 @@ def _in_order(turns: Sequence[_Turn], number: int) -> Iterator[_Turn]:
         yield from group[:first]
 
 
-def _turn(case: Case, peer: Name, work: Work, arrays: Data) -> _Turn:
-    asked = PEERS[peer]
+def _turn(case: Case, peer: Name, asked: Peer, work: Work, arrays: Data) -> _Turn:
     refusal = _attempt(lambda: asked.refuses(case, [*arrays.arguments, *options(case)]))
     if refusal is not None:
         return _Turn(case, peer, work, None, refusal)

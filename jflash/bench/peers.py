@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 
 import jflash
-from jflash import _versions
+from jflash import _dispatch, _versions
 from jflash._platform import Platform
 from jflash.bench import in_torch
 from jflash.bench.cases import Case, Data, Work
@@ -57,6 +57,18 @@ PEERS: dict[Name, Peer] = {
     "FlashAttention-4": in_torch.flash_attention_4(),
 }
 """By the names under which they are shown; cuDNN's is its attention by way of jax.nn."""
+
+
+def asking_for(implementation: str | None) -> Mapping[Name, Peer]:
+    """The libraries, of jflash this implementation.
+
+    Raises:
+      ValueError: if it has none of that name.
+    """
+    if implementation is None:
+        return PEERS
+    _dispatch.candidates(implementation)
+    return {**PEERS, "jflash": InJax("jflash", lambda: jflash.attention, implementation)}
 
 
 def versions(peers: Sequence[Name]) -> dict[str, str]:

@@ -66,6 +66,16 @@ def test_one_entry_by_its_scalars(block, options):
         )
 
 
+@hypothesis.given(bounds)
+def test_whether_every_row_sees_a_key(options):
+    """Known where offset and bounds are all that there is."""
+    array = lambda length: jnp.zeros((2, length, 1, 4))
+    spec, _, _ = _canonical.canonicalize(array(QUERIES), array(KEYS), array(KEYS), **options)
+    known = {"query_seq_lengths", "key_value_seq_lengths"}.isdisjoint(options) and spec.query_offset is not None
+    rule = spans_and_rule(0, QUERIES, **options)[1]
+    assert visibility.every_row_sees(spec) == (known and bool(rule.any(axis=-1).all()))
+
+
 def sorted_ids(length: int):
     ids = st.lists(st.integers(0, 4), min_size=length, max_size=length).map(sorted)
     return st.lists(ids, min_size=2, max_size=2).map(np.array)

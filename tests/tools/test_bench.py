@@ -156,7 +156,7 @@ def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_firs
     monkeypatch.setattr(measure._Turn, "sample", lambda turn: done.append((turn.case.name, turn.work, turn.peer)))
     monkeypatch.setattr(measure._Turn, "figures", lambda turn: record.Figures(refusal="not timed"))
     monkeypatch.setattr(
-        measure, "_turn", lambda case, peer, work, _: measure._Turn(case, peer, work, None, "not compiled")
+        measure, "_turn", lambda case, peer, _, work, __: measure._Turn(case, peer, work, None, "not compiled")
     )
     grid = [PLAIN, dataclasses.replace(PLAIN, name="causal", is_causal=True)]
     rows = measure.measure(grid, ["jflash", "jax.nn"], True, 3, lambda *_: None).rows
@@ -195,6 +195,27 @@ def test_nothing_is_cut_off_where_lines_are_short(run, monkeypatch):
         bench.main(["--from", str(run[0] / "bench.json")])
     assert "…" not in printed.getvalue()
     assert "causal: 1 x 64, 2 x d16 " in printed.getvalue()
+
+
+def test_an_implementation_that_is_asked_for_is_measured(monkeypatch, tmp_path):
+    """Not what jflash would choose; and a name that there is not is no row of refusals."""
+    options = {"lengths": 64, "widths": 32, "head-dims": 16, "tokens": 64, "masks": "full", "work": "fwd", "rounds": 1}
+    command = [*(f"--{name}={value}" for name, value in options.items()), "--peers=jflash"]
+    monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
+    monkeypatch.setattr(clocks, "REST_S", 0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        bench.main([*command, f"--output={tmp_path}", "--implementation=reference"])
+        (row,) = record.read(tmp_path / "bench.json").rows
+        with pytest.raises(ValueError, match="must name some of"):
+            bench.main([*command, "--implementation=referents"])
+    assert (row.peer, row.implementation, row.figures.refusal) == ("jflash", "reference", None)
+    # It has a [T, S] array of each head, and `xla` has not.
+    case = dataclasses.replace(PLAIN, queries=1024, keys=1024)
+    plain, tiled = (
+        peers.asking_for(name)["jflash"].prepare(case, "fwd", cases.data(case)).figures.temporary_mib
+        for name in ("reference", "xla")
+    )
+    assert plain > 2 * tiled
 
 
 def test_what_a_peer_has_no_argument_for_is_asked_not_tried():

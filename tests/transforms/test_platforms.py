@@ -303,18 +303,17 @@ def programs(function: Callable[..., Any], *args: Any) -> set[int]:
 
 
 @pytest.mark.parametrize("function", [attend, attend_and_pull_back])
-@pytest.mark.parametrize(("implementation", "count"), [(None, {1}), ("xla", {1}), ("reference", set())])
-def test_one_program_where_one_backend_serves_everywhere(
+@pytest.mark.parametrize(("implementation", "count"), [(None, {2}), ("xla", {2}), ("reference", set())])
+def test_one_backend_everywhere_has_a_program_for_cpus_and_one_for_all_else(
     function: Callable[..., Any], implementation: str | None, count: set[int]
 ) -> None:
-    """So it is on a machine with nothing but a CPU: then nothing is left to choose."""
-    assert programs(functools.partial(function, implementation=implementation), ALL) == count
+    """`xla` plans for either. Within a program, what is in plain JAX has no choice."""
+    assert programs(functools.partial(function, implementation=implementation), ALL) - {1} == count
 
 
 def test_several_programs_where_several_backends_serve(cuda_only: CudaOnly) -> None:
     count = lambda name: programs(functools.partial(attend_and_pull_back, implementation=name), PLAIN)
-    # Within a program, what is in plain JAX has no choice.
-    assert count(None) == {1, 2}
+    assert count(None) == {1, 3}
     assert count("cuda_only") == {1}
 
 
@@ -368,6 +367,19 @@ def test_xla_describes_its_tiles() -> None:
     one = "one tile, without a loop: 0.5 MiB of float32 logits"
     assert forward == f"forward: {one}"
     assert backward == f"backward: {one}, the forward's if compiled with it"
+
+
+def test_xla_describes_its_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_platform, "current", lambda: H200)
+    array = jax.ShapeDtypeStruct((1, 16384, 16, 128), jnp.float32)
+    explain = functools.partial(jflash.explain, implementation="xla", verbose=True)
+    _, forward, backward, *_ = explain(array, array, array).splitlines()
+    tiles = "tiles of 4096 queries by 4096 keys, 1 of 1 batch entries and 8 of 16 heads at a time: 5.1e+02 MiB"
+    assert forward == f"forward: {tiles} of float32 logits"
+    assert backward == f"backward: {tiles} of float32 logits, computed again from the log-sum-exp"
+    small = jax.ShapeDtypeStruct((32, 512, 16, 128), jnp.float32)
+    _, forward, *_ = explain(small, small, small).splitlines()
+    assert forward == "forward: one tile, without a loop: 5.1e+02 MiB of float32 logits"
 
 
 def test_nothing_is_described_where_nothing_serves() -> None:

@@ -21,7 +21,8 @@ from plain_attention import Call
 import jflash
 from jflash import _dispatch
 from jflash._backends import xla
-from jflash._backends.xla import tiling
+from jflash._backends.xla import plans
+from jflash._backends.xla.plans import Tiles
 
 Arrays = dict[str, Any]
 ROUNDED = 1e-11
@@ -35,8 +36,13 @@ FEATURES = {
     "lengths": SMALL._replace(lengths="both", segments="sorted", sinks=True, bias="keys"),
     "dropout": SMALL._replace(dropout=True, bias="queries", sinks=True),
 }
-SHAPES = {"one tile": None, "tiles": tiling.TileShape(1, 1, 4, 5)}
-"""Of tiles: the second is not even, nor are the first block of rows and the last alike."""
+SHAPES = {
+    "one tile": None,
+    "tiles": Tiles(1, 1, 4, 5),
+    "one tile of a GPU": Tiles(2, 2, 7, 9, by_passes=True),
+    "tiles of a GPU": Tiles(1, 2, 4, 9, by_passes=True),
+}
+"""Of tiles: not even, and first and last blocks of rows are not alike. Those of a GPU have all keys."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +55,7 @@ def _float64() -> Iterator[None]:
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """`xla` with tiles of one shape, under a name of its own: by that compiled calls are found again."""
     if (shape := SHAPES[request.param]) is not None:
-        monkeypatch.setattr(tiling, "plan", lambda spec, work: shape)
+        monkeypatch.setattr(plans, "plan", lambda spec, work: shape)
     name = f"xla in {request.param} of {shape}"
     monkeypatch.setattr(_dispatch, "BACKENDS", {**_dispatch.BACKENDS, name: xla})
     return name

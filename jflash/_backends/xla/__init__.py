@@ -1,20 +1,22 @@
 """Tiled attention in plain JAX: runs wherever JAX does, and is the default off Hopper.
 
-`tiling` walks over the tiles that some query can see; `forward` runs the online softmax along the walk, and `tangent`
-and `backward` recompute each tile from the log-sum-exp (`recompute`) and sum what the tiles contribute (`sums`), which
-has derivatives of every order. A small call is one tile: there is no loop then, and no condition.
+`plans` says how large tiles are, on a CPU and elsewhere. `tiling` walks over those that some query can see; `forward`
+runs the online softmax along the walk, and `tangent` and `backward` recompute each tile from the log-sum-exp
+(`recompute`) and sum what the tiles contribute (`sums`), which has derivatives of every order. A small call is one
+tile: there is no loop then, and no condition.
 """
 
 from __future__ import annotations
 
 from jflash._backends.xla.backward import backward
 from jflash._backends.xla.forward import forward
+from jflash._backends.xla.plans import is_cpu, plan
 from jflash._backends.xla.tangent import tangent
-from jflash._backends.xla.tiling import is_whole, plan
+from jflash._backends.xla.tiling import holds_rows, is_whole
 from jflash._platform import Platform, lowered_for
 from jflash._semantics.spec import Spec
 
-__all__ = ["backward", "describe", "forward", "tangent", "unsupported"]
+__all__ = ["backward", "describe", "forward", "program", "tangent", "unsupported"]
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
@@ -25,6 +27,11 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
             "of indexed arrays in any order."
         )
     return None
+
+
+def program(platform: Platform) -> str:
+    """One for CPUs, and one for all else, whose tiles are others (`plans`)."""
+    return "cpu" if is_cpu(platform) else "gpu"
 
 
 def describe(spec: Spec, platform: Platform) -> str:
@@ -47,5 +54,5 @@ def describe(spec: Spec, platform: Platform) -> str:
     if is_whole(spec, shape):
         lines[-1] += ", the forward's if compiled with it"
     else:
-        lines[-1] += ", computed again" + ("" if shape.keys == spec.key_length else " from the log-sum-exp")
+        lines[-1] += ", computed again" + ("" if holds_rows(spec, shape) else " from the log-sum-exp")
     return "\n".join([*lines, "memory: a few tiles, and arrays that grow with T + S; none that grows with T * S"])

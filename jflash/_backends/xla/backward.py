@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jflash._backends.xla import recompute, tiling
+from jflash._backends.xla import plans, recompute, tiling
 from jflash._backends.xla.recompute import RecomputedTile
 from jflash._backends.xla.sums import Place, Terms, tile_sum
 from jflash._semantics import online_softmax
@@ -38,7 +38,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     )
     empty = residuals.lse == -jnp.inf
     delta = jnp.where(empty, 0, weighted - residuals.d_lse)
-    shape = tiling.plan(spec, "backward")
+    shape = plans.plan(spec, "backward")
     subtracted = jnp.where(empty, 0, -residuals.d_lse) if tiling.holds_rows(spec, shape) else delta
     of_rows = recompute.by_row(spec, lse, recompute.sink_probabilities(operands, lse), subtracted)
     arguments = Terms(

@@ -9,7 +9,8 @@
 
 Where the norms of queries and keys alone say that no logit of a block can be large (Cauchy-Schwarz), m is that bound
 from the start and need not be found tile by tile. Where one tile is the whole call, m is the largest of its logits and
-nothing is rescaled.
+nothing is rescaled. On a GPU P is divided there before it weighs V: XLA makes it of the logits in one kernel, and the
+backward's P is the same.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.xla import tiling
+from jflash._backends.xla import plans, tiling
+from jflash._backends.xla.plans import Tiles
 from jflash._backends.xla.tiling import Block, Span
 from jflash._semantics import dropout, online_softmax
 from jflash._semantics.logits import may_end_in_rounding, modify_logits
 from jflash._semantics.spec import Operands, Spec
-from jflash._semantics.tile import Corner, TileShape, cut, load_tile, paste, split_heads
+from jflash._semantics.tile import Corner, cut, load_tile, paste, split_heads
 
 Results = tuple[Float[Array, "B T K G D"], Float[Array, "B K G T"]]
-Step = Callable[[online_softmax.Rows, Float[Array, "b k g i j"], online_softmax.Weigh], online_softmax.Rows]
+type Step[State] = Callable[[State, Float[Array, "b k g i j"], online_softmax.Weigh], State]
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in the accumulator's."""
-    shape = tiling.plan(spec, "forward")
+    shape = plans.plan(spec, "forward")
     whole = tiling.is_whole(spec, shape)
     batch, heads, rows = shape.batch, shape.key_heads, shape.queries
     query = split_heads(operands.query, 2, spec)
     sinks = None if operands.sinks is None else split_heads(operands.sinks, 1, spec)
+    divided = whole and shape.by_passes and sinks is None
     key_norms = _largest_key_norms(spec, operands) if _may_be_bounded(spec, shape) else None
 
     def attend_block(block: Block, results: Results) -> Results:
@@ -47,15 +50,18 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
             index = (block.first + jnp.arange(rows))[None, None, None, :, None]
             queries = tiling.zero_padding(queries, index, lengths[:, None, None, None, None])
 
-        def attend_tiles(step: Step, largest: Float[Array, "b k g i"]) -> online_softmax.Rows:
-            def attend_tile(corner: Corner, span: Span | None, state: online_softmax.Rows) -> online_softmax.Rows:
+        def attend_tiles[State](step: Step[State], state: State) -> State:
+            def attend_tile(corner: Corner, span: Span | None, state: State) -> State:
                 tile = load_tile(spec, operands, corner, shape)
                 keys = tiling.load_keys(operands.key, corner, shape)
                 values = tiling.load_keys(operands.value, corner, shape)
                 if span is not None:
                     keys, values = (tiling.zero_padded_keys(array, tile) for array in (keys, values))
-                products = tiling.dot(spec, queries.reshape(batch, heads, -1, spec.head_dim), keys, (3, 3))
+                products = tiling.products(spec, shape, queries.reshape(batch, heads, -1, spec.head_dim), keys)
                 logits = modify_logits(spec, products.reshape(batch, heads, spec.group, rows, shape.keys), tile)
+                if divided and may_end_in_rounding(spec):
+                    # As in `online_softmax.exponentials`; before the mask, which then takes no pass of its own.
+                    logits = lax.optimization_barrier(logits)
                 visible = tiling.visible(spec, tile, span)
                 if visible is not None:
                     logits = jnp.where(visible, logits, -jnp.inf)
@@ -68,27 +74,31 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
                 return step(state, logits, weigh)
 
-            state = online_softmax.start(largest, spec.value_dim)
             return tiling.for_each_tile(spec, operands, shape, block, attend_tile, state)
 
-        unknown = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
-        if whole:
-            rounded = may_end_in_rounding(spec)
-            step = lambda _, logits, weigh: online_softmax.whole(logits, weigh, rounded=rounded)
-            state = attend_tiles(step, unknown)
-        elif key_norms is None:
-            state = attend_tiles(online_softmax.step, unknown)
+        largest = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
+        unseen = online_softmax.start(largest, spec.value_dim)
+        if divided:
+            divide = lambda _, logits, weigh: online_softmax.whole_divided(logits, weigh)
+            out, lse = attend_tiles(divide, (unseen.weighted, largest))
         else:
-            bound = _norms(queries) * cut(key_norms, (block.batch, block.key_head, 0, 0), (batch, heads, 1, 1))
-            state = lax.cond(
-                jnp.all(bound <= online_softmax.BOUND_LIMIT),
-                lambda: attend_tiles(online_softmax.step_bounded, bound),
-                lambda: attend_tiles(online_softmax.step, unknown),
-            )
-        block_sinks = None
-        if sinks is not None:
-            block_sinks = cut(sinks, (block.batch, block.key_head, 0), (batch, heads, spec.group))[..., None]
-        out, lse = online_softmax.finish(state, block_sinks)
+            if whole:
+                rounded = may_end_in_rounding(spec)
+                step = lambda _, logits, weigh: online_softmax.whole(logits, weigh, rounded=rounded)
+                state = attend_tiles(step, unseen)
+            elif key_norms is None:
+                state = attend_tiles(online_softmax.step, unseen)
+            else:
+                bound = _norms(queries) * cut(key_norms, (block.batch, block.key_head, 0, 0), (batch, heads, 1, 1))
+                state = lax.cond(
+                    jnp.all(bound <= online_softmax.BOUND_LIMIT),
+                    lambda: attend_tiles(online_softmax.step_bounded, online_softmax.start(bound, spec.value_dim)),
+                    lambda: attend_tiles(online_softmax.step, unseen),
+                )
+            block_sinks = None
+            if sinks is not None:
+                block_sinks = cut(sinks, (block.batch, block.key_head, 0), (batch, heads, spec.group))[..., None]
+            out, lse = online_softmax.finish(state, block_sinks)
         out = jnp.moveaxis((out / (1 - spec.dropout_rate)).astype(spec.result_dtype), 3, 1)
         return (
             paste(results[0], out, (block.batch, block.first, block.key_head, 0, 0)),
@@ -107,10 +117,11 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     )
 
 
-def _may_be_bounded(spec: Spec, shape: TileShape) -> bool:
+def _may_be_bounded(spec: Spec, shape: Tiles) -> bool:
     """Whether logits are no more than scaled products, in a dtype with float32's range, and tiles many enough."""
     plain = spec.score_mod is None and {"scale", "bias", "alibi_slopes"}.isdisjoint(spec.operands)
-    return plain and shape.keys < spec.key_length and jnp.finfo(spec.dtype).maxexp >= 128
+    many = shape.keys < spec.key_length or (shape.by_passes and not tiling.is_whole(spec, shape))
+    return plain and many and jnp.finfo(spec.dtype).maxexp >= 128
 
 
 def _norms(vectors: Float[Array, "... H"]) -> Float[Array, "..."]:

@@ -65,7 +65,7 @@ class RecomputedTile:
 
     def dot(self, left: Float[Array, "b k m h"], right: Float[Array, "b k n h"]) -> Float[Array, "b k m n"]:
         """The product over the last axes."""
-        return tiling.dot(self.spec, left, right, (3, 3))
+        return tiling.products(self.spec, self.place.shape, left, right)
 
     def weigh(self, weights: Float[Array, "b k g i j"], keys: Float[Array, "b k j H"]) -> Float[Array, "b k g i H"]:
         """The sum over keys, weights in the call's dtype."""
@@ -99,13 +99,20 @@ class RecomputedTile:
     ) -> Float[Array, "b k g i j"]:
         """P; `sunk` is what sinks have of a row."""
         lse, sunk = lse[..., None], sunk[..., None]
+        rounded = may_end_in_rounding(self.spec)
+        divided = self.place.whole_rows and self.place.shape.by_passes and "sinks" not in self.spec.operands
+        if divided and rounded:
+            logits = lax.optimization_barrier(logits)
         if self.place.visible is not None:
             logits = jnp.where(self.place.visible, logits, -jnp.inf)
+        if divided:
+            found = online_softmax.probabilities(logits, lse)
+            return found if self.place.fresh is None else jnp.where(self.place.fresh[:, None], found, 0)
         if self.place.fresh is not None:
             lse = jnp.where(self.place.fresh[:, None], lse, jnp.inf)
         if not self.place.whole_rows:
             return online_softmax.exp(logits - lse)
-        exponentials, largest = online_softmax.exponentials(logits, rounded=may_end_in_rounding(self.spec))
+        exponentials, largest = online_softmax.exponentials(logits, rounded=rounded)
         weight = jnp.exp(largest[..., None] - lse)
         # 1 but for rounding, so it has no derivative.
         total = lax.stop_gradient(weight * exponentials.sum(axis=-1, keepdims=True) + sunk)

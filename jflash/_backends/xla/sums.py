@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool
 
 from jflash import _operation
 from jflash._backends.xla import tiling
+from jflash._backends.xla.plans import Tiles
 from jflash._backends.xla.tiling import Block, Span
 from jflash._choice import Program
 from jflash._semantics.spec import Operands, Spec
@@ -23,7 +24,6 @@ from jflash._semantics.tile import (
     Corner,
     Parameters,
     Tile,
-    TileShape,
     add_parameters,
     load_parameters,
     load_tile,
@@ -69,6 +69,7 @@ class Place(NamedTuple):
     """Rows that count; the others belong to the block before."""
     whole_rows: bool
     """Whether the tile has all keys of its rows."""
+    shape: Tiles
 
 
 class TileFunction(Protocol):
@@ -79,7 +80,7 @@ class TileFunction(Protocol):
         ...
 
 
-def tile_sum(spec: Spec, shape: TileShape, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
+def tile_sum(spec: Spec, shape: Tiles, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
     """`function` summed over all tiles; its derivative, of any order and mode, goes to `arguments` alone."""
     return _operation.perform(_TileSum(spec, shape, function), operands, arguments)
 
@@ -89,7 +90,7 @@ class _TileSum:
     """`tile_sum` as an operation."""
 
     spec: Spec
-    shape: TileShape
+    shape: Tiles
     function: TileFunction
     choice = None
     sums = True
@@ -162,7 +163,7 @@ class _Walk:
     """One `tile_sum` while it is computed."""
 
     spec: Spec
-    shape: TileShape
+    shape: Tiles
     function: TileFunction
     operands: Operands
     arguments: Terms
@@ -208,7 +209,7 @@ class _Walk:
         keys = jax.tree.map(lambda array: tiling.load_keys(array, corner, shape), self.arguments.keys)
         parameters = tuple(load_parameters(spec, whole, corner, shape) for whole in self.arguments.parameters)
         tile = load_tile(spec, self.operands, corner, shape)
-        place = Place(tile, tiling.visible(spec, tile, span), block.fresh, tiling.holds_rows(spec, shape))
+        place = Place(tile, tiling.visible(spec, tile, span), block.fresh, tiling.holds_rows(spec, shape), shape)
         return self.function(Terms(rows, keys, parameters), place)
 
     def _zeros(self, example: Terms) -> Terms:

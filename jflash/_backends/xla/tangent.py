@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _operation
-from jflash._backends.xla import recompute, tiling
+from jflash._backends.xla import plans, recompute, tiling
 from jflash._backends.xla.recompute import RecomputedTile
 from jflash._backends.xla.sums import Place, Terms, tile_sum
 from jflash._semantics.spec import Operands, Results, Spec
@@ -50,7 +50,7 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
     parameters = (smooth_parameters(operands), pushed._replace(score_mod_arrays=arrays))
 
     (t_sunk,) = recompute.by_row(spec, t_sunk)
-    shape = tiling.plan(spec, "backward")
+    shape = plans.plan(spec, "backward")
     summed = lambda function, *more: tile_sum(spec, shape, function, operands, Terms((*rows, *more), keys, parameters))
     if tiling.holds_rows(spec, shape):
         (t_out, t_lse), _, _ = summed(_WholeRows(spec), t_sunk)

@@ -3,117 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _tuning
+from jflash._backends.xla import plans
+from jflash._backends.xla.plans import Tiles
 from jflash._mesh import varying_alike
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
-from jflash._tuning import TuningKey
-
-_NARROW_ROWS = 128
-_NARROW = 1280
-"""A window's keys of 128 rows make one tile up to this number."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """About how large tiles are."""
-
-    rows: int
-    keys: int
-    logits: int
-    """Logits in one tile, of as many heads and batch entries as that takes: large enough that loops cost little and
-    every core has work, small enough to stay in a laptop's cache between the two matrix products."""
-
-
-BLOCKS: Mapping[str, Sequence[Blocks]] = {
-    "alike": [
-        Blocks(1024, 1024, 2**20),
-        Blocks(1024, 512, 2**20),
-        Blocks(512, 512, 2**20),
-        Blocks(2048, 512, 2**21),
-        Blocks(1024, 256, 2**19),
-        Blocks(512, 512, 2**18),
-        Blocks(256, 256, 2**18),
-    ],
-    "masked": [
-        Blocks(512, 512, 2**20),
-        Blocks(1024, 512, 2**20),
-        Blocks(512, 256, 2**20),
-        Blocks(512, 512, 2**19),
-        Blocks(256, 512, 2**18),
-        Blocks(256, 256, 2**18),
-    ],
-    "narrow window": [
-        Blocks(_NARROW_ROWS, _NARROW, 2**20),
-        Blocks(256, _NARROW, 2**20),
-        Blocks(64, _NARROW, 2**20),
-        Blocks(_NARROW_ROWS, _NARROW, 2**18),
-        Blocks(_NARROW_ROWS, 512, 2**18),
-    ],
-}
-"""For each kind of call what to choose from. Where every row sees the same keys, taller tiles need fewer of them. In a
-narrow window, one tile holds all that a few rows see: little of it is outside the window, and nothing is rescaled."""
-
-
-def _even(length: int, most: int) -> int:
-    """The block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
-    parts = -(-length // most)
-    return min(length, -(-length // (16 * parts)) * 16)
-
-
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`, or 1."""
-    return max(d for d in range(1, number + 1) if number % d == 0 and (d <= most or d == 1))
-
-
-def _window(spec: Spec) -> int | None:
-    """How many keys a query may see besides its own, where both sides are limited."""
-    left, right = spec.bounds
-    return None if left is None or right is None else left + right
-
-
-def plan(spec: Spec, work: Literal["forward", "backward"]) -> TileShape:
-    """The tiles of this call: of as many heads, then batch entries, as `Blocks.logits` allows."""
-    window = _window(spec)
-    if spec.bounds == (None, None) and "query_segments" not in spec.operands:
-        kind = "alike"
-    elif window is not None and window + _NARROW_ROWS <= _NARROW:
-        kind = "narrow window"
-    else:
-        kind = "masked"
-    blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), BLOCKS[kind])
-    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
-    seen = spec.key_length if window is None else min(spec.key_length, window + queries)
-    keys = _even(seen, blocks.keys)
-    logits = spec.group * queries * keys
-    key_heads = _divisor(spec.key_heads, blocks.logits // logits)
-    batch = _divisor(spec.batch, blocks.logits // (logits * key_heads)) if key_heads == spec.key_heads else 1
-    return TileShape(batch, key_heads, queries, keys)
 
 
 def is_whole(spec: Spec, shape: TileShape) -> bool:
-    """Whether one tile is the whole call, which then has no more logits than `Blocks.logits`."""
-    return shape == TileShape(spec.batch, spec.key_heads, spec.query_length, spec.key_length)
+    """Whether one tile is the whole call."""
+    sizes = shape.batch, shape.key_heads, shape.queries, shape.keys
+    return sizes == (spec.batch, spec.key_heads, spec.query_length, spec.key_length)
 
 
 def one_tile_for_a_block(spec: Spec, shape: TileShape) -> bool:
     """Whether all that a block's rows see is in one tile."""
-    window = _window(spec)
+    window = plans.seen_at_once(spec)
     in_step = "query_offset" not in spec.operands or shape.batch == 1
     return shape.keys == spec.key_length or (in_step and window is not None and window + shape.queries <= shape.keys)
 
 
-def holds_rows(spec: Spec, shape: TileShape) -> bool:
-    """Whether a tile has all keys that its rows see, in this call or besides it."""
-    return one_tile_for_a_block(spec, shape) and not spec.partial
+def holds_rows(spec: Spec, shape: Tiles) -> bool:
+    """Whether a tile has all keys that its rows see, in this call or besides it, and makes use of that."""
+    held = shape.held_keys is None or shape.keys <= shape.held_keys or is_whole(spec, shape)
+    return held and one_tile_for_a_block(spec, shape) and not spec.partial
 
 
 class Block(NamedTuple):
@@ -192,6 +113,8 @@ def for_each_tile[Carry](
     spans = visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
     if one_tile_for_a_block(spec, shape):
         visit = lambda carry: body(corner(jnp.minimum(spans.start, length - size)), Span(), carry)
+        if visibility.every_row_sees(spec):
+            return visit(carry)
         return lax.cond(spans.start < spans.stop, visit, lambda carry: carry, carry)
 
     tiles = lambda keys: (keys + size - 1) // size
@@ -276,3 +199,16 @@ def dot(
     """Matrix products of every batch entry and head, accumulated in the accumulator's dtype."""
     dimensions: Any = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return lax.dot_general(left, right, dimensions, precision=spec.precision, preferred_element_type=spec.accumulator)
+
+
+def products(
+    spec: Spec, shape: Tiles, left: Float[Array, "b k m h"], right: Float[Array, "b k n h"]
+) -> Float[Array, "b k m n"]:
+    """Those that a tile of logits, or of their derivatives, is made of.
+
+    On a GPU XLA makes exponentials in the product's kernel, in float32: a pass less. Where they are rounded then, it is
+    a pass more, and so a product of 16-bit numbers is written before that.
+    """
+    made = dot(spec, left, right, (3, 3))
+    rounds = spec.dtype != spec.accumulator and shape.by_passes and not is_whole(spec, shape)
+    return lax.optimization_barrier(made) if rounds else made

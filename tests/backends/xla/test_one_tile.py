@@ -1,4 +1,7 @@
-"""Calls small enough to be one tile: right, without loops, and with no product made twice. And tiles with all keys."""
+"""Calls small enough to be one tile: right, without loops, and with no product made twice. And tiles with all keys.
+
+All of it with a CPU's plan and with a GPU's, on this machine.
+"""
 
 import dataclasses
 import functools
@@ -17,11 +20,27 @@ from plain_attention import Call
 from short_run import cover
 
 import jflash
-from jflash import _canonical
-from jflash._backends.xla import tiling
+from jflash import _canonical, _dispatch, _platform
+from jflash._backends import xla
+from jflash._backends.xla import plans, tiling
+from jflash._platform import Platform
 from jflash._semantics.score_mod import trace_score_mod
 
-attention = functools.partial(jflash.attention, implementation="xla")
+Attention = Callable[..., Any]
+ATTENTION = {
+    name: functools.partial(jflash.attention, implementation=f"xla as planned for a {name}") for name in ("cpu", "gpu")
+}
+"""Under names of their own: by that compiled calls are found again."""
+
+
+@pytest.fixture(params=ATTENTION)
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attention:
+    if request.param == "gpu":
+        monkeypatch.setattr(_platform, "current", lambda: Platform("gpu", "NVIDIA H200", "9.0", 132))
+    chosen = ATTENTION[request.param]
+    monkeypatch.setitem(_dispatch.BACKENDS, chosen.keywords["implementation"], xla)
+    return chosen
+
 
 SMALL = Case(query_length=64, key_length=75, heads=(4, 2), dims=(16, 24), batch=(3,))
 CASES = {
@@ -48,10 +67,10 @@ def spec_of(call: Call) -> Any:
 @cover(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
-def test_right(name: str, dtype: str):
+def test_right(attention: Attention, name: str, dtype: str):
     call = cases.build(CASES[name]._replace(dtype=dtype))
     spec = spec_of(call)
-    assert all(tiling.is_whole(spec, tiling.plan(spec, work)) for work in ("forward", "backward"))
+    assert all(tiling.is_whole(spec, plans.plan(spec, work)) for work in ("forward", "backward"))
     oracle.assert_right(oracle.run(attention, call), call)
 
 
@@ -68,7 +87,7 @@ def test_right(name: str, dtype: str):
     ],
     ids=lambda options: next(reversed(options)),
 )
-def test_rows_that_see_nothing(options: dict[str, Any], keys: int):
+def test_rows_that_see_nothing(attention: Attention, options: dict[str, Any], keys: int):
     query, key = (np.random.default_rng(0).standard_normal((1, n, 2, 8), np.float32) for n in (64, keys))
     call = functools.partial(attention, **options, return_residual=True)
     (out, lse), pull_back = jax.vjp(call, query, key, key)
@@ -80,12 +99,12 @@ def test_rows_that_see_nothing(options: dict[str, Any], keys: int):
 @cover(1)
 @pytest.mark.parametrize("scale", [None, 1.0, 3.0])
 @pytest.mark.parametrize("query_length", [256, 1300])
-def test_gradients_of_few_keys(query_length: int, scale: float | None):
+def test_gradients_of_few_keys(attention: Attention, query_length: int, scale: float | None):
     """As exact as plain attention's, with nothing allowed for a log-sum-exp that is one rounded number."""
     call = cases.build(Case(query_length=query_length, key_length=8, heads=(4, 4), dims=(64, 64)))
     call = dataclasses.replace(call, scale=scale)
     spec = spec_of(call)
-    assert tiling.plan(spec, "backward").keys == spec.key_length
+    assert plans.plan(spec, "backward").keys == spec.key_length
     truth, plain = oracle.exact(call), oracle.plain(call)
     allowed = jax.tree.map(lambda truth, plain: 2 * oracle.error(plain, truth), truth, plain)
     oracle.assert_within(oracle.run(attention, call), truth, allowed)
@@ -94,7 +113,7 @@ def test_gradients_of_few_keys(query_length: int, scale: float | None):
 @cover(1)
 @pytest.mark.parametrize("rows", [64, 1300])
 @pytest.mark.parametrize("keys", [1, 64])
-def test_rows_that_see_one_key(rows: int, keys: int):
+def test_rows_that_see_one_key(attention: Attention, rows: int, keys: int):
     """Its weight is 1 whatever its logit, and so it is in plain attention, without an error."""
     query, key, value, d_out = np.random.default_rng(0).standard_normal((4, 1, rows, 2, 8), np.float32)
     call = functools.partial(attention, mask=np.arange(rows)[:, None] % keys == np.arange(keys))
@@ -107,7 +126,7 @@ def test_rows_that_see_one_key(rows: int, keys: int):
 
 @pytest.mark.parametrize("size", [1, 40])
 @pytest.mark.parametrize("causal", [False, True])
-def test_large_logits(size: int, causal: bool):
+def test_large_logits(attention: Attention, size: int, causal: bool):
     """Of whole numbers, whose products are exact in float32."""
     call = cases.build(SMALL._replace(causal=causal))
     query, key = (np.round(size * array) for array in (call.query, call.key))
@@ -117,7 +136,9 @@ def test_large_logits(size: int, causal: bool):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("query", "keys"), [(1e5, 1e5), (1e30, (-1e30, 0.1)), (1e30, -1e30)], ids=str)
-def test_logits_near_the_largest_numbers(query: float, keys: float | tuple[float, ...], causal: bool):
+def test_logits_near_the_largest_numbers(
+    attention: Attention, query: float, keys: float | tuple[float, ...], causal: bool
+):
     """As the definition: a product times the scale, less itself, is 0 however it is rounded; -inf has no weight."""
     normal = np.random.default_rng(0).standard_normal((3, 1, 64, 2, 8), np.float32)
     if query == 1e5:
@@ -126,8 +147,9 @@ def test_logits_near_the_largest_numbers(query: float, keys: float | tuple[float
         q, k, v = np.full_like(normal[0], query), np.full_like(normal[1], np.ravel(keys)[0]), normal[2]
         k[:, :1] = np.ravel(keys)[-1]
     results = {}
-    for name in ("reference", "xla"):
-        call = functools.partial(jflash.attention, is_causal=causal, return_residual=True, implementation=name)
+    reference = functools.partial(jflash.attention, implementation="reference")
+    for name, function in {"reference": reference, "xla": attention}.items():
+        call = functools.partial(function, is_causal=causal, return_residual=True)
         (out, lse), pull_back = jax.jit(functools.partial(jax.vjp, call))(q, k, v)
         results[name] = out, lse, *pull_back((jnp.ones_like(out), jnp.ones_like(lse)))
     for found, right in zip(results["xla"], results["reference"], strict=True):
@@ -152,7 +174,7 @@ LIMITED = [
 
 @cover(1)
 @pytest.mark.parametrize("options", LIMITED, ids=lambda options: next(iter(options), "plain"))
-def test_no_product_is_made_twice(options: dict[str, Any]):
+def test_no_product_is_made_twice(attention: Attention, options: dict[str, Any]):
     """A program with forward and backward has six: of the backward's five, one is the forward's. And no branches."""
     array = jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.float32)
 

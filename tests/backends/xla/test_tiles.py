@@ -15,7 +15,8 @@ from plain_attention import Call
 import jflash
 from jflash import _canonical, _dispatch
 from jflash._backends import xla
-from jflash._backends.xla import tiling
+from jflash._backends.xla import plans, tiling
+from jflash._backends.xla.plans import Tiles
 
 numbers = np.random.default_rng(0)
 T, S = 131, 149
@@ -39,25 +40,45 @@ NARROW = [("window", (3, 1, 16, 96)), ("offsets", (1, 1, 16, 96)), ("offsets", (
 """A tile holds all that 16 rows see, but not where it has several batch entries and each has its own offset."""
 
 
+GPU = [
+    ("causal", (1, 2, 64, 149), "float32"),
+    ("lengths", (3, 1, 64, 149), "bfloat16"),
+    ("bias", (1, 1, 64, 64), "float32"),
+    ("sinks", (1, 2, 64, 149), "bfloat16"),
+]
+"""With the numbers of a GPU's tiles, which have all keys of some rows, or not."""
+
+
 def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) -> Call:
     rows = query.shape[:-1]
-    return Call(query, key, value, d_out=normal(3, *rows, value.shape[-1]), d_lse=normal(4, *rows), **options)
+    d_out = normal(3, *rows, value.shape[-1]).astype(query.dtype)
+    return Call(query, key, value, d_out=d_out, d_lse=normal(4, *rows), **options)
 
 
 TILED = [*zip(FEATURES, itertools.cycle(SHAPES), strict=False), *(("lengths", shape) for shape in SHAPES[:3]), *NARROW]
 IN_SHORT_RUN = [*TILED[2:6], NARROW[-1]]
 """Of all shapes of tiles, what says which of them are visited."""
+ROWS = [
+    *(pytest.param(*row, {}, "float32", marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in TILED),
+    *(pytest.param(feature, shape, dict(by_passes=True), dtype) for feature, shape, dtype in GPU),
+    pytest.param("segments", (3, 2, 64, 149), dict(by_passes=True, held_keys=100), "float32"),
+]
 
 
-@pytest.mark.parametrize(
-    ("feature", "shape"),
-    [pytest.param(*row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in TILED],
-)
-def test_any_tiles_are_right(monkeypatch: pytest.MonkeyPatch, feature: str, shape: tuple[int, int, int, int]):
-    name = f"xla in tiles of {shape}"
+@pytest.mark.parametrize(("feature", "shape", "policy", "dtype"), ROWS)
+def test_any_tiles_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+    feature: str,
+    shape: tuple[int, int, int, int],
+    policy: dict[str, Any],
+    dtype: str,
+):
+    tiles = Tiles(*shape, **policy)
+    name = f"xla in {tiles}"
     monkeypatch.setitem(_dispatch.BACKENDS, name, xla)
-    monkeypatch.setattr(tiling, "plan", lambda spec, work: tiling.TileShape(*shape))
-    one = call(normal(0, 3, T, 4, 8), normal(1, 3, S, 2, 8), normal(2, 3, S, 2, 16), **FEATURES[feature])
+    monkeypatch.setattr(plans, "plan", lambda spec, work: tiles)
+    arrays = normal(0, 3, T, 4, 8), normal(1, 3, S, 2, 8), normal(2, 3, S, 2, 16)
+    one = call(*(array.astype(dtype) for array in arrays), **FEATURES[feature])
     oracle.assert_right(oracle.run(functools.partial(jflash.attention, implementation=name), one), one)
 
 
@@ -92,7 +113,7 @@ def test_only_tiles_that_are_seen_are_visited(options: dict[str, Any], most: flo
 
     def count(query: Any) -> Any:
         spec, operands, _ = _canonical.canonicalize(query, query, query, **options)
-        shape = tiling.plan(spec, "forward")
+        shape = plans.plan(spec, "forward")
         add = lambda corner, span, total: total + shape.queries * shape.keys
         body = lambda block, total: tiling.for_each_tile(spec, operands, shape, block, add, total)
         return tiling.for_each_block(spec, operands, shape, body, jnp.float32(0))

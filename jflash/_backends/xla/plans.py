@@ -1,0 +1,162 @@
+"""How large tiles are, and how they are computed: a policy for CPUs, and one for GPUs and all else.
+
+A CPU is fast where a tile stays in its caches between two products. A GPU's caches are too small for that, and each
+step of a loop costs it launches. So its tiles are few and large, and time goes by how often one is written and read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from jflash import _platform, _tuning
+from jflash._platform import Platform
+from jflash._semantics.spec import Spec
+from jflash._semantics.tile import TileShape
+from jflash._tuning import TuningKey
+
+Kind = Literal["alike", "masked", "narrow window"]
+"""Of calls. Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all
+that a few rows see: little of it is outside the window, and nothing is rescaled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """About how large tiles are."""
+
+    rows: int
+    keys: int
+    logits: int
+    """Logits in one tile of several, of as many heads and batch entries as that takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(TileShape):
+    """A tile's shape, and how tiles are computed."""
+
+    by_passes: bool = False
+    """Whether time goes by how often a tile is written and read, and not by what is computed."""
+    held_keys: int | None = None
+    """Up to how many keys a row is taken as whole (`tiling.holds_rows`), if one tile is not the call; `None`: any."""
+
+
+_CPU_ROWS, _CPU_WINDOW = 128, 1280
+"""A window's keys of 128 rows make one tile up to this number."""
+
+CPU: Mapping[Kind, Sequence[Blocks]] = {
+    "alike": [
+        Blocks(1024, 1024, 2**20),
+        Blocks(1024, 512, 2**20),
+        Blocks(512, 512, 2**20),
+        Blocks(2048, 512, 2**21),
+        Blocks(1024, 256, 2**19),
+        Blocks(512, 512, 2**18),
+        Blocks(256, 256, 2**18),
+    ],
+    "masked": [
+        Blocks(512, 512, 2**20),
+        Blocks(1024, 512, 2**20),
+        Blocks(512, 256, 2**20),
+        Blocks(512, 512, 2**19),
+        Blocks(256, 512, 2**18),
+        Blocks(256, 256, 2**18),
+    ],
+    "narrow window": [
+        Blocks(_CPU_ROWS, _CPU_WINDOW, 2**20),
+        Blocks(256, _CPU_WINDOW, 2**20),
+        Blocks(64, _CPU_WINDOW, 2**20),
+        Blocks(_CPU_ROWS, _CPU_WINDOW, 2**18),
+        Blocks(_CPU_ROWS, 512, 2**18),
+    ],
+}
+"""What to choose from, the own choice first. So many logits that loops cost little and every core has work, and so few
+that they stay in a laptop's cache between the two matrix products."""
+
+_GPU_ROWS, _GPU_WINDOW = 1024, 2304
+
+GPU: Mapping[Kind, Sequence[Blocks]] = {
+    "alike": [Blocks(4096, 4096, 2**27), Blocks(4096, 4096, 2**28), Blocks(2048, 2048, 2**26)],
+    "masked": [Blocks(4096, 4096, 2**27), Blocks(2048, 2048, 2**27), Blocks(2048, 2048, 2**26)],
+    "narrow window": [Blocks(_GPU_ROWS, _GPU_WINDOW, 2**27), Blocks(256, _GPU_WINDOW, 2**26)],
+}
+"""Likewise. 2**27 logits are 512 MiB in float32, and a backward holds up to four tiles. Fewer keys at once would have
+output rescaled, and gradients added up, more often than the tiles that are skipped are worth."""
+
+_GPU_HELD_KEYS = 256
+"""A row's own sums take two passes over its tile that the log-sum-exp does not, and what they are more exact by shows
+where there are few keys."""
+
+
+def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
+    """The tiles of this call."""
+    on_cpu = is_cpu(_platform.current())
+    tables, rows, window = (CPU, _CPU_ROWS, _CPU_WINDOW) if on_cpu else (GPU, _GPU_ROWS, _GPU_WINDOW)
+    kind = _kind(spec, rows, window)
+    blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), tables[kind])
+    return _on_cpu(spec, blocks) if on_cpu else _on_gpu(spec, blocks)
+
+
+def is_cpu(platform: Platform) -> bool:
+    """Which of the two policies is a platform's."""
+    return platform.name == "cpu"
+
+
+def seen_at_once(spec: Spec) -> int | None:
+    """How many keys a query may see besides its own, where both sides are limited."""
+    left, right = spec.bounds
+    return None if left is None or right is None else left + right
+
+
+def _kind(spec: Spec, rows: int, window: int) -> Kind:
+    seen = seen_at_once(spec)
+    if spec.bounds == (None, None) and "query_segments" not in spec.operands:
+        return "alike"
+    return "narrow window" if seen is not None and seen + rows <= window else "masked"
+
+
+def _on_cpu(spec: Spec, blocks: Blocks) -> Tiles:
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
+    return Tiles(*_filled(spec, blocks, queries, _even(_seen(spec, queries), blocks.keys)))
+
+
+def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
+    """All of a call that has up to twice `Blocks.logits`: two steps would copy more, and one tile is both passes'.
+
+    Else few rows see more keys at once, few keys are seen by more rows, and of few heads there are more of both.
+    """
+    heads = spec.batch * spec.heads
+    if heads * spec.query_length * spec.key_length <= 2 * blocks.logits:
+        return Tiles(spec.batch, spec.key_heads, spec.query_length, spec.key_length, True, _GPU_HELD_KEYS)
+    larger = max(1, math.isqrt(blocks.logits // (heads * blocks.rows * blocks.keys)))
+    rows, keys = larger * blocks.rows, larger * blocks.keys
+    allowed = blocks.logits // (spec.group * min(keys, spec.key_length))
+    queries = _even(spec.query_length, max(min(max(rows, rows * keys // spec.key_length), allowed) // 16 * 16, 16))
+    keys = _even(_seen(spec, queries), max(keys, rows * keys // queries))
+    return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS)
+
+
+def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, int, int, int]:
+    """A tile's shape, of as many heads, then batch entries, as `Blocks.logits` allows."""
+    logits = spec.group * queries * keys
+    key_heads = _divisor(spec.key_heads, blocks.logits // logits)
+    batch = _divisor(spec.batch, blocks.logits // (logits * key_heads)) if key_heads == spec.key_heads else 1
+    return batch, key_heads, queries, keys
+
+
+def _seen(spec: Spec, queries: int) -> int:
+    """How many keys as many queries see, one after the other, at most."""
+    window = seen_at_once(spec)
+    return spec.key_length if window is None else min(spec.key_length, window + queries)
+
+
+def _even(length: int, most: int) -> int:
+    """The block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
+    parts = -(-length // most)
+    return min(length, -(-length // (16 * parts)) * 16)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, or 1."""
+    return max(d for d in range(1, number + 1) if number % d == 0 and (d <= most or d == 1))
