@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash import _dispatch, _mesh, _operation, _platform, _redistribute, _ring, _sequence, _sharding, _strategy
-from jflash._backends import xla
 from jflash._choice import Choice
+from jflash._dispatch import Functions
 from jflash._ring import SequenceSplit
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
@@ -38,42 +38,73 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
     if not others and sequence is None and getattr(backend, "DIFFERENTIATED_BY_JAX", False):
         with _platform.lowered_for(first.platform):
             return backend.forward(spec, operands)
-    return _operation.perform(_Attention(choice, spec), operands)
+    return _operation.perform(_Attention(_Devices(choice), spec), operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    """Where a call of the user's is computed."""
+
+    choice: Choice
+
+    def run(self, part: _Part, program: Any, args: Any) -> Any:
+        """One of the three functions, over however many devices there are."""
+        backend = _dispatch.functions(program.backend)
+
+        def local(sequence: SequenceSplit | None, *args: Any) -> Any:
+            with _platform.lowered_for(program.platform):
+                return part.of(backend, sequence, *args)
+
+        return _sharding.shard(local, part.spec, part.like(args[0]))(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneDevice:
+    """Where a part of a call is computed, whose sequences are split."""
+
+    backend: Functions
+    choice: ClassVar[None] = None
+
+    def run(self, part: _Part, program: None, args: Any) -> Any:
+        """One of the three functions."""
+        return part.of(self.backend, None, *args)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One of a backend's three functions, over however many devices there are."""
+    """One of a backend's three functions."""
 
-    choice: Choice
+    where: _Devices | _OneDevice
     spec: Spec
     sums = False
 
     kind: ClassVar[str]
     """The function's name."""
 
+    @property
+    def choice(self) -> Choice | None:
+        """The backends that compute it."""
+        return self.where.choice
+
     def __call__(self, program: Any, args: Any) -> Any:
-        backend = _dispatch.functions(program.backend)
+        return self.where.run(self, program, args)
 
-        def local(sequence: SequenceSplit | None, *args: Any) -> Any:
-            with _platform.lowered_for(program.platform):
-                return self._of(backend, sequence, *args)
-
-        return _sharding.shard(local, self.spec, self._like(args[0]))(*args)
+    def of(self, backend: Functions, sequence: SequenceSplit | None, operands: Operands, *others: Any) -> Any:
+        """A backend's results for one device's part, in one form."""
+        spec = self.spec.resized(operands)
+        if sequence is None:
+            return self._in_full(operands, getattr(backend, self.kind)(spec, operands, *others))
+        return self._in_full(operands, self._split(backend, sequence, operands, *others))
 
     def _by_xla(self, *args: Any) -> Any:
         """In plain JAX, for its derivatives."""
-        return self._of(xla, _ring.in_shard_map(self.spec.resized(args[0])), *args)
+        return self.of(_dispatch.functions("xla"), _ring.in_shard_map(self.spec.resized(args[0])), *args)
 
-    def _of(self, backend: Any, sequence: SequenceSplit | None, operands: Operands, *others: Any) -> Any:
-        """A backend's results for one device's part, in one form."""
-        if sequence is None:
-            results = getattr(backend, self.kind)(self.spec.resized(operands), operands, *others)
-        else:
-            results = getattr(_sequence, self.kind)(backend, sequence, operands, *others)
-        return self._in_full(operands, results)
+    def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
+        """The same where sequences are split."""
+        raise NotImplementedError
 
-    def _like(self, operands: Operands) -> Any:
+    def like(self, operands: Operands) -> Any:
         """Arrays or shapes as those of the results."""
         spec = self.spec.resized(operands)
         form: Any = Results
@@ -93,9 +124,12 @@ class _Attention(_Part):
 
     kind = "forward"
 
+    def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
+        return _sequence.forward(backend, sequence, operands)
+
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         (operands,), (pushed,) = args, tangents
-        return _operation.perform(_Tangent(self.choice, self.spec), operands, results, pushed)
+        return _operation.perform(_Tangent(self.where, self.spec), operands, results, pushed)
 
     def transpose(self, args: Any, cotangents: Any) -> Any:
         raise AssertionError("Attention is not linear.")
@@ -105,6 +139,11 @@ class _Tangent(_Part):
     """Operands, out and lse, tangents of operands (`None`: 0) -> tangents of out and lse."""
 
     kind = "tangent"
+
+    def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
+        _, tangents = others
+        attend = lambda spec, part: _operation.perform(_Attention(_OneDevice(backend), spec), part)
+        return _sequence.tangent(attend, sequence, operands, tangents)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         *point, pushed = args
@@ -118,10 +157,10 @@ class _Tangent(_Part):
 
     def transpose(self, args: Any, cotangents: Results) -> Any:
         operands, results, pushed = args
-        asked = [name for name, value in pushed._asdict().items() if jax.tree.leaves(_where_linear(value, value))]
+        asked = [name for name, value in pushed._asdict().items() if any(map(_is_linear, jax.tree.leaves(value)))]
         spec = dataclasses.replace(self.spec, undifferentiated=self.spec.operands.difference(asked))
         residuals = Residuals(results.out, results.lse, cotangents.out, cotangents.lse)
-        gradients = _operation.perform(_Backward(self.choice, spec), operands, residuals)
+        gradients = _operation.perform(_Backward(self.where, spec), operands, residuals)
         return _nothing(operands), _nothing(results), _where_linear(pushed, gradients)
 
 
@@ -131,7 +170,10 @@ class _Backward(_Part):
     kind = "backward"
     sums = True
 
-    def _like(self, operands: Operands) -> Operands:
+    def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
+        return _sequence.backward(backend, sequence, operands, *others)
+
+    def like(self, operands: Operands) -> Operands:
         unasked = {name: jax.tree.map(lambda _: None, getattr(operands, name)) for name in self.spec.undifferentiated}
         smooth = lambda array: array if jnp.issubdtype(array.dtype, jnp.inexact) else None
         return jax.tree.map(smooth, operands._replace(**unasked))
@@ -146,7 +188,7 @@ class _Backward(_Part):
 
         arrays = results.score_mod_arrays or (None,) * len(operands.score_mod_arrays)
         results = results._replace(score_mod_arrays=arrays)
-        return jax.tree.map(full, self._like(operands), results, is_leaf=_is_none)
+        return jax.tree.map(full, self.like(operands), results, is_leaf=_is_none)
 
     def tangents(self, args: Any, results: Operands, tangents: Any) -> Operands:
         (operands, residuals), (moved, around) = args, tangents
@@ -164,7 +206,7 @@ class _Backward(_Part):
         operands, residuals = args
         spec = dataclasses.replace(self.spec, undifferentiated=frozenset[str]())
         results = Results(residuals.out, residuals.lse)
-        pushed = _operation.perform(_Tangent(self.choice, spec), operands, results, cotangents)
+        pushed = _operation.perform(_Tangent(self.where, spec), operands, results, cotangents)
         return _nothing(operands), _where_linear(residuals, residuals._replace(d_out=pushed.out, d_lse=pushed.lse))
 
 
@@ -177,9 +219,13 @@ def _nothing(tree: Any) -> Any:
     return jax.tree.map(lambda _: None, tree)
 
 
+def _is_linear(arg: Any) -> bool:
+    return isinstance(arg, jax.ShapeDtypeStruct)
+
+
 def _where_linear(args: Any, found: Any) -> Any:
-    """`found` for those of `args` that `Operation.transpose` asks for, else `None`."""
-    take = lambda arg, found: found if isinstance(arg, jax.ShapeDtypeStruct) else None
+    """`found` in the dtype of those of `args` that `Operation.transpose` asks for, `None` for others."""
+    take = lambda arg, found: found.astype(arg.dtype) if _is_linear(arg) else None
     return jax.tree.map(take, args, found, is_leaf=_is_none)
 
 

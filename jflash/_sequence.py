@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jflash import _operation
@@ -28,12 +27,14 @@ from jflash._ring import CUT_AS_USED, Pair, SequenceSplit
 from jflash._semantics import online_softmax
 from jflash._semantics.spec import KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
 
+Attend = Callable[[Spec, Operands], Results]
+"""A call of one chunk of queries with one chunk of keys."""
+
 
 class Backend(Protocol):
     """The functions of a backend, as in `_dispatch`."""
 
     def forward(self, spec: Spec, operands: Operands, /) -> Any: ...
-    def tangent(self, spec: Spec, operands: Operands, results: Results, tangents: Operands, /) -> Results: ...
     def backward(self, spec: Spec, operands: Operands, residuals: Residuals, /) -> Operands: ...
 
 
@@ -42,29 +43,12 @@ def forward(backend: Backend, split: SequenceSplit, operands: Operands) -> Resul
     return _forward(lambda spec, part: Results(*backend.forward(spec, part)), split, operands)
 
 
-def tangent(
-    backend: Backend, split: SequenceSplit, operands: Operands, results: Results, tangents: Operands
-) -> Results:
-    """The tangent of each pair is the backend's; JAX knows that of what is done with them."""
-    del results
-
-    def attend(spec: Spec, part: Operands) -> Results:
-        @jax.custom_jvp
-        def pair(part: Operands) -> Results:
-            return Results(*backend.forward(spec, part))
-
-        def with_tangent(primals: tuple[Operands], pushed: tuple[Any]) -> tuple[Results, Results]:
-            made = pair(*primals)
-            moved = jax.tree.map(lambda t: None if isinstance(t, SymbolicZero) else t, pushed[0])
-            return made, backend.tangent(spec, *primals, made, moved)
-
-        pair.defjvp(with_tangent, symbolic_zeros=True)
-        return pair(part)
-
+def tangent(attend: Attend, split: SequenceSplit, operands: Operands, tangents: Operands) -> Results:
+    """`attend` has tangents of its own; JAX knows those of what is done with its results."""
     return _operation.tangents_of(lambda whole: _forward(attend, split, whole), (operands,), (tangents,))
 
 
-def _forward(attend: Callable[[Spec, Operands], Results], split: SequenceSplit, operands: Operands) -> Results:
+def _forward(attend: Attend, split: SequenceSplit, operands: Operands) -> Results:
     spec = split.call.resized(operands)
     queries, keys = _enter(split, operands._asdict())
 
