@@ -50,11 +50,10 @@ def gather(attend: Attend, split: SequenceSplit, operands: Operands) -> tuple[Ar
     present: dict[str, Any] = {name: array for name, array in operands._asdict().items() if array is not None}
     names = [name for name in KEYS_AXIS if name in present]
     keys = {name: lax.all_gather(present[name], split.keys.axes, axis=1, tiled=True) for name in names}
-    keys = {name: array[None] for name, array in keys.items()}
-    queries = {name: present[name][None] for name in ("query", "query_segments") if name in present}
+    queries = {name: present[name] for name in ("query", "query_segments") if name in present}
     queries_alone = SequenceSplit(split.call, split.queries, Ring((), 1))
-    (pairs,) = queries_alone.pairs(0, 0)
-    spec, part = _sequence.part_of(queries_alone, _unsplit(split.call), operands, queries, keys, pairs, 0)
+    (pair,) = queries_alone.pairs(0, 0)
+    spec, part = _sequence.part_of(queries_alone, _unsplit(split.call), operands, queries, keys, pair, 0)
     whole = part._replace(sinks=operands.sinks)
     return attend(dataclasses.replace(spec, partial=False).resized(whole), whole)
 

@@ -63,17 +63,13 @@ class Ring:
         return tree.unflatten(leaves)
 
 
-Run = Int[Array, ""] | int
-"""Which of a device's runs: its whole chunk, or in a zigzag one of two halves."""
+class Pair(NamedTuple):
+    """A run of a device's queries and a run of a device's keys: the whole chunk, or in a zigzag one of two halves."""
 
-
-class Pairs(NamedTuple):
-    """Runs of a device's queries, and the run of some device's keys that goes with each."""
-
-    queries: tuple[Run, ...]
-    keys: tuple[Run, ...]
+    queries: Int[Array, ""] | int
+    keys: Int[Array, ""] | int
     same: bool = False
-    """Whether the two of a pair are the same part of the sequence."""
+    """Whether both are the same part of the sequence."""
     all_visible: bool = False
     """Whether causality and windows let every query see every key."""
 
@@ -147,7 +143,7 @@ class SequenceSplit:
         in_order = 2 * self.queries.own < self.queries.count
         return lax.select(jnp.broadcast_to(in_order, halves.shape), halves, halves[::-1])
 
-    def first(self, device: Int[Array, ""] | int, run: Run, length: int) -> Int[Array, ""]:
+    def first(self, device: Int[Array, ""] | int, run: Int[Array, ""] | int, length: int) -> Int[Array, ""]:
         """Where in its sequence a run of a device's chunk of `length` begins."""
         if not self.zigzag:
             return jnp.asarray(device * length, jnp.int32)
@@ -158,16 +154,16 @@ class SequenceSplit:
         """The earlier of a device's halves in a zigzag; the other is as far from the end."""
         return jnp.minimum(2 * device, 2 * self.queries.count - 1 - 2 * device)
 
-    def pairs(self, step: Int[Array, ""] | int, source: Int[Array, ""] | int) -> list[Pairs]:
-        """Which runs of this device's queries see which runs of the keys of `source`; those alike together."""
+    def pairs(self, step: Int[Array, ""] | int, source: Int[Array, ""] | int) -> list[Pair]:
+        """Which runs of this device's queries see which runs of the keys of `source`."""
         if not self.zigzag:
-            return [Pairs((0,), (0,), all_visible=self.call.bounds == (None, None))]
+            return [Pair(0, 0, all_visible=self.call.bounds == (None, None))]
         if isinstance(step, int) and step == 0:
-            return [Pairs((0, 1), (0, 1), same=True), Pairs((1,), (0,), all_visible=True)]
+            return [Pair(0, 0, same=True), Pair(1, 1, same=True), Pair(1, 0, all_visible=True)]
         # Late queries see all early keys. Of two devices, the one with the earlier early half has the later late half:
         # so either its late queries see the other's late keys, or its early queries see the other's early keys.
         both = jnp.where(self._low(source) < self._low(self.queries.own), 0, 1)
-        return [Pairs((1, both), (0, both), all_visible=True)]
+        return [Pair(1, 0, all_visible=True), Pair(both, both, all_visible=True)]
 
 
 def in_shard_map(call: Spec) -> SequenceSplit | None:

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jflash import _operation
 from jflash._mesh import varying_alike
-from jflash._ring import CUT_AS_USED, Pairs, Run, SequenceSplit
+from jflash._ring import CUT_AS_USED, Pair, SequenceSplit
 from jflash._semantics import online_softmax
 from jflash._semantics.spec import KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
 
@@ -53,11 +53,11 @@ def _forward(attend: Attend, split: SequenceSplit, operands: Operands) -> Result
     queries, keys = _enter(split, operands._asdict())
 
     def visit(step: Any, source: Any, keys: dict[str, Array], sums: Results) -> tuple[Any, Results]:
-        for pairs in split.pairs(step, source):
-            made = attend(*part_of(split, spec, operands, _of_runs(queries, pairs.queries), keys, pairs, source))
-            for run, part in zip(pairs.queries, _by_run(made, len(pairs.queries)), strict=True):
-                merged = _merge(_at(sums, run), part)
-                sums = jax.tree.map(functools.partial(_put, run=run), sums, merged)
+        for pair in split.pairs(step, source):
+            own, theirs = _at(queries, pair.queries), _at(keys, pair.keys)
+            made = attend(*part_of(split, spec, operands, own, theirs, pair, source))
+            merged = _merge(_at(sums, pair.queries), made)
+            sums = jax.tree.map(functools.partial(_put, run=pair.queries), sums, merged)
         return (), sums
 
     query = queries["query"]
@@ -86,19 +86,15 @@ def backward(backend: Backend, split: SequenceSplit, operands: Operands, residua
     def visit(step: Any, source: Any, keys: dict[str, Array], sums: Any) -> tuple[dict[str, Array], Any]:
         d_query, d_shared = sums
         d_keys = {name: zeros(keys[name]) for name in asked}
-        for pairs in split.pairs(step, source):
-            own = _of_runs(queries, pairs.queries)
-            part_spec, part = part_of(split, spec, operands, own, keys, pairs, source)
-            residuals = Residuals(**{name: _folded(own[name]) for name in Residuals._fields})
-            found = backend.backward(part_spec, part, residuals)
-            count = len(pairs.keys)
+        for pair in split.pairs(step, source):
+            own = _at(queries, pair.queries)
+            part_spec, part = part_of(split, spec, operands, own, _at(keys, pair.keys), pair, source)
+            found = backend.backward(part_spec, part, Residuals(**{name: own[name] for name in Residuals._fields}))
             if d_query is not None:
-                d_query = _add(d_query, found.query, pairs.queries)
-            d_keys = {name: _add(d_keys[name], getattr(found, name), pairs.keys) for name in asked}
-            first_keys = [split.first(source, run, split.lengths[1]) for run in pairs.keys]
-            for name, total in d_shared.items():
-                parts = _by_run(getattr(found, name), count)
-                d_shared = d_shared | {name: _add_shared(name, total, parts, first_keys)}
+                d_query = _add(d_query, found.query, pair.queries)
+            d_keys = {name: _add(d_keys[name], getattr(found, name), pair.keys) for name in asked}
+            first_key = split.first(source, pair.keys, split.lengths[1])
+            d_shared = {name: _add_shared(name, total, found, first_key) for name, total in d_shared.items()}
         return d_keys, (d_query, d_shared)
 
     d_shared = {name: jax.tree.map(zeros, getattr(operands, name)) for name in _shared(spec, operands)}
@@ -157,99 +153,59 @@ def part_of(
     operands: Operands,
     queries: dict[str, Array],
     keys: dict[str, Array],
-    pairs: Pairs,
+    pair: Pair,
     source: Int[Array, ""] | int,
 ) -> tuple[Spec, Operands]:
-    """The call of runs of queries, each with its run of keys; runs become part of the batch.
-
-    `queries` are those of `pairs`, `keys` all of a device.
-    """
-    (query_length, key_length), count = split.lengths, len(pairs.queries)
-    keys = _of_runs(keys, pairs.keys)
-    query_count, key_count = queries["query"].shape[2], keys["key"].shape[2]
-    first_query = jnp.stack([split.first(split.queries.own, run, query_length) for run in pairs.queries])
-    first_key = jnp.stack([split.first(source, run, key_length) for run in pairs.keys])
-
-    def each(array: Array) -> Array:
-        """Of all runs, `[runs, #B, ...]`."""
-        return _folded(array if count == 1 else jnp.broadcast_to(array, (count, spec.batch, *array.shape[2:])))
-
-    def alike(array: Array) -> Array:
-        """The same for all runs, `[#B, ...]`."""
-        return array if 1 in (count, array.shape[0]) else each(array[None])
-
-    def inside(lengths: Array | None, first: Int[Array, "runs"], most: int) -> Array | None:
-        return None if lengths is None else each(jnp.clip(lengths - first[:, None], 0, most))
-
-    def columns(array: Array | None) -> Array | None:
-        if array is None or array.shape[3] == 1:
-            return None if array is None else alike(array)
-        cut = [lax.dynamic_slice_in_dim(array, first, key_count, 3) for first in first_key]
-        return each(jnp.stack(cut))
-
+    """The call of one run of queries with one run of keys."""
+    query_length, key_length = split.lengths
+    first_query = split.first(split.queries.own, pair.queries, query_length)
+    first_key = split.first(source, pair.keys, key_length)
+    query_count, key_count = queries["query"].shape[1], keys["key"].shape[1]
+    inside = lambda lengths, first, most: None if lengths is None else jnp.clip(lengths - first, 0, most)
     offset = operands.query_offset if spec.query_offset is None else spec.query_offset
     # What is known before the call makes better kernels.
-    static = pairs.same and spec.query_offset is not None
-    static = static or (pairs.all_visible and operands.alibi_slopes is None)
+    static = pair.same and spec.query_offset is not None
+    static = static or (pair.all_visible and operands.alibi_slopes is None)
     if not static:
         assert offset is not None
-        offset = each(jnp.reshape(offset, (1, -1)) + (first_query - first_key)[:, None])
+        offset = jnp.reshape(offset + (first_query - first_key), -1)
     indexed = spec.score_mod is not None or spec.dropout_rate > 0
-    part = jax.tree.map(alike, operands._replace(query=None, key=None, value=None, bias=None, mask=None))._replace(
-        **{name: each(queries[name]) for name in ("query", "query_segments") if name in queries},
-        **{name: each(array) for name, array in keys.items()},
-        bias=columns(operands.bias),
-        mask=columns(operands.mask),
+    part = operands._replace(
+        **{name: queries[name] for name in ("query", "query_segments") if name in queries},
+        **keys,
+        bias=_columns(operands.bias, first_key, key_count),
+        mask=_columns(operands.mask, first_key, key_count),
         sinks=None,
         query_offset=None if static else offset,
         query_lengths=inside(operands.query_lengths, first_query, query_count),
         key_lengths=inside(operands.key_lengths, first_key, key_count),
-        first_query=each(first_query[:, None]) if indexed else None,
-        first_key=each(first_key[:, None]) if indexed else None,
+        first_query=first_query[None] if indexed else None,
+        first_key=first_key[None] if indexed else None,
     )
-    bounds: dict[str, Any] = dict(is_causal=False, window=None) if pairs.all_visible else {}
-    static_offset = (spec.query_offset if pairs.same else 0) if static else None
+    bounds: dict[str, Any] = dict(is_causal=False, window=None) if pair.all_visible else {}
+    static_offset = (spec.query_offset if pair.same else 0) if static else None
     return dataclasses.replace(
         spec.resized(part), query_offset=static_offset, partial=True, sequence_axes=(), **bounds
     ), part
 
 
-def _of_runs(arrays: dict[str, Array], runs: tuple[Run, ...]) -> dict[str, Array]:
-    """Some runs of each array, `[runs, ...]`."""
-
-    def of(array: Array) -> Array:
-        all_in_order = all(isinstance(run, int) for run in runs) and runs == tuple(range(len(array)))
-        return array if all_in_order else jnp.stack([_at(array, run) for run in runs])
-
-    return {name: of(array) for name, array in arrays.items()}
+def _columns(array: Array | None, first: Int[Array, ""], count: int) -> Array | None:
+    """A bias or mask of some keys."""
+    if array is None or array.shape[3] == 1:
+        return array
+    return lax.dynamic_slice_in_dim(array, first, count, 3)
 
 
-def _folded(array: Shaped[Array, "runs B *rest"]) -> Shaped[Array, "runs*B *rest"]:
-    return array.reshape(-1, *array.shape[2:])
-
-
-def _by_run(results: Any, count: int) -> list[Any]:
-    """What each of so many runs has of results for all of them; what they share, as one."""
-
-    def split(array: Array) -> list[Array]:
-        return [array] if len(array) == 1 else list(array.reshape(count, -1, *array.shape[1:]))
-
-    leaves, tree = jax.tree.flatten(results)
-    return [tree.unflatten(parts) for parts in zip(*map(split, leaves), strict=True)]
-
-
-def _at(arrays: Any, run: Run) -> Any:
+def _at(arrays: Any, run: Int[Array, ""] | int) -> Any:
     return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, run, 0, keepdims=False), arrays)
 
 
-def _put(array: Array, part: Array, run: Run) -> Array:
+def _put(array: Array, part: Array, run: Int[Array, ""] | int) -> Array:
     return lax.dynamic_update_index_in_dim(array, part, run, 0)
 
 
-def _add(total: Array, found: Array, runs: tuple[Run, ...]) -> Array:
-    for run, part in zip(runs, _by_run(found, len(runs)), strict=True):
-        total = _put(total, _at(total, run) + part, run)
-    return total
+def _add(total: Array, part: Array, run: Int[Array, ""] | int) -> Array:
+    return _put(total, _at(total, run) + part, run)
 
 
 def _merge(one: Results, other: Results) -> Results:
@@ -281,21 +237,12 @@ def _shared(spec: Spec, operands: Operands) -> list[str]:
     return [name for name in names if name in spec.operands - spec.undifferentiated]
 
 
-def _add_shared(name: str, total: Any, parts: list[Any], first_keys: list[Int[Array, ""]]) -> Any:
-    """Each run's part, or one of them all."""
-
-    def add(total: Array, part: Array | None, first_key: Int[Array, ""]) -> Array:
-        if part is None:
-            return total
-        part = part.sum(axis=0, keepdims=True) if len(total) == 1 else part
-        if name != "bias" or total.shape[3] == 1:
-            return total + part
-        here = lax.dynamic_slice_in_dim(total, first_key, part.shape[3], 3) + part
-        return lax.dynamic_update_slice_in_dim(total, here, first_key, 3)
-
-    for part, first_key in zip(parts, first_keys, strict=False):
-        total = jax.tree.map(functools.partial(add, first_key=first_key), total, part)
-    return total
+def _add_shared(name: str, total: Any, found: Operands, first_key: Int[Array, ""]) -> Any:
+    part = getattr(found, name)
+    if name != "bias" or total.shape[3] == 1:
+        return jax.tree.map(lambda total, part: total if part is None else total + part, total, part)
+    here = lax.dynamic_slice_in_dim(total, first_key, part.shape[3], 3) + part
+    return lax.dynamic_update_slice_in_dim(total, here, first_key, 3)
 
 
 def _sinks_gradient(split: SequenceSplit, spec: Spec, operands: Operands, residuals: Residuals) -> Array | None:

@@ -69,14 +69,13 @@ def test_every_pair_is_visited_once(
         for step in split.steps:
             source = (device - step) % count
             theirs = chunks(split, source)
-            for pairs in split.pairs(step, source):
-                for query_run, key_run in zip(pairs.queries, pairs.keys, strict=True):
-                    queries, keys = own[int(query_run)], theirs[int(key_run)]
-                    seen = [pair for pair in itertools.product(queries, keys) if sees(split, *pair)]
-                    visited += seen
-                    needed |= {step} if seen else set()
-                    assert not pairs.all_visible or len(seen) == len(queries) * len(keys)
-                    assert not pairs.same or queries == keys
+            for pair in split.pairs(step, source):
+                queries, keys = own[int(pair.queries)], theirs[int(pair.keys)]
+                seen = [(query, key) for query, key in itertools.product(queries, keys) if sees(split, query, key)]
+                visited += seen
+                needed |= {step} if seen else set()
+                assert not pair.all_visible or len(seen) == len(queries) * len(keys)
+                assert not pair.same or queries == keys
     length = each * count
     every = [(q, k) for q, k in itertools.product(range(length), repeat=2) if sees(split, q, k)]
     assert sorted(visited) == every
@@ -85,16 +84,15 @@ def test_every_pair_is_visited_once(
 
 def tiles_visited(split: SequenceSplit, step: int, block: int = 32) -> int:
     """Tiles that a backend would visit for one step of a device, by the spans of `visibility`."""
-    runs = 1 + split.zigzag
-    part = operands_of(split.lengths[0] // runs)
-    of_runs = lambda array: jnp.stack([array] * runs)
-    keys = {"key": of_runs(part.key), "value": of_runs(part.value)}
-    source, count = (split.queries.own - step) % split.queries.count, 0
-    for pairs in split.pairs(step, source):
-        queries = {"query": of_runs(part.query)[: len(pairs.queries)]}
-        spec, operands = _sequence.part_of(split, split.call, part, queries, keys, pairs, source)
-        for entry, first in itertools.product(range(len(pairs.queries)), range(0, spec.query_length, block)):
-            span = visibility.key_spans(spec, operands, entry, 1, first, block)
+    device = split.queries.own
+    length = split.lengths[0] // (1 + split.zigzag)
+    part = operands_of(length)
+    queries, keys = {"query": part.query}, {"key": part.key, "value": part.value}
+    source, count = (device - step) % split.queries.count, 0
+    for pair in split.pairs(step, source):
+        spec, operands = _sequence.part_of(split, split.call, part, queries, keys, pair, source)
+        for first in range(0, length, block):
+            span = visibility.key_spans(spec, operands, 0, 1, first, block)
             count += -(-(int(span.stop) - int(span.start)) // block)
     return count
 
