@@ -22,7 +22,11 @@ FLOPS_PER_BYTE = 1300
 """What a device computes while it receives a byte: an H200's 600 TFLOP/s of attention for 450 GB/s of NVLink."""
 
 PARTS = 1.05
-"""How many times as long as one call its parts take together."""
+"""How many times as long as one call its parts take together: kernels of an H100, for chunks of some thousand tokens."""
+
+MERGING = 0.9
+"""How long a step of a ring takes to cut its runs and to merge its results, relative to the time in which a device
+receives as much as its queries and output. Measured beside the kernels."""
 
 _SAMPLES = 64
 """Rows of each device at which visible keys are counted."""
@@ -34,6 +38,8 @@ class Cost(NamedTuple):
     flops: float
     received: float
     """Bytes."""
+    merged: float = 0
+    """Bytes of queries and output, at every step of a ring."""
     overlapped: bool = False
     """Whether it computes while it receives."""
     is_small: bool = True
@@ -43,7 +49,8 @@ class Cost(NamedTuple):
     def time(self) -> float:
         """In units of the time in which a device receives a byte."""
         compute = self.flops / FLOPS_PER_BYTE
-        return max(compute, self.received) if self.overlapped else compute + self.received
+        busy = compute + self.merged * MERGING
+        return max(busy, self.received) if self.overlapped else busy + self.received
 
 
 class Strategy(NamedTuple):
@@ -87,8 +94,9 @@ def costs(sequence: SequenceSplit, heads: int, key_heads: int) -> dict[str, Cost
     # In a zigzag, half of what a device has is traded at the entry, and half of its output at the exit.
     traded = (queries + keys) / 2 if sequence.zigzag else 0
     sent = keys * (len(sequence.steps) - 1)
+    merged = queries * len(sequence.steps)
     found = {
-        "ring": Cost(PARTS * (balanced if sequence.zigzag else unbalanced), sent + traded, overlapped=True),
+        "ring": Cost(PARTS * (balanced if sequence.zigzag else unbalanced), sent + traded, merged, overlapped=True),
         "all_to_all": Cost(balanced, (queries + keys) * (count - 1) / count),
         "gather": Cost(unbalanced, keys * (count - 1), is_small=keys * count <= queries),
     }
