@@ -131,7 +131,7 @@ def test_halves_come_back_where_they_were(count: int) -> None:
     [
         (131072, (32, 8), dict(is_causal=True), "all_to_all"),
         (131072, (32, 4), dict(is_causal=True), "ring"),
-        (131072, (32, 4), dict(is_causal=True, window=(4096, 0)), "ring"),
+        (131072, (12, 12), dict(is_causal=True, window=(4096, 0)), "ring"),
         (131072, (32, 4), dict(is_causal=True, sequence_strategy="gather"), "gather"),
         (16384, (64, 1), {}, "gather"),
     ],

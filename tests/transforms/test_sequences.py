@@ -179,12 +179,12 @@ def test_explain_says_what_is_done_and_why() -> None:
     assert said(Way(LINE, CONTEXT, CONTEXT), sequence_strategy="gather") == "sequences: gather, as named"
     assert said(Way(LINE, P(), CONTEXT)).startswith("sequences: keys split")
     assert "sequences" not in said(Way(LINE, P(), P()))
-    heads = Way({"x": 4, "h": 2}, P(None, "x", "h"), P(None, "x", "h"), (32, 8))
-    assert "ring" in said(heads._replace(heads=(32, 2)))
+    heads = Way({"x": 4, "h": 2}, P(None, "x", "h"), P(None, "x", "h"), (6, 6))
+    assert said(heads).startswith("sequences: ring, zigzag")
+    # A sharding is of the axes as they came, of several for the batch too.
     several = [
-        jax.ShapeDtypeStruct((2, 2, *array.shape[1:]), array.dtype, sharding=NamedSharding(array.sharding.mesh, spec))
-        for array in shapes(heads, 4096)
-        for spec in [P(None, "h", "x")]
+        jax.ShapeDtypeStruct((2, 2, 64, 6, 16), jnp.float32, sharding=NamedSharding(array.sharding.mesh, spec))
+        for array, spec in zip(shapes(heads, 64), [P(None, "h", "x")] * 3, strict=True)
     ]
     assert "sequences: ring" in jflash.explain(*several)
 
