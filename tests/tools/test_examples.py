@@ -82,6 +82,35 @@ def test_meanflow_learns_the_same_from_plain_attention(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("context", "heads", "travels", "stays"),
+    [(8, 4, "collective-permute", "all-to-all"), (4, 4, "all-to-all", "collective-permute")],
+    ids=["ring", "all_to_all"],
+)
+def test_long_context_gathers_nothing(context, heads, travels, stays):
+    """The losses are those of one device, and a device receives no more than its own parts of the activations."""
+    options = {"steps": 2, "data": 8 // context, "context": context, "heads": heads, "length": 256, "width": 32}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    printed = run("long_context.py", "--layers", 1, *arguments)
+    assert "xla serves this call on cpu" in printed
+    difference, rounding = numbers(rf"difference at any step: {NUMBER}\. Rounding can make it {NUMBER}\.", printed)
+    assert difference <= rounding
+    for step in (0, 1):
+        one, split = numbers(rf"{step} +\W+{NUMBER}\W+{NUMBER}", printed)
+        assert abs(one - split) <= rounding
+    row = lambda name: numbers(rf"{name} +\W+{NUMBER}\W+{NUMBER}", printed.replace(",", ""))
+    one, split = row("temporary")
+    assert split < one / 4
+    batch_and_length = 2 * 256 // 8
+    own = batch_and_length * 32 * 4 / 1024
+    # In the ring's backward keys, values and the gradients of both are one message.
+    assert row(travels)[1] == (4 if travels == "collective-permute" else 1) * own
+    assert row("all-reduce")[1] > 0
+    for name in ("all-gather", "reduce-scatter", stays):
+        assert row(name) == [0, 0]
+
+
+@pytest.mark.slow
 def test_training_notices_a_wrong_attention(tmp_path, monkeypatch):
     """The comparison, the same for both frameworks, can fail."""
 
