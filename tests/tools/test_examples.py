@@ -111,6 +111,20 @@ def test_long_context_gathers_nothing(context, heads, travels, stays):
 
 
 @pytest.mark.slow
+def test_long_context_on_paper():
+    """No strategy is better than ideal, and beyond a host all-to-all inside hosts and a ring of hosts are best."""
+    printed = run("benchmarks/long_context.py")
+    fractions = {}
+    for line in printed.splitlines():
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if len(cells) == 8:
+            fractions[tuple(cells[:3])] = [float(part) for part in cells[6].split("/")]
+    assert len(fractions) == 36
+    assert all(0 < fraction <= 1 for pair in fractions.values() for fraction in pair)
+    best = {key: max(found for other, found in fractions.items() if other[:2] == key[:2]) for key in fractions}
+    assert all(fractions[key] == best[key] for key in fractions if key[2] in ("both", "all_to_all"))
+
+
 def test_training_notices_a_wrong_attention(tmp_path, monkeypatch):
     """The comparison, the same for both frameworks, can fail."""
 
