@@ -70,7 +70,10 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
 
             def summed(array: Named, part: Array) -> Array:
                 shared = split.missing(array) if isinstance(like, Operands) else ()
-                return lax.psum(part, shared) if shared else part
+                if not shared:
+                    return part
+                wide = part.astype(jnp.promote_types(part.dtype, jnp.float32))
+                return lax.psum(wide, shared).astype(part.dtype)
 
             shardings = lambda arrays: tuple(map(split.sharding, arrays))
             return mesh, without_locations(local), shardings(outputs), shardings(inputs)
