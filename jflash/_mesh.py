@@ -26,6 +26,12 @@ def in_shard_map(arrays: Sequence[Any]) -> bool:
     return any(AxisType.Manual in jax.typeof(array).sharding.mesh.axis_types for array in arrays)
 
 
+def in_mesh(arrays: Sequence[Any]) -> bool:
+    """Whether what is traced now, or some array's type, speaks of a mesh."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
+    return not all(mesh.empty for mesh in meshes)
+
+
 def following(query: Array, mesh: AbstractMesh) -> tuple[NamedSharding, NamedSharding]:
     """Shardings of the output `[*B, T, N, D]` and the log-sum-exp `[*B, T, N]` that follow the query's."""
     *rows, _ = dimensions(jax.typeof(query).sharding, query.ndim)

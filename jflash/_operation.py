@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from jflash._choice import Choice, Program
-from jflash._mesh import varying_alike
+from jflash._mesh import in_mesh, varying_alike
 
 
 class Operation(Protocol):
@@ -54,6 +54,8 @@ def perform(operation: Operation, *args: Any) -> Any:
     """The operation's results, with every transform."""
     leaves, tree = jax.tree.flatten(varying_alike(args, like=args))
     programs = (None,) if operation.choice is None else operation.choice.programs
+    # A program for other platforms is traced when it is lowered, if it ever is; but a mesh is known only here.
+    programs = programs if in_mesh(leaves) else programs[:1]
     traced = [_trace(leaves, operation, program, tree) for program in programs]
     jaxprs, results = zip(*traced, strict=True)
     forms = [jax.tree.map(lambda array: (array.shape, array.dtype), result) for result in results]
@@ -95,7 +97,12 @@ def _run(*leaves: Array, operation: Operation, program: Program | None, tree: An
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, *leaves: Any, operation: Operation, jaxprs: Sequence[ClosedJaxpr], **_: Any
+    ctx: mlir.LoweringRuleContext,
+    *leaves: Any,
+    operation: Operation,
+    tree: Any,
+    jaxprs: Sequence[ClosedJaxpr],
+    **_: Any,
 ) -> Any:
     """The program of the platform that it is lowered for.
 
@@ -103,8 +110,15 @@ def _lower(
     both, and a kernel can be lowered for its own platform only.
     """
     platform = (ctx.platforms or ctx.module_context.platforms)[0]
-    jaxpr = jaxprs[0 if operation.choice is None else operation.choice.serving(platform)]
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
+    choice = operation.choice
+    index = 0 if choice is None else choice.serving(platform)
+    if index < len(jaxprs):
+        function: Callable[..., Any] = jaxpr_as_fun(jaxprs[index])
+    else:
+        assert choice is not None
+        run = functools.partial(_run, operation=operation, program=choice.programs[index], tree=tree)
+        function = lambda *leaves: jax.tree.leaves(run(*leaves))
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
 
 
 def _compute(*leaves: Any, **params: Any) -> Any:

@@ -8,12 +8,11 @@ import oracle
 import parts
 import pytest
 from cases import Case
-from short_run import sampled
 
 from jflash._backends.mosaic_gpu.schedule import forward_schedule
 
 
-@sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
