@@ -3,10 +3,12 @@
     python examples/benchmarks/long_context.py
 
 Causal attention, head dimension 128, 32 query heads on 8 key heads, bfloat16, one sequence, on H200s: 600 TFLOP/s
-forward and 550 backward, 450 GB/s to receive by NVLink among the eight of a host, 50 GB/s beyond. The forward is what
-jflash itself counts to choose (`jflash._strategy.costs`). What a ring sends runs beside its kernels; what it trades at
-its ends, and all that other strategies receive, does not. The page experiments/2026-11-24-sequences.md has the table,
-and the times of a hop's kernels that were measured.
+forward and 550 backward, 450 GB/s to receive by NVLink among the eight of a host, 50 GB/s beyond. What all devices of
+a host want from beyond comes once to the host, at the 400 GB/s of its eight, and goes round inside by NVLink: gathering
+is not bound by one device's 50 GB/s, as a step of a ring is. The forward is what jflash itself counts to choose
+(`jflash._strategy.costs`). What a ring sends runs beside its kernels; what it trades at its ends, the last way home of
+its gradients, and all that other strategies receive, does not. The page experiments/2026-11-24-sequences.md has the
+table, and the times of a hop's kernels that were measured.
 """
 
 from __future__ import annotations
@@ -90,24 +92,25 @@ class Ways:
         return _strategy.costs(self.split, self.heads, self.key_heads)[strategy]
 
 
-def passes(way: Ways, strategy: str, link: float, extra: float = 0) -> tuple[Pass, Pass]:
-    """Forward and backward; `extra` seconds of each are spent before and after by what is not overlapped."""
+def passes(way: Ways, strategy: str, link: float, exchanged: float = 0) -> tuple[Pass, Pass]:
+    """Forward and backward. A ring of hosts has `exchanged` bytes of a forward by heads inside of them, by NVLink."""
     cost = way.cost(strategy)
     ideal = 4 * DIM * way.heads * way.length**2 / 2 / way.count
     traded = (way.queries + way.keys) / 2 if strategy == "ring" and way.zigzag else 0
     sent = cost.received - traded
     merged = cost.merged * _strategy.MERGING / NVLINK
-    # The backward has five products for two; float32 gradients of keys go round with keys, and more is traded.
+    # The backward has five products for two; float32 gradients of keys go round with keys, and more is traded. With the
+    # last hop they come home, when nothing is left to compute.
     back = {"ring": 3 * sent, "all_to_all": 2 * sent, "gather": 3 * sent}[strategy]
-    back_traded = 2 * traded
+    back_traded = 2 * traded + (2 * way.keys if strategy == "ring" else 0)
     made: list[Pass] = []
-    for flops, rate, moved, ends, whole in (
-        (cost.flops, FORWARD, sent, traded, ideal),
-        (2.5 * cost.flops, BACKWARD, back, back_traded, 2.5 * ideal),
+    for flops, rate, moved, ends, inside, whole in (
+        (cost.flops, FORWARD, sent, traded, exchanged, ideal),
+        (2.5 * cost.flops, BACKWARD, back, back_traded, 2 * exchanged, 2.5 * ideal),
     ):
         busy, moving = flops / rate + merged, moved / link
         time = max(busy, moving) if cost.overlapped else busy + moving
-        made.append(Pass(flops, moved + ends, time + ends / link + extra, whole / rate))
+        made.append(Pass(flops, moved + ends + inside, time + ends / link + inside / NVLINK, whole / rate))
     return made[0], made[1]
 
 
@@ -120,13 +123,13 @@ def rows() -> Iterator[Row]:
         for name, way in (("ring, zigzag", whole), ("ring, in order", dataclasses.replace(whole, zigzag=False))):
             yield Row(label, devices, name, *passes(way, "ring", link), memory)
         gathered = memory + 3 * whole.keys * (devices - 1)
-        yield Row(label, devices, "gather", *passes(whole, "gather", link), gathered)
+        yield Row(label, devices, "gather", *passes(whole, "gather", min(NVLINK, HOST * link)), gathered)
         if devices <= KEY_HEADS:
             yield Row(label, devices, "all_to_all", *passes(whole, "all_to_all", link), memory)
         else:
             # All-to-all over the heads of a host, and a ring of hosts.
             inside = Ways(length, devices // HOST, HEADS // HOST, KEY_HEADS // HOST)
-            exchanged = (whole.queries + whole.keys) * (HOST - 1) / HOST / NVLINK
+            exchanged = (whole.queries + whole.keys) * (HOST - 1) / HOST
             yield Row(label, devices, "both", *passes(inside, "ring", link, exchanged), memory)
 
 

@@ -125,6 +125,7 @@ def test_long_context_on_paper():
     assert all(fractions[key] == best[key] for key in fractions if key[2] in ("both", "all_to_all"))
 
 
+@pytest.mark.slow
 def test_training_notices_a_wrong_attention(tmp_path, monkeypatch):
     """The comparison, the same for both frameworks, can fail."""
 
