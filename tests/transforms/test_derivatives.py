@@ -125,7 +125,7 @@ THROUGH_KERNELS = [row for row in ROWS if row not in NOT_INTERPRETED]
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row == "jvp of grad" else pytest.mark.slow) for row in THROUGH_KERNELS]
+    "row", [pytest.param(row, marks=() if row == "jvp" else pytest.mark.slow) for row in THROUGH_KERNELS]
 )
 def test_every_derivative_of_the_kernels(interpreted: str, row: str) -> None:
     """What they lack is `xla`'s. As exact as plain attention under the same transform, by the rule for numbers."""

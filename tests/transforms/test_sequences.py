@@ -279,7 +279,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 @pytest.mark.parametrize(
     ("transform", "by_hand"),
     [
-        pytest.param(*row, marks=() if row == ("Hessian-vector product", True) else pytest.mark.slow)
+        pytest.param(*row, marks=() if row == ("gradient of a tangent", True) else pytest.mark.slow)
         for row in itertools.product(TRANSFORMS, (False, True))
     ],
 )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import oracle
 import pytest
 from cases import Case
-from short_run import cover
+from short_run import sampled
 
 import jflash
 from jflash import _canonical, _dispatch, _platform
@@ -87,7 +87,7 @@ OPTIONS = {
 }
 
 
-@cover(1)
+@sampled(7)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("blocks", [Blocks(48, 48, 2**13), Blocks(64, 131, 2**15)], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
