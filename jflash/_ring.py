@@ -108,7 +108,7 @@ class SequenceSplit:
             return range(count)
 
         def seen(distance: int) -> bool:
-            """Whether some query sees a chunk so many chunks before its own."""
+            """Whether some query sees a chunk at this distance before its own."""
             (left, right), position = bounds, distance * keys + offset
             return (left is None or position - left < keys) and (right is None or position + queries + right > 0)
 

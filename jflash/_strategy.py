@@ -61,7 +61,7 @@ class Strategy(NamedTuple):
 
 
 def choose(sequence: SequenceSplit, heads: int, key_heads: int) -> Strategy:
-    """The strategy for a device with so many heads.
+    """The strategy for a device with these numbers of heads.
 
     Raises:
       ValueError: if the call names one that cannot serve it.
@@ -83,7 +83,7 @@ def choose(sequence: SequenceSplit, heads: int, key_heads: int) -> Strategy:
 
 
 def costs(sequence: SequenceSplit, heads: int, key_heads: int) -> dict[str, Cost]:
-    """Of every strategy that can serve, for a device with so many heads."""
+    """Of every strategy that can serve, for a device with these numbers of heads."""
     call, count = sequence.call, sequence.queries.count
     width = (call.head_dim + call.value_dim) * call.dtype.itemsize
     # A device's queries and output, and its keys and values.

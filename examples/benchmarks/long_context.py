@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One strategy on so many devices."""
+    """One strategy on some number of devices."""
 
     length: str
     devices: int
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ways:
-    """A call whose sequences are split over `count` devices, each with so many of its heads."""
+    """A call whose sequences are split over `count` devices, and the heads that each has."""
 
     length: int
     count: int

@@ -58,7 +58,7 @@ bound = st.none() | st.integers(0, 40)
 def test_every_pair_is_visited_once(
     count: int, each: int, left: int | None, right: int | None, offset: int, is_causal: bool
 ) -> None:
-    """That is, each visible one; what a pair says of itself is true, and steps that nobody needs are not made."""
+    """That is, each visible one; what a pair says of itself is true, and steps that no query needs are not made."""
     window = None if left is right is None else (left, right)
     options = dict(window=window, query_offset=offset, is_causal=is_causal)
     visited: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """How large tiles are, and how they are computed: a policy for CPUs, and one for GPUs and all else.
 
 A CPU is fast where a tile stays in its caches between two products. A GPU's caches are too small for that, and each
-step of a loop costs it launches. So its tiles are few and large, and time goes by how often one is written and read.
+step of a loop costs it launches. So its tiles are few and large, and each pass over one costs time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tiles(TileShape):
     """A tile's shape, and how tiles are computed."""
 
     by_passes: bool = False
-    """Whether time goes by how often a tile is written and read, and not by what is computed."""
+    """Whether passes over a tile cost the time, and not what is computed."""
     held_keys: int | None = None
     """Up to how many keys a row is taken as whole (`tiling.holds_rows`), if one tile is not the call; `None`: any."""
 
@@ -71,8 +71,8 @@ CPU: Mapping[Kind, Sequence[Blocks]] = {
         Blocks(_CPU_ROWS, 512, 2**18),
     ],
 }
-"""What to choose from, the own choice first. So many logits that loops cost little and every core has work, and so few
-that they stay in a laptop's cache between the two matrix products."""
+"""What to choose from, the own choice first. Enough logits that loops cost little and every core has work, and few
+enough that they stay in a laptop's cache between the two matrix products."""
 
 _GPU_ROWS, _GPU_WINDOW = 1024, 2304
 
