@@ -14,6 +14,7 @@ import pytest
 import sequences
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from operands import collectives, jit
+from refusals import skip_refused
 from sequences import CONTEXT, LINE, OPTIONS, WAYS, Way, spec_in_jit
 from short_run import sampled
 
@@ -123,8 +124,7 @@ def test_numbers_are_right(split_backend: str, way: str, option: str, dtype: str
     mesh = sequences.mesh_of(split)
     smooth, discrete, static = oracle.split(call)
     attention = functools.partial(jflash.attention, implementation=split_backend, sequence_strategy=split.strategy)
-    if split_backend == "metal" and static["score_mod"] is not None:
-        pytest.skip("metal takes no score_mod")
+    skip_refused(split_backend, **oracle.arguments(call))
     place = lambda name, array: jax.device_put(array, NamedSharding(mesh, spec_in_jit(split, name)))
     on_devices = [
         {name: jax.tree.map(functools.partial(place, name), value) for name, value in arrays.items()}
