@@ -40,6 +40,7 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
             return function(_ring.in_shard_map(whole), *args)
         results, result_tree = jax.tree.flatten(like)
         # The partitioner keeps what these functions close over: names and shapes, not the arrays.
+        of_operands = isinstance(like, Operands)
         inputs = [Named(name, leaf.shape) for name, leaf in zip(_names(args), leaves, strict=True)]
         outputs = [Named(name, leaf.shape) for name, leaf in zip(_names((like,)), results, strict=True)]
         query, key = ([array.name for array in inputs].index(name) for name in ("query", "key"))
@@ -69,7 +70,7 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
                 return lax.dynamic_update_slice_in_dim(every, part, split.key_head(), 2)
 
             def summed(array: Named, part: Array) -> Array:
-                shared = split.missing(array) if isinstance(like, Operands) else ()
+                shared = split.missing(array) if of_operands else ()
                 if not shared:
                     return part
                 wide = part.astype(jnp.promote_types(part.dtype, jnp.float32))

@@ -4,6 +4,7 @@ In float64, so that what is wrong stands out from what is rounded: 1e-16 for eac
 room for cancellation. Each call is made as one tile, in which a row has all its keys, and as many.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from jflash import _dispatch
 from jflash._backends import xla
 from jflash._backends.xla import plans
 from jflash._backends.xla.plans import Tiles
+from jflash._semantics.spec import Spec
 
 Arrays = dict[str, Any]
 ROUNDED = 1e-11
@@ -55,10 +57,21 @@ def _float64() -> Iterator[None]:
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """`xla` with tiles of one shape, under a name of its own: by that compiled calls are found again."""
     if (shape := SHAPES[request.param]) is not None:
-        monkeypatch.setattr(plans, "plan", lambda spec, work: shape)
+        monkeypatch.setattr(plans, "plan", lambda spec, work: within(shape, spec))
     name = f"xla in {request.param} of {shape}"
     monkeypatch.setattr(_dispatch, "BACKENDS", {**_dispatch.BACKENDS, name: xla})
     return name
+
+
+def within(shape: Tiles, spec: Spec) -> Tiles:
+    """The tiles, none larger than the call."""
+    return dataclasses.replace(
+        shape,
+        batch=min(shape.batch, spec.batch),
+        key_heads=min(shape.key_heads, spec.key_heads),
+        queries=min(shape.queries, spec.query_length),
+        keys=min(shape.keys, spec.key_length),
+    )
 
 
 def objective(implementation: str, call: Call) -> tuple[Callable[[Arrays], jax.Array], Arrays]:
