@@ -1,0 +1,191 @@
+"""`jflash.attention` as Keras layers, for Keras' JAX backend.
+
+    jflash.keras.MultiHeadAttention(8, 64, dropout=0.1)
+    jflash.keras.GroupedQueryAttention(64, 8, 2)
+
+stand in place of `keras.layers.MultiHeadAttention` and `keras.layers.GroupQueryAttention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jflash._api import attention
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if error.name in ("tensorflow", "torch", "openvino"):
+        raise ImportError(
+            "jflash.keras needs Keras' JAX backend: set KERAS_BACKEND=jax before Keras is first imported. "
+            f"Keras is set to another backend, whose package {error.name!r} is not installed."
+        ) from error
+    raise ModuleNotFoundError("jflash.keras needs Keras: pip install 'jflash[keras]'", name=error.name) from error
+
+if keras.config.backend() != "jax":
+    raise ImportError(
+        "jflash.keras needs Keras' JAX backend: set KERAS_BACKEND=jax before Keras is first imported. "
+        f"Keras is set to {keras.config.backend()!r}."
+    )
+
+__all__ = ["GroupQueryAttention", "GroupedQueryAttention", "MultiHeadAttention"]
+
+
+class _Visible(NamedTuple):
+    """Which query sees which key, as it travels through Keras' `call` from where it is made to where it is used."""
+
+    mask: Bool[Array, "*#B #N #T #S"] | None
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
+    is_causal: bool
+    window: int | None
+
+
+def _visible(
+    query: Any, value: Any, query_mask: Any, key_masks: list[Any], attention_mask: Any, is_causal: bool, window: Any
+) -> _Visible:
+    mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
+    if mask is not None and mask.ndim == 3:  # [B, T, S]
+        mask = mask[:, None]
+    return _Visible(mask, _segments(query, value, query_mask, key_masks), bool(is_causal), window)
+
+
+def _segments(query: Any, value: Any, query_mask: Any, key_masks: list[Any]) -> Any:
+    """Padding as segments, which take no [T, S] array: 1 is a token, 0 a padded key, -1 a padded query."""
+    key_masks = [mask for mask in key_masks if mask is not None]
+    if query_mask is None and not key_masks:
+        return None
+    queries = jnp.ones(query.shape[:2], jnp.int32)
+    keys = jnp.ones(value.shape[:2], jnp.int32)
+    if query_mask is not None:
+        queries = jnp.where(query_mask, queries, -1)
+    for mask in key_masks:
+        keys = jnp.where(mask, keys, 0)
+    return queries, keys
+
+
+def _attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    visible: _Visible,
+    dropout: Any,
+    training: Any,
+    return_attention_scores: bool,
+) -> Float[Array, "B T N D"]:
+    if return_attention_scores:
+        raise NotImplementedError(
+            "`return_attention_scores=True` asks for the attention weights, which jflash never has as an array. "
+            "Keras' own layer gives them, from the same weights."
+        )
+    if query.ndim != 4:
+        raise NotImplementedError(
+            f"jflash's layers attend over one axis, of inputs [B, T, features]. Got heads of shape {query.shape}."
+        )
+    dtype = jnp.result_type(query, key, value)
+    query, key, value = (array.astype(dtype) for array in (query, key, value))
+    rate = float(dropout.rate) if training else 0.0
+    window = visible.window
+    return attention(
+        query, key, value,
+        mask=visible.mask,
+        segment_ids=visible.segment_ids,
+        is_causal=visible.is_causal,
+        # Keras counts the query's own position in its window.
+        local_window_size=None if window is None else window - 1,
+        dropout_rate=rate,
+        dropout_key=_key(dropout) if rate > 0 else None,
+    )  # fmt: skip
+
+
+def _key(dropout: Any) -> Array:
+    """The next key of the layer's own seed generator, two 32-bit words."""
+    return jax.random.wrap_key_data(jnp.asarray(dropout.seed_generator.next()), impl="threefry2x32")
+
+
+@keras.saving.register_keras_serializable(package="jflash")
+class MultiHeadAttention(keras.layers.MultiHeadAttention):
+    """`keras.layers.MultiHeadAttention` with `jflash.attention` inside, with dropout as without.
+
+    Constructor, call, configuration and weights are those of the base class, so that either layer's weights serve the
+    other. Inputs are `[B, T, features]`. Keras' padding masks, `use_causal_mask` and `sliding_window` take no `[T, S]`
+    array; `attention_mask`, `[B, T, S]` or broadcastable to `[B, N, T, S]`, is used as it is.
+
+    Where it differs from the base class: a query that sees no key gets 0 instead of the mean of the values before the
+    output projection; logits, softmax and sums are computed in float32 at least; dropout draws other bits from the
+    same seed. `flash_attention` changes nothing, but with dropout Keras' constructor refuses it.
+
+    Raises, when called:
+      NotImplementedError: for `return_attention_scores=True`, and for inputs that attend over several axes.
+      What `jflash.attention` raises, besides.
+    """
+
+    # Keras says that this may be overridden. It calls `_compute_attention_mask` for whoever does, and hands on what
+    # that gives without a look, so that no other mask ever comes to `_compute_attention`.
+    def _compute_attention_mask(
+        self,
+        query: Shaped[Array, "B T ..."],
+        value: Shaped[Array, "B S ..."],
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        use_causal_mask: bool = False,
+    ) -> _Visible:
+        window = getattr(self, "_sliding_window", None)  # since Keras 3.15
+        return _visible(query, value, query_mask, [value_mask, key_mask], attention_mask, use_causal_mask, window)
+
+    def _compute_attention(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S N H"],
+        value: Float[Array, "B S N D"],
+        attention_mask: _Visible,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+    ) -> tuple[Float[Array, "B T N D"], None]:
+        out = _attend(query, key, value, attention_mask, self._dropout_layer, training, return_attention_scores)
+        return out, None
+
+
+@keras.saving.register_keras_serializable(package="jflash")
+class GroupedQueryAttention(keras.layers.GroupQueryAttention):
+    """`keras.layers.GroupQueryAttention` with `jflash.attention` inside, with dropout as without.
+
+    Keys and values are not repeated for the query heads that share them. All else is as in `MultiHeadAttention`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_repeats = 1  # Keras' `call` repeats every key head so often.
+
+    def _compute_attention_mask(
+        self,
+        query: Shaped[Array, "B T ..."],
+        value: Shaped[Array, "B S ..."],
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        use_causal_mask: bool = False,
+    ) -> _Visible:
+        window = getattr(self, "sliding_window", None)  # since Keras 3.15
+        return _visible(query, value, query_mask, [value_mask, key_mask], attention_mask, use_causal_mask, window)
+
+    def _compute_attention(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K H"],
+        attention_mask: _Visible,
+        training: bool | None = None,
+    ) -> tuple[Float[Array, "B T N H"], None]:
+        scores = self._return_attention_scores
+        return _attend(query, key, value, attention_mask, self._dropout_layer, training, scores), None
+
+
+GroupQueryAttention = GroupedQueryAttention
+"""By the name under which Keras exports it."""
