@@ -200,14 +200,16 @@ def _why_left(arguments: Mapping[str, Any], signature: inspect.Signature) -> str
     for name, array in arrays.items():
         if any(jax.export.is_symbolic_dim(size) for size in array.shape):
             return f"`{name}` has a symbolic shape"
-    for name in {"query", "key"} & set(arrays):
+    for name in ("query", "key"):
+        if name not in arrays:
+            continue
         if arrays[name].dtype.name not in _arguments.DTYPES:
             return f"jflash takes {', '.join(_arguments.DTYPES)}, not {arrays[name].dtype}"
         if 0 in arrays[name].shape[-2:]:
             return f"`{name}` has no heads or no features"
-    for name in {"bias", "mask"} & set(arrays):
+    for name in ("bias", "mask"):
         # jax.nn's matrix product takes one value for all of them.
-        if "key" in arrays and arrays[name].shape[-1:] > (1,) == arrays["key"].shape[-3:-2]:
+        if {name, "key"} <= arrays.keys() and arrays[name].shape[-1:] > (1,) == arrays["key"].shape[-3:-2]:
             return f"`{name}` has more keys than `key`"
     if "bias" in arrays and jnp.issubdtype(arrays["bias"].dtype, jnp.complexfloating):
         return "`bias` is complex"
@@ -264,7 +266,9 @@ def _serve(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         for name, array in (("query_seq_lengths", query), ("key_value_seq_lengths", key))
         if name in arrays
     }
-    options: dict[str, Any] = {**static, **lengths, "return_residual": True}
+    if window is not None:  # True is 1 to jax.nn.
+        window = int(window) if isinstance(window, int) else tuple(int(side) for side in window)
+    options: dict[str, Any] = {**static, **lengths, "local_window_size": window, "return_residual": True}
     out, lse = attention(query, key, value, bias, mask, scale=scale, **options)
     if not return_residual:
         return out.reshape(want.shape)

@@ -57,6 +57,7 @@ class Case:
 
 
 CASES = {
+    "gqa: padding of keys, causal": Case("gqa", CROSS, {}, {"key_mask": KEY_PADDING, "use_causal_mask": True}),
     "mha: no mask": Case("mha"),
     "mha: causal": Case("mha", call={"use_causal_mask": True}),
     "mha: cross attention, a mask, causal, another value size": Case(
@@ -74,7 +75,6 @@ CASES = {
     "mha: dropout, not training": Case("mha", options={"dropout": 0.5}, call={"use_causal_mask": True}),
     "gqa: causal": Case("gqa", call={"use_causal_mask": True}),
     "gqa: cross attention, a mask": Case("gqa", CROSS, {}, {"attention_mask": ANY_MASK}),
-    "gqa: padding of keys, causal": Case("gqa", CROSS, {}, {"key_mask": KEY_PADDING, "use_causal_mask": True}),
     "gqa: one key head, bfloat16": Case("gqa", options={"num_key_value_heads": 1, "dtype": "bfloat16"}),
     "mha: window": Case("mha", options={"sliding_window": 4}, call={"use_causal_mask": True}),
     "gqa: window, gate": Case("gqa", options={"sliding_window": 4, "use_gate": True}),
@@ -105,7 +105,7 @@ def known(case: Case) -> bool:
     return case.options.keys() <= {*inspect.signature(OWN[case.kind].__init__).parameters, "dtype"}
 
 
-@sampled(5)
+@sampled(13)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if known(case)])
 def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     own, adapted = made(OWN[case.kind], case), made(ADAPTED[case.kind], case)
@@ -118,6 +118,7 @@ def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     assert_same_layer(*functions, weights, inputs)
 
 
+@pytest.mark.slow
 @both_kinds
 def test_padding_that_keras_hands_on(kind: str) -> None:
     """By `Masking`: padded keys are not seen, and padded queries take no part in the sums."""
@@ -222,6 +223,7 @@ def test_a_layer_of_keras_is_served_by_replacing_jax_nn() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_keras_is_imported_by_its_adapter_only_and_its_absence_explained() -> None:
     script = """
 import sys

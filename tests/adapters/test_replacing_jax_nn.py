@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_jax_nn(options: dict[str, Any]) -> None:
     """Against float64, as near as plain attention; and in everything but roundings as jax.nn."""
@@ -122,9 +122,11 @@ def test_missing_axes(shape: tuple[int, ...]) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
-def test_integers_are_added_as_a_bias_and_lists_are_arrays() -> None:
+def test_what_jax_nn_takes_for_an_array_or_a_number() -> None:
+    """Lists, a bias of integers, True for 1."""
     query = normal(0, (1, 3, 1, 2)).tolist()
-    run = lambda: by_attribute(query, query, query, np.eye(3, dtype=np.int32)[None, None])
+    options: dict[str, Any] = {"scale": True, "local_window_size": (True, 5)}
+    run = lambda: by_attribute(query, query, query, np.eye(3, dtype=np.int32)[None, None], **options)
     theirs = run()
     with jflash.replacing_jax_nn() as replaced:
         ours = run()
@@ -313,6 +315,7 @@ def test_the_signature_is_that_of_jax_nn() -> None:
     assert known <= set(_replacing._KNOWN), "jax.nn has an argument that jflash does not know yet"
 
 
+@pytest.mark.slow
 def test_a_layer_of_flax_is_served() -> None:
     """Its own attention function calls jax.nn's where no dropout is drawn."""
     layer = nnx.MultiHeadAttention(HEADS, 16, 16, decode=False, rngs=nnx.Rngs(0))
