@@ -25,7 +25,7 @@ class Report(NamedTuple):
     seen: float
     """The share of all query-key pairs that count."""
     computed: float | None
-    """The share that jflash computes, in whole tiles; `None`: not measured."""
+    """The share of those that are in tiles which jflash computes; `None`: not measured."""
 
 
 def normal(*shapes: tuple[int, ...]) -> list[Array]:
@@ -65,17 +65,19 @@ def compare(attend: Attention, plain: Attention, arrays: Sequence[Any]) -> dict[
     return {name: (error(ours[name], exact[name]), error(theirs[name], exact[name])) for name in exact}
 
 
-def share_computed(attend: Attention, query: Array, key: Array, *others: Any) -> float:
-    """The share of all query-key pairs that are in tiles which `attend` computes.
+def shares(attend: Attention, query: Array, key: Array, *others: Any) -> tuple[float, float]:
+    """`Report.seen` and `Report.computed` of `attend(query, key, value, *others)`.
 
-    A weight of 0 times NaN is NaN. So a NaN in the value of a key comes out of every query that shares a tile with the
-    key, whether it sees it or not. Each key here has its NaN in a column of its own. This shows nothing of padding
-    (`query_seq_lengths`, `key_value_seq_lengths`), which jflash reads as zeros.
+    With the identity as values the output is the weights, and keys that are seen have some. With NaN in the place of
+    ones, a key's NaN comes out, in a column of its own, of every query that shares a tile with it: a weight of 0 times
+    NaN is NaN. This shows nothing of padding (`query_seq_lengths`, `key_value_seq_lengths`), which jflash reads as zeros.
     """
     length = key.shape[-3]
-    probe = jnp.where(jnp.eye(length, dtype=bool), jnp.nan, 0.0)[:, None]
-    probe = jnp.broadcast_to(probe, (*key.shape[:-1], length))
-    return float(jnp.isnan(jax.jit(attend)(query, key, probe, *others)).mean())
+    diagonal = lambda number: jnp.where(jnp.eye(length, dtype=bool), number, 0.0)[:, None]
+    values = lambda number: jnp.broadcast_to(diagonal(number), (*key.shape[:-1], length))
+    attend = jax.jit(attend)
+    weights, spread = (attend(query, key, values(number), *others) for number in (1.0, jnp.nan))
+    return float((weights > 0).mean()), float(jnp.isnan(spread).mean())
 
 
 def report(title: str, errors: Mapping[str, tuple[float, float]], seen: float, computed: float | None = None) -> Report:

@@ -9,7 +9,7 @@ Source: Vaswani et al. (2017), arXiv:1706.03762, section 3.2.3.
 from __future__ import annotations
 
 import jax
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -31,8 +31,7 @@ def main() -> Report:
     """Output and gradients."""
     arrays = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3)
     errors = compare(with_gradients(attend), with_gradients(plain), arrays)
-    seen = (TOKENS + 1) / (2 * TOKENS)
-    return report("Causal attention", errors, seen, share_computed(attend, *arrays[:2]))
+    return report("Causal attention", errors, *shares(attend, *arrays[:2]))
 
 
 if __name__ == "__main__":

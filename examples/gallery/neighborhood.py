@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -51,7 +51,7 @@ def main() -> Report:
     arrays = normal(*[(1, HEIGHT * WIDTH, HEADS, HEAD_DIM)] * 3)
     errors = compare(with_gradients(attend), with_gradients(plain), arrays)
     title = f"Neighborhood attention, {HEIGHT} x {WIDTH} pixels, {2 * RADIUS + 1} x {2 * RADIUS + 1} around each"
-    return report(title, errors, float(mask().mean()), share_computed(attend, *arrays[:2]))
+    return report(title, errors, *shares(attend, *arrays[:2]))
 
 
 if __name__ == "__main__":

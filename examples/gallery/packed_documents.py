@@ -16,7 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -26,7 +26,7 @@ HEADS, HEAD_DIM = 2, 32
 
 
 def rotate(array: Array, positions: Array) -> Array:
-    """Rotary embedding of [..., tokens, heads, head_dim]: pairs of coordinates, turned by an angle for each position."""
+    """Rotary embedding of [..., tokens, heads, head_dim]: pairs of coordinates, turned by position times frequency."""
     half = array.shape[-1] // 2
     angles = positions[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
     cosine, sine = jnp.cos(angles).astype(array.dtype), jnp.sin(angles).astype(array.dtype)
@@ -59,9 +59,8 @@ def main() -> Report:
     arrays = normal(*[(1, sum(LENGTHS), HEADS, HEAD_DIM)] * 3)
     documents = jnp.repeat(jnp.arange(len(LENGTHS)), jnp.array(LENGTHS), total_repeat_length=sum(LENGTHS))[None]
     errors = compare(with_gradients(attend), with_gradients(plain), [*arrays, documents])
-    seen = sum(length * (length + 1) / 2 for length in LENGTHS) / sum(LENGTHS) ** 2
     title = f"{len(LENGTHS)} documents in {sum(LENGTHS):,} tokens"
-    return report(title, errors, seen, share_computed(attend, *arrays[:2], documents))
+    return report(title, errors, *shares(attend, *arrays[:2], documents))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 from merging import merge
 
@@ -66,8 +65,7 @@ def main() -> Report:
     for way in (attend, with_mask, with_score_mod):
         found = compare(with_gradients(way), with_gradients(plain), [*arrays, prefix])
         errors |= {f"{name}, {way.__name__}": pair for name, pair in found.items()}
-    seen = np.mean([(p**2 + (TOKENS - p) * (TOKENS + p + 1) / 2) / TOKENS**2 for p in PREFIXES])
-    return report("Prefix language model", errors, float(seen), share_computed(attend, *arrays[:2], prefix))
+    return report("Prefix language model", errors, *shares(attend, *arrays[:2], prefix))
 
 
 if __name__ == "__main__":

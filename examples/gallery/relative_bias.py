@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -84,7 +84,7 @@ def main() -> Report:
     for way in (attend, with_score_mod):
         found = compare(with_gradients(way), with_gradients(plain), arrays)
         errors |= {f"{name}, {way.__name__}": pair for name, pair in found.items()}
-    return report("Relative position bias", errors, 1.0, share_computed(attend, *arrays[:2], arrays[3]))
+    return report("Relative position bias", errors, *shares(attend, *arrays[:2], arrays[3]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Any function of one logit: `score_mod(logit, batch, head, query_index, key_index)`.
 
 It is applied inside the tiles, forward and backward, and differentiated there. Arrays that it closes over have
-gradients. A key whose logit it makes -inf is not seen, but no tile is skipped for that: `is_causal`, windows, lengths and
-segments are what skips. Outside `jax.jit`, keep one function object for all calls, as a new one compiles anew.
+gradients. A key whose logit it makes -inf is not seen, but no tile is skipped for that: `is_causal`, windows, lengths
+and segments are what skips. Outside `jax.jit`, keep one function object for all calls, as a new one compiles anew.
 
 Sources: Scalable-Softmax, Nakanishi (2025), arXiv:2501.19399; strided heads after Child et al. (2019), arXiv:1904.10509
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -74,8 +74,7 @@ def main() -> Report:
         of = lambda attention, make=make: lambda query, key, value, gates: attention(query, key, value, gates, make)
         found = compare(with_gradients(of(attend)), with_gradients(of(plain)), arrays)
         errors |= {f"{name}, {make.__name__}": pair for name, pair in found.items()}
-    seen = (TOKENS + 1) / (2 * TOKENS)
-    return report("score_mod, causal", errors, seen, share_computed(attend, *arrays[:2], arrays[3]))
+    return report("score_mod, causal", errors, *shares(attend, *arrays[:2], arrays[3]))
 
 
 if __name__ == "__main__":

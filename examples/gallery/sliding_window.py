@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -38,8 +38,7 @@ def main() -> Report:
     """Output and gradients, those of the sinks too."""
     arrays = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3, (HEADS,))
     errors = compare(with_gradients(attend), with_gradients(plain), arrays)
-    seen = (WINDOW * TOKENS - WINDOW * (WINDOW - 1) / 2) / TOKENS**2
-    return report("Sliding window with sinks", errors, seen, share_computed(attend, *arrays[:2], arrays[3]))
+    return report("Sliding window with sinks", errors, *shares(attend, *arrays[:2], arrays[3]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -36,8 +36,7 @@ def main() -> Report:
     query, key, value = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3)
     arrays = [4 * query, key, value]
     errors = compare(with_gradients(attend), with_gradients(plain), arrays)
-    seen = (TOKENS + 1) / (2 * TOKENS)
-    return report(f"Soft cap of {CAP}, causal", errors, seen, share_computed(attend, *arrays[:2]))
+    return report(f"Soft cap of {CAP}, causal", errors, *shares(attend, *arrays[:2]))
 
 
 if __name__ == "__main__":

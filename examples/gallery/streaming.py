@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 from merging import merge
 
@@ -40,9 +40,8 @@ def main() -> Report:
     """Output and gradients."""
     arrays = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3)
     errors = compare(with_gradients(attend), with_gradients(plain), arrays)
-    pairs = WINDOW * TOKENS - WINDOW * (WINDOW - 1) / 2 + sum(TOKENS - WINDOW - i for i in range(FIRST))
     title = f"Window of {WINDOW} and the first {FIRST}"
-    return report(title, errors, pairs / TOKENS**2, share_computed(attend, *arrays[:2]))
+    return report(title, errors, *shares(attend, *arrays[:2]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Source: Jumper et al. (2021), doi:10.1038/s41586-021-03819-2, supplement, algori
 from __future__ import annotations
 
 import jax
-from _report import Report, compare, normal, report, share_computed, with_gradients
+from _report import Report, compare, normal, report, shares, with_gradients
 from jax import Array
 
 import jflash
@@ -37,9 +37,7 @@ def main() -> Report:
         arrays = normal(*[(RESIDUES, RESIDUES, HEADS, head_dim)] * 3, (HEADS, RESIDUES, RESIDUES))
         found = compare(with_gradients(attend), with_gradients(plain), arrays)
         errors |= {f"{name}, heads of {head_dim}": pair for name, pair in found.items()}
-    return report(
-        f"Triangle attention, {RESIDUES} residues", errors, 1.0, share_computed(attend, *arrays[:2], arrays[3])
-    )
+    return report(f"Triangle attention, {RESIDUES} residues", errors, *shares(attend, *arrays[:2], arrays[3]))
 
 
 if __name__ == "__main__":
