@@ -70,7 +70,8 @@ def shares(attend: Attention, query: Array, key: Array, *others: Any) -> tuple[f
 
     With the identity as values the output is the weights, and keys that are seen have some. With NaN in the place of
     ones, a key's NaN comes out, in a column of its own, of every query that shares a tile with it: a weight of 0 times
-    NaN is NaN. This shows nothing of padding (`query_seq_lengths`, `key_value_seq_lengths`), which jflash reads as zeros.
+    NaN is NaN. This shows nothing of padding, by `query_seq_lengths` or `key_value_seq_lengths`, which jflash reads as
+    zeros.
     """
     length = key.shape[-3]
     diagonal = lambda number: jnp.where(jnp.eye(length, dtype=bool), number, 0.0)[:, None]
