@@ -30,8 +30,8 @@ class Report(NamedTuple):
 
 def normal(*shapes: tuple[int, ...]) -> list[Array]:
     """Normal float32 arrays."""
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
 
 
 def with_gradients(attend: Attention) -> Attention:
@@ -48,21 +48,32 @@ def with_gradients(attend: Attention) -> Attention:
         gradients, out = jax.grad(loss, smooth, has_aux=True)(*arrays)
         return {"output": out, **{f"d_{names[place]}": each for place, each in zip(smooth, gradients, strict=True)}}
 
+    output_and_gradients.__name__ = attend.__name__
     return output_and_gradients
 
 
-def compare(attend: Attention, plain: Attention, arrays: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """`Report.errors` of each result; the two return one array, or a dictionary of them."""
-    ours, theirs = (jax.jit(function)(*arrays) for function in (attend, plain))
+def compare(ways: Sequence[Attention], plain: Attention, arrays: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    """`Report.errors` of the results of one way to compute attention, or of several.
+
+    They and `plain` return an array or a dictionary of arrays.
+    """
+    theirs = jax.jit(plain)(*arrays)
     with jax.enable_x64(True):
         exact = jax.jit(plain)(*(_widened(array) for array in arrays))
-    if not isinstance(exact, dict):
-        ours, theirs, exact = ({"output": result} for result in (ours, theirs, exact))
 
     def error(result: Array, exact: Array) -> float:
         return float(np.abs(np.float64(result) - np.float64(exact)).max() / np.abs(exact).max())
 
-    return {name: (error(ours[name], exact[name]), error(theirs[name], exact[name])) for name in exact}
+    errors = {}
+    for way in ways:
+        ours = jax.jit(way)(*arrays)
+        pairs = jax.tree.map(
+            lambda ours, theirs, exact: (error(ours, exact), error(theirs, exact)), ours, theirs, exact
+        )
+        named = pairs if isinstance(pairs, dict) else {"output": pairs}
+        of = f" {way.__name__}" if len(ways) > 1 else ""
+        errors |= {name + of: pair for name, pair in named.items()}
+    return errors
 
 
 def shares(attend: Attention, query: Array, key: Array, *others: Any) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def plain(query: Array, key: Array, value: Array, slopes: Array) -> Array:
 def main() -> Report:
     """Output and gradients, those of the slopes too."""
     arrays = [*normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3), paper_slopes(HEADS)]
-    errors = compare(with_gradients(attend), with_gradients(plain), arrays)
+    errors = compare([with_gradients(attend)], with_gradients(plain), arrays)
     no_slopes = jnp.zeros(HEADS)  # far keys are seen too, but with weights that float32 cannot hold
     return report("ALiBi, causal", errors, *shares(attend, *arrays[:2], no_slopes))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import pathlib
 import re
 import statistics
@@ -39,6 +40,7 @@ import triangle_attention
 import tyro
 from _report import Attention, normal, with_gradients
 from jax import Array
+from relative_bias import BUCKETS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -89,50 +91,37 @@ def beside_full(
     return Case(recipe, (*arrays, *others), seen, full, arrays)
 
 
-def cases() -> dict[tuple[str, str], Case]:
-    """By file and function."""
-    window = sliding_window.WINDOW
-    windowed = (window * TOKENS - window * (window - 1) / 2) / TOKENS**2
+def _windowed(window: int) -> float:
+    return (window * TOKENS - window * (window - 1) / 2) / TOKENS**2
+
+
+def _packed_documents() -> Case:
     lengths = np.array([1100, 300, 50, 900, 600, 146, 700, 300])
-    documents = jnp.repeat(jnp.arange(len(lengths)), lengths)[None]
-    prefix = jnp.array([TOKENS // 4])
-    prefixed = CAUSAL + float(prefix[0] * (prefix[0] - 1)) / 2 / TOKENS**2
-    (table,) = normal((relative_bias.BUCKETS, HEADS))
-    (gates,) = normal((HEADS,))
-    side = int(TOKENS**0.5)
-    square = neighborhood.mask(side, side).mean().item()
-    short = (4, TOKENS // 4, HEADS, HEAD_DIM)
-    padded = jnp.array([(1024, 1024), (700, 512), (300, 256), (100, 900)])
-    shared = (padded[:, 0] * padded[:, 1]).sum().item() / (4 * (TOKENS // 4) ** 2)
-    residues = 256
-    (pair_bias,) = normal((triangle_attention.HEADS, residues, residues))
-    rows = lambda head_dim: (residues, residues, triangle_attention.HEADS, head_dim)
-    wide_neighborhood = lambda query, key, value: neighborhood.attend(query, key, value, side)
-    return {
-        ("causal", "attend"): beside_full(causal.attend, CAUSAL),
-        ("sliding_window", "attend"): beside_full(sliding_window.attend, windowed, gates),
-        ("streaming", "attend"): beside_full(streaming.attend, windowed + streaming.FIRST / TOKENS),
-        ("packed_documents", "attend"): beside_full(
-            packed_documents.attend, (lengths * (lengths + 1)).sum().item() / 2 / TOKENS**2, documents
-        ),
-        ("prefix_lm", "attend"): beside_full(prefix_lm.attend, prefixed, prefix),
-        ("prefix_lm", "with_mask"): beside_full(prefix_lm.with_mask, prefixed, prefix),
-        ("prefix_lm", "with_score_mod"): beside_full(prefix_lm.with_score_mod, prefixed, prefix),
-        ("neighborhood", "attend"): beside_full(wide_neighborhood, square),
-        ("alibi", "attend"): beside_full(alibi.attend, CAUSAL, alibi.paper_slopes(HEADS)),
-        ("relative_bias", "attend"): beside_full(relative_bias.attend, 1.0, table),
-        ("relative_bias", "with_score_mod"): beside_full(relative_bias.with_score_mod, 1.0, table),
-        ("soft_cap", "attend"): beside_full(soft_cap.attend, CAUSAL),
-        ("score_mods", "attend"): beside_full(score_mods.attend, CAUSAL, gates),
-        ("cross_attention", "attend"): beside_full(cross_attention.attend, shared, padded, shape=short),
-        ("merging", "attend"): beside_full(merging.attend, CAUSAL),
-        ("triangle_attention", "heads of 32"): beside_full(triangle_attention.attend, 1.0, pair_bias, shape=rows(32)),
-        ("triangle_attention", "heads of 8"): beside_full(triangle_attention.attend, 1.0, pair_bias, shape=rows(8)),
-        ("decoding", "decode"): _decoding(decoding.decode, TOKENS),
-        ("decoding", "decode_in_ring"): _decoding(decoding.decode_in_ring, window),
-        ("per_example_gradients", "attend"): _per_example_gradients(),
-        ("hessian_vector_product", "attend"): _hessian_vector_product(),
-    }
+    seen = (lengths * (lengths + 1)).sum().item() / 2 / TOKENS**2
+    return beside_full(packed_documents.attend, seen, jnp.repeat(jnp.arange(len(lengths)), lengths)[None])
+
+
+def _prefix_lm(way: Attention) -> Case:
+    prefix = TOKENS // 4
+    return beside_full(way, CAUSAL + prefix * (prefix - 1) / 2 / TOKENS**2, jnp.array([prefix]))
+
+
+def _neighborhood() -> Case:
+    side = math.isqrt(TOKENS)
+    wide = lambda query, key, value: neighborhood.attend(query, key, value, side)
+    return beside_full(wide, neighborhood.mask(side, side).mean().item())
+
+
+def _cross_attention() -> Case:
+    lengths = np.array([(2048, 2048), (1400, 1024), (600, 512), (200, 1800)])
+    seen = lengths.prod(axis=1).sum().item() / TOKENS**2
+    return beside_full(cross_attention.attend, seen, jnp.asarray(lengths), shape=(4, TOKENS // 2, HEADS, HEAD_DIM))
+
+
+def _triangle_attention(head_dim: int) -> Case:
+    heads, residues = triangle_attention.HEADS, 256
+    (pair_bias,) = normal((heads, residues, residues))
+    return beside_full(triangle_attention.attend, 1.0, pair_bias, shape=(residues, residues, heads, head_dim))
 
 
 def _decoding(step: Callable[..., Any], places: int) -> Case:
@@ -175,6 +164,33 @@ def _hessian_vector_product() -> Case:
     """Beside forward and backward."""
     arrays = tuple(normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 6))
     return Case(hessian_vector_product.attend, arrays, CAUSAL, with_gradients(full), arrays[:3], "gradients")
+
+
+WINDOW, FIRST = sliding_window.WINDOW, streaming.FIRST
+CASES: Mapping[tuple[str, str], Callable[[], Case]] = {
+    ("causal", "attend"): lambda: beside_full(causal.attend, CAUSAL),
+    ("sliding_window", "attend"): lambda: beside_full(sliding_window.attend, _windowed(WINDOW), *normal((HEADS,))),
+    ("streaming", "attend"): lambda: beside_full(streaming.attend, _windowed(WINDOW) + FIRST / TOKENS),
+    ("packed_documents", "attend"): _packed_documents,
+    ("prefix_lm", "attend"): lambda: _prefix_lm(prefix_lm.attend),
+    ("prefix_lm", "with_mask"): lambda: _prefix_lm(prefix_lm.with_mask),
+    ("prefix_lm", "with_score_mod"): lambda: _prefix_lm(prefix_lm.with_score_mod),
+    ("neighborhood", "attend"): _neighborhood,
+    ("cross_attention", "attend"): _cross_attention,
+    ("alibi", "attend"): lambda: beside_full(alibi.attend, CAUSAL, alibi.paper_slopes(HEADS)),
+    ("relative_bias", "attend"): lambda: beside_full(relative_bias.attend, 1.0, *normal((BUCKETS, HEADS))),
+    ("relative_bias", "with_bias"): lambda: beside_full(relative_bias.with_bias, 1.0, *normal((BUCKETS, HEADS))),
+    ("triangle_attention", "heads of 32"): lambda: _triangle_attention(32),
+    ("triangle_attention", "heads of 8"): lambda: _triangle_attention(8),
+    ("soft_cap", "attend"): lambda: beside_full(soft_cap.attend, CAUSAL),
+    ("score_mods", "attend"): lambda: beside_full(score_mods.attend, CAUSAL, *normal((HEADS,))),
+    ("decoding", "decode"): lambda: _decoding(decoding.decode, TOKENS),
+    ("decoding", "decode_in_ring"): lambda: _decoding(decoding.decode_in_ring, WINDOW),
+    ("merging", "attend"): lambda: beside_full(merging.attend, CAUSAL),
+    ("per_example_gradients", "attend"): _per_example_gradients,
+    ("hessian_vector_product", "attend"): _hessian_vector_product,
+}
+"""By file and function."""
 
 
 class Timed(NamedTuple):
@@ -243,8 +259,8 @@ def main(settings: Settings) -> None:
     jax.config.update("jax_platforms", "cpu")
     console = Console(highlight=False)
     figures = {}
-    for name, case in track(cases().items(), "recipes", console=console):
-        figures[name] = measure(case, settings.rounds)
+    for name, case in track(CASES.items(), "recipes", console=console):
+        figures[name] = measure(case(), settings.rounds)
         jax.clear_caches()
     table = Table("recipe", *COLUMNS, caption=f"{datetime.date.today()}, jax {jax.__version__}")
     for (file, function), cells in figures.items():

@@ -46,7 +46,7 @@ def main() -> Report:
         return jnp.where(jnp.arange(array.shape[1])[:, None, None] < lengths[:, None, None, None], array, jnp.nan)
 
     arrays = [with_padding(query, lengths[:, 0]), with_padding(key, lengths[:, 1]), with_padding(value, lengths[:, 1])]
-    errors = compare(with_gradients(attend), with_gradients(plain), [*arrays, lengths])
+    errors = compare([with_gradients(attend)], with_gradients(plain), [*arrays, lengths])
     seen, _ = shares(attend, query, key, lengths)
     return report("Cross attention with NaN in the padding", errors, seen)
 

@@ -77,8 +77,8 @@ def plain(window: int) -> Callable[..., Array]:
 def main() -> Report:
     """Every token's output with both caches."""
     arrays = normal((BATCH, TOKENS, HEADS, HEAD_DIM), *[(BATCH, TOKENS, KEY_HEADS, HEAD_DIM)] * 2)
-    (whole,) = compare(all_tokens(decode, TOKENS), plain(TOKENS), arrays).values()
-    (ring,) = compare(all_tokens(decode_in_ring, WINDOW), plain(WINDOW), arrays).values()
+    (whole,) = compare([all_tokens(decode, TOKENS)], plain(TOKENS), arrays).values()
+    (ring,) = compare([all_tokens(decode_in_ring, WINDOW)], plain(WINDOW), arrays).values()
     errors = {"output, cache of all tokens": whole, "output, ring buffer": ring}
     return report(f"Decoding, {TOKENS} tokens, a ring of {WINDOW}", errors, (TOKENS + 1) / (2 * TOKENS))
 

@@ -47,7 +47,7 @@ def plain(*arrays: Array) -> dict[str, Array]:
 def main() -> Report:
     """All three parts of the gradient and of the product."""
     arrays = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 6)
-    return report("Hessian-vector product, causal", compare(attend, plain, arrays), (TOKENS + 1) / (2 * TOKENS))
+    return report("Hessian-vector product, causal", compare([attend], plain, arrays), (TOKENS + 1) / (2 * TOKENS))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def plain(query: Array, key: Array, value: Array) -> Array:
 def main() -> Report:
     """Output and gradients."""
     arrays = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3)
-    errors = compare(with_gradients(attend), with_gradients(plain), arrays)
+    errors = compare([with_gradients(attend)], with_gradients(plain), arrays)
     return report("Two halves of the keys, causal", errors, *shares(attend, *arrays[:2]))
 
 

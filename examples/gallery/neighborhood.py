@@ -49,7 +49,7 @@ def plain(query: Array, key: Array, value: Array) -> Array:
 def main() -> Report:
     """Output and gradients."""
     arrays = normal(*[(1, HEIGHT * WIDTH, HEADS, HEAD_DIM)] * 3)
-    errors = compare(with_gradients(attend), with_gradients(plain), arrays)
+    errors = compare([with_gradients(attend)], with_gradients(plain), arrays)
     title = f"Neighborhood attention, {HEIGHT} x {WIDTH} pixels, {2 * RADIUS + 1} x {2 * RADIUS + 1} around each"
     return report(title, errors, *shares(attend, *arrays[:2]))
 

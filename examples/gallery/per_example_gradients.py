@@ -47,7 +47,7 @@ def plain(weights: Array, examples: Array) -> dict[str, Array]:
 def main() -> Report:
     """All gradients, and the sum that a private optimizer would add noise to."""
     weights, examples = normal((3, WIDTH, HEADS, HEAD_DIM), (EXAMPLES, TOKENS, WIDTH))
-    errors = compare(attend, plain, [weights / WIDTH**0.5, examples])
+    errors = compare([attend], plain, [weights / WIDTH**0.5, examples])
     return report(f"Gradients of {EXAMPLES} examples, causal", errors, (TOKENS + 1) / (2 * TOKENS))
 
 

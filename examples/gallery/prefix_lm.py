@@ -61,10 +61,8 @@ def main() -> Report:
     """Output and gradients in each of the three ways."""
     prefix = jnp.array(PREFIXES)
     arrays = normal(*[(len(PREFIXES), TOKENS, HEADS, HEAD_DIM)] * 3)
-    errors = {}
-    for way in (attend, with_mask, with_score_mod):
-        found = compare(with_gradients(way), with_gradients(plain), [*arrays, prefix])
-        errors |= {f"{name}, {way.__name__}": pair for name, pair in found.items()}
+    ways = [with_gradients(way) for way in (attend, with_mask, with_score_mod)]
+    errors = compare(ways, with_gradients(plain), [*arrays, prefix])
     return report("Prefix language model", errors, *shares(attend, *arrays[:2], prefix))
 
 

@@ -72,7 +72,7 @@ def main() -> Report:
     errors = {}
     for make in MODS:
         of = lambda attention, make=make: lambda query, key, value, gates: attention(query, key, value, gates, make)
-        found = compare(with_gradients(of(attend)), with_gradients(of(plain)), arrays)
+        found = compare([with_gradients(of(attend))], with_gradients(of(plain)), arrays)
         errors |= {f"{name}, {make.__name__}": pair for name, pair in found.items()}
     return report("score_mod, causal", errors, *shares(attend, *arrays[:2], arrays[3]))
 

@@ -35,7 +35,7 @@ def main() -> Report:
     """Output and gradients, with logits that reach well past the cap."""
     query, key, value = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3)
     arrays = [4 * query, key, value]
-    errors = compare(with_gradients(attend), with_gradients(plain), arrays)
+    errors = compare([with_gradients(attend)], with_gradients(plain), arrays)
     return report(f"Soft cap of {CAP}, causal", errors, *shares(attend, *arrays[:2]))
 
 

@@ -35,7 +35,7 @@ def main() -> Report:
     errors = {}
     for head_dim in (8, 32):
         arrays = normal(*[(RESIDUES, RESIDUES, HEADS, head_dim)] * 3, (HEADS, RESIDUES, RESIDUES))
-        found = compare(with_gradients(attend), with_gradients(plain), arrays)
+        found = compare([with_gradients(attend)], with_gradients(plain), arrays)
         errors |= {f"{name}, heads of {head_dim}": pair for name, pair in found.items()}
     return report(f"Triangle attention, {RESIDUES} residues", errors, *shares(attend, *arrays[:2], arrays[3]))
 
