@@ -21,43 +21,38 @@ from jax import Array
 
 import jflash
 
-LENGTHS = (600, 40, 350, 546)
+LENGTHS = (600, 40, 896)
 HEADS, HEAD_DIM = 2, 32
 
 
 def rotate(array: Array, positions: Array) -> Array:
-    """Rotary embedding of [..., tokens, heads, head_dim]: pairs of coordinates, turned by position times frequency."""
+    """Rotary embedding: turns pairs of coordinates by position times frequency. `positions` [batch, tokens]."""
     half = array.shape[-1] // 2
-    angles = positions[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
+    angles = positions[:, :, None, None] * 10_000.0 ** (-np.arange(half) / half)
     cosine, sine = jnp.cos(angles).astype(array.dtype), jnp.sin(angles).astype(array.dtype)
     left, right = array[..., :half], array[..., half:]
     return jnp.concatenate([left * cosine - right * sine, left * sine + right * cosine], axis=-1)
 
 
 def attend(query: Array, key: Array, value: Array, documents: Array) -> Array:
-    """`documents` [batch, tokens], sorted: the number of each token's document. All are packed alike."""
-    first = jnp.searchsorted(documents[0], documents[0])
-    positions = jnp.arange(documents.shape[1]) - first
+    """`documents` [batch, tokens]: the number of each token's document, sorted."""
+    positions = jnp.arange(documents.shape[1]) - jax.vmap(jnp.searchsorted)(documents, documents)
     query, key = rotate(query, positions), rotate(key, positions)
     return jflash.attention(query, key, value, is_causal=True, segment_ids=documents)
 
 
 def plain(query: Array, key: Array, value: Array, documents: Array) -> Array:
     """One document after the other."""
-
-    def one(start: int, stop: int) -> Array:
-        q, k, v = (array[:, start:stop] for array in (query, key, value))
-        positions = jnp.arange(stop - start)
-        return jax.nn.dot_product_attention(rotate(q, positions), rotate(k, positions), v, is_causal=True)
-
-    ends = np.cumsum(LENGTHS).tolist()
-    return jnp.concatenate([one(stop - length, stop) for length, stop in zip(LENGTHS, ends, strict=True)], axis=1)
+    positions = jnp.concatenate([jnp.arange(length) for length in LENGTHS])[None]
+    arrays = rotate(query, positions), rotate(key, positions), value
+    parts = zip(*(jnp.split(array, np.cumsum(LENGTHS)[:-1], axis=1) for array in arrays), strict=True)
+    return jnp.concatenate([jax.nn.dot_product_attention(*part, is_causal=True) for part in parts], axis=1)
 
 
 def main() -> Report:
     """Output and gradients."""
     arrays = normal(*[(1, sum(LENGTHS), HEADS, HEAD_DIM)] * 3)
-    documents = jnp.repeat(jnp.arange(len(LENGTHS)), jnp.array(LENGTHS), total_repeat_length=sum(LENGTHS))[None]
+    documents = jnp.asarray(np.repeat(np.arange(len(LENGTHS)), LENGTHS))[None]
     errors = compare([with_gradients(attend)], with_gradients(plain), [*arrays, documents])
     title = f"{len(LENGTHS)} documents in {sum(LENGTHS):,} tokens"
     return report(title, errors, *shares(attend, *arrays[:2], documents))

@@ -4,6 +4,7 @@ import importlib
 import pathlib
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,10 +14,20 @@ GALLERY = pathlib.Path(__file__).parents[2] / "examples" / "gallery"
 RECIPES = sorted(path.stem for path in GALLERY.glob("[a-z]*.py") if path.stem != "costs")
 SHARES = {
     "alibi": (0.5005, 0.75),
-    "causal": (0.5002, 0.625),
+    "causal": (0.5003, 0.67),
+    "cross_attention": (0.3543, None),
     "merging": (0.5005, 0.75),
+    "neighborhood": (0.0287, 0.22),
+    "packed_documents": (0.2471, 0.5),
+    "prefix_lm": (0.6385, 0.8),
+    "relative_bias": (1, 1),
+    "score_mods": (0.5020, 1),
+    "sliding_window": (0.1528, 0.25),
+    "soft_cap": (0.5005, 0.75),
+    "streaming": (0.1550, 0.25),
+    "triangle_attention": (1, 1),
 }
-"""Of all query-key pairs, those that are seen, and the most that may be computed."""
+"""Of all query-key pairs, those that are seen, and the most that may be computed in tiles for a CPU."""
 SLOW = ()
 
 
@@ -33,11 +44,12 @@ def test_recipe(name):
     allowed = lambda plain: 2 * plain + 4 * np.finfo(np.float32).eps
     wrong = {result: pair for result, pair in found.errors.items() if not pair[0] <= allowed(pair[1])}
     assert not wrong
-    assert (name in SHARES) == (found.computed is not None)
-    if found.computed is not None:
+    if name in SHARES:
         seen, most = SHARES[name]
         assert found.seen == pytest.approx(seen, abs=1e-4)
-        assert found.seen <= found.computed <= most
+        assert (most is None) == (found.computed is None)
+        if found.computed is not None and jax.default_backend() == "cpu":
+            assert found.seen <= found.computed <= most
 
 
 def test_wrong_attention_is_noticed(monkeypatch):
