@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from jflash._api import attention, explain
+from jflash._replacing import replacing_jax_nn
 
-__all__ = ["attention", "explain"]
+__all__ = ["attention", "explain", "replacing_jax_nn"]
 
 __version__: str
 
