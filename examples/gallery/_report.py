@@ -61,15 +61,14 @@ def compare(ways: Sequence[Attention], plain: Attention, arrays: Sequence[Any]) 
     with jax.enable_x64(True):
         exact = jax.jit(plain)(*(_widened(array) for array in arrays))
 
-    def error(result: Array, exact: Array) -> float:
-        return float(np.abs(np.float64(result) - np.float64(exact)).max() / np.abs(exact).max())
+    def both(*results: Array) -> tuple[float, float]:
+        ours, theirs, exact = (np.asarray(result, np.float64) for result in results)
+        size = np.abs(exact).max()
+        return float(np.abs(ours - exact).max() / size), float(np.abs(theirs - exact).max() / size)
 
     errors = {}
     for way in ways:
-        ours = jax.jit(way)(*arrays)
-        pairs = jax.tree.map(
-            lambda ours, theirs, exact: (error(ours, exact), error(theirs, exact)), ours, theirs, exact
-        )
+        pairs = jax.tree.map(both, jax.jit(way)(*arrays), theirs, exact)
         named = pairs if isinstance(pairs, dict) else {"output": pairs}
         of = f" {way.__name__}" if len(ways) > 1 else ""
         errors |= {name + of: pair for name, pair in named.items()}
@@ -84,12 +83,12 @@ def shares(attend: Attention, query: Array, key: Array, *others: Any) -> tuple[f
     NaN is NaN. This shows nothing of padding, by `query_seq_lengths` or `key_value_seq_lengths`, which jflash reads as
     zeros.
     """
-    length = key.shape[-3]
-    diagonal = lambda number: jnp.where(jnp.eye(length, dtype=bool), number, 0.0)[:, None]
-    values = lambda number: jnp.broadcast_to(diagonal(number), (*key.shape[:-1], length))
+    identity = np.eye(key.shape[-3], dtype=np.float32)[:, None]
+    diagonals = identity, np.where(identity, np.float32(np.nan), identity)
+    values = [np.broadcast_to(diagonal, (*key.shape[:-1], len(diagonal))) for diagonal in diagonals]
     attend = jax.jit(attend)
-    weights, spread = (attend(query, key, values(number), *others) for number in (1.0, jnp.nan))
-    return float((weights > 0).mean()), float(jnp.isnan(spread).mean())
+    weights, spread = (np.asarray(attend(query, key, value, *others)) for value in values)
+    return float((weights > 0).mean()), float(np.isnan(spread).mean())
 
 
 def report(title: str, errors: Mapping[str, tuple[float, float]], seen: float, computed: float | None = None) -> Report:

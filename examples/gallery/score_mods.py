@@ -34,13 +34,6 @@ def scalable_softmax(gates: Array) -> ScoreMod:
     return lambda logit, b, head, i, j: logit * gates[head] * jnp.log(i + 2.0).astype(logit.dtype)
 
 
-def decay(gates: Array) -> ScoreMod:
-    """The weights fade with the distance, at a learned rate for each head."""
-    return lambda logit, b, head, i, j: (
-        logit - jax.nn.softplus(gates[head]) * jnp.sqrt(jnp.abs(i - j).astype(logit.dtype))
-    )
-
-
 def strided(gates: Array) -> ScoreMod:
     """Odd heads see every fourth key back from their own, even heads all; they are scaled by the gates."""
     return lambda logit, b, head, i, j: jnp.where(
@@ -48,7 +41,7 @@ def strided(gates: Array) -> ScoreMod:
     )
 
 
-MODS = (tanh_gate, scalable_softmax, decay, strided)
+MODS = (tanh_gate, scalable_softmax, strided)
 
 
 def attend(

@@ -18,7 +18,7 @@ SHARES = {
     "cross_attention": (0.3543, None),
     "merging": (0.5005, 0.75),
     "neighborhood": (0.0291, 0.22),
-    "packed_documents": (0.2471, 0.55),
+    "packed_documents": (0.2471, 0.53),
     "prefix_lm": (0.6385, 0.8),
     "relative_bias": (1, 1),
     "score_mods": (0.5020, 1),
@@ -28,7 +28,7 @@ SHARES = {
     "triangle_attention": (1, 1),
 }
 """Of all query-key pairs, those that are seen, and the most that may be computed in tiles for a CPU."""
-SLOW = ("prefix_lm", "packed_documents", "alibi", "score_mods", "per_example_gradients", "streaming", "relative_bias")
+QUICK = ("decoding", "hessian_vector_product", "per_example_gradients", "triangle_attention")
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +36,11 @@ def _in_gallery(monkeypatch):
     monkeypatch.syspath_prepend(GALLERY)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RECIPES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RECIPES])
 def test_recipe(name):
     found = importlib.import_module(name).main()
     assert found.errors
-    # On top the rule's roundings, two of a result and a half for each of the 20 levels that the longest sums have.
+    # On top what the longest sums here, of 2**20 terms, may lose where plain attention is exact by luck (oracle.py).
     allowed = lambda plain: 2 * plain + 12 * np.finfo(np.float32).eps
     wrong = {result: pair for result, pair in found.errors.items() if not pair[0] <= allowed(pair[1])}
     assert not wrong
@@ -52,6 +52,7 @@ def test_recipe(name):
             assert found.seen <= found.computed <= most
 
 
+@pytest.mark.slow
 def test_wrong_attention_is_noticed(monkeypatch):
     """The comparison can fail."""
     attention = jflash.attention

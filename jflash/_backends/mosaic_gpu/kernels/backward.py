@@ -10,6 +10,8 @@
       dQ   = dS K                    of the tile before: one half of it from all keys, added to what is in device memory
     the producer warpgroup copies tiles of queries ahead of them into shared memory
 
+Dropout changes P for dV, and dP (`inputs.dropped`).
+
 A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
 beside the other's products. `row_statistics` says how lse and delta come.
 

@@ -10,6 +10,8 @@
       O = O + P V_last;  out = O / l;  lse = log l + m
     the producer warpgroup copies tiles of keys and values ahead of them into shared memory
 
+Dropout takes from P what it drops when l has been summed (`inputs.dropped`).
+
 Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) and 3.2 (the overlap within one).
 """
 
