@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     sinks: Float[Array, "N"] | None
     dropout_rate: float
     dropout_key: Array | None
+    broadcast_dropout: bool
     precision: Any
     deterministic: bool
     sequence_axis: str | tuple[str, ...] | None
@@ -90,6 +91,7 @@ def attention(
     sinks: Float[Array, "N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    broadcast_dropout: bool = False,
     precision: Any = None,
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
@@ -134,9 +136,11 @@ def attention(
         Sorted ids let whole tiles be skipped.
       sinks: floating `[N]`, an extra logit per head that takes part in the softmax, and so in the log-sum-exp, but
         has no value (arXiv:2309.17453).
-      dropout_rate: 0 <= rate < 1; drops probabilities and scales the rest by 1 / (1 - rate).
+      dropout_rate: 0 <= rate < 1; drops probabilities and scales the rest by 1 / (1 - rate). Rates are multiples of
+        2**-16: another is taken for the nearest that is not 0.
       dropout_key: a JAX random key. The same key drops the same (batch, head, query, key) on every backend, forward
         and backward.
+      broadcast_dropout: drop the same for all batch entries and heads, as Flax's layers do.
       precision: of the matrix products, as `jax.lax.dot_general` takes it.
       deterministic: promise the same bits on every run, on machines where that costs speed.
       sequence_axis: inside `jax.shard_map`, the mesh axes over which T and S are split. Each device passes its chunk
@@ -167,7 +171,8 @@ def attention(
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
         score_mod=score_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
-        dropout_rate=dropout_rate, dropout_key=dropout_key, precision=precision, deterministic=deterministic,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout, precision=precision,
+        deterministic=deterministic,
         sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
     )  # fmt: skip
     arguments = _with_score_mod_traced(arguments)

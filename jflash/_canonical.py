@@ -35,6 +35,7 @@ def canonicalize(
     sinks: Any = None,
     dropout_rate: Any = 0.0,
     dropout_key: Any = None,
+    broadcast_dropout: Any = False,
     precision: Any = None,
     deterministic: Any = False,
     sequence_axis: Any = None,
@@ -59,7 +60,8 @@ def canonicalize(
         is_causal=_arguments.static_bool("is_causal", is_causal),
         window=_arguments.window(local_window_size),
         logits_soft_cap=_arguments.soft_cap(logits_soft_cap),
-        dropout_rate=_arguments.dropout(dropout_rate, dropout_key),
+        dropout_rate=dropout.possible_rate(_arguments.dropout(dropout_rate, dropout_key)),
+        broadcast_dropout=_arguments.static_bool("broadcast_dropout", broadcast_dropout),
         precision=_arguments.precision(precision),
         deterministic=_arguments.static_bool("deterministic", deterministic),
         sequence_axes=sequence_axes if devices > 1 else (),
@@ -89,7 +91,7 @@ def canonicalize(
         batch_index = jnp.arange(math.prod(batch_axes), dtype=jnp.int32)
         head_index = jnp.arange(heads, dtype=jnp.int32)[None]
         if dropout_rate > 0:
-            seed = dropout.seeds(dropout_key, batch_index)
+            seed = dropout.seeds(dropout_key, batch_index * (not broadcast_dropout))
     segments = (None, None) if segment_ids is None else (_segments(ids, batch_axes) for ids in segment_ids)
     query_segments, key_segments = segments
     scale_is_array, offset_is_array = _arguments.is_array(scale), _arguments.is_array(query_offset)

@@ -64,7 +64,7 @@ def attention_fn(
     """The `attention_fn` of `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
 
     Where it differs from Flax's own: a query that sees no key gets 0, not the mean of the values; the softmax is
-    computed in float32 at least; dropout is drawn anew for every batch entry and head.
+    computed in float32 at least.
 
     Args:
       query: `[*B, T, N, H]`.
@@ -73,7 +73,7 @@ def attention_fn(
       bias: as in `jflash.attention`. An additive float mask belongs here.
       mask: as in `jflash.attention`, and also of a numeric dtype, which Flax's `make_causal_mask` and `combine_masks`
         give: 0 hides the key, any other value shows it.
-      broadcast_dropout: has no effect. Each probability is still dropped at `dropout_rate`.
+      broadcast_dropout: True drops the same for all batch entries and heads.
       dropout_rng: a JAX random key, needed when `dropout_rate` is above 0 and `deterministic` is False.
       dropout_rate: 0 <= rate < 1.
       deterministic: True turns dropout off, as everywhere in Flax. The `deterministic` of `jflash.attention` is
@@ -112,7 +112,7 @@ def attention_fn(
         has no key.
       What `jflash.attention` raises, besides.
     """
-    del broadcast_dropout, force_fp32_for_softmax
+    del force_fp32_for_softmax
     _refuse_weights(module, qk_attn_weights_einsum, attn_weights_value_einsum)
     if deterministic:
         dropout_rate = 0.0
@@ -134,8 +134,8 @@ def attention_fn(
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
         implementation=implementation, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
         score_mod=score_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
-        dropout_rate=dropout_rate, dropout_key=dropout_rng, precision=precision, deterministic=reproducible,
-        sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
+        dropout_rate=dropout_rate, dropout_key=dropout_rng, broadcast_dropout=broadcast_dropout, precision=precision,
+        deterministic=reproducible, sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     total = jnp.where(empty, 1, total)
     probabilities = exponentials / total
     if spec.dropout_rate > 0:
-        probabilities = jnp.where(dropout.keep(spec, tile), probabilities / (1 - spec.dropout_rate), 0)
+        probabilities = jnp.where(dropout.keep_tile(spec, tile), probabilities / (1 - spec.dropout_rate), 0)
 
     out = jnp.einsum("bkgij,bjkd->bikgd", probabilities, value, precision=spec.precision)
     # A cotangent of such a row has nowhere to go, even where it is NaN.

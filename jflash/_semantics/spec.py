@@ -107,6 +107,9 @@ class Spec:
     logits_soft_cap: float | None = None
     score_mod: ScoreMod | None = None
     dropout_rate: float = 0.0
+    """One of `dropout.possible_rate`."""
+    broadcast_dropout: bool = False
+    """Whether all batch entries and heads drop the same; of the former the seeds know."""
     precision: Any = None
     deterministic: bool = False
     sequence_axes: tuple[str, ...] = ()

@@ -49,6 +49,7 @@ class Case:
     """Random, of size [batch, 1, queries, keys]; half of it is False."""
     alibi: bool = False
     sinks: bool = False
+    dropout_rate: float = 0.0
     has_backward: bool = True
     """Whether such a call is ever differentiated: decoding is not."""
 
@@ -128,6 +129,7 @@ def feature_cases(tokens: int, width: int, dtype: Dtype) -> list[Case]:
         case("causal, soft cap", is_causal=True, soft_cap=50.0),
         case("causal, ALiBi", is_causal=True, alibi=True),
         case("causal, sinks", is_causal=True, sinks=True),
+        case("dropout of 0.1", dropout_rate=0.1),
         case("causal, 8 packed segments", is_causal=True, segments=8),
         case("half is padding", length=max(1, length // 2)),
         case("causal, keys of 192, values of 128", is_causal=True, head_dim=192),
@@ -185,6 +187,8 @@ def options(case: Case) -> dict[str, Any]:
         given["local_window_size"] = (case.window - 1, 0)
     if case.soft_cap is not None:
         given["logits_soft_cap"] = case.soft_cap
+    if case.dropout_rate > 0:
+        given["dropout_rate"] = case.dropout_rate
     return given
 
 
@@ -223,4 +227,6 @@ def data(case: Case) -> Data:
         arrays["alibi_slopes"] = 2.0 ** -jnp.linspace(1, 8, N)
     if case.sinks:
         arrays["sinks"] = jnp.zeros(N)
+    if case.dropout_rate > 0:
+        arrays["dropout_key"] = jax.random.PRNGKey(2)
     return Data(arrays, cotangent)

@@ -30,8 +30,8 @@ class InTorch:
     """As it is named in Python."""
     load: Callable[[], Callable[..., Any]]
     """Gives the function, which returns the output alone; called only if the package is here."""
-    arguments: Mapping[str, str]
-    """What it calls those arguments of `jflash.attention` that it has."""
+    arguments: Mapping[str, str | None]
+    """What it calls those arguments of `jflash.attention` that it has; `None`: it needs none."""
     heads_first: bool = False
     """Whether its layout is [batch, heads, tokens, head dimension] instead of jax.nn's."""
     for_grouped_heads: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -76,9 +76,9 @@ class InTorch:
         """Called once, with JAX's own arrays as tensors."""
         torch = _torch()
         torch.set_num_threads(os.cpu_count() or 1)
-        tensors = {name: self._tensor(name, array) for name, array in data.arguments.items()}
+        tensors = {name: self._tensor(name, array) for name, array in data.arguments.items() if self.arguments[name]}
         cotangent = self._tensor("cotangent", data.cotangent)
-        given = {self.arguments[name]: value for name, value in {**tensors, **options(case)}.items()}
+        given = {own: value for name, value in {**tensors, **options(case)}.items() if (own := self.arguments[name])}
         if case.heads != case.key_heads:
             given |= self.for_grouped_heads
         attend = functools.partial(self.load(), **given)
@@ -105,7 +105,14 @@ def dot_product_attention() -> InTorch:
         module="torch",
         load=lambda: _torch().nn.functional.scaled_dot_product_attention,
         arguments=dict(
-            query="query", key="key", value="value", is_causal="is_causal", bias="attn_mask", mask="attn_mask"
+            query="query",
+            key="key",
+            value="value",
+            is_causal="is_causal",
+            bias="attn_mask",
+            mask="attn_mask",
+            dropout_rate="dropout_p",
+            dropout_key=None,
         ),
         heads_first=True,
         for_grouped_heads={"enable_gqa": True},

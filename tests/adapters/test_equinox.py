@@ -129,6 +129,8 @@ def test_every_argument_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> No
         "query",
         "key",
         "value",
+        # Equinox's layer, too, draws for each head.
+        "broadcast_dropout",
         "return_residual",
     }
 

@@ -12,6 +12,8 @@ from operands import PLAIN
 from refusals import skip_refused
 from short_run import cover
 
+from jflash._semantics import dropout
+
 KEY = jax.random.key(11)
 SHAPE = (3, 8, 64, 128)
 """[B, N, T, S]: 200,000 draws."""
@@ -40,9 +42,45 @@ def test_neighbours_are_independent():
     for axis, size in enumerate(SHAPE):
         for distance in [d for d in (1, 2, 4, 8, 16, 32, 64) if d < size]:
             others[f"axis {axis}, {distance} on"] = np.roll(signs, distance, axis)
-    others["queries for keys"] = np.pad(np.swapaxes(signs[..., :64], 2, 3), [(0, 0)] * 3 + [(0, 64)])
+    # Each pair once, and no probability with itself.
+    exchanged = np.triu(np.swapaxes(signs[..., :64], 2, 3), 1)
+    others["queries for keys"] = np.pad(exchanged, [(0, 0)] * 3 + [(0, 64)])
+    # The two that one word decides.
+    high = signs.reshape(*SHAPE[:3], -1, 2, 8)[..., 1, :]
+    others["halves of a word"] = np.stack([high, 0 * high], axis=4).reshape(SHAPE)
     for name, other in others.items():
         assert abs(np.sum(signs * other)) < SIGMAS * np.sqrt(np.sum(np.abs(other))), name
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1])
+def test_no_shift_repeats_it(rate: float):
+    """Correlations with itself after every shift of queries and keys, and of every row or column with every other."""
+    size = 1024
+    kept = dropout_mask((1, size, size), rate, KEY)[0].astype(float)
+    scores = (kept - (1 - rate)) / np.sqrt(rate * (1 - rate))
+    spectrum = np.abs(np.fft.rfft2(scores)) ** 2
+    shifted = np.fft.irfft2(spectrum, s=scores.shape).ravel()[1:] / size
+    pairs = [(other @ other.T)[np.triu_indices(size, 1)] / np.sqrt(size) for other in (scores, scores.T)]
+    for correlations in (shifted, *pairs):
+        # Of a million independent ones, one is above 7 in one of a million draws.
+        assert np.abs(correlations).max() < 7
+        assert abs(correlations.var() - 1) < SIGMAS * np.sqrt(4 / correlations.size)
+    # The largest of half a million exponentials.
+    assert spectrum.max() / scores.size < np.log(scores.size) + 14
+
+
+def test_rates_that_exist():
+    """The nearest multiple of 2**-16, of which none is 0, and none 1."""
+    rates = {0.0: 0, 1e-9: 1, 0.1: 6554, 0.5: 32768, 1 - 1e-9: 65535}
+    assert {rate: dropout.possible_rate(rate) * 2**16 for rate in rates} == rates
+
+
+def test_broadcast_dropout(backend: str):
+    """One mask for all batch entries and heads: that of the first entry's first head."""
+    skip_refused(backend, **PLAIN, dropout_rate=0.3, dropout_key=KEY, broadcast_dropout=True)
+    shape = (2, 3, 4, 40, 50)
+    shared = dropout_mask(shape, 0.3, KEY, backend, broadcast_dropout=True)
+    np.testing.assert_array_equal(shared, np.broadcast_to(dropout_mask(shape, 0.3, KEY)[0, 0, 0], shape))
 
 
 @cover(1)

@@ -277,7 +277,9 @@ DROPOUT_RATE = 0.25
 DROPOUT_KEY = np.asarray([3, 7], np.uint32)
 
 
-def dropout_mask(shape: tuple[int, ...], rate: float, key: Any, implementation: str = "reference") -> np.ndarray:
+def dropout_mask(
+    shape: tuple[int, ...], rate: float, key: Any, implementation: str = "reference", **options: Any
+) -> np.ndarray:
     """Which probabilities `[*B, N, T, S]` are kept: with equal ones and the identity for values, the output tells."""
     *batch, N, T, S = shape
     out = jflash.attention(
@@ -287,6 +289,7 @@ def dropout_mask(shape: tuple[int, ...], rate: float, key: Any, implementation: 
         dropout_rate=rate,
         dropout_key=key,
         implementation=implementation,
+        **options,
     )
     return np.moveaxis(np.asarray(out) > 0, -2, -3)
 
@@ -294,7 +297,7 @@ def dropout_mask(shape: tuple[int, ...], rate: float, key: Any, implementation: 
 def _kept(shape: tuple[int, ...]) -> np.ndarray:
     """The mask by its definition, in numpy; that every backend draws this one, test_dropout.py shows."""
     *batch, N, T, S = shape
-    golden, rate = np.uint32(0x9E3779B9), np.uint64(DROPOUT_RATE * 2**32)
+    golden, dropped = np.uint32(0x9E3779B9), DROPOUT_RATE * 2**16
 
     def mix(bits: np.ndarray) -> np.ndarray:
         bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
@@ -306,9 +309,13 @@ def _kept(shape: tuple[int, ...]) -> np.ndarray:
     entry = counted(math.prod(batch), 1, 1, 1)
     first = mix(words[0] ^ entry)
     second = mix(words[1] ^ mix(first + entry))
-    head = mix(first + counted(N, 1, 1))
-    row = mix(head ^ mix(second + counted(T, 1)))
-    return (mix(mix(row + counted(S)) ^ second) >= rate).reshape(shape)
+    before = mix(first + counted(N, 1, 1))
+    middle = mix(second ^ before)
+    key = np.arange(S, dtype=np.uint32)
+    bits = before + counted(T, 1) + (key // 16 * 8 + key % 8)
+    bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15) ^ middle) * np.uint32(0x846CA68B)
+    return np.where(key // 8 % 2 == 0, bits % 2**16 >= dropped, bits // 2**16 >= dropped).reshape(shape)
 
 
 def _by_indices() -> Any:

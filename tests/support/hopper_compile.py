@@ -32,6 +32,7 @@ DIRECTORY = Path(sys.argv[1])
 bfloat16, float32 = jnp.bfloat16, jnp.float32
 LENGTH = 1024
 PAIRS = (1, 4, LENGTH, LENGTH)
+DROPOUT_KEY = dict(dropout_key=((2,), jnp.uint32))
 CASES = {
     **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
     **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 128, 256)},
@@ -58,6 +59,10 @@ CASES = {
         dict(bias=((1, 4, 1, LENGTH), bfloat16)),
     ),
     "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
+    **{f"d{d} causal, dropout": (d, d, dict(is_causal=True, dropout_rate=0.1), DROPOUT_KEY) for d in (64, 128, 256)},
+    "dropout deterministic": (128, 128, dict(dropout_rate=0.1, deterministic=True), DROPOUT_KEY),
+    "bias, dropout": (128, 128, dict(dropout_rate=0.1), dict(bias=(PAIRS, bfloat16), **DROPOUT_KEY)),
+    "soft cap, dropout": (128, 128, dict(dropout_rate=0.1, logits_soft_cap=50.0), DROPOUT_KEY),
     **{
         f"d{d} causal, partial": (d, d, dict(is_causal=True), dict(query_offset=((), jnp.int32)))
         for d in (64, 128, 256)

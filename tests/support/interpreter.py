@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import dropped_words
 import jax
 import jax.numpy as jnp
 import packed_masks
@@ -93,6 +94,18 @@ class Interpreter(WarpgroupOps):
 
     def expand_mask(self, words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "rows columns"]:
         return packed_masks.expand(words, shape)
+
+    def drop(
+        self,
+        p: Float[Array, "rows columns"],
+        counter: Any,
+        middle: Any,
+        dropped: int,
+        *,
+        keys_first: bool,
+        signed: bool,
+    ) -> Float[Array, "rows columns"]:
+        return dropped_words.drop(p, counter, middle, dropped, keys_first=keys_first, signed=signed)
 
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         return jnp.all(jnp.abs(tile) < limit)

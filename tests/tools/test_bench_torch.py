@@ -77,13 +77,17 @@ class StandIn:
         options |= {} if learnable_sink is None else dict(sinks=learnable_sink.array)
         return self.out(dict(query=q.array, key=k.array, value=v.array, **options)), "log-sum-exp"
 
-    def scaled_dot_product_attention(self, query, key, value, *, attn_mask=None, is_causal=False, enable_gqa=False):
+    def scaled_dot_product_attention(
+        self, query, key, value, *, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False
+    ):
         """As torch's: heads before tokens."""
         arrays = {name: tensor.array.swapaxes(1, 2) for name, tensor in dict(query=query, key=key, value=value).items()}
         assert enable_gqa == (arrays["query"].shape[2] != arrays["key"].shape[2])
         options = dict(is_causal=is_causal)
         if attn_mask is not None:
             options["mask" if attn_mask.array.dtype == bool else "bias"] = attn_mask.array
+        if dropout_p:
+            options["dropout_rate"] = dropout_p
         return self.out(arrays | options, heads_first=True)
 
     def out(self, asked, heads_first=False):
@@ -141,6 +145,8 @@ def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
     for case in accepted:
         data = cases.data(case)
         expected = dict(is_causal=False) | data.arguments | cases.options(case)
+        # torch draws from a state of its own.
+        expected.pop("dropout_key", None)
         for work in ("fwd", "fwd+bwd"):
             stand_in.differentiated.clear()
             peer.prepare(case, work, data)
@@ -161,6 +167,7 @@ def test_flash_attention_4_says_which_options_it_lacks():
         "bias per key": "It has no argument bias.",
         "mask per pair": "It has no argument mask.",
         "causal, ALiBi": "It has no argument alibi_slopes.",
+        "dropout of 0.1": "It has no argument dropout_key, dropout_rate.",
         "causal, 8 packed segments": "It has no argument segment_ids.",
         "half is padding": "It has no argument query_seq_lengths, key_value_seq_lengths.",
     }

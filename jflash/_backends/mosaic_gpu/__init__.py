@@ -18,7 +18,7 @@ from jflash._semantics.spec import Operands, Residuals, Spec
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
-    """Only Hopper runs these kernels, and they have no dropout and no float32."""
+    """Only Hopper runs these kernels, and they have no float32."""
     if platform.compute_capability != "9.0":
         return f"it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is {platform}."
     return unsupported_call(spec)
@@ -28,10 +28,8 @@ def unsupported_call(spec: Spec) -> str | None:
     """What the kernels cannot do on any machine."""
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16. Got {spec.dtype}."
-    if max(spec.head_dim, spec.value_dim) > 256 or spec.head_dim % 8 or spec.value_dim % 8:
-        return f"H and D must be multiples of 8 up to 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    if spec.dropout_rate > 0:
-        return "it has no dropout."
+    if max(spec.head_dim, spec.value_dim) > 256:
+        return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
     if "score_mod_arrays" in spec.operands:
         return "it takes no score_mod that closes over arrays."
     return None

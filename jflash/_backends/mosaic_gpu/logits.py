@@ -56,10 +56,10 @@ class LogitsForm:
         bias = inputs.load_key_bias(at, shape) if tile.warpgroups <= 2 else {}
         return inputs.load_packed_mask(at, shape) | bias
 
-    def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
+    def step(self, s: Tile, mask: TileMask, before: Softmax | None) -> Softmax:
         """The online softmax's step for a tile's products."""
         logits = _modified(s, mask)
-        return online_softmax.step(self.exponent(mask.inputs.spec), mask.hide(logits, -jnp.inf), 1.0, before, dtype)
+        return online_softmax.step(self.exponent(mask.inputs.spec), mask.hide(logits, -jnp.inf), 1.0, mask, before)
 
     def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Rows) -> Rows:
         """O relative to the last tile's m, from O relative to the m before it."""
@@ -102,10 +102,10 @@ class BiasByMma(Plain):
         has_large = bias_columns.load_has_large(inputs, at, tile.keys)
         return inputs.load_packed_mask(at, (WARPGROUP_ROWS, tile.keys)) | has_large
 
-    def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
+    def step(self, s: Tile, mask: TileMask, before: Softmax | None) -> Softmax:
         numbers, unit = bias_columns.with_large_biases(mask.inputs, s, mask.at, mask.loaded)
         numbers = mask.hide(numbers, -jnp.inf)
-        return online_softmax.step(self.exponent(mask.inputs.spec), numbers, unit, before, dtype)
+        return online_softmax.step(self.exponent(mask.inputs.spec), numbers, unit, mask, before)
 
 
 class SoftCapped(LogitsForm):
@@ -127,8 +127,8 @@ class SoftCapped(LogitsForm):
         is_same = inputs.ops.warp_all(state.rescale == 1)
         return lax.cond(is_same, lambda acc_o, _: acc_o, online_softmax.scaled_rows, acc_o, state.rescale)
 
-    def step(self, s: Tile, mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
-        return online_softmax.capped_step(s, mask, before, dtype)
+    def step(self, s: Tile, mask: TileMask, before: Softmax | None) -> Softmax:
+        return online_softmax.capped_step(s, mask, before)
 
 
 def _modified(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "rows columns"]:

@@ -5,7 +5,7 @@ Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.exponent import LOG2_E, Exponent
 from jflash._backends.mosaic_gpu.hardware import along_rows
 from jflash._backends.mosaic_gpu.hardware.soft_cap import SoftCap
+from jflash._backends.mosaic_gpu.inputs import dropped
 from jflash._backends.mosaic_gpu.schedule import TileMask
 from jflash._semantics.online_softmax import finite_or_zero
+from jflash._semantics.spec import Spec
 
 _SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0}
 """The largest binary exponents that P, in its dtype, has room for relative to a logit of 0.
@@ -38,9 +40,10 @@ class Softmax(NamedTuple):
 
 
 def step(
-    exponent: Exponent, s: Float[Array, "rows keys"], unit: Array | float, before: Softmax | None, dtype: Any
+    exponent: Exponent, s: Float[Array, "rows keys"], unit: Array | float, mask: TileMask, before: Softmax | None
 ) -> Softmax:
     """Show the rows the logits of more keys: s, times `unit`."""
+    inputs, dtype = mask.inputs, mask.inputs.spec.dtype
     m = s.max(axis=1) * unit
     if before is not None:
         m = jnp.maximum(before.m, m)
@@ -51,19 +54,19 @@ def step(
     p = jnp.exp2(scaled - along_rows(subtrahend, shape))
     l = p.sum(axis=1)
     if before is None:
-        return Softmax(p.astype(dtype), m, l, l)
+        return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, l, l)
     rescale = exponent.rescaling(before.m, reference)
-    return Softmax(p.astype(dtype), m, before.l * rescale + l, rescale)
+    return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, before.l * rescale + l, rescale)
 
 
-def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None, dtype: Any) -> Softmax:
+def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None) -> Softmax:
     """Show the rows a tile's products, which are scaled and capped here; exponents are in base 2.
 
     Where all of a tile's logits are small, their exponentials fit P's dtype relative to what m was before, and the
     search for the row's maximum is left out.
     """
     inputs, shape = mask.inputs, s.shape
-    ops, is_partial = inputs.ops, mask.is_partial
+    ops, is_partial, dtype = inputs.ops, mask.is_partial, inputs.spec.dtype
     scale, cap = inputs.spec.scale, inputs.spec.logits_soft_cap
     scale = inputs.value("scale", mask.at.batch) if scale is None else scale
     assert scale is not None
@@ -95,7 +98,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
 
     def exponentiate(exponents: Array) -> tuple[Array, Array]:
         p = jnp.exp2(exponents)
-        return p.astype(dtype), p.sum(axis=1)
+        return dropped.kept(inputs, mask.at, p).astype(dtype), p.sum(axis=1)
 
     def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
         # One basic block, in which exponentials are made beside the polynomials.
@@ -123,7 +126,7 @@ def scaled_rows(acc_o: Float[Array, "rows D"], rescale: Float[Array, "rows"]) ->
 
 
 def finish(
-    exponent: Exponent, state: Softmax, acc_o: Float[Array, "rows D"], sink: Float[Array, ""] | None
+    spec: Spec, exponent: Exponent, state: Softmax, acc_o: Float[Array, "rows D"], sink: Float[Array, ""] | None
 ) -> tuple[Float[Array, "rows D"], Float[Array, "rows"]]:
     """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
     empty = state.l == 0
@@ -136,4 +139,4 @@ def finish(
         l = l * shrink + jnp.exp(sink - largest)
         reference, factor = largest, shrink / l
     lse = jnp.where(empty, -jnp.inf, reference + jnp.log(jnp.where(empty, 1.0, l)))
-    return acc_o * along_rows(jnp.where(empty, 0.0, factor), acc_o.shape), lse
+    return acc_o * along_rows(jnp.where(empty, 0.0, dropped.scaled(spec, factor)), acc_o.shape), lse

@@ -68,7 +68,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
                 def weigh(probabilities: Float[Array, "b k g i j"]) -> Float[Array, "b k g i D"]:
                     if spec.dropout_rate > 0:
-                        probabilities = jnp.where(dropout.keep(spec, tile), probabilities, 0)
+                        probabilities = jnp.where(dropout.keep_tile(spec, tile), probabilities, 0)
                     flat = probabilities.reshape(batch, heads, -1, shape.keys).astype(spec.dtype)
                     return tiling.dot(spec, flat, values, (3, 2)).reshape(*logits.shape[:-1], spec.value_dim)
 

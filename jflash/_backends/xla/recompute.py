@@ -122,4 +122,4 @@ class RecomputedTile:
         """Dropout."""
         if self.spec.dropout_rate == 0:
             return array
-        return jnp.where(dropout.keep(self.spec, self.place.tile), array / (1 - self.spec.dropout_rate), 0)
+        return jnp.where(dropout.keep_tile(self.spec, self.place.tile), array / (1 - self.spec.dropout_rate), 0)

@@ -28,7 +28,19 @@ VALUES = dict(
     query_length=(1, 13, 128, 199, 257, 523),
     key_length=(1, 17, 128, 131, 293, 640),
     heads=((1, 1), (3, 3), (2, 1), (4, 2), (8, 1)),
-    dims=((8, 8), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (64, 256), (256, 256)),
+    dims=(
+        (1, 1),
+        (8, 8),
+        (33, 70),
+        (40, 40),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (64, 256),
+        (256, 256),
+    ),
     batch=((), (2,), (2, 3)),
     scale=(None, "static", "traced"),
     soft_cap=(None, 1.5, 40.0),
@@ -42,6 +54,7 @@ VALUES = dict(
     lengths=(None, "queries", "keys", "both"),
     segments=(None, "sorted", "unsorted"),
     sinks=(False, True),
+    dropout=(False, True),
 )
 
 

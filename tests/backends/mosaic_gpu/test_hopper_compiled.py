@@ -39,6 +39,14 @@ SPILLS = {
         80,
         "Two warpgroups; three spill 484 bytes and take 10 to 45% longer.",
     ),
+    **dict.fromkeys(
+        ("d256 causal, dropout: forward", "soft cap, dropout: forward"),
+        (20, "It keeps a head's two words of dropout. What that costs was not measured yet."),
+    ),
+    "d256 causal, dropout: d_query": (
+        64,
+        "As without dropout, and a head's two words. What that costs was not measured yet.",
+    ),
     "backward": (
         400,
         "The fused backward holds dK, dV and two tiles. It spills where a logit is more than a product times the "

@@ -33,11 +33,12 @@ FEATURES = dict(
     lengths=(None, "both"),
     segments=(None, "sorted"),
     sinks=(False, True),
+    dropout=(False, True),
 )
 # The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
 # fused backward has one block of keys here.
-FUSED = {**FEATURES, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64, 64), (40, 24))}
-SPLIT = {**FEATURES, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128))}
+FUSED = {**FEATURES, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64, 64), (40, 24), (33, 100))}
+SPLIT = {**FEATURES, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128), (1, 5))}
 
 
 FUSED_CASES, SPLIT_CASES = (
@@ -48,7 +49,7 @@ FUSED_CASES, SPLIT_CASES = (
 def forms(case: Case) -> dict[str, object]:
     """What decides the form of a case's logits; a bias of keys is an operand of products, any other an array beside."""
     bias = case.bias if case.bias in (None, "keys") else "other"
-    features = {name: bool(getattr(case, name)) for name in ("soft_cap", "score_mod", "mask", "segments")}
+    features = {name: bool(getattr(case, name)) for name in ("soft_cap", "score_mod", "mask", "segments", "dropout")}
     return features | dict(fused=case in FUSED_CASES, bias=bias)
 
 

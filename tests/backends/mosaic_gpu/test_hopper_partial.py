@@ -20,6 +20,8 @@ from jflash._backends.mosaic_gpu.schedule import forward_schedule
         ((40, 64), dict(bias="full", lengths="both")),
         ((128, 128), dict(window=(90, 10), offset="each")),
         ((256, 256), dict(causal=True)),
+        ((64, 64), dict(causal=True, dropout=True)),
+        ((192, 128), dict(dropout=True, segments="sorted")),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash._backends.mosaic_gpu.hardware import packed_mask
+from jflash._backends.mosaic_gpu.hardware import dropout_words, packed_mask
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -141,6 +141,19 @@ class WarpgroupOps(Protocol):
     def expand_mask(self, words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "rows columns"]:
         """A tile of booleans from its words."""
         return packed_mask.expand(words, shape)
+
+    def drop(
+        self,
+        p: Float[Array, "rows columns"],
+        counter: Any,
+        middle: Any,
+        dropped: int,
+        *,
+        keys_first: bool,
+        signed: bool,
+    ) -> Float[Array, "rows columns"]:
+        """A tile of probabilities without what dropout drops or, `signed`, with the sign of that changed."""
+        return dropout_words.drop(p, counter, middle, dropped, keys_first=keys_first, signed=signed)
 
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         """Whether all magnitudes that a thread's warp holds of a tile are below a limit; warps may differ."""

@@ -25,7 +25,7 @@ LENGTHS = {"query": "query_lengths", "d_out": "query_lengths", "key": "key_lengt
 
 def whole_dim(dim: int) -> int:
     """H or D as copies of tiles want it: 8, or a multiple of 16."""
-    return dim if dim <= 8 else round_up(dim, 16)
+    return 8 if dim <= 8 else round_up(dim, 16)
 
 
 def whole_dims(spec: Spec) -> tuple[int, int]:
@@ -57,7 +57,8 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     """
     prepared: dict[str, Array] = {}
     scalars = "scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"
-    indices = () if spec.score_mod is None else ("batch_index", "head_index", "first_query", "first_key")
+    counted = spec.score_mod is not None or spec.dropout_rate > 0
+    indices = ("batch_index", "head_index", "first_query", "first_key") if counted else ()
     segments = "query_segments", "key_segments"
     for name in (*scalars, *indices, *segments):
         array = getattr(operands, name)
@@ -78,6 +79,8 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
             case "scalar":
                 array = array[..., 0, 0].astype(jnp.float32)
         prepared[name] = array
+    if operands.dropout_seed is not None:
+        prepared["dropout_seed"] = operands.dropout_seed
     return prepared
 
 

@@ -8,7 +8,8 @@ Columns: the matrix unit subtracts them, as three more columns of each product.
     S^T - lse / scale = [K, 1, 1, 1] [Q, -high, -middle, -low]^T      lse / scale = high + middle + low, in bfloat16
 
 Vectors, where tiles of a bias leave no room for that, or a logit is more than a product times the scale: every thread
-reads them from shared memory, and accumulators begin there instead of at 0.
+reads them from shared memory, and accumulators begin there instead of at 0. With dropout, which comes between dP and
+delta, delta is subtracted after it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, along_rows
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, dropped
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs
 from jflash._backends.mosaic_gpu.inputs.prepare import with_margin
@@ -35,7 +36,7 @@ PerQuery = Float[Array, "B N L"]
 
 def as_columns(spec: Spec) -> bool:
     """Whether the fused backward takes a call's row statistics as columns."""
-    return exponent.is_plain(spec) and not bias_and_mask.has_bias_tiles(spec)
+    return exponent.is_plain(spec) and not bias_and_mask.has_bias_tiles(spec) and spec.dropout_rate == 0
 
 
 def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> dict[str, PerQuery]:
@@ -107,9 +108,10 @@ class RowStatistics:
         """How many products `mma` issues."""
 
     def mma(self, accumulator: Any, a: Any, b: Ref, number: int) -> None:
-        """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1)."""
+        """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1; without dropout)."""
         ops = self.inputs.ops
-        if self.ones is None and (number == 1 or self.lse is None):
+        begins_there = self.lse is None if number == 0 else self.inputs.spec.dropout_rate == 0
+        if self.ones is None and begins_there:
             accumulator[...] = along_columns(ops.load(self.refs[number], 1), self.shape)
         ops.mma(accumulator, a, b)
         if self.ones is not None:
@@ -119,3 +121,12 @@ class RowStatistics:
         """P^T, from what `mma` made of a plain call, or the logits of another."""
         own = exponent.exponent(self.inputs.spec)
         return jnp.exp2(logits * own.factor) if self.lse is None else own(logits, self.lse)
+
+    def d_logits(
+        self, p: Float[Array, "keys queries"], dp: Float[Array, "keys queries"]
+    ) -> Float[Array, "keys queries"]:
+        """dS^T from P^T, with dropout signed, and what `mma` made of dP^T."""
+        if self.inputs.spec.dropout_rate == 0:
+            return p * dp
+        delta = along_columns(self.inputs.ops.load(self.refs[1], 1), self.shape)
+        return dropped.d_logits(self.inputs.spec, p, dp, -delta)

@@ -10,6 +10,8 @@
       dQ   = dS K                    of the tile before: one half of it from all keys, added to what is in device memory
     the producer warpgroup copies tiles of queries ahead of them into shared memory
 
+Dropout changes P for dV, and dP (`inputs.dropped`).
+
 A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
 beside the other's products. `row_statistics` says how lse and delta come.
 
@@ -33,7 +35,7 @@ from jaxtyping import Array, Float, Int
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped
 from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
@@ -150,7 +152,7 @@ class _Cta(Cta[FusedPlan]):
         """Store dK and dV: in float32 where they are summed on."""
         shared, item = self.smem, self.item
         results = self.refs.results["d_key"], self.refs.results["d_value"]
-        gradients = acc.dk * sums_scale(self.plan.spec), acc.dv
+        gradients = acc.dk * sums_scale(self.plan.spec), dropped.scaled(self.plan.spec, acc.dv)
         if self.plan.schedule.stores_sums:
             for result, gradient in zip(results, gradients, strict=True):
                 result[item.batch, item.head_group, own_keys] = gradient
@@ -205,7 +207,7 @@ class _Cta(Cta[FusedPlan]):
 
     def _visit(self, step: Array, head: Array, index: Array, carry: _Carry) -> _Carry:
         """Add one tile's part to the accumulators, and the last one's to dQ."""
-        acc, sums, before = carry
+        (acc, sums, before), spec = carry, self.plan.spec
         start = self.order.tiles.start(index)
         key = self.first_key + self.warpgroup * WARPGROUP_ROWS
         at = TileCoord(self.item.batch, self.item.first_head + head, start, key)
@@ -230,8 +232,9 @@ class _Cta(Cta[FusedPlan]):
                 statistics.mma(acc_dp, v.at[self.own], do.T, 1)
                 s = ops.read(acc_s, pending=statistics.mmas)
                 p, pull_back = logits.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
-                ops.mma(acc_dv, p.astype(self.plan.spec.dtype), do)
-                ds, d_parameters = pull_back(p * ops.read(acc_dp, pending=1))
+                p = dropped.signed(self.inputs, at, p)
+                ops.mma(acc_dv, dropped.kept_of_signed(spec, p).astype(spec.dtype), do)
+                ds, d_parameters = pull_back(statistics.d_logits(p, ops.read(acc_dp, pending=1)))
                 totals = tuple(
                     total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
                 )

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
@@ -159,7 +159,8 @@ class _Cta(Cta[DbiasPlan]):
             p, pull_back = logits.differentiate(s, mask, to_p, ("bias",))
             dp = ops.read(acc_dp)
             plgpu.barrier_arrive(shared.vo_empty)
-            _, d_parameters = pull_back(p * (dp - along_rows(delta, shape)))
+            p = dropped.signed(self.inputs, at, p)
+            _, d_parameters = pull_back(dropped.d_logits(self.plan.spec, p, dp, along_rows(delta, shape)))
             return d_parameters["bias"]
 
         return ops.accumulators(differentiate, shape, shape)

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 
@@ -129,7 +129,7 @@ class _Cta(Cta[DkvPlan]):
         zeros = self.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
         plgpu.barrier_wait(shared.p_empty)
-        self._store(acc_dv, "d_value", shared.v)
+        self._store(dropped.scaled(self.plan.spec, acc_dv), "d_value", shared.v)
 
     def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
         shared, ops, dtype = self.smem, self.ops, self.plan.spec.dtype
@@ -144,6 +144,7 @@ class _Cta(Cta[DkvPlan]):
         mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)
         to_p = lambda logits: exponent.exponent(self.plan.spec)(logits, lse)
         p, pull_back = logits.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
+        p = dropped.signed(self.inputs, at, p)
         plgpu.barrier_wait(shared.p_empty)
         shared.p[...] = p.astype(dtype)
         if shared.slopes:
@@ -154,7 +155,8 @@ class _Cta(Cta[DkvPlan]):
         plgpu.barrier_arrive(shared.q.empty.at[slot])
         plgpu.barrier_arrive(shared.p_full)
         plgpu.barrier_wait(shared.do.full.at[slot])
-        acc_dv = ops.add_matmul(acc_dv, p.astype(dtype), shared.do.tiles.at[slot])
+        kept = dropped.kept_of_signed(self.plan.spec, p)
+        acc_dv = ops.add_matmul(acc_dv, kept.astype(dtype), shared.do.tiles.at[slot])
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         return acc_dv
 
@@ -188,7 +190,7 @@ class _Cta(Cta[DkvPlan]):
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         plgpu.barrier_wait(shared.p_full)
-        d_logits = ops.load(shared.p).astype(jnp.float32) * (dp - delta)
+        d_logits = dropped.d_logits(self.plan.spec, ops.load(shared.p).astype(jnp.float32), dp, delta)
         slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
         d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
         sums = [total + d_bias.sum(axis=1) for total in sums]

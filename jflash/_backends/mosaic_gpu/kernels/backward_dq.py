@@ -31,7 +31,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, TileMask, tile_range
 from jflash._semantics.spec import Spec
@@ -153,7 +153,8 @@ class _Cta(Cta[DqPlan]):
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, lse)
             p, pull_back = logits.differentiate(s, mask, to_p, wanted)
-            ds, d_parameters = pull_back(p * (ops.read(acc_dp) - delta))
+            p = dropped.signed(self.inputs, at, p)
+            ds, d_parameters = pull_back(dropped.d_logits(spec, p, ops.read(acc_dp), delta))
             added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
             return ds.astype(spec.dtype), added
 

@@ -145,11 +145,12 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
 def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     """The fastest tiles of the fused kernel that fit in shared memory and registers; `None` if none do.
 
-    Tiles of 128 queries leave registers where logits are products times a number; others spill.
+    Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
     """
     head_dim, value_dim = whole_dims(spec)
     widest = max(head_dim, value_dim)
-    candidates = [FusedTiles(128, 2)] if widest <= 64 and exponent.is_plain(spec) else []
+    plain = exponent.is_plain(spec) and spec.dropout_rate == 0
+    candidates = [FusedTiles(128, 2)] if widest <= 64 and plain else []
     if widest <= 128:
         candidates += [FusedTiles(64, 2), FusedTiles(64, 1)]
     fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile))]

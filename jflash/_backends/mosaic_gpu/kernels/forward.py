@@ -10,6 +10,8 @@
       O = O + P V_last;  out = O / l;  lse = log l + m
     the producer warpgroup copies tiles of keys and values ahead of them into shared memory
 
+Dropout takes from P what it drops when l has been summed (`inputs.dropped`).
+
 Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) and 3.2 (the overlap within one).
 """
 
@@ -108,7 +110,7 @@ class _Cta(Cta[ForwardPlan]):
         loop = _MainLoop(self, tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if plan.queries_stay else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
-        out, lse = online_softmax.finish(self.form.exponent(plan.spec), state, acc_o, sink)
+        out, lse = online_softmax.finish(plan.spec, self.form.exponent(plan.spec), state, acc_o, sink)
         self._store(batch, block, out, lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -221,7 +223,7 @@ class _MainLoop:
             plgpu.commit_smem()
         plgpu.barrier_arrive(shared.k.empty.at[slot])
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
-        return self.cta.form.step(s, mask, before, self.cta.plan.spec.dtype)
+        return self.cta.form.step(s, mask, before)
 
     def _first_tile(self, start: Any) -> Softmax:
         ops = self.cta.ops

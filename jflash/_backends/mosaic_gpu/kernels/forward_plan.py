@@ -134,7 +134,7 @@ def _packs(spec: Spec) -> bool:
     alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
     whole = spec.query_length * spec.group <= 2 * WARPGROUP_ROWS or WARPGROUP_ROWS % spec.group == 0
     few = spec.query_length <= MOST_PACKED_QUERIES
-    return alike and spec.score_mod is None and few and spec.group > 1 and whole
+    return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1 and whole
 
 
 def _visits(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:

@@ -84,7 +84,9 @@ def visited(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, 
     known: Any = inputs.refs.get(TABLE)
     read = lambda: Spans(*(known[batch, block, part] for part in range(4)))
     found = _spans(inputs, batch, row, rows) if known is None else read()
-    alignment = 64 if bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec) else 8
+    tiled = bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec)
+    # Dropout has words of 16 keys.
+    alignment = 64 if tiled else 16 if spec.dropout_rate > 0 else 8
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
     whole = found.full_start, found.full_stop
