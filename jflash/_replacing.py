@@ -32,7 +32,7 @@ class LeftCall(NamedTuple):
     reason: str
     """Why jflash did not serve it."""
     times: int
-    """How often it was made."""
+    """How many times it was made."""
 
 
 def replacing_jax_nn() -> Replacement:
@@ -175,7 +175,7 @@ def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         block = _patch.innermost()
-        if block is None:  # Somebody kept the function beyond the block.
+        if block is None:  # The caller kept the function after the last block had ended.
             return original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
         reason = _why_left(arguments, signature)

@@ -44,15 +44,6 @@ class _Visible(NamedTuple):
     window: int | None
 
 
-def _visible(
-    query: Any, value: Any, query_mask: Any, key_masks: list[Any], attention_mask: Any, is_causal: bool, window: Any
-) -> _Visible:
-    mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
-    if mask is not None and mask.ndim == 3:  # [B, T, S]
-        mask = mask[:, None]
-    return _Visible(mask, _segments(query, value, query_mask, key_masks), bool(is_causal), window)
-
-
 def _segments(query: Any, value: Any, query_mask: Any, key_masks: list[Any]) -> Any:
     """Padding as segments, which take no [T, S] array: 1 is a token, 0 a padded key, -1 a padded query."""
     key_masks = [mask for mask in key_masks if mask is not None]
@@ -106,8 +97,33 @@ def _key(dropout: Any) -> Array:
     return jax.random.wrap_key_data(jnp.asarray(dropout.seed_generator.next()), impl="threefry2x32")
 
 
+class _MasksAsOptions:
+    """What Keras' layers say of masks, told to jflash without an array of all pairs where there is none."""
+
+    _window_name: str
+    """Of the attribute that has the layer's window, since Keras 3.15."""
+
+    # Keras lets subclasses override this method. It then calls `_compute_attention_mask` and passes the result on
+    # unread, so `_compute_attention` receives no other mask.
+    def _compute_attention_mask(
+        self,
+        query: Shaped[Array, "B T ..."],
+        value: Shaped[Array, "B S ..."],
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        use_causal_mask: bool = False,
+    ) -> _Visible:
+        mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
+        if mask is not None and mask.ndim == 3:  # [B, T, S]
+            mask = mask[:, None]
+        segments = _segments(query, value, query_mask, [value_mask, key_mask])
+        return _Visible(mask, segments, bool(use_causal_mask), getattr(self, self._window_name, None))
+
+
 @keras.saving.register_keras_serializable(package="jflash")
-class MultiHeadAttention(keras.layers.MultiHeadAttention):
+class MultiHeadAttention(_MasksAsOptions, keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` with `jflash.attention` inside, with dropout as without.
 
     Constructor, call, configuration and weights are those of the base class, so that either layer's weights serve the
@@ -123,20 +139,7 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
       What `jflash.attention` raises, besides.
     """
 
-    # Keras says that this may be overridden. It calls `_compute_attention_mask` for whoever does, and hands on what
-    # that gives without a look, so that no other mask ever comes to `_compute_attention`.
-    def _compute_attention_mask(
-        self,
-        query: Shaped[Array, "B T ..."],
-        value: Shaped[Array, "B S ..."],
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
-        use_causal_mask: bool = False,
-    ) -> _Visible:
-        window = getattr(self, "_sliding_window", None)  # since Keras 3.15
-        return _visible(query, value, query_mask, [value_mask, key_mask], attention_mask, use_causal_mask, window)
+    _window_name = "_sliding_window"
 
     def _compute_attention(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -152,28 +155,17 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
 
 
 @keras.saving.register_keras_serializable(package="jflash")
-class GroupedQueryAttention(keras.layers.GroupQueryAttention):
+class GroupedQueryAttention(_MasksAsOptions, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` with `jflash.attention` inside, with dropout as without.
 
     Keys and values are not repeated for the query heads that share them. All else is as in `MultiHeadAttention`.
     """
 
+    _window_name = "sliding_window"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_repeats = 1  # Keras' `call` repeats every key head so often.
-
-    def _compute_attention_mask(
-        self,
-        query: Shaped[Array, "B T ..."],
-        value: Shaped[Array, "B S ..."],
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
-        use_causal_mask: bool = False,
-    ) -> _Visible:
-        window = getattr(self, "sliding_window", None)  # since Keras 3.15
-        return _visible(query, value, query_mask, [value_mask, key_mask], attention_mask, use_causal_mask, window)
 
     def _compute_attention(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

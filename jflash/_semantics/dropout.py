@@ -21,7 +21,7 @@ from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Tile
 
 RATES = 2**16
-"""Rates are multiples of one part in so many."""
+"""A dropout rate is a multiple of 1 / RATES."""
 
 GOLDEN = 0x9E3779B9
 """2**32 divided by the golden ratio: consecutive multiples land far apart."""
@@ -74,11 +74,22 @@ def dropped(spec: Spec) -> int:
 
 def keep(spec: Spec, seed: HeadSeed, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
     """Which probabilities stay, in the shape to which all broadcast."""
-    bits = seed.before + query.astype(jnp.uint32) * jnp.uint32(GOLDEN) + pair_of_keys(key).astype(jnp.uint32)
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(FACTORS[0])
-    bits = (bits ^ (bits >> 15) ^ seed.middle) * jnp.uint32(FACTORS[1])
+    return survives(counter(seed.before, query, pair_of_keys(key)), seed.middle, key, dropped(spec))
+
+
+def counter(first: UInt32[Array, "..."], query: Int[Array, "..."], pair: Int[Array, "..."]) -> UInt32[Array, "..."]:
+    """The counter of a query and a pair of keys, both counted from where the counter is `first`."""
+    return first + query.astype(jnp.uint32) * jnp.uint32(GOLDEN) + pair.astype(jnp.uint32)
+
+
+def survives(
+    counter: UInt32[Array, "..."], middle: UInt32[Array, "..."], key: Int[Array, "..."], dropped: int
+) -> Bool[Array, "..."]:
+    """Whether a key's half of the counter's word is none of the `dropped` values."""
+    bits = (counter ^ (counter >> 16)) * jnp.uint32(FACTORS[0])
+    bits = (bits ^ (bits >> 15) ^ middle) * jnp.uint32(FACTORS[1])
     bits = bits >> ((key >> 3 & 1).astype(jnp.uint32) * 16) & jnp.uint32(RATES - 1)
-    return bits >= jnp.uint32(dropped(spec))
+    return bits >= jnp.uint32(dropped)
 
 
 def pair_of_keys(key: Int[Array, "..."]) -> Int[Array, "..."]:

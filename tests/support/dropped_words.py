@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jflash._semantics.dropout import FACTORS, GOLDEN, pair_of_keys
+from jflash._semantics import dropout
 
 
 def drop(
@@ -20,8 +20,5 @@ def drop(
     """A tile without what is dropped or, `signed`, with the sign of that changed."""
     rows, columns = (jnp.arange(size, dtype=jnp.uint32) for size in p.shape)
     query, key = (columns[None], rows[:, None]) if keys_first else (rows[:, None], columns[None])
-    bits = counter + query * jnp.uint32(GOLDEN) + pair_of_keys(key)
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(FACTORS[0])
-    bits = (bits ^ (bits >> 15) ^ middle) * jnp.uint32(FACTORS[1])
-    own = jnp.where(key & 8, bits >> 16, bits & 0xFFFF)
-    return jnp.where(own >= dropped, p, -p if signed else 0.0)
+    counters = dropout.counter(counter, query, dropout.pair_of_keys(key))
+    return jnp.where(dropout.survives(counters, middle, key, dropped), p, -p if signed else 0.0)

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord, shared_index
 from jflash._semantics import dropout
-from jflash._semantics.dropout import GOLDEN
 from jflash._semantics.spec import Spec
 
 Tile = Float[Array, "rows columns"]
@@ -61,7 +60,7 @@ def _drop(inputs: KernelInputs, at: TileCoord, p: Tile, *, signed: bool) -> Tile
     query: Any = at.query if first_query is None else at.query + first_query
     if first_key is None:
         # The tile's keys begin at a multiple of 16.
-        counter = seed.before + query.astype(jnp.uint32) * jnp.uint32(GOLDEN) + lax.div(at.key, 2).astype(jnp.uint32)
+        counter = dropout.counter(seed.before, query, lax.div(at.key, 2))
         return ops.drop(p, counter, seed.middle, dropout.dropped(spec), keys_first=inputs.keys_first, signed=signed)
     queries, keys = (ops.iota(p.shape, int(axis)) for axis in (inputs.keys_first, not inputs.keys_first))
     keep = dropout.keep(spec, seed, queries + query, keys + (at.key + first_key))
