@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import dropout_mask
+from dropout_masks import dropout_mask
 from operands import PLAIN
 from refusals import skip_refused
 from short_run import cover

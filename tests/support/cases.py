@@ -13,14 +13,12 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import dropout_masks
 import hypothesis
-import jax
 import jax.numpy as jnp
 import numpy as np
 import short_run
 from oracle import Call
-
-import jflash
 
 
 class Case(NamedTuple):
@@ -265,57 +263,12 @@ def build(case: Case) -> Call:
         query_offset=case.query_offset,
         segment_ids=(segments(T), segments(S)) if case.segments else None,
         sinks=normal(N) if case.sinks else None,
-        dropout_rate=DROPOUT_RATE if case.dropout else 0.0,
-        dropout_key=DROPOUT_KEY if case.dropout else None,
-        keep=_kept(pairs) if case.dropout else None,
+        dropout_rate=dropout_masks.RATE if case.dropout else 0.0,
+        dropout_key=dropout_masks.KEY if case.dropout else None,
+        keep=dropout_masks.by_definition(pairs) if case.dropout else None,
         d_out=normal(*batch, T, N, D, dtype=dtype),
         d_lse=normal(*batch, T, N),
     )
-
-
-DROPOUT_RATE = 0.25
-DROPOUT_KEY = np.asarray([3, 7], np.uint32)
-
-
-def dropout_mask(
-    shape: tuple[int, ...], rate: float, key: Any, implementation: str = "reference", **options: Any
-) -> np.ndarray:
-    """Which probabilities `[*B, N, T, S]` are kept: with equal ones and the identity for values, the output tells."""
-    *batch, N, T, S = shape
-    out = jflash.attention(
-        jnp.zeros((*batch, T, N, 1)),
-        jnp.zeros((*batch, S, 1, 1)),
-        jnp.broadcast_to(jnp.eye(S)[:, None], (*batch, S, 1, S)),
-        dropout_rate=rate,
-        dropout_key=key,
-        implementation=implementation,
-        **options,
-    )
-    return np.moveaxis(np.asarray(out) > 0, -2, -3)
-
-
-def _kept(shape: tuple[int, ...]) -> np.ndarray:
-    """The mask by its definition, in numpy; that every backend draws this one, test_dropout.py shows."""
-    *batch, N, T, S = shape
-    golden, dropped = np.uint32(0x9E3779B9), DROPOUT_RATE * 2**16
-
-    def mix(bits: np.ndarray) -> np.ndarray:
-        bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
-        bits = (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
-        return bits ^ (bits >> 16)
-
-    counted = lambda size, *axes: (np.arange(size, dtype=np.uint32) * golden).reshape(-1, *axes)
-    words = np.asarray(jax.random.bits(DROPOUT_KEY, (2,), np.uint32))
-    entry = counted(math.prod(batch), 1, 1, 1)
-    first = mix(words[0] ^ entry)
-    second = mix(words[1] ^ mix(first + entry))
-    before = mix(first + counted(N, 1, 1))
-    middle = mix(second ^ before)
-    key = np.arange(S, dtype=np.uint32)
-    bits = before + counted(T, 1) + (key // 16 * 8 + key % 8)
-    bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
-    bits = (bits ^ (bits >> 15) ^ middle) * np.uint32(0x846CA68B)
-    return np.where(key // 8 % 2 == 0, bits % 2**16 >= dropped, bits // 2**16 >= dropped).reshape(shape)
 
 
 def _by_indices() -> Any:

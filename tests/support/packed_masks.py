@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash._backends.mosaic_gpu.hardware.packed_mask import SIZE, THREADS
+from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
+from jflash._backends.mosaic_gpu.hardware.packed_mask import SIZE
 
 
 def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:

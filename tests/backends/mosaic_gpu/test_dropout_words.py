@@ -1,41 +1,14 @@
 """How the lanes of a warp drop: their instructions, one by one, on arrays with an element for each thread."""
 
-import types
-from typing import Any
-
 import dropped_words
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lanes import THREAD, Numbers
 
 from jflash._backends.mosaic_gpu.hardware import dropout_words
 
-THREAD = np.arange(dropout_words.THREADS, dtype=np.uint32)
 ROWS, COLUMNS = 64, 128
-
-
-class Arithmetic:
-    """What `dropout_words` uses of MLIR's."""
-
-    CmpIPredicate = types.SimpleNamespace(uge=np.greater_equal)
-    addi, muli, xori, shli, shrui = np.add, np.multiply, np.bitwise_xor, np.left_shift, np.right_shift
-    divui, remui = np.floor_divide, np.remainder
-    negf, select = np.negative, np.where
-    cmpi = staticmethod(lambda predicate, left, right: predicate(left, right))
-
-
-def constant(value: float, kind: Any) -> np.ndarray:
-    return np.full(dropout_words.THREADS, value, np.float64 if kind is np.float32 else np.int64).astype(kind)
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch):
-    ir = types.SimpleNamespace(
-        IntegerType=types.SimpleNamespace(get_signless={32: np.uint32}.get),
-        F32Type=types.SimpleNamespace(get=lambda: np.float32),
-    )
-    utils = types.SimpleNamespace(ir=ir, arith=Arithmetic, vector=None, thread_idx=lambda: THREAD, c=constant)
-    monkeypatch.setattr(dropout_words, "mgpu", types.SimpleNamespace(utils=utils))
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -45,7 +18,7 @@ def test_lanes_drop_what_is_said_in_the_plain_way(keys_first: bool, signed: bool
     counter, middle = np.uint32(0xFFFFFFF0), np.uint32(0x12345678)
     p = np.random.default_rng(0).random((ROWS, COLUMNS), np.float32)
     plain = dropped_words.drop(jnp.asarray(p), counter, middle, dropped, keys_first=keys_first, signed=signed)
-    words = dropout_words.Words(counter, middle, keys_first)
+    words = dropout_words.Words(Numbers(), counter, middle, keys_first)
     warp, lane = np.divmod(THREAD, 32)
     got = np.full_like(p, np.nan)
     for eight in range(COLUMNS // 8):
@@ -55,4 +28,4 @@ def test_lanes_drop_what_is_said_in_the_plain_way(keys_first: bool, signed: bool
             got[row, columns] = words.drop(p[row, columns], eight, half, dropped, signed=signed)
     np.testing.assert_array_equal(got, plain)
     # Each word decides for two.
-    assert len(words.made) == ROWS * COLUMNS // 2 // dropout_words.THREADS
+    assert len(words.made) == ROWS * COLUMNS // 2 // THREAD.size

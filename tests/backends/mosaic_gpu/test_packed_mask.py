@@ -6,32 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import packed_masks
 import pytest
+from lanes import THREAD, Numbers
 
 from jflash._backends.mosaic_gpu.hardware import packed_mask
-
-THREAD = np.arange(packed_mask.THREADS, dtype=np.uint32)
-
-
-class Arithmetic:
-    """What `packed_mask` uses of MLIR's."""
-
-    CmpIPredicate = types.SimpleNamespace(eq=np.equal, ne=np.not_equal)
-    andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
-    addi, shli, shrui = np.add, np.left_shift, np.right_shift
-    select = np.where
-    cmpi = staticmethod(lambda predicate, left, right: predicate(left, right))
-
-
-class Numbers(packed_mask._LaneWords):
-    """One of every thread."""
-
-    def __init__(self):
-        self.arith = Arithmetic
-        self.warp, self.lane = np.divmod(THREAD, np.uint32(32))
-        self.row, self.pair = np.divmod(self.lane, np.uint32(4))
-
-    def __call__(self, value: int) -> np.ndarray:
-        return np.full(packed_mask.THREADS, value, np.uint32)
 
 
 def exchanged(numbers: np.ndarray, distance: int) -> np.ndarray:

@@ -9,7 +9,6 @@ Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
+from jflash._backends.mosaic_gpu.hardware.lane_words import LaneWords
 from jflash._semantics.dropout import FACTORS, GOLDEN
-
-THREADS = 128
 
 
 def drop(
@@ -46,14 +44,15 @@ def drop(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, scalar, scalar), return_type=return_type)
     def made(_: Any, p: Any, counter: Any, middle: Any) -> Any:
-        words = Words(counter.registers.item(), middle.registers.item(), keys_first)
+        o = LaneWords()
+        words = Words(o, counter.registers.item(), middle.registers.item(), keys_first)
+        element = lambda pair, k: o.vector.extract(pair, [], o.ir.DenseI64ArrayAttr.get([k]))
         registers = np.empty_like(p.registers)
         for index in np.ndindex(registers.shape):
             _, eight, _, _, half, *_ = index
             pair = p.registers[index]
-            values = [words.vector.extract(pair, [], words.ir.DenseI64ArrayAttr.get([k])) for k in range(2)]
-            chosen = words.drop(values, eight, half, dropped, signed=signed)
-            registers[index] = words.vector.from_elements(pair.type, chosen)
+            chosen = words.drop([element(pair, k) for k in range(2)], eight, half, dropped, signed=signed)
+            registers[index] = o.vector.from_elements(pair.type, chosen)
         return mgpu.FragmentedArray(_registers=registers, _layout=p.layout, _is_signed=None)
 
     call: Any = made
@@ -63,28 +62,22 @@ def drop(
 class Words:
     """A thread's words, each made when its bits are asked for first."""
 
-    def __init__(self, counter: Any, middle: Any, keys_first: bool) -> None:
-        utils: Any = mgpu.utils
-        self.ir, self.arith, self.vector, self.constant = utils.ir, utils.arith, utils.vector, utils.c
-        self.type, self.zero = utils.ir.IntegerType.get_signless(32), utils.c(0.0, utils.ir.F32Type.get())
-        thread = self.arith.remui(utils.thread_idx(), self.number(THREADS))
-        warp, lane = (operation(thread, self.number(32)) for operation in (self.arith.divui, self.arith.remui))
-        row, pair = (operation(lane, self.number(4)) for operation in (self.arith.divui, self.arith.remui))
-        column = self.times(pair, 2)
+    def __init__(self, o: LaneWords, counter: Any, middle: Any, keys_first: bool) -> None:
+        column = o.times(o.pair, 2)
         if keys_first:
-            own = self.add(self.times(column, GOLDEN), self.times(warp, 8), row)
+            own = o.add(o.times(column, GOLDEN), o.times(o.warp, 8), o.row)
         else:
-            own = self.add(self.times(self.add(self.times(warp, 16), row), GOLDEN), column)
-        self.counter, self.middle, self.keys_first = self.add(counter, own), middle, keys_first
+            own = o.add(o.times(o.add(o.times(o.warp, 16), o.row), GOLDEN), column)
+        self.o, self.counter, self.middle, self.keys_first = o, o.add(counter, own), middle, keys_first
         self.made: dict[int, Any] = {}
 
     def drop(self, values: Sequence[Any], eight: int, half: int, dropped: int, *, signed: bool) -> list[Any]:
         """Two neighbours of the upper (half 0) or lower row, the columns from 8 `eight` on: see `drop`."""
-        chosen: list[Any] = []
+        arith, chosen = self.o.arith, list[Any]()
         for k, value in enumerate(values):
-            bits, least = self._bits(eight, half, k), self.number(dropped << 16)
-            is_kept = self.arith.cmpi(self.arith.CmpIPredicate.uge, bits, least)
-            chosen.append(self.arith.select(is_kept, value, self.arith.negf(value) if signed else self.zero))
+            bits, least = self._bits(eight, half, k), self.o(dropped << 16)
+            is_kept = arith.cmpi(arith.CmpIPredicate.uge, bits, least)
+            chosen.append(arith.select(is_kept, value, arith.negf(value) if signed else self.o.zero))
         return chosen
 
     def _bits(self, eight: int, half: int, k: int) -> Any:
@@ -95,21 +88,11 @@ class Words:
             counter, is_high = 8 * half * GOLDEN + 8 * (eight // 2) + k, eight % 2
         counter %= 2**32
         if counter not in self.made:
-            self.made[counter] = self._mixed(self.add(self.counter, self.number(counter)))
+            self.made[counter] = self._mixed(self.o.add(self.counter, self.o(counter)))
         word = self.made[counter]
-        return word if is_high else self.arith.shli(word, self.number(16))
+        return word if is_high else self.o.left(word, 16)
 
     def _mixed(self, bits: Any) -> Any:
-        arith, right = self.arith, lambda bits, by: self.arith.shrui(bits, self.number(by))
-        bits = self.times(arith.xori(bits, right(bits, 16)), FACTORS[0])
-        return self.times(arith.xori(arith.xori(bits, right(bits, 15)), self.middle), FACTORS[1])
-
-    def number(self, value: int) -> Any:
-        """A constant of 32 bits."""
-        return self.constant(value - 2**32 if value >= 2**31 else value, self.type)
-
-    def times(self, number: Any, factor: int) -> Any:
-        return self.arith.muli(number, self.number(factor))
-
-    def add(self, *numbers: Any) -> Any:
-        return functools.reduce(self.arith.addi, numbers)
+        o = self.o
+        bits = o.times(o.arith.xori(bits, o.right(bits, 16)), FACTORS[0])
+        return o.times(o.arith.xori(o.arith.xori(bits, o.right(bits, 15)), self.middle), FACTORS[1])

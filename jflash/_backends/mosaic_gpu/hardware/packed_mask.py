@@ -19,9 +19,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
+from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
+
 SIZE = 64
 """Rows and columns of the tile that the threads' words describe."""
-THREADS = 128
 KEYS_PER_LOAD = 16
 """Keys that a thread loads at once, a byte each."""
 
@@ -46,7 +47,7 @@ def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[A
         return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.dtype(jnp.int32), layout=_words((THREADS,))),
     )
     def packed(_: Any, mask: Any, *places: Any) -> Any:
-        o = _LaneWords()
+        o = LaneWords()
         plane, query, key = (place.registers.item() for place in places)
         base = mgpu.utils.memref_ptr(mask)
         read = functools.partial(_read, o, base, plane, queries, keys)
@@ -62,42 +63,7 @@ def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[A
     return call(mask, plane, query, key)
 
 
-class _LaneWords:
-    """A 32-bit word of each thread, and the instructions on it."""
-
-    def __init__(self) -> None:
-        utils: Any = mgpu.utils
-        self.ir, self.arith, self.vector = utils.ir, utils.arith, utils.vector
-        self.type = utils.ir.IntegerType.get_signless(32)
-        thread = self.arith.remui(utils.thread_idx(), self(THREADS))
-        self.warp, self.lane = self.arith.divui(thread, self(32)), self.arith.remui(thread, self(32))
-        self.row, self.pair = self.arith.divui(self.lane, self(4)), self.arith.remui(self.lane, self(4))
-
-    def __call__(self, value: int) -> Any:
-        return mgpu.utils.c(value, self.type)
-
-    def either(self, *bits: Any) -> Any:
-        return functools.reduce(self.arith.ori, bits)
-
-    def add(self, *numbers: Any) -> Any:
-        return functools.reduce(self.arith.addi, numbers)
-
-    def left(self, bits: Any, by: Any) -> Any:
-        return self.arith.shli(bits, self(by) if isinstance(by, int) else by)
-
-    def right(self, bits: Any, by: Any) -> Any:
-        return self.arith.shrui(bits, self(by) if isinstance(by, int) else by)
-
-    def fields(self, bits: Any, *fields: tuple[int, int]) -> Any:
-        """Masked fields of bits, each shifted right by its own amount, or-ed together."""
-        return self.either(*(self.arith.andi(self.right(bits, by), self(field)) for field, by in fields))
-
-    def own(self, bits: Any) -> Any:
-        """Each byte shifted right, so that its lowest two bits belong to this thread's columns."""
-        return self.right(bits, self.left(self.pair, 1))
-
-
-def _read(o: _LaneWords, base: Any, plane: Any, queries: int, keys: int, query: Any, key: Any) -> Any:
+def _read(o: LaneWords, base: Any, plane: Any, queries: int, keys: int, query: Any, key: Any) -> Any:
     """The bits of `KEYS_PER_LOAD` keys of one query."""
     utils: Any = mgpu.utils
     long, byte = (o.ir.IntegerType.get_signless(bits) for bits in (64, 8))
@@ -118,7 +84,7 @@ def _read(o: _LaneWords, base: Any, plane: Any, queries: int, keys: int, query: 
     return o.arith.select(inside, o.either(*found), o(0))
 
 
-def _rows(o: _LaneWords, read: Any, query: Any, key: Any) -> Any:
+def _rows(o: LaneWords, read: Any, query: Any, key: Any) -> Any:
     """Rows are queries: four lanes load a row's keys, and exchange them by shuffles."""
     row, column = o.add(query, o.left(o.warp, 4), o.row), o.add(key, o.left(o.pair, 4))
     bits = o.either(read(row, column), o.left(read(o.add(row, o(8)), column), 16))
@@ -130,7 +96,7 @@ def _rows(o: _LaneWords, read: Any, query: Any, key: Any) -> Any:
     return o.either(*found)
 
 
-def _columns_of_rows(o: _LaneWords, read: Any, query: Any, key: Any) -> Any:
+def _columns_of_rows(o: LaneWords, read: Any, query: Any, key: Any) -> Any:
     """Rows are keys: a lane loads two queries of a warp's 16 keys; ballots give every lane all queries of a key."""
     nvvm: Any = mgpu.utils.nvvm
     column = o.add(key, o.left(o.warp, 4))

@@ -13,7 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash._backends.mosaic_gpu.hardware import WarpgroupOps
-from jflash._backends.mosaic_gpu.hardware.packed_mask import KEYS_PER_LOAD, SIZE, THREADS
+from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
+from jflash._backends.mosaic_gpu.hardware.packed_mask import KEYS_PER_LOAD, SIZE
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 
 _SPARE_TILES = 4

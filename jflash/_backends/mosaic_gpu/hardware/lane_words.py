@@ -1,0 +1,53 @@
+"""The threads of a warpgroup, each with words of its own, in operations of MLIR.
+
+Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+
+THREADS = 128
+
+
+class LaneWords:
+    """A 32-bit word of each thread, and the instructions on it."""
+
+    def __init__(self) -> None:
+        utils: Any = mgpu.utils
+        self.ir, self.arith, self.vector = utils.ir, utils.arith, utils.vector
+        self.type = utils.ir.IntegerType.get_signless(32)
+        self.zero = utils.c(0.0, utils.ir.F32Type.get())
+        """A float32."""
+        thread = self.arith.remui(utils.thread_idx(), self(THREADS))
+        self.warp, self.lane = self.arith.divui(thread, self(32)), self.arith.remui(thread, self(32))
+        self.row, self.pair = self.arith.divui(self.lane, self(4)), self.arith.remui(self.lane, self(4))
+
+    def __call__(self, value: int) -> Any:
+        return mgpu.utils.c(value, self.type)
+
+    def times(self, number: Any, factor: int) -> Any:
+        return self.arith.muli(number, self(factor))
+
+    def either(self, *bits: Any) -> Any:
+        return functools.reduce(self.arith.ori, bits)
+
+    def add(self, *numbers: Any) -> Any:
+        return functools.reduce(self.arith.addi, numbers)
+
+    def left(self, bits: Any, by: Any) -> Any:
+        return self.arith.shli(bits, self(by) if isinstance(by, int) else by)
+
+    def right(self, bits: Any, by: Any) -> Any:
+        return self.arith.shrui(bits, self(by) if isinstance(by, int) else by)
+
+    def fields(self, bits: Any, *fields: tuple[int, int]) -> Any:
+        """Masked fields of bits, each shifted right by its own amount, or-ed together."""
+        return self.either(*(self.arith.andi(self.right(bits, by), self(field)) for field, by in fields))
+
+    def own(self, bits: Any) -> Any:
+        """Each byte shifted right, so that its lowest two bits belong to this thread's columns."""
+        return self.right(bits, self.left(self.pair, 1))
