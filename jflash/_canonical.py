@@ -91,7 +91,8 @@ def canonicalize(
         batch_index = jnp.arange(math.prod(batch_axes), dtype=jnp.int32)
         head_index = jnp.arange(heads, dtype=jnp.int32)[None]
         if dropout_rate > 0:
-            seed = dropout.seeds(dropout_key, batch_index * (not broadcast_dropout))
+            entry = jnp.zeros_like(batch_index) if broadcast_dropout else batch_index
+            seed = dropout.seeds(dropout_key, entry)
     segments = (None, None) if segment_ids is None else (_segments(ids, batch_axes) for ids in segment_ids)
     query_segments, key_segments = segments
     scale_is_array, offset_is_array = _arguments.is_array(scale), _arguments.is_array(query_offset)

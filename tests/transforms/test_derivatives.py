@@ -90,12 +90,16 @@ def test_eager(row: str) -> None:
     assert_near(got, truth(row), lambda want: ROUNDED * np.max(np.abs(want), initial=1e-3))
 
 
+ONE_AT_A_TIME = threading.Lock()
+"""The interpreter's memory is global: for the process, not for one test."""
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
     """The Hopper kernels as a backend for any machine: forward and backward, and no tangent."""
     from jflash._backends.mosaic_gpu import call, plan
 
-    ops, one_at_a_time = Interpreter(plgpu.InterpretGPUParams(detect_races=False)), threading.Lock()
+    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=False))
 
     def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
         """The interpreter has effects in an order, which no part of another program may have."""
@@ -103,7 +107,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
 
         def run(*args: Any) -> Any:
             # The interpreter fails the check for leaked tracers, and may be called from a thread that checks.
-            with one_at_a_time, jax.check_tracer_leaks(False):
+            with ONE_AT_A_TIME, jax.check_tracer_leaks(False):
                 return jax.tree.map(np.asarray, compiled(*jax.device_put(args, jax.devices()[-1])))
 
         return lambda *args: jax.pure_callback(run, jax.eval_shape(function, *args), *args)
