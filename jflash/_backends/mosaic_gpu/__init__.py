@@ -18,7 +18,7 @@ from jflash._semantics.spec import Operands, Residuals, Spec
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
-    """Only Hopper runs these kernels, and they have no float32."""
+    """Only Hopper runs these kernels."""
     if platform.compute_capability != "9.0":
         return f"it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is {platform}."
     return unsupported_call(spec)
@@ -26,12 +26,27 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """What the kernels cannot do on any machine."""
-    if spec.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16. Got {spec.dtype}."
+    if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
     if "score_mod_arrays" in spec.operands:
         return "it takes no score_mod that closes over arrays."
+    return _unsupported_float32(spec) if spec.dtype == jnp.float32 else None
+
+
+def _unsupported_float32(spec: Spec) -> str | None:
+    """float32 operands take the room of as many of 16 bits as the precision asks for."""
+    from jflash._backends.mosaic_gpu import plan
+    from jflash._backends.mosaic_gpu.inputs import operand_pieces
+
+    if (precision := operand_pieces.unsupported_precision(spec)) is not None:
+        return f"it has no float32 products of precision {precision}."
+    if not plan.fits(spec):
+        pieces, dims = operand_pieces.number(spec), f"H={spec.head_dim} and D={spec.value_dim}"
+        return (
+            f"shared memory has no room for tiles of {dims} in {pieces} bfloat16 pieces, which is how it takes float32."
+        )
     return None
 
 

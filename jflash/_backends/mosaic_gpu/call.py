@@ -35,12 +35,12 @@ def forward(
 def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> dict[str, Array]:
     spec, packed = plan.spec, plan.packed_heads
     if packed == 1:
-        query = prepare.pad_to_whole_tiles(operands.query)
+        query = prepare.whole_tiles(spec, "query", operands.query)
     else:
-        query = prepare.pad_to_whole_tiles(prepare.pack_heads(operands.query, packed), axis=2)
-    key, value = (prepare.pad_to_whole_tiles(array) for array in (operands.key, operands.value))
+        query = prepare.whole_tiles(spec, "query", prepare.pack_heads(operands.query, packed), axis=2)
+    value = prepare.whole_tiles(spec, "value", operands.value)
     bias_by_mma = logits.form(spec).bias_by_mma
-    arrays = dict(query=query, key=key, value=value)
+    arrays = dict(query=query, key=prepare.whole_tiles(spec, "key", operands.key), value=value)
     arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
     arrays |= _packed_mask(spec, operands, ops) | prepare.edges(operands, dict(value=value))
     if bias_by_mma:
@@ -84,7 +84,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     """Gradients of all operands that have one, in their shapes."""
     spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
     arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
-    tiles = {name: prepare.pad_to_whole_tiles(array) for name, array in arrays.items()}
+    tiles = {name: prepare.whole_tiles(spec, name, array) for name, array in arrays.items()}
     edges, others = prepare.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
     masks = (_packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
     of_queries, of_keys = (others | mask | edges for mask in masks)

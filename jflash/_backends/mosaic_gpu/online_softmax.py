@@ -5,7 +5,7 @@ Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.exponent import LOG2_E, Exponent
 from jflash._backends.mosaic_gpu.hardware import along_rows
 from jflash._backends.mosaic_gpu.hardware.soft_cap import SoftCap
-from jflash._backends.mosaic_gpu.inputs import dropped
+from jflash._backends.mosaic_gpu.inputs import dropped, operand_pieces
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.schedule import TileMask
 from jflash._semantics.online_softmax import finite_or_zero
 from jflash._semantics.spec import Spec
@@ -30,7 +31,8 @@ float32 then has room for the sums of values whose magnitudes add up to no more 
 class Softmax(NamedTuple):
     """P of the last tile, and the rows' statistics after it."""
 
-    p: Float[Array, "rows keys"]
+    p: Pieces
+    """As the matrix unit takes it, `[rows, keys]`."""
     m: Float[Array, "rows"]
     """What P is relative to: the largest logit so far, as the exponent takes it. With a soft cap sometimes 0, and then
     never -inf."""
@@ -43,7 +45,6 @@ def step(
     exponent: Exponent, s: Float[Array, "rows keys"], unit: Array | float, mask: TileMask, before: Softmax | None
 ) -> Softmax:
     """Show the rows the logits of more keys: s, times `unit`."""
-    inputs, dtype = mask.inputs, mask.inputs.spec.dtype
     m = s.max(axis=1) * unit
     if before is not None:
         m = jnp.maximum(before.m, m)
@@ -54,9 +55,14 @@ def step(
     p = jnp.exp2(scaled - along_rows(subtrahend, shape))
     l = p.sum(axis=1)
     if before is None:
-        return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, l, l)
+        return Softmax(_operand(mask, p), m, l, l)
     rescale = exponent.rescaling(before.m, reference)
-    return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, before.l * rescale + l, rescale)
+    return Softmax(_operand(mask, p), m, before.l * rescale + l, rescale)
+
+
+def _operand(mask: TileMask, p: Float[Array, "rows keys"]) -> Pieces:
+    """P as it is multiplied with V."""
+    return operand_pieces.split(mask.inputs.spec, dropped.kept(mask.inputs, mask.at, p), mask.inputs.ops)
 
 
 def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None) -> Softmax:
@@ -66,7 +72,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
     search for the row's maximum is left out.
     """
     inputs, shape = mask.inputs, s.shape
-    ops, is_partial, dtype = inputs.ops, mask.is_partial, inputs.spec.dtype
+    ops, is_partial, dtype = inputs.ops, mask.is_partial, operand_pieces.dtype(inputs.spec)
     scale, cap = inputs.spec.scale, inputs.spec.logits_soft_cap
     scale = inputs.value("scale", mask.at.batch) if scale is None else scale
     assert scale is not None
@@ -96,15 +102,15 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
         m = finite_or_zero(largest)
         return logits - along_rows(m, shape), m, rescale
 
-    def exponentiate(exponents: Array) -> tuple[Array, Array]:
+    def exponentiate(exponents: Array) -> tuple[Pieces, Array]:
         p = jnp.exp2(exponents)
-        return dropped.kept(inputs, mask.at, p).astype(dtype), p.sum(axis=1)
+        return _operand(mask, p), p.sum(axis=1)
 
-    def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
+    def all_small_and_seen(numbers: Array) -> tuple[Any, ...]:
         # One basic block, in which exponentials are made beside the polynomials.
         return *exponentiate(mask.hide_by_dense_mask(of_small(numbers), -jnp.inf)), kept, ones
 
-    def others(numbers: Array) -> tuple[Array, ...]:
+    def others(numbers: Array) -> tuple[Any, ...]:
         if is_partial is None:
             exponents, *rest = any_size(numbers)
         else:

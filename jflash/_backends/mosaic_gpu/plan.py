@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.inputs import prepare
+from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
+from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan
 from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, plan_forward
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._semantics.spec import Spec
 
-__all__ = ["BackwardPlan", "ForwardPlan", "describe", "plan_backward", "plan_forward"]
+__all__ = ["BackwardPlan", "ForwardPlan", "describe", "fits", "plan_backward", "plan_forward"]
+
+
+def fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles of every kernel that a call may need."""
+    return forward_plan.fits(spec) and backward_plan.fits(spec)
 
 
 def describe(spec: Spec, processors: int | None) -> str:
@@ -18,6 +24,8 @@ def describe(spec: Spec, processors: int | None) -> str:
     forward, backward = plan_forward(spec, processors), plan_backward(spec, processors)
     form = type(logits.form(spec)).__name__
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
+    if (products := operand_pieces.products(spec)) > 1:
+        details += f", {products} products of pieces for each product"
     if forward.output_parts:
         details += f", output in {forward.output_parts} parts"
     lines = ["forward:", *_kernel(forward), f"    {details}", "backward:"]

@@ -75,6 +75,12 @@ def ring(
     return Buffers(tiles=tile(shape, dtype, *divides, part=part), full=full, empty=empty)
 
 
+def reused(first: Any, then: Any) -> Any:
+    """Shared memory for tiles of which `then` takes the place of `first`: a tuple of both, or of one if it serves."""
+    alike = (first.shape, first.dtype) == (then.shape, then.dtype)
+    return (first,) if alike else plgpu.RefUnion(first, then)
+
+
 def vectors(*shape: int, dtype: Any = jnp.float32) -> Any:
     """Shared memory for vectors `[..., length]`."""
     return plgpu.SMEM(shape, dtype)

@@ -107,20 +107,6 @@ class WarpgroupOps(Protocol):
         """An accumulator, when all products but the last `pending` are made."""
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
-    def matmul(self, a: Any, b: Ref, shape: tuple[int, int]) -> Float[Array, "rows columns"]:
-        """a @ b."""
-
-        def multiply(acc: Any) -> Array:
-            self.mma(acc, a, b)
-            return self.read(acc)
-
-        return self.accumulators(multiply, shape)
-
-    def add_matmul(self, acc: Float[Array, "rows columns"], a: Any, b: Ref) -> Float[Array, "rows columns"]:
-        """acc + a @ b."""
-        _, (acc,) = self.accumulate(lambda ref: self.mma(ref, a, b), acc, like=None)
-        return acc
-
     def cond(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
         """`last`, which issues products and reads them all, or else `nothing`, when all products are made."""
 

@@ -18,12 +18,15 @@ SMEM_COLUMNS = 16
 """Columns in shared memory: K of the matrix unit's instruction. Copies read 0 for what is not stored."""
 
 
-def split(rest: Float[Array, "..."], rounded: Callable[[Array], Array]) -> list[Float[Array, "..."]]:
-    """bfloat16 numbers whose sum is the given finite number; `rounded` gives the nearest bfloat16."""
-    pieces: list[Array] = []
-    for _ in range(PIECES):
-        pieces.append(rounded(rest))
+def split(
+    rest: Float[Array, "..."], rounded: Callable[[Array], Array], number: int = PIECES
+) -> list[Float[Array, "..."]]:
+    """bfloat16 numbers, the largest first, whose sum is the given finite number, or as near as so many come to it;
+    `rounded` gives the nearest bfloat16."""
+    pieces = [rounded(rest)]
+    while len(pieces) < number:
         rest = rest - pieces[-1]
+        pieces.append(rounded(rest))
     return pieces
 
 

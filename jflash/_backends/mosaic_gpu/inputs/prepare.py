@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import round_up
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import zero_padding
 
@@ -29,8 +30,9 @@ def whole_dim(dim: int) -> int:
 
 
 def whole_dims(spec: Spec) -> tuple[int, int]:
-    """A call's H and D as copies of tiles want them."""
-    return whole_dim(spec.head_dim), whole_dim(spec.value_dim)
+    """A call's H and D as copies of tiles want them; of pieces of float32, in multiples that every kernel's take."""
+    whole = functools.partial(round_up, multiple=32) if spec.dtype == jnp.float32 else whole_dim
+    return whole(spec.head_dim), whole(spec.value_dim)
 
 
 def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
@@ -38,10 +40,12 @@ def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
     return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])
 
 
-def pad_to_whole_tiles(array: Array, axis: int = 1) -> Array:
-    """`[B, L, N, H]` (L at `axis`) in the shape of `whole_shape`, padded with zeros."""
-    room = [(0, more - size) for more, size in zip(whole_shape(array.shape, axis), array.shape, strict=True)]
-    return jnp.pad(array, room)
+def whole_tiles(spec: Spec, name: str, array: Array, axis: int = 1) -> Array:
+    """`[B, L, N, H]` (L at `axis`) padded with zeros to whole tiles, and in pieces: query, key, value or d_out."""
+    dim = whole_dims(spec)[name in ("value", "d_out")]
+    room = [(0, 0)] * 3 + [(0, dim - array.shape[3])]
+    room[axis] = (0, -array.shape[axis] % 8)
+    return operand_pieces.split_array(spec, jnp.pad(array, room))
 
 
 def with_margin(array: Array, axes: tuple[int, ...], fill: float = 0) -> Array:
@@ -126,11 +130,15 @@ def copied(spec: Spec) -> list[str]:
         "key": (spec.batch, spec.key_length, spec.key_heads, spec.head_dim),
         "value": (spec.batch, spec.key_length, spec.key_heads, spec.value_dim),
     }
-    copies = [
-        f"{name} is padded from {shape} to {whole_shape(shape)}"
-        for name, shape in shapes.items()
-        if whole_shape(shape) != shape
-    ]
+    if spec.dtype == jnp.float32:
+        count = operand_pieces.number(spec)
+        copies = [f"{name} is split into {count} bfloat16 piece{'s'[: count - 1]}" for name in shapes]
+    else:
+        copies = [
+            f"{name} is padded from {shape} to {whole_shape(shape)}"
+            for name, shape in shapes.items()
+            if whole_shape(shape) != shape
+        ]
     if spec.bias_shape is not None and bias_and_mask.has_bias_tiles(spec):
         *_, rows, columns = spec.bias_shape
         if rows % 8 or columns % 64:

@@ -24,9 +24,10 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_columns, along_rows
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, dropped
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, dropped, operand_pieces
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.inputs.prepare import with_margin
 from jflash._semantics.spec import Spec
 
@@ -104,16 +105,16 @@ class RowStatistics:
         """If it is not subtracted before the exponent."""
         if not exponent.is_plain(inputs.spec):
             self.lse = along_columns(inputs.ops.load(refs[0], 1), shape)
-        self.mmas = 1 if ones is None else 2
+        self.mmas = operand_pieces.products(inputs.spec) + (ones is not None)
         """How many products `mma` issues."""
 
-    def mma(self, accumulator: Any, a: Any, b: Ref, number: int) -> None:
+    def mma(self, accumulator: Any, a: Pieces, b: Pieces, number: int) -> None:
         """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1; without dropout)."""
         ops = self.inputs.ops
         begins_there = self.lse is None if number == 0 else self.inputs.spec.dropout_rate == 0
         if self.ones is None and begins_there:
             accumulator[...] = along_columns(ops.load(self.refs[number], 1), self.shape)
-        ops.mma(accumulator, a, b)
+        operand_pieces.mma(accumulator, a, b, ops)
         if self.ones is not None:
             ops.mma(accumulator, self.ones.at[number], self.refs[0].T)
 

@@ -23,6 +23,7 @@ Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ from jaxtyping import Array, Float, Int
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
@@ -60,7 +62,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     states = {name: jnp.zeros(result.shape, result.dtype) for name, result in launch.results.items()}
     written = dict(dq_acc=dq_acc, counters=jnp.zeros(dq_accumulator.counters(schedule), jnp.int32))
     made, written = pl.run_state(store)((states, written))
-    of_keys = {f"d_{name}": schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
+    of_keys = schedule.summed(plan.spec, made, whole_dims(plan.spec))
     if schedule.partial:
         d_query = dq_accumulator.unrounded(schedule, written["dq_acc"]) * sums_scale(plan.spec)
     else:
@@ -94,6 +96,10 @@ class _Cta(Cta[FusedPlan]):
 
     def __init__(self, plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops, keys_first=True)
+        k_dk, v_dv = tuple(refs.smem.k_dk), tuple(refs.smem.v_dv)
+        self.k, self.v = k_dk[0], v_dv[0]
+        self.gradients = k_dk[-1], v_dv[-1]
+        """Shared memory for dK and dV."""
         place = wave, block, item = self._take_ticket()
         self.item, self.first_key = plan.schedule.item(wave, item), block * plan.tile.keys
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
@@ -143,8 +149,8 @@ class _Cta(Cta[FusedPlan]):
         @pl.when((self.warpgroup == 0) & (self.order.tiles.count > 0))
         def _() -> None:
             keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head)
-            self.inputs.copy_rows("key", keys, shared.k.at[0], shared.kv_full)
-            self.inputs.copy_rows("value", keys, shared.v.at[0], shared.kv_full)
+            self.inputs.copy_rows("key", keys, self.k.at[0], shared.kv_full)
+            self.inputs.copy_rows("value", keys, self.v.at[0], shared.kv_full)
             if shared.ones is not None:
                 plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
 
@@ -163,10 +169,10 @@ class _Cta(Cta[FusedPlan]):
         plgpu.barrier_arrive(shared.finished)
         plgpu.barrier_wait(shared.finished)
         own = self.own
-        for buffer, gradient in zip((shared.k, shared.v), gradients, strict=True):
+        for buffer, gradient in zip(self.gradients, gradients, strict=True):
             buffer[0, own] = gradient.astype(buffer.dtype)
         plgpu.commit_smem()
-        for buffer, result in zip((shared.k, shared.v), results, strict=True):
+        for buffer, result in zip(self.gradients, results, strict=True):
             columns = pipeline.columns(buffer.shape[-1], result, item.batch)
             plgpu.copy_smem_to_gmem(buffer.at[0, own], result.at[item.batch, own_keys, item.key_head, columns])
         # All but these two.
@@ -187,7 +193,7 @@ class _Cta(Cta[FusedPlan]):
 
     def _visit_all(self, own_keys: Any) -> _Accumulators:
         """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
-        ops, dims = self.ops, (self.smem.k.shape[2], self.smem.v.shape[2])
+        ops, dims = self.ops, [gradient.shape[2] for gradient in self.gradients]
         zeros = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
 
         def finish_head(head: Array, carry: _Carry) -> _Carry:
@@ -214,8 +220,9 @@ class _Cta(Cta[FusedPlan]):
         smem, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.queries)
         slot, parity = lax.rem(step, self.plan.tile.stages), lax.rem(step, 2)
         still = pipeline.opaque_zero(step, self.warpgroup)
-        q, do = smem.q.tiles.at[slot], smem.do.tiles.at[slot]
-        k, v = smem.k.at[still], smem.v.at[still]
+        pieces = functools.partial(operand_pieces.of_tile, spec)
+        q, do = pieces(smem.q.tiles.at[slot]), pieces(smem.do.tiles.at[slot])
+        k, v = (pieces(ref.at[still].at[self.own]) for ref in (self.k, self.v))
         loaded = self.inputs.load_packed_mask(at, shape)
         plgpu.barrier_wait(smem.q.full.at[slot])
         slots = range(0, smem.statistics.shape[0], self.plan.tile.stages)
@@ -226,22 +233,24 @@ class _Cta(Cta[FusedPlan]):
         mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)
 
         def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
-            def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Array, tuple[Array, ...]]:
-                statistics.mma(acc_s, k.at[self.own], q.T, 0)
+            def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Pieces, tuple[Array, ...]]:
+                statistics.mma(acc_s, k, operand_pieces.transposed(q), 0)
                 plgpu.barrier_wait(smem.do.full.at[slot])
-                statistics.mma(acc_dp, v.at[self.own], do.T, 1)
+                statistics.mma(acc_dp, v, operand_pieces.transposed(do), 1)
                 s = ops.read(acc_s, pending=statistics.mmas)
                 p, pull_back = logits.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
                 p = dropped.signed(self.inputs, at, p)
-                ops.mma(acc_dv, dropped.kept_of_signed(spec, p).astype(spec.dtype), do)
-                ds, d_parameters = pull_back(statistics.d_logits(p, ops.read(acc_dp, pending=1)))
+                kept = operand_pieces.split(spec, dropped.kept_of_signed(spec, p), ops)
+                operand_pieces.mma(acc_dv, kept, do, ops)
+                dp = ops.read(acc_dp, pending=operand_pieces.products(spec))
+                ds, d_parameters = pull_back(statistics.d_logits(p, dp))
                 totals = tuple(
                     total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
                 )
                 return self._hand_over(ds, parity), totals
 
             ds, totals = ops.accumulators(differentiate, shape, shape)
-            ops.mma(acc_dk, ds, q)
+            operand_pieces.mma(acc_dk, ds, q, ops)
 
             def free() -> None:
                 plgpu.barrier_arrive(smem.ds_empty.at[1 - parity])
@@ -254,14 +263,17 @@ class _Cta(Cta[FusedPlan]):
         sums, (dk, dv) = ops.accumulate(add, acc.dk, acc.dv, like=sums)
         return _Accumulators(dk, dv), sums, _Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
 
-    def _hand_over(self, ds: Array, parity: Array) -> Array:
-        """dS^T in the operands' dtype, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
-        ds = ds.astype(self.plan.spec.dtype)
+    def _hand_over(self, ds: Array, parity: Array) -> Pieces:
+        """dS^T as an operand, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
+        spec = self.plan.spec
+        pieces = operand_pieces.split(spec, ds, self.ops)
         plgpu.barrier_wait(self.smem.ds_empty.at[parity])
-        self.smem.ds.at[parity][self.own] = ds
+        shared = operand_pieces.of_tile(spec, self.smem.ds.at[parity])
+        for piece, target in zip(pieces, shared, strict=True):
+            target[self.own] = piece
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.smem.ds_full.at[parity])
-        return ds
+        return pieces
 
     def _add_dq(self, step: Array, at: _Step, made: Callable[[], None]) -> None:
         """Add this warpgroup's half of a step's dQ to what is in device memory; calls `made` after its products."""
@@ -272,12 +284,13 @@ class _Cta(Cta[FusedPlan]):
         parity = lax.rem(step, 2)
         plgpu.barrier_wait(self.smem.ds_full.at[parity])
         ds = self.smem.ds.at[parity]
-        k = self.smem.k.at[pipeline.opaque_zero(step, self.warpgroup)]
+        k = self.k.at[pipeline.opaque_zero(step, self.warpgroup)]
+        pieces = functools.partial(operand_pieces.of_tile, self.plan.spec)
         if by_rows:
-            ds = ds.at[:, self.own]
+            ds, k = pieces(ds, self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pieces(k)
         else:
-            k = k.at[:, pl.ds(self.warpgroup * width, width)]
-        half = ops.matmul(ds.T, k, (WARPGROUP_ROWS, width))
+            ds, k = pieces(ds), pieces(k, self.warpgroup * width, width)
+        half = operand_pieces.matmul(operand_pieces.transposed(ds), k, (WARPGROUP_ROWS, width), ops)
         made()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.smem.dq[self.warpgroup] = half

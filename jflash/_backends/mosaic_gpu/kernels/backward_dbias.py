@@ -15,6 +15,7 @@ in float32 for every batch entry. A tile has one owner, so every sum has one ord
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
@@ -39,11 +40,12 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     head_dim, value_dim = whole_dims(spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     all_done, both = smem.barriers(1, arrivals=tile.warpgroups), smem.barriers(1, arrivals=2)
+    operand = functools.partial(operand_pieces.smem_tile, spec)
     return Buffers(
-        q=smem.tile((tile.rows, columns), spec.dtype, head_dim),
-        k=smem.tile((tile.keys, columns), spec.dtype, head_dim),
-        do=smem.tile((tile.rows, value_columns), spec.dtype, value_dim),
-        v=smem.tile((tile.keys, value_columns), spec.dtype, value_dim),
+        q=operand((tile.rows, columns), head_dim),
+        k=operand((tile.keys, columns), head_dim),
+        do=operand((tile.rows, value_columns), value_dim),
+        v=operand((tile.keys, value_columns), value_dim),
         bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
         d_bias=smem.tile((tile.rows, tile.keys), spec.gradient_dtype(spec.bias_dtype)),
         qk_full=both,
@@ -141,26 +143,27 @@ class _Cta(Cta[DbiasPlan]):
 
     def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref) -> Array:
         at = TileCoord(*place, self.own_rows.start, tiles.first)
-        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.keys)
+        shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.plan.tile.keys)
+        pieces = functools.partial(operand_pieces.of_tile, spec)
         rows = at.batch, at.head, self.own_rows
         lse, delta = (ops.load(self.refs.arrays[name].at[rows], 0) for name in ("lse", "delta"))
         packed_mask = self.inputs.load_packed_mask(at, shape)
 
         def differentiate(acc_dp: Any, acc_s: Any) -> Array:
             plgpu.barrier_wait(shared.qk_full)
-            ops.mma(acc_s, shared.q.at[self.own], shared.k.T)
+            operand_pieces.mma(acc_s, pieces(shared.q.at[self.own]), operand_pieces.transposed(pieces(shared.k)), ops)
             plgpu.barrier_wait(shared.vo_full)
-            ops.mma(acc_dp, shared.do.at[self.own], shared.v.T)
-            s = ops.read(acc_s, pending=1)
+            operand_pieces.mma(acc_dp, pieces(shared.do.at[self.own]), operand_pieces.transposed(pieces(shared.v)), ops)
+            s = ops.read(acc_s, pending=operand_pieces.products(spec))
             loaded = {"bias": ops.load(bias.at[self.own])} | packed_mask
             plgpu.barrier_arrive(shared.qk_empty)
             mask = TileMask(self.inputs, tiles, jnp.int32(0), at, loaded)
-            to_p = lambda logits: exponent.exponent(self.plan.spec)(logits, along_rows(lse, shape))
+            to_p = lambda logits: exponent.exponent(spec)(logits, along_rows(lse, shape))
             p, pull_back = logits.differentiate(s, mask, to_p, ("bias",))
             dp = ops.read(acc_dp)
             plgpu.barrier_arrive(shared.vo_empty)
             p = dropped.signed(self.inputs, at, p)
-            _, d_parameters = pull_back(dropped.d_logits(self.plan.spec, p, dp, along_rows(delta, shape)))
+            _, d_parameters = pull_back(dropped.d_logits(spec, p, dp, along_rows(delta, shape)))
             return d_parameters["bias"]
 
         return ops.accumulators(differentiate, shape, shape)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 
@@ -41,14 +42,21 @@ def _shared_memory(plan: DkvPlan) -> Buffers:
     spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    ring = functools.partial(smem.ring, readers=2)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=2)
     pair = smem.barriers(1, arrivals=2)
+
+    def with_gradient(columns: int, dim: int) -> Any:
+        """Keys or values, whose gradient takes their place. Sums leave from registers."""
+        shape = WARPGROUP_ROWS, columns
+        own = operand_pieces.smem_tile(spec, shape, dim)
+        return (own,) if plan.schedule.stores_sums else smem.reused(own, smem.tile(shape, spec.dtype, dim))
+
     return Buffers(
-        k=smem.tile((WARPGROUP_ROWS, columns), spec.dtype, head_dim),
-        v=smem.tile((WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
+        k_dk=with_gradient(columns, head_dim),
+        v_dv=with_gradient(value_columns, value_dim),
         kv_full=pair,
-        q=ring((stages, QUERIES, columns), spec.dtype, head_dim, copies=2 + has_bias_tiles),
-        do=ring((stages, QUERIES, value_columns), spec.dtype, value_dim, copies=2),
+        q=ring((stages, QUERIES, columns), head_dim, copies=2 + has_bias_tiles),
+        do=ring((stages, QUERIES, value_columns), value_dim, copies=2),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
         # First lse of all tiles, then delta.
@@ -101,7 +109,7 @@ class DkvPlan(KernelPlan):
 def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`."""
     made = _Cta.launch(plan, arrays, ops)
-    return made | {f"d_{name}": plan.schedule.summed(made[f"d_{name}"], arrays[name]) for name in ("key", "value")}
+    return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
 
 
 class _Cta(Cta[DkvPlan]):
@@ -110,6 +118,8 @@ class _Cta(Cta[DkvPlan]):
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
+        (self.k, *dk), (self.v, *dv) = refs.smem.k_dk, refs.smem.v_dv
+        self.dk, self.dv = [*dk, self.k][0], [*dv, self.v][0]
         self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
@@ -123,20 +133,20 @@ class _Cta(Cta[DkvPlan]):
         shared = self.smem
         pipeline.release(shared.q.empty, shared.do.empty)
         pipeline.split_registers(2, copies=False)
-        self.inputs.copy_rows("key", self.key_tile, shared.k, shared.kv_full)
-        self.inputs.copy_rows("value", self.key_tile, shared.v, shared.kv_full)
+        self.inputs.copy_rows("key", self.key_tile, self.k, shared.kv_full)
+        self.inputs.copy_rows("value", self.key_tile, self.v, shared.kv_full)
         plgpu.barrier_wait(shared.kv_full)
-        zeros = self.ops.full((WARPGROUP_ROWS, shared.v.shape[1]), 0)
+        zeros = self.ops.full((WARPGROUP_ROWS, round_up(whole_dims(self.plan.spec)[1], 16)), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
         plgpu.barrier_wait(shared.p_empty)
-        self._store(dropped.scaled(self.plan.spec, acc_dv), "d_value", shared.v)
+        self._store(dropped.scaled(self.plan.spec, acc_dv), "d_value", self.dv)
 
     def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
-        shared, ops, dtype = self.smem, self.ops, self.plan.spec.dtype
+        shared, ops, spec = self.smem, self.ops, self.plan.spec
         slot, shape = lax.rem(step, self.plan.stages), (WARPGROUP_ROWS, QUERIES)
         at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
         plgpu.barrier_wait(shared.q.full.at[slot])
-        s = ops.matmul(shared.k, shared.q.tiles.at[slot].T, shape)
+        s = self._product(self.k, shared.q.tiles.at[slot])
         lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
         loaded = self.inputs.load_packed_mask(at, shape)
         if shared.bias is not None:
@@ -146,17 +156,18 @@ class _Cta(Cta[DkvPlan]):
         p, pull_back = logits.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
         p = dropped.signed(self.inputs, at, p)
         plgpu.barrier_wait(shared.p_empty)
-        shared.p[...] = p.astype(dtype)
+        shared.p[...] = p.astype(spec.dtype)
         if shared.slopes:
             slope, others = pull_back(ops.full(shape, 1))
             for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
-                ref[...] = values.astype(dtype)
+                ref[...] = values.astype(spec.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.q.empty.at[slot])
         plgpu.barrier_arrive(shared.p_full)
         plgpu.barrier_wait(shared.do.full.at[slot])
-        kept = dropped.kept_of_signed(self.plan.spec, p)
-        acc_dv = ops.add_matmul(acc_dv, kept.astype(dtype), shared.do.tiles.at[slot])
+        kept = operand_pieces.split(spec, dropped.kept_of_signed(spec, p), ops)
+        do = operand_pieces.of_tile(spec, shared.do.tiles.at[slot])
+        acc_dv = operand_pieces.add_matmul(acc_dv, kept, do, ops)
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         return acc_dv
 
@@ -176,30 +187,36 @@ class _Cta(Cta[DkvPlan]):
             return acc_dk, *(total * 0 for total in sums)
 
         zeros = [ops.full((WARPGROUP_ROWS,), 0) for _ in d_bias_refs]
-        start = (ops.full((WARPGROUP_ROWS, shared.k.shape[1]), 0), *zeros)
+        start = (ops.full((WARPGROUP_ROWS, round_up(whole_dims(self.plan.spec)[0], 16)), 0), *zeros)
         acc_dk, *_ = self.order.each(self._add_dk, start, finish_head)
-        self._store(acc_dk * exponent.sums_scale(self.plan.spec), "d_key", shared.k)
+        self._store(acc_dk * exponent.sums_scale(self.plan.spec), "d_key", self.dk)
 
     def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc_dk, *sums = carry
-        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, QUERIES)
+        shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, QUERIES)
         slot = lax.rem(step, self.plan.stages)
         plgpu.barrier_wait(shared.do.full.at[slot])
-        dp = ops.matmul(shared.v, shared.do.tiles.at[slot].T, shape)
+        dp = self._product(self.v, shared.do.tiles.at[slot])
         delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         plgpu.barrier_wait(shared.p_full)
-        d_logits = dropped.d_logits(self.plan.spec, ops.load(shared.p).astype(jnp.float32), dp, delta)
+        d_logits = dropped.d_logits(spec, ops.load(shared.p).astype(jnp.float32), dp, delta)
         slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
         d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
         sums = [total + d_bias.sum(axis=1) for total in sums]
         ds = d_logits * slopes[0] if slopes else d_logits
         plgpu.barrier_arrive(shared.p_empty)
         plgpu.barrier_wait(shared.q.full.at[slot])
-        acc_dk = ops.add_matmul(acc_dk, ds.astype(self.plan.spec.dtype), shared.q.tiles.at[slot])
+        q = operand_pieces.of_tile(spec, shared.q.tiles.at[slot])
+        acc_dk = operand_pieces.add_matmul(acc_dk, operand_pieces.split(spec, ds, ops), q, ops)
         plgpu.barrier_arrive(shared.q.empty.at[slot])
         return acc_dk, *sums
+
+    def _product(self, own: Ref, of_queries: Ref) -> Float[Array, "keys queries"]:
+        """S^T of keys and queries, or dP^T of values and d_out."""
+        a, b = (operand_pieces.of_tile(self.plan.spec, tile) for tile in (own, of_queries))
+        return operand_pieces.matmul(a, operand_pieces.transposed(b), (WARPGROUP_ROWS, QUERIES), self.ops)
 
     def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref) -> None:
         """An accumulator into device memory: in float32, or through shared memory that both warpgroups have read."""

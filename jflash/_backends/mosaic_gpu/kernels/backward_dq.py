@@ -31,7 +31,8 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, TileMask, tile_range
 from jflash._semantics.spec import Spec
@@ -45,13 +46,18 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     head_dim, value_dim = whole_dims(spec)
     columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    ring = functools.partial(smem.ring, readers=tile.warpgroups)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    rows = tile.warpgroups, WARPGROUP_ROWS
+    q = operand_pieces.smem_tile(spec, (*rows, columns), head_dim)
+    q_dq = (q,) if spec.partial else smem.reused(q, smem.tile((*rows, columns), spec.dtype, head_dim))
     return Buffers(
-        q=smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype, head_dim),
-        do=smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns), spec.dtype, value_dim),
+        # dQ takes the place of the queries. A partial call's leaves from registers.
+        q_dq=q_dq,
+        q_empty=smem.barriers(1, arrivals=tile.warpgroups) if isinstance(q_dq, plgpu.RefUnion) else None,
+        do=operand_pieces.smem_tile(spec, (*rows, value_columns), value_dim),
         rows_full=smem.barriers(tile.warpgroups, arrivals=2),
-        k=ring((tile.stages, tile.keys, columns), spec.dtype, head_dim),
-        v=ring((tile.value_stages, tile.keys, value_columns), spec.dtype, value_dim, copies=1 + has_bias_tiles),
+        k=ring((tile.stages, tile.keys, columns), head_dim),
+        v=ring((tile.value_stages, tile.keys, value_columns), value_dim, copies=1 + has_bias_tiles),
         # Tiles of the bias come and go with the values.
         bias=smem.tile((tile.value_stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
     )
@@ -99,6 +105,8 @@ class _Cta(Cta[DqPlan]):
         self.batch, self.head = item.batch, item.head_group
         block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
+        q_dq = tuple(refs.smem.q_dq)
+        self.q, self.dq = q_dq[0], q_dq[-1]
         self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
         self.first_row = block * plan.tile.rows
 
@@ -111,23 +119,28 @@ class _Cta(Cta[DqPlan]):
         own = pl.ds(own_row, WARPGROUP_ROWS)
         full = shared.rows_full.at[warpgroup]
         rows = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.head)
-        self.inputs.copy_rows("query", rows, shared.q.at[warpgroup], full)
+        self.inputs.copy_rows("query", rows, self.q.at[warpgroup], full)
         self.inputs.copy_rows("d_out", rows, shared.do.at[warpgroup], full)
         statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")]
         plgpu.barrier_wait(full)
         zeros = tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
-        acc_dq = ops.full((WARPGROUP_ROWS, shared.q.shape[2]), 0)
+        columns = round_up(whole_dims(self.plan.spec)[0], 16)
+        acc_dq = ops.full((WARPGROUP_ROWS, columns), 0)
         visit = lambda index, carry: self._visit(index, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, (acc_dq, zeros))
         results = self.refs.results
         for name, total in zip(self.plan.wanted, sums, strict=True):
             results[f"d_{name}"][self.batch, self.head, own] = total
-        d_query = rows.of(results["d_query"], shared.q.shape[-1])
+        d_query = rows.of(results["d_query"], columns)
         acc_dq = acc_dq * exponent.sums_scale(self.plan.spec)
         if self.plan.spec.partial:
             d_query[...] = acc_dq
             return
-        pipeline.store(acc_dq, shared.q.at[warpgroup], d_query)
+        if shared.q_empty is not None:
+            # Where dQ has another layout, it lies over the queries of other warpgroups too.
+            plgpu.barrier_arrive(shared.q_empty)
+            plgpu.barrier_wait(shared.q_empty)
+        pipeline.store(acc_dq, self.dq.at[warpgroup], d_query)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
@@ -137,18 +150,19 @@ class _Cta(Cta[DqPlan]):
         warpgroup, wanted, shape = self.warpgroup, self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
         key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
         at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
-        k, v = shared.k.tiles.at[key_slot], shared.v.tiles.at[value_slot]
+        pieces = functools.partial(operand_pieces.of_tile, spec)
+        k, v = pieces(shared.k.tiles.at[key_slot]), pieces(shared.v.tiles.at[value_slot])
         loaded = self.inputs.load_packed_mask(at, shape)
         plgpu.barrier_wait(shared.k.full.at[key_slot])
 
-        def differentiate(acc_s: Any, acc_dp: Any) -> tuple[Array, tuple[Array, ...]]:
+        def differentiate(acc_s: Any, acc_dp: Any) -> tuple[Pieces, tuple[Array, ...]]:
             still = warpgroup + pipeline.opaque_zero(index, warpgroup)
-            ops.mma(acc_s, shared.q.at[still], k.T)
+            operand_pieces.mma(acc_s, pieces(self.q.at[still]), operand_pieces.transposed(k), ops)
             plgpu.barrier_wait(shared.v.full.at[value_slot])
-            ops.mma(acc_dp, shared.do.at[still], v.T)
+            operand_pieces.mma(acc_dp, pieces(shared.do.at[still]), operand_pieces.transposed(v), ops)
             if shared.bias is not None:
                 loaded["bias"] = ops.load(shared.bias.at[value_slot, self.own])
-            s = ops.read(acc_s, pending=1)
+            s = ops.read(acc_s, pending=operand_pieces.products(spec))
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, lse)
@@ -156,13 +170,13 @@ class _Cta(Cta[DqPlan]):
             p = dropped.signed(self.inputs, at, p)
             ds, d_parameters = pull_back(dropped.d_logits(spec, p, ops.read(acc_dp), delta))
             added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
-            return ds.astype(spec.dtype), added
+            return operand_pieces.split(spec, ds, ops), added
 
         ds, added = ops.accumulators(differentiate, shape, shape)
         if shared.bias is not None:
             plgpu.commit_smem()
         plgpu.barrier_arrive(shared.v.empty.at[value_slot])
-        acc_dq = ops.add_matmul(acc_dq, ds, k)
+        acc_dq = operand_pieces.add_matmul(acc_dq, ds, k, ops)
         plgpu.barrier_arrive(shared.k.empty.at[key_slot])
         return acc_dq, tuple(total + more for total, more in zip(sums, added, strict=True))
 

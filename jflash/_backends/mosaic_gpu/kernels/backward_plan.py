@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, operand_pieces, row_statistics, whole_dims
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
@@ -40,21 +40,24 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
     # First lse of all tiles, then delta.
     vectors = smem.vectors(2 * tile.stages, tile.queries)
-    ring = functools.partial(smem.ring, readers=tile.warpgroups)
+    operand = functools.partial(operand_pieces.smem_tile, spec)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
+    k, v = operand((1, tile.keys, columns), dims[0], part=width), operand((1, tile.keys, value_columns), dims[1])
     return Buffers(
-        k=smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width),
-        v=smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1]),
+        # Their gradients take the place of keys and values.
+        k_dk=smem.reused(k, smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width)),
+        v_dv=smem.reused(v, smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1])),
         kv_full=smem.barriers(1, arrivals=2 + as_columns),
-        q=ring((tile.stages, tile.queries, columns), spec.dtype, dims[0], copies=2 + has_bias_tiles, part=width),
-        do=ring((tile.stages, tile.queries, value_columns), spec.dtype, dims[1], copies=1 if as_columns else 2),
+        q=ring((tile.stages, tile.queries, columns), dims[0], copies=2 + has_bias_tiles, part=width),
+        do=ring((tile.stages, tile.queries, value_columns), dims[1], copies=1 if as_columns else 2),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         statistics=bf16_pieces.smem_tile(tile.stages, tile.queries) if as_columns else vectors,
         # What columns of statistics are multiplied with comes with the keys.
         ones=bf16_pieces.smem_tile(2, WARPGROUP_ROWS) if as_columns else None,
         # dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
-        ds=smem.tile((2, tile.keys, tile.queries), spec.dtype, dims[0], part=width),
+        ds=operand((2, tile.keys, tile.queries), dims[0], part=width),
         dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, width), jnp.float32, dims[0]),
         ds_full=handed,
         ds_empty=handed,
@@ -149,23 +152,38 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     """
     head_dim, value_dim = whole_dims(spec)
     widest = max(head_dim, value_dim)
-    plain = exponent.is_plain(spec) and spec.dropout_rate == 0
+    plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
     candidates = [FusedTiles(128, 2)] if widest <= 64 and plain else []
     if widest <= 128:
         candidates += [FusedTiles(64, 2), FusedTiles(64, 1)]
     fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile))]
-    key = TuningKey("mosaic_gpu backward", (head_dim, value_dim, bias_and_mask.bias_tile_bytes(spec)))
+    key = TuningKey("mosaic_gpu backward", _facts(spec))
     return _tuning.choose(key, fitting) if fitting else None
+
+
+def fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles of every kernel of a backward."""
+    schedule = BackwardSchedule.of(spec.heads, spec.key_heads, 1, spec.batch, None)
+    kernels = [backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1)), DkvPlan(spec, 1, schedule, True).launch.smem]
+    if bias_and_mask.has_bias_tiles(spec):
+        kernels.append(backward_dbias.shared_memory(spec, RowTiles(1, 64, 1)))
+    return all(map(smem.fits, kernels))
+
+
+def _facts(spec: Spec) -> tuple[int, ...]:
+    """What tiles are tuned for."""
+    pieces = operand_pieces.number(spec)
+    return *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *([pieces] if pieces > 1 else [])
 
 
 def choose_dq_tiles(spec: Spec) -> DqTiles:
     """The fastest tiles of dQ's kernel that fit in shared memory."""
     head_dim, value_dim = whole_dims(spec)
-    sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 else []
+    sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 and spec.dtype != jnp.float32 else []
     sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
     candidates = [DqTiles(*size) for size in sizes]
     fitting = [tile for tile in candidates if smem.fits(backward_dq.shared_memory(spec, tile))]
-    key = TuningKey("mosaic_gpu dQ", (head_dim, value_dim, bias_and_mask.bias_tile_bytes(spec)))
+    key = TuningKey("mosaic_gpu dQ", _facts(spec))
     return _tuning.choose(key, fitting)
 
 
@@ -175,7 +193,7 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
     sizes = ((2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1))
     candidates = [RowTiles(*size) for size in sizes]
     fitting = [tile for tile in candidates if smem.fits(backward_dbias.shared_memory(spec, tile))]
-    tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", (*whole_dims(spec), spec.bias_dtype.itemsize)), fitting)
+    tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", _facts(spec)), fitting)
     each = 1
     if processors is not None:
         # Two CTAs are left for every multiprocessor.

@@ -10,6 +10,7 @@
       O = O + P V_last;  out = O / l;  lse = log l + m
     the producer warpgroup copies tiles of keys and values ahead of them into shared memory
 
+Products of float32 are those of its pieces (`inputs.operand_pieces`).
 Dropout takes from P what it drops when l has been summed (`inputs.dropped`).
 
 Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) and 3.2 (the overlap within one).
@@ -18,6 +19,7 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +31,8 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits, online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline, round_up
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
@@ -193,7 +196,7 @@ class _MainLoop:
             loop = dataclasses.replace(self, tiles=own)
             lax.fori_loop(0, start, self._leave, None)
         state = loop._first_tile(start)
-        acc_o = ops.full((WARPGROUP_ROWS, round_up(plan.spec.value_dim, 16)), 0)
+        acc_o = ops.full((WARPGROUP_ROWS, round_up(whole_dims(plan.spec)[1], 16)), 0)
         state, acc_o = lax.fori_loop(start + 1, stop, loop._next_tile, (state, acc_o))
         q_read()
         acc_o = loop._last_product(stop, state, acc_o)
@@ -210,9 +213,14 @@ class _MainLoop:
 
     def _issue_s(self, acc_s: Any, slot: Any) -> None:
         shared = self.cta.smem
-        self.cta.ops.mma(acc_s, self.cta.q.at[self.cta.warpgroup], shared.k.tiles.at[slot].T)
+        pieces = functools.partial(operand_pieces.of_tile, self.cta.plan.spec)
+        q, k = pieces(self.cta.q.at[self.cta.warpgroup]), pieces(shared.k.tiles.at[slot])
+        operand_pieces.mma(acc_s, q, operand_pieces.transposed(k), self.cta.ops)
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
+
+    def _v(self, slot: Any) -> Pieces:
+        return operand_pieces.of_tile(self.cta.plan.spec, self.cta.smem.v.tiles.at[slot])
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
         shared, ops, slot = self.cta.smem, self.cta.ops, self._slot(index)
@@ -250,8 +258,9 @@ class _MainLoop:
             def overlap(acc_s: Any) -> Softmax:
                 self._issue_s(acc_s, slot)
                 plgpu.barrier_wait(shared.v.full.at[last])
-                ops.mma(acc_o, state.p, shared.v.tiles.at[last])
-                new = self._softmax(ops.read(acc_s, pending=1), index, state, loaded)
+                operand_pieces.mma(acc_o, state.p, self._v(last), ops)
+                s = ops.read(acc_s, pending=operand_pieces.products(cta.plan.spec))
+                new = self._softmax(s, index, state, loaded)
                 if fence is not None:
                     # Four threads write one number: racecheck reports it.
                     shared.fence[self.cta.warpgroup] = getattr(new, fence)
@@ -266,7 +275,7 @@ class _MainLoop:
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         shared, last = self.cta.smem, self._slot(stop - 1)
         plgpu.barrier_wait(shared.v.full.at[last])
-        acc_o = self.cta.ops.add_matmul(acc_o, state.p, shared.v.tiles.at[last])
+        acc_o = operand_pieces.add_matmul(acc_o, state.p, self._v(last), self.cta.ops)
         plgpu.barrier_arrive(shared.v.empty.at[last])
         return acc_o
 

@@ -11,16 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, whole_dims
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, forward_schedule, h200, tile_range
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
+
+SMALLEST_TILE = RowTiles(1, 64, 1)
 
 MOST_PACKED_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
@@ -31,18 +32,17 @@ Visits = Callable[[int, int], Sequence[int]]
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    columns, value_columns = round_up(spec.head_dim, 16), round_up(spec.value_dim, 16)
+    columns, value_columns = (round_up(dim, 16) for dim in whole_dims(spec))
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
-    q = smem.tile((tile.warpgroups, WARPGROUP_ROWS, columns), spec.dtype)
+    q = operand_pieces.smem_tile(spec, (tile.warpgroups, WARPGROUP_ROWS, columns))
     o = smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)), out_dtype)
-    alike: Any = (q,) if spec.partial or (columns, spec.dtype) == (value_columns, out_dtype) else plgpu.RefUnion(q, o)
-    ring = functools.partial(smem.ring, readers=tile.warpgroups)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
-        q_o=(q, o) if output_parts else alike,
+        q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
         q_full=smem.barriers(tile.warpgroups),
-        k=ring((tile.stages, tile.keys, columns), spec.dtype, copies=1 + has_bias_tiles + bias_by_mma),
-        v=ring((tile.stages, tile.keys, value_columns), spec.dtype),
+        k=ring((tile.stages, tile.keys, columns), copies=1 + has_bias_tiles + bias_by_mma),
+        v=ring((tile.stages, tile.keys, value_columns)),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -163,7 +163,10 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     bias_bytes = bias_and_mask.bias_tile_bytes(spec)
     few_rows = rows <= WARPGROUP_ROWS
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
-    if not few_rows and max(head_dim, value_dim) <= 64 and not bias_bytes:
+    pieces = operand_pieces.number(spec)
+    if pieces > 1:
+        candidates.append(SMALLEST_TILE)
+    elif not few_rows and max(head_dim, value_dim) <= 64 and not bias_bytes:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
         narrow = (candidates[0], RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4))
 
@@ -176,8 +179,14 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     # Splits of the keys store a float32 output.
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile, dtype(tile)))]
-    key = TuningKey("mosaic_gpu forward", (head_dim, value_dim, bias_bytes, "short" if few_rows else "long"))
+    facts = head_dim, value_dim, bias_bytes, "short" if few_rows else "long", *([pieces] if pieces > 1 else [])
+    key = TuningKey("mosaic_gpu forward", facts)
     return _tuning.choose(key, fitting)
+
+
+def fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles of a forward."""
+    return smem.fits(shared_memory(spec, SMALLEST_TILE, jnp.dtype(jnp.float32)))
 
 
 def output_parts(spec: Spec, tile: RowTiles) -> int:
@@ -220,5 +229,6 @@ def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) 
     # Tiles of fewer rows take less time, if not in proportion.
     first = visits[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
     beginning = h200.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else h200.BEGIN_BY_OUTPUT_PARTS[parts]
-    device = forward_schedule.Device(processors, beginning, tile.keys * (head_dim + value_dim) * 2)
+    tile_bytes = tile.keys * (head_dim + value_dim) * operand_pieces.number(spec) * 2
+    device = forward_schedule.Device(processors, beginning, tile_bytes)
     return forward_schedule.choose(one, (*visits[:0:-1], first), heads, device)

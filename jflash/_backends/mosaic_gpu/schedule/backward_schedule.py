@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu.hardware import round_up
 from jflash._semantics.spec import Spec
@@ -92,14 +93,18 @@ class BackwardSchedule:
             return jax.ShapeDtypeStruct((spec.batch, round_up(spec.key_length, 8), spec.key_heads, dim), spec.dtype)
         return jax.ShapeDtypeStruct((spec.batch, spec.key_heads * self.head_groups, rows, columns), jnp.float32)
 
-    def summed(self, gradient: Array, of: Array) -> Float[Array, "B S K H"]:
-        """The whole gradient of keys or values, from what was stored."""
-        if not self.stores_sums:
-            return gradient
-        batch, rows, key_heads, columns = of.shape
-        each = gradient[:, :, :rows, :columns].reshape(batch, key_heads, self.head_groups, rows, columns)
-        total = each.sum(axis=2).transpose(0, 2, 1, 3)
-        return total if self.partial else total.astype(of.dtype)
+    def summed(self, spec: Spec, made: Mapping[str, Array], dims: tuple[int, int]) -> dict[str, Array]:
+        """The whole gradients of keys and values, `[B, S, K, H]` and `[B, S, K, D]`, from what was stored; by name."""
+        rows = round_up(spec.key_length, 8)
+
+        def whole(gradient: Array, dim: int) -> Array:
+            if not self.stores_sums:
+                return gradient
+            each = gradient[:, :, :rows, :dim].reshape(spec.batch, spec.key_heads, self.head_groups, rows, dim)
+            total = each.sum(axis=2).transpose(0, 2, 1, 3)
+            return total if self.partial else total.astype(spec.dtype)
+
+        return {name: whole(made[name], dim) for name, dim in zip(("d_key", "d_value"), dims, strict=True)}
 
 
 def _head_groups(group: int, blocks: int, processors: int | None) -> int:

@@ -1,0 +1,155 @@
+"""float32 operands as bfloat16 pieces, whose products the matrix unit makes.
+
+    x   = x_0 + x_1 + ...          each the bfloat16 number nearest to what is left
+    x y = the sum of x_i y_j       where i + j is less than the number of pieces
+
+Two pieces have 16 bits and three products (x3), where TF32 has 11 bits; three pieces have 24 bits and six products
+(x6), nearly float32's own. The matrix unit takes TF32 in one layout only, which P V does not have; it takes bfloat16 in
+any. An array's pieces lie side by side along its last axis. An operand of 16 bits is one piece: itself.
+
+Source: Henry, Tang and Heinecke, arXiv:1904.06376, section II.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, WarpgroupOps, rounded, smem
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces
+from jflash._semantics.spec import Spec
+
+Pieces = tuple[Any, ...]
+"""An operand of the matrix unit: registers or shared memory of each piece, the largest first."""
+
+_BY_PRECISION = {
+    **dict.fromkeys(("DEFAULT", "HIGH", "TF32_TF32_F32", "BF16_BF16_F32_X3"), 2),
+    **dict.fromkeys(("HIGHEST", "BF16_BF16_F32_X6"), 3),
+    "BF16_BF16_F32": 1,
+}
+"""How many pieces float32 operands have, by the precision's name."""
+
+
+def unsupported_precision(spec: Spec) -> str | None:
+    """The name of a float32 call's precision that pieces cannot have."""
+    if spec.dtype != jnp.float32:
+        return None
+    return next((name for name in _precisions(spec) if name not in _BY_PRECISION), None)
+
+
+def number(spec: Spec) -> int:
+    """How many pieces an operand has."""
+    return max(_BY_PRECISION[name] for name in _precisions(spec)) if spec.dtype == jnp.float32 else 1
+
+
+def _precisions(spec: Spec) -> list[str]:
+    """The names of a call's precision, or of the two of a pair."""
+    given = spec.precision if isinstance(spec.precision, tuple) else (spec.precision,)
+    return [_name(precision) for precision in given]
+
+
+def _name(precision: Any) -> str:
+    if precision is None:
+        return "DEFAULT"
+    if isinstance(precision, str) and not hasattr(lax.DotAlgorithmPreset, precision):
+        precision = lax.Precision(precision)
+    return precision if isinstance(precision, str) else getattr(precision, "name", str(precision))
+
+
+def dtype(spec: Spec) -> np.dtype[Any]:
+    """The dtype of the matrix unit's operands."""
+    return np.dtype(jnp.bfloat16) if spec.dtype == jnp.float32 else spec.dtype
+
+
+def products(spec: Spec) -> int:
+    """How many products of the matrix unit one of a call's products is."""
+    count = number(spec)
+    return count * (count + 1) // 2
+
+
+def split_array(spec: Spec, array: Float[Array, "... H"]) -> Float[Array, "... columns"]:
+    """An operand in device memory as kernels copy it. What is not finite is its own first piece, and the only one."""
+    if spec.dtype != jnp.float32:
+        return array
+    # A finite number that rounds to infinity would be lost.
+    most = float(jnp.finfo(jnp.bfloat16).max)
+    is_finite = jnp.isfinite(array)
+    first, *others = bf16_pieces.split(jnp.where(is_finite, jnp.clip(array, -most, most), 0), rounded, number(spec))
+    pieces = [jnp.where(is_finite, first, array), *others]
+    return jnp.concatenate(pieces, axis=-1).astype(dtype(spec))
+
+
+def smem_tile(spec: Spec, shape: tuple[int, ...], *divides: int, part: int | None = None) -> Any:
+    """Shared memory for tiles `[..., rows, columns]` of an operand, each piece with these columns. Others as for
+    `smem.tile`, of one piece."""
+    return smem.tile(*_of_pieces(spec, shape, divides), part=_part(spec, shape, part))
+
+
+def smem_ring(
+    spec: Spec, shape: tuple[int, ...], *divides: int, readers: int, copies: int = 1, part: int | None = None
+) -> Buffers:
+    """`smem.ring` of tiles of an operand, as for `smem_tile`."""
+    given = _of_pieces(spec, shape, divides)
+    return smem.ring(*given, readers=readers, copies=copies, part=_part(spec, shape, part))
+
+
+def _of_pieces(spec: Spec, shape: tuple[int, ...], divides: tuple[int, ...]) -> tuple[Any, ...]:
+    count = number(spec)
+    return (*shape[:-1], count * shape[-1]), dtype(spec), *(count * columns for columns in divides)
+
+
+def _part(spec: Spec, shape: tuple[int, ...], part: int | None) -> int | None:
+    return shape[-1] if part is None and number(spec) > 1 else part
+
+
+def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None) -> Pieces:
+    """The pieces of a tile `[rows, columns]` in shared memory, or some columns of each from `first` on."""
+    count = number(spec)
+    each = tile.shape[-1] // count
+    if first is None:
+        return (tile,) if count == 1 else tuple(tile.at[:, pl.ds(index * each, each)] for index in range(count))
+    assert columns is not None
+    return tuple(tile.at[:, pl.ds(index * each + first, columns)] for index in range(count))
+
+
+def transposed(pieces: Pieces) -> Pieces:
+    """Each piece transposed."""
+    return tuple(piece.T for piece in pieces)
+
+
+def split(spec: Spec, values: Float[Array, "rows columns"], ops: WarpgroupOps) -> Pieces:
+    """An operand in registers."""
+    if spec.dtype != jnp.float32:
+        return (values.astype(spec.dtype),)
+    return tuple(piece.astype(dtype(spec)) for piece in bf16_pieces.split(values, ops.rounded, number(spec)))
+
+
+def mma(accumulator: Any, a: Pieces, b: Pieces, ops: WarpgroupOps) -> None:
+    """Issue accumulator += a @ b; the smallest products first, as what is added to zeros is rounded least."""
+    count = len(a)
+    for order in reversed(range(count)):
+        for index in range(order + 1):
+            ops.mma(accumulator, a[index], b[order - index])
+
+
+def matmul(a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps) -> Float[Array, "rows columns"]:
+    """a @ b."""
+
+    def multiply(acc: Any) -> Array:
+        mma(acc, a, b, ops)
+        return ops.read(acc)
+
+    return ops.accumulators(multiply, shape)
+
+
+def add_matmul(
+    acc: Float[Array, "rows columns"], a: Pieces, b: Pieces, ops: WarpgroupOps
+) -> Float[Array, "rows columns"]:
+    """acc + a @ b."""
+    _, (acc,) = ops.accumulate(lambda ref: mma(ref, a, b, ops), acc, like=None)
+    return acc
