@@ -68,9 +68,19 @@ CASES = {
         for d in (64, 128, 256)
     },
     "bias, partial": (128, 128, {}, dict(bias=(PAIRS, bfloat16))),
+    **{f"float32 d{d}": (d, d, {}, {}) for d in (64, 128)},
+    **{f"float32 d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 128)},
+    **{f"float32 d{d}, highest": (d, d, dict(precision="highest"), {}) for d in (64, 128)},
+    "float32, soft cap": (64, 64, dict(logits_soft_cap=50.0), {}),
+    "float32, bias": (128, 128, {}, dict(bias=(PAIRS, float32))),
+    "float32, bias of keys": (64, 64, {}, dict(bias=((1, 4, 1, LENGTH), float32))),
+    "float32, dropout": (64, 64, dict(dropout_rate=0.1), DROPOUT_KEY),
+    "float32 partial": (128, 128, dict(is_causal=True), dict(query_offset=((), jnp.int32))),
 }
 PARTIAL = tuple(name for name in CASES if name.endswith("partial"))
 """Cases that are a part of a call."""
+FLOAT32 = tuple(name for name in CASES if name.startswith("float32"))
+"""Cases whose operands are float32."""
 
 ROUNDS = (
     *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, bias of keys", "d64 causal, segments"),
@@ -115,7 +125,8 @@ def over(devices: int, split: PartitionSpec) -> NamedSharding:
 def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
     """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
     head_dim, value_dim, options, arrays = CASES[name]
-    array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    operands = float32 if name in FLOAT32 else bfloat16
+    array = lambda shape, dtype=operands: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)

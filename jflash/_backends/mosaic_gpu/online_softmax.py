@@ -5,7 +5,7 @@ Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,12 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.exponent import LOG2_E, Exponent
 from jflash._backends.mosaic_gpu.hardware import along_rows
 from jflash._backends.mosaic_gpu.hardware.soft_cap import SoftCap
-from jflash._backends.mosaic_gpu.inputs import dropped, operand_pieces
-from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
+from jflash._backends.mosaic_gpu.inputs import dropped
 from jflash._backends.mosaic_gpu.schedule import TileMask
 from jflash._semantics.online_softmax import finite_or_zero
 from jflash._semantics.spec import Spec
 
-_SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0}
+_SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0, jnp.dtype(jnp.float32): 30.0}
 """The largest binary exponents that P, in its dtype, has room for relative to a logit of 0.
 
 float32 then has room for the sums of values whose magnitudes add up to no more than 2**97.
@@ -31,8 +30,8 @@ float32 then has room for the sums of values whose magnitudes add up to no more 
 class Softmax(NamedTuple):
     """P of the last tile, and the rows' statistics after it."""
 
-    p: Pieces
-    """As the matrix unit takes it, `[rows, keys]`."""
+    p: Float[Array, "rows keys"]
+    """In the call's dtype."""
     m: Float[Array, "rows"]
     """What P is relative to: the largest logit so far, as the exponent takes it. With a soft cap sometimes 0, and then
     never -inf."""
@@ -45,6 +44,7 @@ def step(
     exponent: Exponent, s: Float[Array, "rows keys"], unit: Array | float, mask: TileMask, before: Softmax | None
 ) -> Softmax:
     """Show the rows the logits of more keys: s, times `unit`."""
+    inputs, dtype = mask.inputs, mask.inputs.spec.dtype
     m = s.max(axis=1) * unit
     if before is not None:
         m = jnp.maximum(before.m, m)
@@ -55,14 +55,9 @@ def step(
     p = jnp.exp2(scaled - along_rows(subtrahend, shape))
     l = p.sum(axis=1)
     if before is None:
-        return Softmax(_operand(mask, p), m, l, l)
+        return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, l, l)
     rescale = exponent.rescaling(before.m, reference)
-    return Softmax(_operand(mask, p), m, before.l * rescale + l, rescale)
-
-
-def _operand(mask: TileMask, p: Float[Array, "rows keys"]) -> Pieces:
-    """P as it is multiplied with V."""
-    return operand_pieces.split(mask.inputs.spec, dropped.kept(mask.inputs, mask.at, p), mask.inputs.ops)
+    return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, before.l * rescale + l, rescale)
 
 
 def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None) -> Softmax:
@@ -72,7 +67,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
     search for the row's maximum is left out.
     """
     inputs, shape = mask.inputs, s.shape
-    ops, is_partial, dtype = inputs.ops, mask.is_partial, operand_pieces.dtype(inputs.spec)
+    ops, is_partial, dtype = inputs.ops, mask.is_partial, inputs.spec.dtype
     scale, cap = inputs.spec.scale, inputs.spec.logits_soft_cap
     scale = inputs.value("scale", mask.at.batch) if scale is None else scale
     assert scale is not None
@@ -102,15 +97,15 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
         m = finite_or_zero(largest)
         return logits - along_rows(m, shape), m, rescale
 
-    def exponentiate(exponents: Array) -> tuple[Pieces, Array]:
+    def exponentiate(exponents: Array) -> tuple[Array, Array]:
         p = jnp.exp2(exponents)
-        return _operand(mask, p), p.sum(axis=1)
+        return dropped.kept(inputs, mask.at, p).astype(dtype), p.sum(axis=1)
 
-    def all_small_and_seen(numbers: Array) -> tuple[Any, ...]:
+    def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
         # One basic block, in which exponentials are made beside the polynomials.
         return *exponentiate(mask.hide_by_dense_mask(of_small(numbers), -jnp.inf)), kept, ones
 
-    def others(numbers: Array) -> tuple[Any, ...]:
+    def others(numbers: Array) -> tuple[Array, ...]:
         if is_partial is None:
             exponents, *rest = any_size(numbers)
         else:

@@ -219,6 +219,9 @@ class _MainLoop:
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
 
+    def _p(self, state: Softmax) -> Pieces:
+        return operand_pieces.split(self.cta.plan.spec, state.p, self.cta.ops)
+
     def _v(self, slot: Any) -> Pieces:
         return operand_pieces.of_tile(self.cta.plan.spec, self.cta.smem.v.tiles.at[slot])
 
@@ -250,6 +253,8 @@ class _MainLoop:
         cta, shared, ops = self.cta, self.cta.smem, self.cta.ops
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
+        # Before any product is issued: ptxas serialises products if registers that one reads are written among them.
+        p = self._p(state)
         is_masked = self.tiles.whole is not None
         fence = cta.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
         plgpu.barrier_wait(shared.k.full.at[slot])
@@ -258,7 +263,7 @@ class _MainLoop:
             def overlap(acc_s: Any) -> Softmax:
                 self._issue_s(acc_s, slot)
                 plgpu.barrier_wait(shared.v.full.at[last])
-                operand_pieces.mma(acc_o, state.p, self._v(last), ops)
+                operand_pieces.mma(acc_o, p, self._v(last), ops)
                 s = ops.read(acc_s, pending=operand_pieces.products(cta.plan.spec))
                 new = self._softmax(s, index, state, loaded)
                 if fence is not None:
@@ -275,7 +280,7 @@ class _MainLoop:
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         shared, last = self.cta.smem, self._slot(stop - 1)
         plgpu.barrier_wait(shared.v.full.at[last])
-        acc_o = operand_pieces.add_matmul(acc_o, state.p, self._v(last), self.cta.ops)
+        acc_o = operand_pieces.add_matmul(acc_o, self._p(state), self._v(last), self.cta.ops)
         plgpu.barrier_arrive(shared.v.empty.at[last])
         return acc_o
 
