@@ -203,7 +203,8 @@ def dropout(rate: Any, key: Any) -> float:
 
 
 def precision(value: Any) -> Any:
-    """One of the spellings that `jax.lax.dot_general` takes, made hashable."""
+    """One of the spellings that `jax.lax.dot_general` takes, made hashable; for None that of JAX's configuration."""
+    value = jax.config.jax_default_matmul_precision if value is None else value
     levels = ("default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "float32", "tensorfloat32")
     presets = tuple(preset.name for preset in jax.lax.DotAlgorithmPreset)
 

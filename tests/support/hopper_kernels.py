@@ -78,6 +78,19 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
     )
 
 
+def assert_right(attend: Callable[..., Results], call: Call) -> None:
+    """A call is right in each precision in which the kernels take it, which is an option of `attend`.
+
+    float32 has its own rule with six products of pieces for one, and that of TF32 with three.
+    """
+    if call.query.dtype != np.float32:
+        oracle.assert_right(attend(), call)
+        return
+    for options in ({}, dict(precision="highest")):
+        if mosaic_gpu.unsupported_call(canonical(call, **options)[0]) is None:
+            oracle.assert_right(attend(**options), call, as_tf32=not options)
+
+
 def functions(processors: int = 132) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The backend's forward and backward, jitted, as on a device with this number of processors; each finds races."""
     ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +62,15 @@ class Precision(NamedTuple):
     storage: np.dtype | None = None
     """Of what `jax.nn` keeps in the call's dtype: the probabilities, their cotangent, the output. None: not rounded."""
 
+    operand_bits: int | None = None
+    """Bits that the operands of products are rounded to, as a matrix unit takes them. None: all."""
+
+    def multiply(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        if self.operand_bits is None:
+            return left @ right
+        round_ = lambda array: np.asarray(lax.reduce_precision(array, 8, self.operand_bits - 1))
+        return round_(left) @ round_(right)
+
     def store(self, array: np.ndarray) -> np.ndarray:
         return array if self.storage is None else array.astype(self.storage).astype(self.accumulator)
 
@@ -88,7 +98,7 @@ class PlainAttention:
             self._heads_first(_zero_padding(array, call.key_value_seq_lengths)) for array in (call.key, call.value)
         )
         scale = np.asarray(self.H**-0.5 if call.scale is None else call.scale).astype(precision.accumulator)
-        self.factors = _Factors(query, key, value, query @ key.swapaxes(2, 3), scale)
+        self.factors = _Factors(query, key, value, precision.multiply(query, key.swapaxes(2, 3)), scale)
         offset = np.broadcast_to(np.asarray(call.query_offset), self.batch_axes).reshape(self.B, 1, 1, 1)
         self.index = np.arange(self.T)[:, None], np.arange(self.S)
         self.distance = self.index[1] - (self.index[0] + offset)  # of the key from the query's position
@@ -189,11 +199,13 @@ class PlainAttention:
     def results(self, residuals: Results | None = None) -> Results:
         """Both results and all gradients; with `residuals` the gradients as a backward finds them that knows only those
         results, and computes the probabilities again."""
-        out, lse = self.precision.store(self._heads_last(self.kept @ self.factors.value, self.N)), self._rows(self.lse)
+        multiply = self.precision.multiply
+        out = self.precision.store(self._heads_last(multiply(self.kept, self.factors.value), self.N))
+        lse = self._rows(self.lse)
         if self.call.d_out is None:
             return Results(out, lse, {})
         d_out, d_lse = self._cotangents()
-        d_probabilities = self._drop(self.precision.store(d_out @ self.factors.value.swapaxes(2, 3)))
+        d_probabilities = self._drop(self.precision.store(multiply(d_out, self.factors.value.swapaxes(2, 3))))
         if residuals is None:
             probabilities, kept, sink_probability = self.probabilities, self.kept, self.sink_probability
             delta = (probabilities * d_probabilities).sum(axis=-1, keepdims=True)
@@ -266,11 +278,11 @@ class PlainAttention:
             d_logits = d_logits * (1 - self.tanh**2)
         if isinstance(call.scale, np.ndarray):
             gradients["scale"] = _sum_to(d_logits * factors.products, ())
-        d_products = d_logits * factors.scale
+        d_products, multiply = d_logits * factors.scale, self.precision.multiply
         return gradients | {
-            "query": self._heads_last(d_products @ factors.key, self.N),
-            "key": self._heads_last(d_products.swapaxes(2, 3) @ factors.query, self.K),
-            "value": self._heads_last(kept.swapaxes(2, 3) @ d_out, self.K),
+            "query": self._heads_last(multiply(d_products, factors.key), self.N),
+            "key": self._heads_last(multiply(d_products.swapaxes(2, 3), factors.query), self.K),
+            "value": self._heads_last(multiply(kept.swapaxes(2, 3), d_out), self.K),
         }
 
 
