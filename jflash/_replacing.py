@@ -51,8 +51,8 @@ def replacing_jax_nn() -> Replacement:
     - A query that sees no key gets 0, log-sum-exp -inf and zero gradients; from jax.nn it gets the mean of the values
       (NaN where a bias of -inf hides all keys).
     - NaN in padding (`query_seq_lengths`, `key_value_seq_lengths`) reaches no result and no gradient.
-    - Roundings, and the limit that README names for a bias of -1e9 or so on every key that a query sees: a bias of
-      -inf, or a mask, hides keys exactly.
+    - Roundings, and the gradients of a query whose visible keys all have a bias of -1e9 or so: the float32 log-sum-exp
+      cannot hold how many keys there are. A bias of -inf, or a mask, hides keys exactly.
     - jax.nn's `implementation=None` and "xla" are alike here: the fastest implementation of jflash serves.
 
     Left to jax.nn are calls with `implementation="cudnn"`; with arguments that jax.nn has and jflash does not know;
