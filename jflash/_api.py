@@ -163,6 +163,28 @@ def attention(
       NotImplementedError: no implementation asked can serve the call; says why for each.
 
     Sources: FlashAttention-2 (arXiv:2307.08691); online softmax (arXiv:1805.02867).
+
+    Examples:
+      Causal attention of 4 query heads that share 2 key heads, and its gradients.
+
+      >>> import jax, jax.numpy as jnp, jflash
+      >>> normal = lambda seed, heads: jax.random.normal(jax.random.key(seed), (2, 64, heads, 16))
+      >>> query, key, value = normal(0, 4), normal(1, 2), normal(2, 2)
+      >>> jflash.attention(query, key, value, is_causal=True).shape
+      (2, 64, 4, 16)
+      >>> loss = lambda *arrays: jflash.attention(*arrays, is_causal=True).sum()
+      >>> [gradient.shape for gradient in jax.grad(loss, argnums=(0, 1, 2))(query, key, value)]
+      [(2, 64, 4, 16), (2, 64, 2, 16), (2, 64, 2, 16)]
+
+      Packed sequences: 4 documents of 16 tokens in each batch entry.
+
+      >>> documents = jnp.tile(jnp.repeat(jnp.arange(4), 16), (2, 1))
+      >>> out = jflash.attention(query, key, value, is_causal=True, segment_ids=documents)
+
+      Decoding: one query for each batch entry, and a cache of 64 places, of which 40 are filled.
+
+      >>> jflash.attention(query[:, :1], key, value, query_offset=39, key_value_seq_lengths=jnp.array([40, 40])).shape
+      (2, 1, 4, 16)
     """
     names = _dispatch.candidates(implementation)
     return_residual = _arguments.static_bool("return_residual", return_residual)
@@ -252,10 +274,20 @@ def explain(
       describes what it would launch, if it has such a description; then comes whose derivatives the call has.
 
     Returns:
-      The choice, or that there is none, and a line for each implementation that refused. Then, if the sequences are
-      split over devices, what is done about that, and why; then the description.
+      The choice, or that there is none, and an indented line for each implementation that was asked before it and
+      refused. Then, if the sequences are split over devices, what is done about that, and why; then the description.
 
     Raises: what `attention` raises for arguments that are wrong.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jflash
+      >>> arrays = [jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)] * 3
+      >>> print(jflash.explain(*arrays, is_causal=True))
+      xla serves this call on cpu.
+        mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
+      >>> print(jflash.explain(*arrays, implementation="metal", dropout_rate=0.1, dropout_key=jax.random.key(0)))
+      No implementation can serve this call on cpu.
+        metal: it has no dropout.
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:

@@ -91,6 +91,8 @@ def derivatives(name: str) -> str:
     backend = BACKENDS[name]
     if getattr(backend, "DIFFERENTIATED_BY_JAX", False):
         return "derivatives: all by JAX, of the forward"
+    if backend is xla:
+        return "derivatives: all by xla"
     own = [f"{kind} by {name if hasattr(backend, kind) else 'xla'}" for kind in ("tangent", "backward")]
     return f"derivatives: {', '.join(own)}, all others by xla"
 

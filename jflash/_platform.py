@@ -33,7 +33,7 @@ class Platform:
     """Multiprocessors of a GPU, as far as JAX tells."""
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.device_kind})"
+        return self.name if self.device_kind == self.name else f"{self.name} ({self.device_kind})"
 
 
 ELSEWHERE = "default"

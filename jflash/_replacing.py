@@ -38,12 +38,20 @@ class LeftCall(NamedTuple):
 def replacing_jax_nn() -> Replacement:
     """A context manager, and a decorator, in which jflash serves the calls of `jax.nn.dot_product_attention`.
 
-        with jflash.replacing_jax_nn() as replaced:
-            loss = train_step(batch)  # of any library that calls jax.nn.dot_product_attention
-        print(replaced.report())      # how many calls jflash served, which it left to jax.nn, and why
+    The block gives an object whose `report()` says how many calls jflash served, which it left to jax.nn, and why. Its
+    `served` is the number of the former, its `left` a list of the latter.
 
-        @jflash.replacing_jax_nn()
-        def train_step(batch): ...
+      >>> import jax, jax.numpy as jnp, jflash
+      >>> query = key = value = jnp.ones((2, 64, 4, 16))
+      >>> with jflash.replacing_jax_nn() as replaced:  # a training step of any library that makes such calls
+      ...     out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+      ...     integers = jax.nn.dot_product_attention(*[jnp.ones((8, 1, 4), jnp.int8)] * 3)
+      >>> print(replaced.report())
+      jflash served 1 call of jax.nn.dot_product_attention and left 1.
+        1 call left, because jflash takes float32, bfloat16, float16, float64, not int8: query int8[8, 1, 4], ...
+      >>> @jflash.replacing_jax_nn()
+      ... def train_step(batch):
+      ...     return jax.nn.dot_product_attention(batch, batch, batch)
 
     A call means what it means to jax.nn: the same arguments, shapes and dtypes, errors of the same kinds, the
     log-sum-exp in the key's dtype and without a gradient. What differs:
@@ -51,8 +59,8 @@ def replacing_jax_nn() -> Replacement:
     - A query that sees no key gets 0, log-sum-exp -inf and zero gradients; from jax.nn it gets the mean of the values
       (NaN where a bias of -inf hides all keys).
     - NaN in padding (`query_seq_lengths`, `key_value_seq_lengths`) reaches no result and no gradient.
-    - Roundings, and the limit that README names for a bias of -1e9 or so on every key that a query sees: a bias of
-      -inf, or a mask, hides keys exactly.
+    - Roundings, and the gradients of a query whose visible keys all have a bias of -1e9 or so: the float32 log-sum-exp
+      cannot hold how many keys there are. A bias of -inf, or a mask, hides keys exactly.
     - jax.nn's `implementation=None` and "xla" are alike here: the fastest implementation of jflash serves.
 
     Left to jax.nn are calls with `implementation="cudnn"`; with arguments that jax.nn has and jflash does not know;

@@ -27,15 +27,38 @@ PACKAGES = ("jflash", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-metal"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report. Returns 1 if a check failed, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m jflash.doctor", description="What jflash finds here.")
-    parser.add_argument("--selfcheck", action="store_true", help="compute something with every implementation")
+    """Print the report. Returns 1 if a check failed, else 0.
+
+    Args:
+      arguments: those of the command line, `--selfcheck` or none; None for what the program was called with.
+
+    Raises:
+      SystemExit: for `--help`, and for arguments that do not exist.
+
+    Example:
+      >>> from jflash import doctor
+      >>> doctor.main([])
+      python ...
+      jax ...
+      platform: cpu
+      ...
+      a call in bfloat16, with heads of 64 and no options:
+        mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
+        xla: serves, by default
+        reference: serves, if named
+      ...
+      0
+    """
+    about = "What jflash finds on this machine: versions, devices, and which implementations serve."
+    check = "also compute something with every implementation, and compare it with float64"
+    parser = argparse.ArgumentParser(prog="python -m jflash.doctor", description=about)
+    parser.add_argument("--selfcheck", action="store_true", help=check)
     chosen = parser.parse_args(arguments)
     for line in report():
         print(line)
     if not chosen.selfcheck:
         return 0
-    print("\nselfcheck: largest errors, as parts of what is allowed")
+    print("\nselfcheck: the largest error of each result, where 1 is what is allowed")
     failed = False
     for check in selfcheck():
         print(f"  {check}")
@@ -52,16 +75,17 @@ def report() -> Iterator[str]:
             yield f"{name} {version}"
     yield f"platform: {_platform.current()}"
     yield f"devices: {', '.join(str(device) for device in jax.devices())}"
-    arrays = [jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)] * 3
-    yield "implementations, for float32 and 2 heads of 64:"
-    for name, backend in _dispatch.BACKENDS.items():
-        verdict, *refusals = jflash.explain(*arrays, implementation=name).splitlines()
-        by_name = " (only when named)" if getattr(backend, "ONLY_BY_NAME", False) else ""
-        yield refusals[0] if refusals else f"  {verdict}{by_name}"
+    for dtype in ("bfloat16", "float32"):
+        yield f"a call in {dtype}, with heads of 64 and no options:"
+        arrays = [jax.ShapeDtypeStruct((1, 128, 2, 64), dtype)] * 3
+        default = jflash.explain(*arrays).split()[0]
+        for name in _dispatch.BACKENDS:
+            _, *refusals = jflash.explain(*arrays, implementation=name).splitlines()
+            yield refusals[0] if refusals else f"  {name}: serves, {'by default' if name == default else 'if named'}"
     device = _platform.device_name()
-    yield f"tuned tiles: {_tuning.path(device) if _tuning.is_tuned(device) else 'none'}"
+    yield f"tuned tiles: {_tuning.path(device) if _tuning.is_tuned(device) else 'none; the defaults serve'}"
     reason = _ffi.available()
-    yield f"native library: {f'loaded; it runs shaders on: {_ffi.host()}' if reason is None else reason}"
+    yield f"native library of metal: {reason or f'loaded; it runs shaders on: {_ffi.host()}'}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,13 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
     """`equinox.nn.MultiheadAttention` with `jflash.attention` inside.
 
     Constructor, fields and parameters are those of the base class, so that either layer's weights serve the other.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jflash.equinox
+      >>> layer = jflash.equinox.MultiheadAttention(num_heads=4, query_size=32, key=jax.random.key(0))
+      >>> tokens = jnp.ones((64, 32))
+      >>> layer(tokens, tokens, tokens, is_causal=True).shape
+      (64, 32)
     """
 
     def __call__(

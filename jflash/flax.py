@@ -111,6 +111,15 @@ def attention_fn(
       ValueError: an option depends on the position of a decoding step and `query_offset` is not given, or dropout
         has no key.
       What `jflash.attention` raises, besides.
+
+    Example:
+      >>> import functools
+      >>> import jax.numpy as jnp, jflash.flax
+      >>> from flax import nnx
+      >>> window = functools.partial(jflash.flax.attention_fn, local_window_size=(15, 0))  # an option that Flax lacks
+      >>> layer = nnx.MultiHeadAttention(4, 32, attention_fn=window, decode=False, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 64, 32)), is_causal=True).shape
+      (2, 64, 32)
     """
     del force_fp32_for_softmax
     _refuse_weights(module, qk_attn_weights_einsum, attn_weights_value_einsum)

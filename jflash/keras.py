@@ -137,6 +137,13 @@ class MultiHeadAttention(_MasksAsOptions, keras.layers.MultiHeadAttention):
     Raises, when called:
       NotImplementedError: for `return_attention_scores=True`, and for inputs that attend over several axes.
       What `jflash.attention` raises, besides.
+
+    Example:
+      >>> import jax.numpy as jnp, jflash.keras
+      >>> layer = jflash.keras.MultiHeadAttention(num_heads=4, key_dim=8, dropout=0.1)
+      >>> tokens = jnp.ones((2, 64, 32))
+      >>> layer(tokens, tokens, use_causal_mask=True, training=True).shape
+      (2, 64, 32)
     """
 
     _window_name = "_sliding_window"
@@ -159,6 +166,13 @@ class GroupedQueryAttention(_MasksAsOptions, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` with `jflash.attention` inside, with dropout as without.
 
     Keys and values are not repeated for the query heads that share them. All else is as in `MultiHeadAttention`.
+
+    Example:
+      >>> import jax.numpy as jnp, jflash.keras
+      >>> layer = jflash.keras.GroupedQueryAttention(head_dim=8, num_query_heads=4, num_key_value_heads=2)
+      >>> tokens = jnp.ones((2, 64, 32))
+      >>> layer(tokens, tokens, use_causal_mask=True).shape
+      (2, 64, 32)
     """
 
     _window_name = "sliding_window"

@@ -15,7 +15,24 @@ NEEDED = ("matplotlib", "platformdirs", "rich", "tyro")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, or read, and show."""
+    """Measure, or read, and show.
+
+    Args:
+      arguments: those of the command line, which `--help` lists; None for what the program was called with.
+
+    Raises:
+      SystemExit: a package that the bench needs is missing, or an argument is wrong; says which.
+
+    Example:
+      >>> from jflash.bench import __main__ as bench
+      >>> bench.main("--lengths 64 --tokens 64 --work fwd --masks full --peers jflash --rounds 1".split())
+      <BLANKLINE>
+      ...
+       full: 1 x 64, 8 x d64 ...
+         jflash ...
+      <BLANKLINE>
+      ...wall clock, median of 1 round; jflash ...
+    """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"python -m jflash.bench needs {', '.join(missing)}: pip install '.[benchmark]'")

@@ -69,9 +69,9 @@ class Grid:
     tokens: int
     """Tokens in a batch: the batch size is this divided by the length, and at least 1."""
     dtype: Dtype
-    """Of query, key, value and output."""
+    """The dtype of query, key, value and output."""
     features: bool = False
-    """Measure also what every option costs, on two sequences that together have `tokens`, of the first width."""
+    """Also measure what every option costs, on two sequences that together have `tokens`, of the first width."""
 
     @staticmethod
     def for_platform(platform: Platform) -> Grid:

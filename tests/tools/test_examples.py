@@ -212,8 +212,12 @@ def test_doctor(capsys):
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
     assert f"jflash {jflash.__version__}" in printed
-    assert "xla serves" in printed
-    assert "native library: " in printed
+    for dtype in ("bfloat16", "float32"):
+        _, served = printed.split(f"a call in {dtype}, ")
+        # One by default; all others are named or refuse.
+        assert served.split("a call in ")[0].count("serves, by default") == 1
+    assert "reference: serves, if named" in printed
+    assert "native library of metal: " in printed
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_no_backend_serves_where_it_is_lowered(
     assert KERNEL in lowered(call, PLAIN, platform="cuda")
     with pytest.raises(NotImplementedError, match="lowered for") as caught:
         REFUSED[transform](call)
-    assert str(caught.value).splitlines()[1:] == ["  cuda_only: it needs CUDA, and this is cpu (cpu)."]
+    assert str(caught.value).splitlines()[1:] == ["  cuda_only: it needs CUDA, and this is cpu."]
 
 
 def test_refusal_in_shard_map(cuda_only: CudaOnly) -> None:
@@ -327,8 +327,8 @@ def test_explain_follows_the_arrays(cuda_only: CudaOnly, monkeypatch: pytest.Mon
     abstract = NamedSharding(jax.sharding.AbstractMesh((1,), ("x",)), P())
     elsewhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract), on_cpu)
     for operands in (on_cpu, described, {**PLAIN, "value": on_cpu["value"]}, on_eight_devices(AxisType.Auto)[1]):
-        assert jflash.explain(**operands).startswith("xla serves this call on cpu (cpu).")
-        assert "cuda_only: it needs CUDA, and this is cpu (cpu)." in jflash.explain(**operands)
+        assert jflash.explain(**operands).startswith("xla serves this call on cpu.")
+        assert "cuda_only: it needs CUDA, and this is cpu." in jflash.explain(**operands)
     for operands in (unbound, elsewhere, PLAIN):
         assert jflash.explain(**operands).startswith("cuda_only serves this call on gpu")
 

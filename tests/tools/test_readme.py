@@ -1,0 +1,186 @@
+"""README is short, and true: its code runs, its links lead somewhere, and its table is what the backends say."""
+
+import dataclasses
+import functools
+import itertools
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash import _api, _canonical, _dispatch
+from jflash._platform import Platform
+from jflash._semantics.spec import Spec
+from jflash_metal import _ffi
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for part in (".github", "csrc", "examples") for page in (ROOT / part).rglob("*.md")),
+]
+
+COLUMNS = {
+    "NVIDIA Hopper": (None, [Platform("gpu", "NVIDIA H200", "9.0", 132)]),
+    "other NVIDIA GPUs since Ampere, AMD GPUs": (
+        None,
+        [
+            *(Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.9", "10.0", "12.0")),
+            Platform("gpu", "AMD", "gfx942"),
+        ],
+    ),
+    "Apple GPUs, by name": (("metal", "xla"), [Platform("cpu", "cpu", None)]),
+    "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "METAL", "mps")]),
+}
+"""The `implementation` that is asked for, and machines that are all served alike."""
+
+ZEROS = np.zeros(2, np.float32)
+WHOLE = dict(
+    bias=np.zeros((4, 4), np.float32),
+    mask=np.ones((4, 4), bool),
+    scale=0.5,
+    is_causal=True,
+    query_seq_lengths=np.array([4, 3]),
+    key_value_seq_lengths=np.array([3, 4]),
+    local_window_size=(2, 0),
+    logits_soft_cap=2.0,
+    alibi_slopes=ZEROS,
+    query_offset=1,
+    segment_ids=np.zeros((2, 4), np.int32),
+    sinks=ZEROS,
+    precision="highest",
+)
+CLOSED = dict(score_mod=lambda logit, batch, head, query, key: logit * jnp.asarray(ZEROS)[head])
+DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropout=True)
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "bfloat16 or float16": [dict(dtype=jnp.bfloat16), dict(dtype=jnp.float16)],
+    "float32": [dict(dtype=jnp.float32)],
+    "float64": [dict(dtype=jnp.float64)],
+    "masks, windows, padding, segments, biases, sinks, any option without a row": [
+        WHOLE,
+        dict(deterministic=True),
+        *({name: value} for name, value in WHOLE.items()),
+        *(dict(head_dim=size) for size in (1, 80, 256)),
+        dict(key_heads=2),
+    ],
+    "`dropout_rate`": [DROPOUT],
+    "`score_mod`": [dict(score_mod=lambda logit, batch, head, query, key: logit * 2)],
+    "`score_mod` that closes over arrays": [CLOSED],
+    "likewise, with `deterministic=True`": [dict(**CLOSED, deterministic=True)],
+    "a head dimension above 256": [dict(head_dim=257), dict(value_dim=257)],
+    "sequences split over devices": [
+        dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
+    ],
+    "a gradient": [dict(derivative="backward")],
+    "`jax.jvp`; derivatives of second and higher order": [dict(derivative="tangent"), dict(derivative="all others")],
+}
+"""What a call of the row has, besides bfloat16 and heads of 8: any of these."""
+ORDER = ("mosaic_gpu", "metal", "xla", "reference")
+
+
+@pytest.fixture(autouse=True)
+def everything_is_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The table is of machines with the native library, and of processes that have float64."""
+    monkeypatch.setattr(_ffi, "available", lambda: None)
+    with jax.enable_x64(True):
+        yield
+
+
+def spec_of(
+    dtype: Any = jnp.bfloat16,
+    head_dim: int = 8,
+    value_dim: int = 8,
+    key_heads: int = 1,
+    sequence_axis: str | None = None,
+    sequence_strategy: str | None = None,
+    **options: Any,
+) -> Spec:
+    shapes = dict(query=(2, 4, 2, head_dim), key=(2, 4, key_heads, head_dim), value=(2, 4, key_heads, value_dim))
+    arrays = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+    spec, *_ = _canonical.canonicalize(**_api._with_score_mod_traced({**arrays, **options}))
+    if sequence_axis is None:
+        return spec
+    # As each device calls its backend.
+    return dataclasses.replace(spec, sequence_axes=(sequence_axis,), sequence_strategy=sequence_strategy, partial=True)
+
+
+def served(column: str, derivative: str = "", **call: Any) -> str:
+    """The implementation that serves, or whose derivative serves, on all machines of the column."""
+    implementation, platforms = COLUMNS[column]
+    names = _dispatch.candidates(implementation)
+    spec = spec_of(**call)
+    (name,) = {_dispatch.ask(spec, names, platform)[0] for platform in platforms}
+    assert name is not None
+    by = re.search(rf"{derivative} by (\w+)", _dispatch.derivatives(name)) if derivative else None
+    return name if by is None else by[1]
+
+
+def test_support_table() -> None:
+    """Each cell is what `unsupported()` says of every call of its row."""
+    lines = [f"| a call with | {' | '.join(COLUMNS)} |", f"|{'---|' * (1 + len(COLUMNS))}"]
+    for label, calls in ROWS.items():
+        cells = [{served(column, **call) for call in calls} for column in COLUMNS]
+        assert [len(cell) for cell in cells] == [1] * len(COLUMNS), label
+        lines.append(f"| {label} | {' | '.join(f'`{name}`' for (name,) in cells)} |")
+    assert README.split("## What serves a call\n\n")[1].split("\n\n")[0].splitlines() == lines
+
+
+def test_support_table_has_every_option() -> None:
+    named = functools.reduce(operator.or_, (set(call) for calls in ROWS.values() for call in calls))
+    assert {*_api.Options.__annotations__, "bias", "mask"} - {"implementation"} <= named
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_support_of_two_rows_is_that_of_the_later(column: str) -> None:
+    for one, other in itertools.combinations([call for calls in ROWS.values() for call in calls[:1]], 2):
+        if not one.keys() & other.keys():
+            each = [served(column, **call) for call in (one, other)]
+            assert served(column, **one, **other) == max(each, key=ORDER.index), (one, other)
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) < 150
+
+
+@pytest.mark.parametrize("page", ["README.md", "examples/derivatives.md"])
+def test_code_runs(page: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    with jax.enable_x64(False):
+        exec("".join(blocks), {})
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^) ]+)[^)]*\)", page.read_text()):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_every_page_can_be_found() -> None:
+    """From README, link by link."""
+    found, new = set[Path](), {ROOT / "README.md"}
+    while new:
+        page = new.pop()
+        found.add(page)
+        links = re.findall(r"\]\(([^)# ]+\.md)", page.read_text())
+        new |= {(page.parent / link).resolve() for link in links} - found
+    assert set(PAGES) <= found
