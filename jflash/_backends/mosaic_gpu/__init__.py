@@ -43,10 +43,8 @@ def _unsupported_float32(spec: Spec) -> str | None:
     if (precision := operand_pieces.unsupported_precision(spec)) is not None:
         return f"it has no float32 products of precision {precision}."
     if not plan.fits(spec):
-        pieces, dims = operand_pieces.number(spec), f"H={spec.head_dim} and D={spec.value_dim}"
-        return (
-            f"shared memory has no room for tiles of {dims} in {pieces} bfloat16 pieces, which is how it takes float32."
-        )
+        dims, pieces = f"H={spec.head_dim} and D={spec.value_dim}", operand_pieces.number(spec)
+        return f"it takes float32 as {pieces} bfloat16 pieces; with {dims} their tiles do not fit in shared memory."
     return None
 
 
