@@ -140,8 +140,8 @@ _CALLS = (
 
 def accepting(arrays: dict[str, Any]) -> list[str]:
     """The implementations that accept a call."""
-    refused = lambda name: len(jflash.explain(**arrays, implementation=name).splitlines()) > 1
-    return [name for name in _dispatch.BACKENDS if not refused(name)]
+    accepts = lambda name: jflash.explain(**arrays, implementation=name).startswith(f"{name} serves")
+    return [name for name in _dispatch.BACKENDS if accepts(name)]
 
 
 def selfcheck() -> Iterator[Check]:
