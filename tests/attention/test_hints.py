@@ -161,6 +161,18 @@ def test_under_transforms(transform: Callable[..., Any]) -> None:
     function(query)
 
 
+def test_parts_of_sequences() -> None:
+    """What looks like a step of decoding, or like heads first, is a device's part of a sequence."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    part = jax.sharding.PartitionSpec(None, "x")
+    for arguments in (qkv((2, 4, 4, 8), (2, 8, 4, 8)), same(2, 8, 129, 8)):
+        attend = functools.partial(jflash.attention, is_causal=True, sequence_axis="x")
+        jax.eval_shape(
+            jax.shard_map(attend, mesh=mesh, in_specs=(part,) * 3, out_specs=part, check_vma=False),
+            *arguments.values(),
+        )
+
+
 def test_traced_offset() -> None:
     step = jax.jit(lambda at: jflash.attention(**DECODING, is_causal=True, query_offset=at))
     step(3)
