@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from jflash._api import attention, explain
+from jflash._hints import AttentionWarning
 from jflash._replacing import replacing_jax_nn
 
-__all__ = ["attention", "explain", "replacing_jax_nn"]
+__all__ = ["AttentionWarning", "attention", "explain", "replacing_jax_nn"]
 
 __version__: str
 

@@ -8,9 +8,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _mesh, _platform, _split
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _hints, _mesh, _platform, _split
 from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
 from jflash._semantics.spec import Spec
 
@@ -35,7 +36,7 @@ class Options(TypedDict, total=False):
     logits_soft_cap: float | None
     alibi_slopes: Float[Array, "N"] | None
     score_mod: ScoreModFunction | None
-    query_offset: Offset
+    query_offset: Offset | None
     segment_ids: Segments | None
     sinks: Float[Array, "N"] | None
     dropout_rate: float
@@ -86,7 +87,7 @@ def attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Float[Array, "N"] | None = None,
     score_mod: ScoreModFunction | None = None,
-    query_offset: Offset = 0,
+    query_offset: Offset | None = None,
     segment_ids: Segments | None = None,
     sinks: Float[Array, "N"] | None = None,
     dropout_rate: float = 0.0,
@@ -130,8 +131,8 @@ def attention(
       score_mod: `f(logit, batch, head, query_index, key_index) -> logit` on scalars, any traceable function. Arrays
         that it closes over have gradients. Indices count from 0, without `query_offset`; batch axes count as one.
         Reuse one function object: outside `jax.jit` a new one compiles anew.
-      query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. 0 aligns
-        the top left as jax.nn does, S - T the bottom right; with a cache, its length.
+      query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. 0, also if
+        not given, aligns the top left as jax.nn does, S - T the bottom right; with a cache, its length.
       segment_ids: integer `[*B, T]`, or a pair `([*B, T], [*B, S])`: a query sees only keys of its own segment.
         Sorted ids let whole tiles be skipped.
       sinks: floating `[N]`, an extra logit per head that takes part in the softmax, and so in the log-sum-exp, but
@@ -163,6 +164,9 @@ def attention(
       ValueError: an argument has a wrong shape or value.
       TypeError: an argument is of a wrong kind or dtype, or traced where it must be known.
       NotImplementedError: no implementation asked can serve the call; says why for each.
+
+    Warns:
+      AttentionWarning: the call is legal and probably not what was meant; once per process and kind.
 
     Sources: FlashAttention-2 (arXiv:2307.08691); online softmax (arXiv:1805.02867).
 
@@ -240,7 +244,11 @@ def _of_leaves[Result](
 
 def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Array]:
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
-    choice = _dispatch.select(spec, names, _platform.lowering_targets(jax.tree.leaves(operands)))
+    targets = _platform.lowering_targets(jax.tree.leaves(operands))
+    choice = _dispatch.select(spec, names, targets)
+    # JAX makes an array in the trace that the call is part of, and gradients and vmap are none.
+    is_traced = isinstance(operands.batch_index, Tracer)
+    _hints.give(_hints.Call(arguments, spec, names, next(iter(targets.values())), is_traced))
     if _is_empty(spec):
         out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
         lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
@@ -277,7 +285,8 @@ def explain(
 
     Returns:
       The choice, or that there is none, and an indented line for each implementation that was asked before it and
-      refused. Then, if the sequences are split over devices, what is done about that, and why; then the description.
+      refused. Then, if the sequences are split over devices, what is done about that, and why; notes of what is
+      probably not meant, or could be faster; then the description.
 
     Raises: what `attention` raises for arguments that are wrong.
 
@@ -309,6 +318,7 @@ def explain(
     lines = [f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])]
     sequences = _split.described(spec, query, key)
     lines += [] if sequences is None else [f"sequences: {sequences}"]
+    lines += _hints.lines(_hints.Call(arguments, spec, names, platform, is_traced=True))
     if verbose and chosen is not None and not _is_empty(spec):
         describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)
         lines += [] if describe is None else [describe(spec, platform)]

@@ -29,7 +29,10 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
     for name, array, axes in (("query", query, "T, N, H"), ("key", key, "S, K, H"), ("value", value, "S, K, D")):
         _array(name, array)
         if array.ndim < 3:
-            raise ValueError(f"`{name}` must have at least the axes [{axes}]. Got shape {array.shape}.")
+            raise ValueError(
+                f"`{name}` must have at least the axes [{axes}]; a single head is x[:, None, :]. "
+                f"Got shape {array.shape}."
+            )
         if array.dtype.name not in DTYPES:
             raise TypeError(f"`{name}` must have one of the dtypes {', '.join(DTYPES)}. Got {array.dtype}.")
         if 0 in array.shape[-2:]:
@@ -53,8 +56,11 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
             f"Got [S, K]={list(key.shape[-3:-1])} and {list(value.shape[-3:-1])}."
         )
     if query.shape[-2] % key.shape[-2] != 0:
+        heads_first = 0 not in (query.shape[-3], key.shape[-3]) and query.shape[-3] % key.shape[-3] == 0
+        remedy = " The axes are [*B, T, N, H]: if heads come first, give jnp.swapaxes(x, -3, -2) of all three."
         raise ValueError(
-            f"`query` heads must be a multiple of `key` heads. Got N={query.shape[-2]} and K={key.shape[-2]}."
+            "`query` heads must be a multiple of `key` heads. "
+            f"Got N={query.shape[-2]} and K={key.shape[-2]}.{remedy if heads_first else ''}"
         )
 
 
@@ -71,8 +77,10 @@ def mask(array: Any, shape: tuple[int, ...]) -> None:
     """Bool and broadcastable to `shape`, `[*B, N, T, S]`."""
     _array("mask", array)
     if array.dtype != bool:
+        additive = " An additive mask is `bias`." if jnp.issubdtype(array.dtype, jnp.floating) else ""
         raise TypeError(
-            f"`mask` must be bool, True where a query may attend; an additive mask is `bias`. Got dtype {array.dtype}."
+            "`mask` must be bool, True where a query may attend; of a mask of ones and zeros, give mask != 0."
+            f"{additive} Got dtype {array.dtype}."
         )
     _broadcastable("mask", array, shape)
 
@@ -109,6 +117,13 @@ def window(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     rule = "an integer or a pair (left, right) of them"
+    arrays = [side for side in jax.tree.leaves(value) if isinstance(side, jax.Array)]
+    if arrays:
+        raise TypeError(
+            f"`local_window_size` must be known when the call is traced: {rule}, as Python numbers. Name it in "
+            "jax.jit's static_argnames; a window that is computed is a `score_mod` that gives -inf outside of it. "
+            f"Got {_describe(arrays[0])}."
+        )
     pair: Sequence[Any] = value if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"`local_window_size` must be {rule}. Got {value!r}.")
@@ -292,7 +307,10 @@ def _known_range(name: str, array: Any, least: int, most: int, words: str) -> No
 
 def _known(name: str, value: Any, kind: str) -> None:
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"`{name}` must be known when the call is traced: {kind}. Got {_describe(value)}.")
+        raise TypeError(
+            f"`{name}` must be known when the call is traced: {kind}. Name it in jax.jit's static_argnames. "
+            f"Got {_describe(value)}."
+        )
 
 
 def _number(name: str, value: Any, rule: str) -> float:

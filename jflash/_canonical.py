@@ -30,7 +30,7 @@ def canonicalize(
     logits_soft_cap: Any = None,
     alibi_slopes: Any = None,
     score_mod: Any = None,
-    query_offset: Any = 0,
+    query_offset: Any = None,
     segment_ids: Any = None,
     sinks: Any = None,
     dropout_rate: Any = 0.0,
@@ -83,6 +83,7 @@ def canonicalize(
         _arguments.lengths("key_value_seq_lengths", key_value_seq_lengths, batch_axes, "S", whole_key)
     if segment_ids is not None:
         segment_ids = _arguments.segment_ids(segment_ids, batch_axes, query_length, key_length)
+    query_offset = 0 if query_offset is None else query_offset
     _arguments.query_offset(query_offset, batch_axes)
     traced_score_mod, captured = (None, ()) if score_mod is None else score_mod
 

@@ -80,8 +80,9 @@ def report() -> Iterator[str]:
         arrays = [jax.ShapeDtypeStruct((1, 128, 2, 64), dtype)] * 3
         default = jflash.explain(*arrays).split()[0]
         for name in _dispatch.BACKENDS:
-            _, *refusals = jflash.explain(*arrays, implementation=name).splitlines()
-            yield refusals[0] if refusals else f"  {name}: serves, {'by default' if name == default else 'if named'}"
+            verdict, *others = jflash.explain(*arrays, implementation=name).splitlines()
+            serves = f"  {name}: serves, {'by default' if name == default else 'if named'}"
+            yield serves if verdict.startswith(f"{name} serves") else others[0]
     device = _platform.device_name()
     yield f"tuned tiles: {_tuning.path(device) if _tuning.is_tuned(device) else 'none; the defaults serve'}"
     reason = _ffi.available()
@@ -167,8 +168,8 @@ _CALLS = (
 
 def accepting(arrays: dict[str, Any]) -> list[str]:
     """The implementations that accept a call."""
-    refused = lambda name: len(jflash.explain(**arrays, precision=PRECISION, implementation=name).splitlines()) > 1
-    return [name for name in _dispatch.BACKENDS if not refused(name)]
+    explained = lambda name: jflash.explain(**arrays, precision=PRECISION, implementation=name)
+    return [name for name in _dispatch.BACKENDS if explained(name).startswith(f"{name} serves")]
 
 
 def selfcheck() -> Iterator[Check]:

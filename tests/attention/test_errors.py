@@ -77,13 +77,28 @@ TABLE += [
     *rows("query", ValueError, "a multiple of `key`", {"N=3 and K=2": zeros(B, T, 3, H), "N=1 and": zeros(B, T, 1, H)}),
     # Heads before lengths, as other libraries have them.
     *rows("key", ValueError, "a multiple of", {"N=4 and K=5": zeros(B, K, S, H)}, value=zeros(B, K, S, D)),
+    *rows(
+        "query",
+        ValueError,
+        "if heads come first, give jnp.swapaxes(x, -3, -2)",
+        {f"N={T} and K={S}": zeros(B, N, T, H)},
+        key=zeros(B, K, S, H),
+        value=zeros(B, K, S, D),
+    ),
+    *rows("query", ValueError, "a single head is x[:, None, :]", {f"({T}, {H})": zeros(T, H)}),
     *rows("sequence_axis", TypeError, "the name of a mesh axis", {"3": 3, "['x', 4]": ["x", 4]}),
     *rows("sequence_axis", ValueError, "of the jax.shard_map around", {"'x', and the axes here are ()": "x"}),
     *rows("sequence_strategy", ValueError, "one of ring, all_to_all, gather", {"'tree'": "tree"}),
     *rows("bias mask alibi_slopes sinks", TypeError, ARRAY, {"list": [1.0], "float": 1.0}),
     *rows("bias", TypeError, "bool array of who may attend is `mask`", {"dtype bool": zeros(T, S, dtype=bool)}),
     *rows("bias", TypeError, FLOATING, {"int32": ints(T, S), "complex64": zeros(T, S, dtype=np.complex64)}),
-    *rows("mask", TypeError, "an additive mask is `bias`", {"float32": zeros(T, S), "int32": ints(T, S)}),
+    *rows("mask", TypeError, "An additive mask is `bias`", {"float32": zeros(T, S)}),
+    *rows(
+        "mask",
+        TypeError,
+        "give mask != 0",
+        {"float32": zeros(T, S), "int32": ints(T, S), "uint8": ints(T, S).astype(np.uint8)},
+    ),
     *(
         row
         for name, dtype in (("bias", np.float32), ("mask", bool))
@@ -121,7 +136,13 @@ TABLE += [
         "local_window_size",
         TypeError,
         "an integer or a pair",
-        {"1.5": 1.5, "2.5": (1, 2.5), "None": (None, 2), "True": True, "int32[]": jnp.int32(3)},
+        {"1.5": 1.5, "2.5": (1, 2.5), "None": (None, 2), "True": True},
+    ),
+    *rows(
+        "local_window_size",
+        TypeError,
+        "static_argnames",
+        {"int32[]": jnp.int32(3), "an array int32[]": (0, jnp.int32(3))},
     ),
     *rows("local_window_size", ValueError, "an integer or a pair", {"(1, 2, 3)": (1, 2, 3), "[]": []}),
     *rows("local_window_size", ValueError, "must not be negative", {"-1": -1, "(0, -2)": (0, -2)}),
@@ -129,7 +150,7 @@ TABLE += [
         "query_offset",
         TypeError,
         "an integer or an integer array",
-        {"1.5": 1.5, "None": None, "True": True, "[0]": [0]},
+        {"1.5": 1.5, "'0'": "0", "True": True, "[0]": [0]},
     ),
     *rows("query_offset", TypeError, INTEGERS, {"float32": zeros(B)}),
     *rows("query_offset", ValueError, "that of the batch, (2,)", {"(3,)": ints(3), "(1, 2)": ints(1, B)}),

@@ -8,7 +8,9 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from operands import PLAIN
@@ -21,6 +23,7 @@ from jflash_metal import _ffi
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 SHORT_TRAINING = {"steps": 5, "batch": 2, "length": 48, "width": 32, "layers": 1}
+RECORDED_TRAINING = sorted((EXAMPLES / "benchmarks").glob("train-*.json"))
 NUMBER = r"([\d.]+(?:e[+-]\d+)?)"
 
 
@@ -57,11 +60,108 @@ def test_training_agrees_with_the_layers_own_attention(framework, tmp_path):
     picture = tmp_path / "curves.png"
     options = [part for name, value in SHORT_TRAINING.items() for part in (f"--{name}", value)]
     printed = run("train_transformer.py", "--framework", framework, "--picture", picture, *options)
-    ours, own = numbers(f"Loss after 5 steps: {NUMBER} with jflash, {NUMBER} with {framework}'s own", printed)
-    difference, rounding = numbers(rf"difference at any step: {NUMBER}\. Rounding can make it {NUMBER}\.", printed)
+    ours, own = (numbers(rf"{name} +│ {NUMBER}", printed)[0] for name in ("jflash", "own"))
+    difference, rounding = numbers(rf"from own: {NUMBER}\. Rounding can make it {NUMBER}\.", printed)
     assert difference <= rounding
     assert abs(ours - own) <= rounding
-    image = picture.read_bytes()
+    assert_is_picture(picture)
+
+
+@pytest.fixture
+def train_transformer(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("train_transformer")
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_training_beside_jax_nn(train_transformer, dtype, tmp_path, capsys):
+    """The same weights and batches: losses agree within rounding, and the record holds all that was printed."""
+    paths = {"picture": tmp_path / "curves.png", "record": tmp_path / "record.json"}
+    options = {**SHORT_TRAINING, **paths, "dtype": dtype, "attention": ("jflash", "xla")}
+    train_transformer.main(train_transformer.Settings("flax", **options))
+    printed = capsys.readouterr().out
+    record = json.loads(paths["record"].read_text())
+    runs = record["runs"]
+    assert list(runs) == ["jflash", "xla", "disturbed"]
+    losses = {name: np.array(run["losses"]) for name, run in runs.items()}
+    assert all(len(each) == 5 for each in losses.values())
+    assert losses["jflash"][-1] < losses["jflash"][0]
+    allowed = abs(losses["disturbed"] - losses["xla"]).max()
+    assert abs(losses["jflash"] - losses["xla"]).max() <= allowed == record["differences"]["disturbed"]
+    assert record["settings"]["dtype"] == dtype
+    for run in runs.values():
+        assert run["tokens_per_second"] == 2 * 48 / np.median(run["seconds"][1:])
+        assert run["step_mib"] > 0
+    assert f"{runs['xla']['losses'][-1]:.7f}" in printed
+    assert_is_picture(paths["picture"])
+
+
+@pytest.mark.slow
+def test_training_leaves_out_what_does_not_fit(train_transformer, monkeypatch, tmp_path, capsys):
+    """A step that needs more than the device has is not run, and the table says so."""
+    options = {**SHORT_TRAINING, "length": 512, "attention": ("xla", "jflash"), "picture": tmp_path / "curves.png"}
+    settings = train_transformer.Settings("flax", **options)
+    needed = {name: train_transformer.Run(settings.complete(), name).planned_bytes for name in settings.attention}
+    assert needed["jflash"] < needed["xla"]
+    monkeypatch.setattr(train_transformer, "device_bytes", lambda: needed["xla"] - 1)
+    train_transformer.main(settings)
+    printed = capsys.readouterr().out
+    assert re.search(r"xla +│ a step needs", printed)
+    numbers(rf"jflash +│ {NUMBER}", printed)
+    monkeypatch.setattr(train_transformer, "device_bytes", lambda: 0)
+    with pytest.raises(SystemExit, match=r"jflash: a step needs .* MiB, and there are 0"):
+        train_transformer.main(settings)
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "sentence"),
+    [
+        ("flax", {"attention": ("jflash", "cudnn")}, "`--attention cudnn` needs an NVIDIA GPU, and this is cpu"),
+        ("equinox", {"attention": ("jflash", "xla")}, "`--framework equinox` has the small size in float32"),
+        ("equinox", {"size": "gpt2"}, "`--framework equinox` has the small size in float32"),
+        ("equinox", {"dtype": "bfloat16"}, "`--framework equinox` has the small size in float32"),
+    ],
+)
+def test_training_refuses(train_transformer, framework, options, sentence):
+    with pytest.raises(SystemExit, match=sentence):
+        train_transformer.main(train_transformer.Settings(framework, **options))
+
+
+def test_training_refuses_cudnn_in_float32(train_transformer, monkeypatch):
+    monkeypatch.setattr(train_transformer, "on_nvidia", lambda: True)
+    with pytest.raises(SystemExit, match="give `--dtype bfloat16`"):
+        train_transformer.Settings("flax", attention=("cudnn",)).complete()
+    assert train_transformer.Settings("flax", attention=("cudnn",), size="gpt2").complete().dtype == "bfloat16"
+
+
+def test_gpt2_has_its_parameters(train_transformer):
+    """At GPT-2's own 1,024 positions its 124,439,808, of which no memory is made; each position more has `width`."""
+    transformer_flax = importlib.import_module("transformer_flax")
+    settings = train_transformer.Settings("flax", size="gpt2").complete()
+    shape = {name: getattr(settings, name) for name in ("width", "heads", "layers")}
+
+    def parameters(length: int) -> int:
+        model = lambda: transformer_flax.Transformer(
+            train_transformer.TOKENS["gpt2"], length, **shape, attention="jflash", seed=0
+        )
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: transformer_flax.split(model())[0])))
+
+    assert parameters(1024) == 124_439_808
+    assert parameters(8192) == 124_439_808 + (8192 - 1024) * 768
+
+
+@pytest.mark.parametrize("path", RECORDED_TRAINING, ids=lambda path: path.name)
+def test_training_record(path):
+    """Its losses agree within rounding, and it has a picture beside it."""
+    record = json.loads(path.read_text())
+    differences = dict(record["differences"])
+    allowed = differences.pop("disturbed")
+    assert 0 < max(differences.values()) <= allowed
+    assert_is_picture(path.with_suffix(".png"))
+
+
+def assert_is_picture(path: pathlib.Path) -> None:
+    image = path.read_bytes()
     assert image.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(image) > 10_000
 
@@ -126,16 +226,15 @@ def test_long_context_on_paper():
 
 
 @pytest.mark.slow
-def test_training_notices_a_wrong_attention(tmp_path, monkeypatch):
-    """The comparison, the same for both frameworks, can fail."""
+@pytest.mark.parametrize("framework", ["flax", "equinox"])
+def test_training_notices_a_wrong_attention(train_transformer, framework, tmp_path, monkeypatch):
+    """The comparison can fail."""
 
     def one_percent_off(query, *others, **options):
         return jflash.attention(query * 1.01, *others, **options)
 
-    monkeypatch.setattr("jflash.equinox.attention", one_percent_off)
-    monkeypatch.syspath_prepend(EXAMPLES)
-    train_transformer = importlib.import_module("train_transformer")
-    settings = train_transformer.Settings("equinox", picture=tmp_path / "curves.png", **SHORT_TRAINING)
+    monkeypatch.setattr(f"jflash.{framework}.attention", one_percent_off)
+    settings = train_transformer.Settings(framework, picture=tmp_path / "curves.png", **SHORT_TRAINING)
     with pytest.raises(SystemExit, match="more than rounding"):
         train_transformer.main(settings)
 

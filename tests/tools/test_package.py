@@ -62,7 +62,7 @@ def test_version_is_the_projects() -> None:
 
 
 def test_public_names() -> None:
-    assert jflash.__all__ == ["attention", "explain", "replacing_jax_nn"]
+    assert jflash.__all__ == ["AttentionWarning", "attention", "explain", "replacing_jax_nn"]
     assert {name for name in dir(jflash) if not name.startswith("_")} >= set(jflash.__all__)
 
 

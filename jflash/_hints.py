@@ -1,0 +1,233 @@
+"""Hints: what is said of a call that is legal and probably not what its author meant.
+
+Each hint is a row of `HINTS`. It looks at shapes, dtypes and Python values when the call is traced, and never at the
+values of a JAX array: it adds nothing to the program, and cannot wait for a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jflash import _dispatch
+from jflash._platform import Platform
+from jflash._semantics.spec import Spec
+
+
+class AttentionWarning(UserWarning):
+    """A call of `attention` is legal, and its result or its cost is probably not what was meant.
+
+    It is for what would otherwise pass in silence: a result that is wrong, or a compilation at every call. It comes
+    once per process and kind, when the call is traced, and points at the line that made the call. Where the result is
+    right and could only come faster there is no warning: `explain` says it in a line "note: ...", and the logger
+    "jflash" once, at level INFO, which Python does not show by default.
+
+    `warnings.filterwarnings("ignore", category=jflash.AttentionWarning)` turns all of them off.
+    """
+
+
+class Call(NamedTuple):
+    """What a hint may look at."""
+
+    arguments: Mapping[str, Any]
+    """Of `attention`, as they were given; those that are missing have their defaults."""
+    spec: Spec
+    names: Sequence[str]
+    """The backends that may serve."""
+    platform: Platform
+    is_traced: bool
+    """Whether the call becomes a part of a larger program, rather than being compiled and run by itself."""
+
+
+class Hint(NamedTuple):
+    """A row of the table."""
+
+    kind: str
+    warns: bool
+    """Whether it is an `AttentionWarning`; else it is for `explain` and the log."""
+    message: Callable[[Call], str | None]
+    """None: there is nothing to say of this call."""
+
+
+_MOST_HEADS = 128
+"""More heads than this are more likely tokens: GPT-3 has 96 (arXiv:2005.14165), DeepSeek-V3 128 (arXiv:2412.19437)."""
+_WIDEST_HEAD = 256
+"""Wider heads, each with keys of its own, are more likely the features of all heads together."""
+
+
+def _heads_first(call: Call) -> str | None:
+    """[B, N, T, H] where [B, T, N, H] is asked: legal when queries and keys are equally many.
+
+    Without a batch axis it may be [T, B * N, H], time first, which is right.
+    """
+    spec, axes = call.spec, call.arguments["query"].ndim
+    if axes < 4 or spec.query_length != spec.key_length or spec.heads != spec.key_heads or spec.sequence_axes:
+        return None
+    if spec.heads <= _MOST_HEADS or spec.query_length > _MOST_HEADS:
+        return None
+    return (
+        "`query`, `key` and `value` have the axes [*B, T, N, H], tokens before heads; these have more heads than "
+        "tokens. If heads come first, give jnp.swapaxes(x, -3, -2) of each, and swap the result's axes back. "
+        f"Got T={spec.query_length}, S={spec.key_length}, N={spec.heads} and K={spec.key_heads}."
+    )
+
+
+def _heads_not_split(call: Call) -> str | None:
+    """[B, T, features] where [T, N, H] is what three axes mean."""
+    spec, axes = call.spec, call.arguments["query"].ndim
+    if axes != 3 or spec.query_length != spec.key_length or not 1 < spec.heads == spec.key_heads:
+        return None
+    if spec.head_dim <= _WIDEST_HEAD:
+        return None
+    return (
+        "Three axes are [T, N, H], a call without a batch. If these are [B, T, features], split the features into "
+        "heads first: x.reshape(B, T, N, H). "
+        f"Got T={spec.query_length}, N={spec.heads} and H={spec.head_dim}."
+    )
+
+
+def _no_offset(call: Call) -> str | None:
+    """A decoding step whose query was left at key 0. An offset of 0 that is given is taken to be meant."""
+    spec = call.spec
+    if call.arguments.get("query_offset") is not None or spec.sequence_axes:
+        return None
+    if spec.query_length != 1 or spec.key_length <= 1 or spec.bounds[1] != 0:
+        return None
+    return (
+        "`query_offset` was not given, so the one query stands at key 0 and sees no later key. In decoding, give the "
+        "number of keys before it: the cache's length before this step. Leave out `is_causal` if the query may see "
+        f"all keys, or give query_offset=0 if key 0 is meant. Got T=1 and S={spec.key_length}."
+    )
+
+
+_REPLACED_OFTEN = 3
+_replaced: weakref.WeakKeyDictionary[types.CodeType, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
+"""For each definition of a `score_mod` the last function made of it, and how many before it are gone."""
+
+
+def _new_score_mod(call: Call) -> str | None:
+    """A function that is defined in a loop which is not compiled: each turn makes a new one, and compiles for it.
+
+    A layer's own function also differs from its neighbour's, but it stays: only one that is gone counts as replaced.
+    """
+    if call.is_traced or call.spec.score_mod is None:
+        return None
+    function = call.spec.score_mod.function()
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    last, times = _replaced.get(code, (weakref.ref(function), 0))
+    if last() is None:
+        last, times = weakref.ref(function), times + 1
+    _replaced[code] = last, times
+    if times < _REPLACED_OFTEN:
+        return None
+    return (
+        "`score_mod` is a new function at each call, and outside jax.jit each is compiled anew. Define it once, "
+        "before the loop, or put the loop's body under jax.jit. "
+        f"Got {code.co_qualname} of line {code.co_firstlineno}, {times + 1} times."
+    )
+
+
+_HIDES = -1e4
+"""What masks are made of: -1e4, -1e9, -inf, or the least number of a dtype."""
+_LOOKED_AT = 1024
+
+
+def _bias_as_mask(call: Call) -> str | None:
+    """Only of a NumPy array, which is in the host's memory, and only about a thousand values of it."""
+    bias = call.arguments.get("bias")
+    if not isinstance(bias, np.ndarray):
+        return None
+    # An odd step, as rows often have an even length, and should not all be looked at in one place.
+    some = bias.flat[:: bias.size // _LOOKED_AT | 1]
+    hides = some <= _HIDES
+    if not hides.any() or not (hides | (some == 0)).all():
+        return None
+    return (
+        "`bias` seems to be a mask: it is 0 or at most -1e4. Give mask=bias == 0, or is_causal=True if that is what it "
+        "says: a mask takes less memory, and a query that sees no key gets 0, not the mean of the values. "
+        f"Got {bias.dtype}{list(bias.shape)}."
+    )
+
+
+_LONG = 2048
+"""Shorter calls may be one tile, of which nothing can be left out."""
+
+
+def _mask_of_padding(call: Call) -> str | None:
+    spec = call.spec
+    if spec.mask_shape is None or spec.mask_shape[1:] != (1, 1, spec.key_length) or spec.key_length < _LONG:
+        return None
+    if not spec.operands.isdisjoint(("key_lengths", "key_segments")):
+        return None
+    return (
+        "`mask` hides the same keys from all queries and heads. If they are padding at the end, give "
+        "`key_value_seq_lengths` instead, else `segment_ids`: both leave out tiles of hidden keys, a mask does not. "
+        f"Got mask {list(call.arguments['mask'].shape)}."
+    )
+
+
+def _float32(call: Call) -> str | None:
+    """Also where float32 is meant: one line of the log costs little."""
+    if call.spec.dtype != np.float32:
+        return None
+    half = dataclasses.replace(call.spec, dtype=np.dtype(jax.numpy.bfloat16))
+    serves, faster = (_dispatch.ask(spec, call.names, call.platform)[0] for spec in (call.spec, half))
+    if serves is None or serves == faster:
+        return None
+    return (
+        f"{serves} serves float32 here, and {faster} would serve bfloat16, faster. If bfloat16 is exact enough, give "
+        "x.astype(jnp.bfloat16) of `query`, `key` and `value`; sums and softmax stay in float32. Got dtype float32."
+    )
+
+
+HINTS = (
+    Hint("heads first", True, _heads_first),
+    Hint("heads not split", True, _heads_not_split),
+    Hint("no offset", True, _no_offset),
+    Hint("new score_mod", True, _new_score_mod),
+    Hint("bias as mask", False, _bias_as_mask),
+    Hint("mask of padding", False, _mask_of_padding),
+    Hint("float32", False, _float32),
+)
+
+_given: set[str] = set()
+_log = logging.getLogger("jflash")
+_NOT_THE_CALLERS = (*jax.__path__, os.path.dirname(__file__))
+"""Folders in which no line of a caller is: JAX stands between jflash's own functions too."""
+
+
+def give(call: Call) -> None:
+    """Say what there is to say of this call and was not yet said.
+
+    A warning that a filter turns into an exception was not said: it is raised again by the next such call.
+    """
+    for hint in HINTS:
+        if hint.kind in _given or not (hint.warns or _log.isEnabledFor(logging.INFO)):
+            continue
+        message = hint.message(call)
+        if message is None:
+            continue
+        if hint.warns:
+            warnings.warn(message, AttentionWarning, skip_file_prefixes=_NOT_THE_CALLERS)
+        else:
+            _log.info("%s", message)
+        _given.add(hint.kind)
+
+
+def lines(call: Call) -> Iterator[str]:
+    """All that there is to say, for `explain`."""
+    for hint in HINTS:
+        message = hint.message(call)
+        if message is not None:
+            yield f"note: {message}"
