@@ -32,6 +32,14 @@ class AttentionWarning(UserWarning):
     "jflash" once, at level INFO, which Python does not show by default.
 
     `warnings.filterwarnings("ignore", category=jflash.AttentionWarning)` turns all of them off.
+
+    Example:
+      >>> import warnings, jax.numpy as jnp, jflash
+      >>> query, cache = jnp.ones((1, 1, 4, 16)), jnp.ones((1, 64, 4, 16))
+      >>> with warnings.catch_warnings(action="error", category=jflash.AttentionWarning):
+      ...     jflash.attention(query, cache, cache, is_causal=True)
+      Traceback (most recent call last):
+      jflash._hints.AttentionWarning: `query_offset` was not given, so the one query ...
     """
 
 
