@@ -42,6 +42,8 @@ def _unsupported_float32(spec: Spec) -> str | None:
 
     if (precision := operand_pieces.unsupported_precision(spec)) is not None:
         return f"it has no float32 products of precision {precision}."
+    if operand_pieces.number(spec) == 3 and spec.logits_soft_cap is not None:
+        return "its soft cap has a relative error of 1e-6, which is more than float32's own precision allows."
     if not plan.fits(spec):
         dims, pieces = f"H={spec.head_dim} and D={spec.value_dim}", operand_pieces.number(spec)
         return f"it takes float32 as {pieces} bfloat16 pieces; with {dims} their tiles do not fit in shared memory."

@@ -43,6 +43,17 @@ SPILLS = {
         ("d256 causal, dropout: forward", "soft cap, dropout: forward"),
         (20, "It keeps a head's two words of dropout. What that costs was not measured yet."),
     ),
+    **dict.fromkeys(
+        ("float32 d128, rounds: forward", "float32 d128 causal, rounds: forward"),
+        (
+            128,
+            "It keeps where the next blocks are, and P both whole and in pieces. What that costs was not measured yet.",
+        ),
+    ),
+    **dict.fromkeys(
+        ("float32 d128, highest: forward", "float32 d128, highest: d_key_value"),
+        (224, "Each product of pieces has registers of its own for P. What that costs was not measured yet."),
+    ),
     "d256 causal, dropout: d_query": (
         64,
         "As without dropout, and a head's two words. What that costs was not measured yet.",

@@ -14,23 +14,29 @@ from jflash._backends.mosaic_gpu.schedule import forward_schedule
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dims", "options"),
+    ("dtype", "dims", "options"),
     [
-        ((64, 64), dict(causal=True)),
-        ((40, 64), dict(bias="full", lengths="both")),
-        ((128, 128), dict(window=(90, 10), offset="each")),
-        ((256, 256), dict(causal=True)),
-        ((64, 64), dict(causal=True, dropout=True)),
-        ((192, 128), dict(dropout=True, segments="sorted")),
+        ("bfloat16", (64, 64), dict(causal=True)),
+        ("bfloat16", (40, 64), dict(bias="full", lengths="both")),
+        ("bfloat16", (128, 128), dict(window=(90, 10), offset="each")),
+        ("bfloat16", (256, 256), dict(causal=True)),
+        ("bfloat16", (64, 64), dict(causal=True, dropout=True)),
+        ("bfloat16", (192, 128), dict(dropout=True, segments="sorted")),
+        ("float32", (64, 64), dict(causal=True)),
+        ("float32", (96, 40), dict(bias="full", lengths="both", dropout=True)),
+        ("float32", (128, 128), dict(window=(90, 10), offset="each")),
     ],
     ids=str,
 )
-def test_several_items_a_cta_of_a_part(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict):
+def test_several_items_a_cta_of_a_part(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, dims: tuple[int, int], options: dict
+):
     """A part's output leaves from registers, while the next queries come."""
     planned = lambda one, *_: dataclasses.replace(one, items_per_cta=2)
     monkeypatch.setattr(forward_schedule, "choose", planned)
-    call = cases.build(Case("bfloat16", 260, 64, heads=(2, 2), dims=dims, batch=(2,), **options))
-    oracle.assert_right(parts.run(call, *hopper_kernels.functions()), call)
+    call = cases.build(Case(dtype, 260, 64, heads=(2, 2), dims=dims, batch=(2,), **options))
+    run = lambda **precision: parts.run(call, *hopper_kernels.functions(), **precision)
+    hopper_kernels.assert_right(run, call)
 
 
 @pytest.mark.slow

@@ -99,9 +99,14 @@ def test_other_precisions_are_refused_by_name(precision: Any):
     assert reason == f"it has no float32 products of precision {getattr(precision, 'name', precision)}."
 
 
+def test_a_soft_cap_is_not_exact_enough_for_float32():
+    assert mosaic_gpu.unsupported_call(spec_of(logits_soft_cap=5.0)) is None
+    assert "its soft cap" in str(mosaic_gpu.unsupported_call(spec_of(logits_soft_cap=5.0, precision="highest")))
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
-    dict(is_causal=True, logits_soft_cap=5.0),
+    dict(is_causal=True, alibi_slopes=jnp.zeros(2)),
     dict(bias=jnp.zeros((1, 2, 256, 256), jnp.float32)),
     dict(bias=jnp.zeros((1, 2, 1, 256), jnp.float32)),
     dict(deterministic=True, bias=jnp.zeros((1, 2, 1, 256), jnp.float32), score_mod=lambda logit, *_: 2 * logit),

@@ -165,7 +165,8 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
     pieces = operand_pieces.number(spec)
     if pieces > 1:
-        candidates.append(SMALLEST_TILE)
+        # Of 128 keys, pieces of P leave too few registers.
+        candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
     elif not few_rows and max(head_dim, value_dim) <= 64 and not bias_bytes:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
         narrow = (candidates[0], RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4))
