@@ -91,6 +91,8 @@ def test_split(case: Case):
         ((256, 256), dict(bias="full")),
         ((80, 80), dict(bias="full", mask="full", causal=True, sinks=True)),
         ((40, 40), dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
+        ((64, 64), dict(causal=True, offset="end", dtype="float32")),
+        ((128, 128), dict(bias="full", window=(100, 0), dtype="float32")),
     ],
     ids=str,
 )
@@ -103,9 +105,9 @@ def test_several_items_a_cta(
     """
     planned = lambda one, *_: dataclasses.replace(one, items_per_cta=items, entries=entries)
     monkeypatch.setattr(forward_schedule, "choose", planned)
-    case = Case("bfloat16", 260, 140, heads=(2, 2), dims=dims, batch=(2,), **options)
-    call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    given = dict(dtype="bfloat16") | options
+    call = cases.build(Case(query_length=260, key_length=140, heads=(2, 2), dims=dims, batch=(2,), **given))
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, deterministic=True), call)
 
 
 @sampled(2)
@@ -137,6 +139,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: RowTi
         (1, 100, (3, 1), 1, dict(causal=True, offset="end")),
         (2, 200, (4, 1), 1, dict(causal=True, bias="keys", lengths="keys")),
         (2, 140, (4, 1), 1, dict(window=(150, 0))),
+        (1, 200, (4, 2), 1, dict(causal=True, dtype="float32")),
     ],
     ids=str,
 )
@@ -144,19 +147,22 @@ def test_accumulators_of_few_heads_at_a_time(
     processors: int, key_length: int, heads: tuple[int, int], batch: int, options: dict
 ):
     """On so few multiprocessors heads and batch entries take each other's place in the accumulators of dQ."""
-    case = Case("bfloat16", 300, key_length, heads=heads, dims=(64, 64), batch=(batch,), **options)
-    call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, processors, detect_races=False), call)
+    given = dict(dtype="bfloat16") | options
+    call = cases.build(
+        Case(query_length=300, key_length=key_length, heads=heads, dims=(64, 64), batch=(batch,), **given)
+    )
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)
 
 
 @sampled(4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (132, 1100)])
 @pytest.mark.parametrize("query_length", [1, 3])
-def test_decoding(query_length: int, processors: int, key_length: int):
+def test_decoding(query_length: int, processors: int, key_length: int, dtype: str):
     """Heads packed into rows, keys in several parts or batch entries in rounds, lengths for each sequence."""
-    case = Case("bfloat16", query_length, key_length, heads=(4, 2), dims=(64, 64), lengths="keys", batch=(2,))
+    case = Case(dtype, query_length, key_length, heads=(4, 2), dims=(64, 64), lengths="keys", batch=(2,))
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, processors, deterministic=True), call)
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, deterministic=True), call)
 
 
 @sampled(2)
