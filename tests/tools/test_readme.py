@@ -54,7 +54,7 @@ WHOLE = dict(
     query_offset=1,
     segment_ids=np.zeros((2, 4), np.int32),
     sinks=ZEROS,
-    precision="highest",
+    precision="high",
 )
 CLOSED = dict(score_mod=lambda logit, batch, head, query, key: logit * jnp.asarray(ZEROS)[head])
 DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropout=True)
@@ -62,9 +62,10 @@ DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropou
 ROWS: dict[str, list[dict[str, Any]]] = {
     "bfloat16 or float16": [dict(dtype=jnp.bfloat16), dict(dtype=jnp.float16)],
     "float32": [dict(dtype=jnp.float32)],
-    'likewise, both head dimensions above 192, or above 128 with `precision="highest"`': [
+    'likewise, both head dimensions above 192; with `precision="highest"` above 128, or a soft cap': [
         *(dict(dtype=jnp.float32, head_dim=dim, value_dim=dim) for dim in (193, 256)),
         *(dict(dtype=jnp.float32, head_dim=dim, value_dim=dim, precision="highest") for dim in (129, 256)),
+        dict(dtype=jnp.float32, precision="highest", logits_soft_cap=2.0),
     ],
     "float64": [dict(dtype=jnp.float64)],
     "masks, windows, padding, segments, biases, sinks, any option without a row": [

@@ -49,9 +49,9 @@ def test_forms_of_soft_cap(cap: float, most: float, ratio: float, is_known: bool
     assert np.abs(expected[are_small]).max() <= most
 
 
-def test_the_interpreter_has_all_operations_but_those_made_of_others():
+def test_the_interpreter_has_all_operations():
     operations = {name for name, value in vars(WarpgroupOps).items() if inspect.isfunction(value) and name[0] != "_"}
-    assert operations - vars(Interpreter).keys() == {"matmul", "add_matmul"}
+    assert operations <= vars(Interpreter).keys()
 
 
 def test_three_numbers_of_bfloat16_make_one_of_float32():
