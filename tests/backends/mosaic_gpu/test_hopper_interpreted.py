@@ -62,6 +62,10 @@ def marked(some: list[Case]) -> list:
     return [pytest.param(case, marks=() if case in IN_SHORT_RUN else pytest.mark.slow) for case in some]
 
 
+def slow(*row: object):
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("case", marked(FUSED_CASES), ids=str)
 def test_fused(case: Case):
     call = cases.build(case)
@@ -91,8 +95,8 @@ def test_split(case: Case):
         ((256, 256), dict(bias="full")),
         ((80, 80), dict(bias="full", mask="full", causal=True, sinks=True)),
         ((40, 40), dict(segments="sorted", window=(40, 10), soft_cap=1.5)),
-        ((64, 64), dict(causal=True, offset="end", dtype="float32")),
-        ((128, 128), dict(bias="full", window=(100, 0), dtype="float32")),
+        slow((64, 64), dict(causal=True, offset="end", dtype="float32")),
+        slow((128, 128), dict(bias="full", window=(100, 0), dtype="float32")),
     ],
     ids=str,
 )
@@ -139,7 +143,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: RowTi
         (1, 100, (3, 1), 1, dict(causal=True, offset="end")),
         (2, 200, (4, 1), 1, dict(causal=True, bias="keys", lengths="keys")),
         (2, 140, (4, 1), 1, dict(window=(150, 0))),
-        (1, 200, (4, 2), 1, dict(causal=True, dtype="float32")),
+        slow(1, 200, (4, 2), 1, dict(causal=True, dtype="float32")),
     ],
     ids=str,
 )
