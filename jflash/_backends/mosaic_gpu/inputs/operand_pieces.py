@@ -47,6 +47,11 @@ def number(spec: Spec) -> int:
     return max(_BY_PRECISION[name] for name in _precisions(spec)) if spec.dtype == jnp.float32 else 1
 
 
+def facts(spec: Spec) -> tuple[int, ...]:
+    """What the tiles of a float32 call are tuned for besides what those of other calls are."""
+    return (number(spec),) if spec.dtype == jnp.float32 else ()
+
+
 def _precisions(spec: Spec) -> list[str]:
     """The names of a call's precision, or of the two of a pair."""
     given = spec.precision if isinstance(spec.precision, tuple) else (spec.precision,)

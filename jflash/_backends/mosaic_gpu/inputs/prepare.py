@@ -131,8 +131,9 @@ def copied(spec: Spec) -> list[str]:
         "value": (spec.batch, spec.key_length, spec.key_heads, spec.value_dim),
     }
     if spec.dtype == jnp.float32:
-        count = operand_pieces.number(spec)
-        copies = [f"{name} is split into {count} bfloat16 piece{'s'[: count - 1]}" for name in shapes]
+        copies = [
+            f"{name} is split into bfloat16 pieces, {operand_pieces.number(spec)} of each number" for name in shapes
+        ]
     else:
         copies = [
             f"{name} is padded from {shape} to {whole_shape(shape)}"

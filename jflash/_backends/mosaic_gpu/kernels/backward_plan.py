@@ -172,8 +172,7 @@ def fits(spec: Spec) -> bool:
 
 def _facts(spec: Spec) -> tuple[int, ...]:
     """What tiles are tuned for."""
-    pieces = operand_pieces.number(spec)
-    return *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *([pieces] if pieces > 1 else [])
+    return *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
 
 
 def choose_dq_tiles(spec: Spec) -> DqTiles:

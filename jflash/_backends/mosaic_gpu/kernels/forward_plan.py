@@ -163,9 +163,8 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     bias_bytes = bias_and_mask.bias_tile_bytes(spec)
     few_rows = rows <= WARPGROUP_ROWS
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
-    pieces = operand_pieces.number(spec)
-    if pieces > 1:
-        # Of 128 keys, pieces of P leave too few registers.
+    if spec.dtype == jnp.float32:
+        # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
     elif not few_rows and max(head_dim, value_dim) <= 64 and not bias_bytes:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
@@ -180,8 +179,8 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     # Splits of the keys store a float32 output.
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile, dtype(tile)))]
-    facts = head_dim, value_dim, bias_bytes, "short" if few_rows else "long", *([pieces] if pieces > 1 else [])
-    key = TuningKey("mosaic_gpu forward", facts)
+    rows_kind = "short" if few_rows else "long"
+    key = TuningKey("mosaic_gpu forward", (head_dim, value_dim, bias_bytes, rows_kind, *operand_pieces.facts(spec)))
     return _tuning.choose(key, fitting)
 
 
