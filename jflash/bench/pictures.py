@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ COLOURS = {
 TITLES = {"fwd": "forward", "bwd": "backward"}
 BARS = 0.8
 """The part of the place of a length, or of an option, that its bars take."""
+CHARACTERS_PER_INCH = 17
+"""Of the caption, at most."""
 
 
 def draw(record: Record, folder: pathlib.Path, stem: str) -> list[pathlib.Path]:
@@ -112,10 +115,11 @@ def _distinct(rows: Sequence[Row], name: str) -> list[Any]:
 
 def _finished(record: Record, rows: Sequence[Row], figure: Figure, axes: Any, title: str) -> Figure:
     """With a title, a legend, and under it all where it was measured."""
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8, frameon=False)
     missing = [f"Missing: {', '.join(record.about.missing)}."] if record.about.missing else []
-    caption = "\n".join([str(record.about), *missing, *notes(rows)])
-    figure.supxlabel(caption, fontsize=7, color="#495057")
+    characters = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
+    caption = [textwrap.fill(line, characters) for line in (str(record.about), *missing, *notes(rows))]
+    figure.supxlabel("\n".join(caption), fontsize=7, color="#495057")
     return figure
