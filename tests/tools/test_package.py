@@ -61,6 +61,13 @@ def test_version_is_the_projects() -> None:
     assert jflash.__version__ == PROJECT["version"]
 
 
+def test_changelog_begins_with_the_version() -> None:
+    """The release workflow looks for it, with a date for "not released yet"."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    heading = next(line for line in changelog.splitlines() if line.startswith("## "))
+    assert re.fullmatch(rf"## {re.escape(jflash.__version__)}, (not released yet|\d{{4}}-\d\d-\d\d)", heading)
+
+
 def test_public_names() -> None:
     assert jflash.__all__ == ["AttentionWarning", "attention", "explain", "replacing_jax_nn"]
     assert {name for name in dir(jflash) if not name.startswith("_")} >= set(jflash.__all__)
