@@ -158,7 +158,7 @@ def test_accumulators_of_few_heads_at_a_time(
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)
 
 
-@sampled(4)
+@sampled(8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (132, 1100)])
 @pytest.mark.parametrize("query_length", [1, 3])
