@@ -1,4 +1,4 @@
-"""What is said of legal calls that are probably mistakes, when, how often, and of which calls nothing is said."""
+"""Hints: which legal calls warn or have a note, once each, and which have none."""
 
 import functools
 import logging

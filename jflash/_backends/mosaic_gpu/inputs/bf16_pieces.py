@@ -21,7 +21,7 @@ SMEM_COLUMNS = 16
 def split(
     rest: Float[Array, "..."], rounded: Callable[[Array], Array], number: int = PIECES
 ) -> list[Float[Array, "..."]]:
-    """bfloat16 numbers, the largest first, whose sum is the given finite number, or as near as so many come to it;
+    """bfloat16 numbers, the largest first, whose sum is the given finite number; fewer than three approximate it.
     `rounded` gives the nearest bfloat16."""
     pieces = [rounded(rest)]
     while len(pieces) < number:

@@ -118,8 +118,8 @@ class _Cta(Cta[DkvPlan]):
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
-        (self.k, *dk), (self.v, *dv) = refs.smem.k_dk, refs.smem.v_dv
-        self.dk, self.dv = [*dk, self.k][0], [*dv, self.v][0]
+        k_dk, v_dv = tuple(refs.smem.k_dk), tuple(refs.smem.v_dv)
+        (self.k, self.dk), (self.v, self.dv) = (k_dk[0], k_dk[-1]), (v_dv[0], v_dv[-1])
         self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
