@@ -147,6 +147,11 @@ class Run:
         self.losses.append(float(loss))
 
     @property
+    def kept_bytes(self) -> int:
+        """What it holds from one step to the next: weights, and the optimizer's state."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._learned))
+
+    @property
     def planned_bytes(self) -> int:
         """All that a training step holds at once, as XLA has planned it."""
         memory = self._update.memory_analysis()
@@ -227,13 +232,15 @@ def device_bytes() -> float:
 
 def prepare(settings: Settings) -> tuple[dict[str, Run], dict[str, str]]:
     """The runs that fit into the device's memory, with the disturbed one, and why others do not."""
-    limit = device_bytes()
     runs: dict[str, Run] = {}
     refused: dict[str, str] = {}
     for name in settings.attention:
         run = Run(settings, name)
+        # The disturbed run makes one more, of which each keeps as much while this one takes a step.
+        limit = device_bytes() - len(settings.attention) * run.kept_bytes
         if run.planned_bytes > limit:
-            refused[name] = f"a step needs {run.planned_bytes / MIB:,.0f} MiB, and there are {limit / MIB:,.0f}"
+            room = f"the other runs leave {max(0, limit) / MIB:,.0f}"
+            refused[name] = f"a step needs {run.planned_bytes / MIB:,.0f} MiB, and {room}"
         else:
             runs[name] = run
     if runs:
