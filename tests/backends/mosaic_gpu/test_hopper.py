@@ -251,19 +251,26 @@ def test_any_lengths(seed: int, data):
     oracle.assert_right(oracle.run(attention, call), call)
 
 
-def over_devices(spec: PartitionSpec, **operands):
-    """Queries, keys and values split over all devices."""
+def over_devices(queries: PartitionSpec, keys: PartitionSpec, strategy: str | None = None, **operands):
+    """Queries, and keys and values, split over all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
-    for name in ("query", "key", "value"):
+    for name, spec in (("query", queries), ("key", keys), ("value", keys)):
         operands[name] = jax.lax.with_sharding_constraint(operands[name], NamedSharding(mesh, spec))
-    return attention(**operands)
+    return attention(**operands, sequence_strategy=strategy)
 
 
-over_batch = functools.partial(over_devices, PartitionSpec("x"))
-over_heads = functools.partial(over_devices, PartitionSpec(None, None, "x"))
+WHOLE = PartitionSpec()
+BATCH, SEQUENCE, HEADS = (PartitionSpec(*[None] * axis, "x") for axis in range(3))
+SPLITS = {
+    "batch": (BATCH, BATCH),
+    "heads": (HEADS, HEADS),
+    **{strategy: (SEQUENCE, SEQUENCE, strategy) for strategy in ("ring", "all_to_all", "gather")},
+    "queries": (SEQUENCE, WHOLE),
+    "keys": (WHOLE, SEQUENCE),
+}
 
 
-@pytest.mark.parametrize("split", [over_batch, over_heads], ids=["batch", "heads"])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -275,11 +282,11 @@ over_heads = functools.partial(over_devices, PartitionSpec(None, None, "x"))
     ],
     ids=str,
 )
-def test_several_devices(options: dict, split):
+def test_several_devices(options: dict, split: str):
     if jax.device_count() == 1:
         pytest.skip("One device.")
-    call = cases.build(Case("bfloat16", 300, 400, (8, 4), (64, 64), (4,), **options))
-    oracle.assert_right(oracle.run(split, call), call)
+    call = cases.build(Case("bfloat16", 304, 400, (8, 4), (64, 64), (4,), **options))
+    oracle.assert_right(oracle.run(functools.partial(over_devices, *SPLITS[split]), call), call)
 
 
 def mapped(query, key, value, **options):
