@@ -1,6 +1,13 @@
-"""FlashAttention for JAX: exact, O(N) memory, forward and backward, one meaning on every machine."""
+"""FlashAttention for JAX: exact, O(N) memory, forward and backward, one meaning on every machine.
 
-from __future__ import annotations
+jflash.attention(query, key, value, ...)     the function, with the arguments of jax.nn.dot_product_attention and more
+jflash.explain(query, key, value, ...)       which implementation would serve such a call, and why
+jflash.replacing_jax_nn()                    a block in which calls of jax.nn.dot_product_attention are served
+jflash.flax, jflash.equinox, jflash.keras    the layers of these libraries
+python -m jflash.doctor | jflash.bench       what runs on this machine | how fast it is
+"""
+
+from typing import Any
 
 from jflash._api import attention, explain
 from jflash._hints import AttentionWarning
@@ -11,10 +18,15 @@ __all__ = ["AttentionWarning", "attention", "explain", "replacing_jax_nn"]
 __version__: str
 
 
-def __getattr__(name: str) -> str:
-    """The version is looked up when asked for: a checkout on the path that was never installed has none."""
+def __getattr__(name: str) -> Any:
+    """What is looked up when it is asked for: the version, which a checkout that was never installed does not have, and
+    the layers, whose libraries may not be here."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("jflash")
+    if name in ("equinox", "flax", "keras"):
+        from importlib import import_module
+
+        return import_module(f"jflash.{name}")
     raise AttributeError(f"module 'jflash' has no attribute {name!r}")

@@ -122,9 +122,10 @@ def attention(
         nothing they hold, NaN included, reaches any output or gradient. Traced values are clamped to the range.
       key_value_seq_lengths: integer `[*B]`, 0 to S; the same for keys and values.
       local_window_size: (left, right), or one number for both: query i sees key j only if
-        i + query_offset - left <= j <= i + query_offset + right. Not negative.
-      implementation: the name of a backend, or several in order of preference; None for all but `metal`. `explain`
-        says which one serves.
+        i + query_offset - left <= j <= i + query_offset + right. Not negative: of 128 keys, the query's own among
+        them, it is (127, 0), and S is no limit.
+      implementation: "mosaic_gpu", "xla", "reference" or "metal", or several of them in order of preference; None for
+        the first three in this order. `explain` says which one serves.
       return_residual: also return the log-sum-exp of the logits.
       logits_soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c) (arXiv:2408.00118, section 2).
       alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).
@@ -132,7 +133,8 @@ def attention(
         that it closes over have gradients. Indices count from 0, without `query_offset`; batch axes count as one.
         Reuse one function object: outside `jax.jit` a new one compiles anew.
       query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. 0, also if
-        not given, aligns the top left as jax.nn does, S - T the bottom right; with a cache, its length.
+        not given, aligns the top left as jax.nn does, S - T the bottom right. In decoding it is the number of keys
+        before query 0: the cache's length before this step. It has no effect on a call that sees all keys alike.
       segment_ids: integer `[*B, T]`, or a pair `([*B, T], [*B, S])`: a query sees only keys of its own segment.
         Sorted ids let whole tiles be skipped.
       sinks: floating `[N]`, an extra logit per head that takes part in the softmax, and so in the log-sum-exp, but
@@ -187,9 +189,13 @@ def attention(
       >>> documents = jnp.tile(jnp.repeat(jnp.arange(4), 16), (2, 1))
       >>> out = jflash.attention(query, key, value, is_causal=True, segment_ids=documents)
 
-      Decoding: one query for each batch entry, and a cache of 64 places, of which 40 are filled.
+      Decoding: a query for each batch entry, and a cache of 64 places. 39 and 20 of them were filled before this step,
+      which has filled one more. A window or several queries at once need the offset, one query of a whole cache does
+      not.
 
-      >>> jflash.attention(query[:, :1], key, value, query_offset=39, key_value_seq_lengths=jnp.array([40, 40])).shape
+      >>> before = jnp.array([39, 20])
+      >>> step = dict(query_offset=before, key_value_seq_lengths=before + 1, is_causal=True, local_window_size=(15, 0))
+      >>> jflash.attention(query[:, :1], key, value, **step).shape
       (2, 1, 4, 16)
     """
     names = _dispatch.candidates(implementation)

@@ -39,7 +39,8 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
             raise ValueError(f"`{name}` must have at least one head and one feature. Got shape {array.shape}.")
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
-            f"`query`, `key` and `value` must have the same dtype. Got {query.dtype}, {key.dtype} and {value.dtype}."
+            "`query`, `key` and `value` must have the same dtype: x.astype(dtype) casts one. "
+            f"Got {query.dtype}, {key.dtype} and {value.dtype}."
         )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(
@@ -77,10 +78,11 @@ def mask(array: Any, shape: tuple[int, ...]) -> None:
     """Bool and broadcastable to `shape`, `[*B, N, T, S]`."""
     _array("mask", array)
     if array.dtype != bool:
-        additive = " An additive mask is `bias`." if jnp.issubdtype(array.dtype, jnp.floating) else ""
+        is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+        additive = "; of 0 and -inf, mask == 0; what is to be added is `bias`" if is_floating else ""
         raise TypeError(
-            "`mask` must be bool, True where a query may attend; of a mask of ones and zeros, give mask != 0."
-            f"{additive} Got dtype {array.dtype}."
+            "`mask` must be bool, True where a query may attend; of a mask of ones and zeros, give mask != 0"
+            f"{additive}. Got dtype {array.dtype}."
         )
     _broadcastable("mask", array, shape)
 
@@ -129,7 +131,10 @@ def window(value: Any) -> tuple[int, int] | None:
         raise ValueError(f"`local_window_size` must be {rule}. Got {value!r}.")
     left, right = (_integer("local_window_size", side, rule) for side in pair)
     if left < 0 or right < 0:
-        raise ValueError(f"`local_window_size` counts keys on each side and must not be negative. Got {value!r}.")
+        raise ValueError(
+            "`local_window_size` counts keys on each side and must not be negative; the number of keys is no limit. "
+            f"Got {value!r}."
+        )
     return min(left, WINDOW_LIMIT), min(right, WINDOW_LIMIT)
 
 
@@ -170,10 +175,13 @@ def query_offset(value: Any, batch_axes: tuple[int, ...]) -> None:
 
 def lengths(name: str, array: Any, batch_axes: tuple[int, ...], axis: str, most: int) -> None:
     """Integer `[*B]`, 0 to the length of the axis where that can be seen."""
+    rule = f"one length for each batch entry; jnp.full({batch_axes}, length) has the same for all"
+    if not isinstance(array, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"`{name}` must be an integer array of {rule}. Got {array!r}.")
     _array(name, array)
     _integers(name, array)
     if array.shape != batch_axes:
-        raise ValueError(f"`{name}` must have one length for each batch entry, shape {batch_axes}. Got {array.shape}.")
+        raise ValueError(f"`{name}` must have the shape {batch_axes}, {rule}. Got {array.shape}.")
     _known_range(name, array, 0, most, f"0 and {axis}={most}")
 
 
@@ -293,9 +301,13 @@ def _integers(name: str, array: Any) -> None:
 def _broadcastable(name: str, array: Any, shape: tuple[int, ...]) -> None:
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if array.ndim > len(shape) or any(have not in (1, want) for have, want in zip(padded, shape, strict=True)):
+        remedies = {
+            2: f" If its axes are [B, S], give {name}[:, None, None].",
+            3: f" If its axes are [B, T, S], give {name}[:, None].",
+        }
         raise ValueError(
-            f"`{name}` must be broadcastable to [*B, N, T, S], each axis 1, missing or full. "
-            f"Got {array.shape} for {shape}."
+            f"`{name}` must be broadcastable to [*B, N, T, S], each axis 1, missing from the left, or full. "
+            f"Got {array.shape} for {shape}.{remedies.get(array.ndim, '') if array.ndim < len(shape) else ''}"
         )
 
 

@@ -71,7 +71,10 @@ def candidates(implementation: Any) -> tuple[str, ...]:
         raise TypeError(f"`implementation` must be a name, a sequence of names or None. Got {implementation!r}.")
     unknown = [name for name in names if name not in BACKENDS]
     if unknown or not names:
-        raise ValueError(f"`implementation` must name some of {list(BACKENDS)}. Got {implementation!r}.")
+        raise ValueError(
+            f"`implementation` must name some of {', '.join(BACKENDS)}; leave it out to have the first that can serve. "
+            f"Got {implementation!r}."
+        )
     return tuple(names)
 
 

@@ -73,14 +73,15 @@ _WIDEST_HEAD = 256
 
 
 def _heads_first(call: Call) -> str | None:
-    """[B, N, T, H] where [B, T, N, H] is asked: legal when queries and keys are equally many.
+    """[B, N, T, H] where [B, T, N, H] is asked: legal when queries and keys are equally many, also of grouped heads.
 
     Without a batch axis it may be [T, B * N, H], time first, which is right.
     """
     spec, axes = call.spec, call.arguments["query"].ndim
-    if axes < 4 or spec.query_length != spec.key_length or spec.heads != spec.key_heads or spec.sequence_axes:
+    if axes < 4 or spec.heads != spec.key_heads or spec.sequence_axes:
         return None
-    if spec.heads <= _MOST_HEADS or spec.query_length > _MOST_HEADS:
+    are_heads = 0 < spec.query_length <= _MOST_HEADS and spec.query_length % max(spec.key_length, 1) == 0
+    if spec.heads <= _MOST_HEADS or spec.key_length == 0 or not are_heads:
         return None
     return (
         "`query`, `key` and `value` have the axes [*B, T, N, H], tokens before heads; these have more heads than "
@@ -161,10 +162,12 @@ def _bias_as_mask(call: Call) -> str | None:
     hides = some <= _HIDES
     if not hides.any() or not (hides | (some == 0)).all():
         return None
+    unseen = (
+        "" if (some[hides] == -np.inf).all() else ", and a query that sees no key gets 0, not the mean of the values"
+    )
     return (
         "`bias` seems to be a mask: it is 0 or at most -1e4. Give mask=bias == 0, or is_causal=True if that is what it "
-        "says: a mask takes less memory, and a query that sees no key gets 0, not the mean of the values. "
-        f"Got {bias.dtype}{list(bias.shape)}."
+        f"says: a mask takes less memory{unseen}. Got {bias.dtype}{list(bias.shape)}."
     )
 
 

@@ -108,14 +108,14 @@ class Replacement(contextlib.ContextDecorator):
         """Both in sentences: a line for the counts, and one for each kind of call that was left."""
         left = self.left
         many = sum(each.times for each in left)
+        unseen = (
+            "Programs that were traced before it, and code that imported the function by name, are out of its reach."
+        )
         if not self.served + many:
-            return (
-                "No call of jax.nn.dot_product_attention was made in the block. Programs that were traced before it, "
-                "and code that imported the function by name, are out of its reach."
-            )
+            return f"No call of jax.nn.dot_product_attention was made in the block. {unseen}"
         lines = [f"jflash served {_calls(self.served)} of jax.nn.dot_product_attention and left {many or 'none'}."]
         lines += [f"  {_calls(each.times)} left, because {each.reason}: {each.call}." for each in left]
-        return "\n".join(lines)
+        return "\n".join([*lines, f"These are the calls that the block saw. {unseen}"])
 
     def __str__(self) -> str:
         return self.report()

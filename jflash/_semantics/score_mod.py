@@ -95,6 +95,8 @@ def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[S
             closed, shape = once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
     except Exception as error:
         error.add_note(f"This happened while `score_mod` was traced: {function!r}.")
+        if isinstance(error, jax.errors.ConcretizationTypeError):
+            error.add_note("Its arguments are not known then: write jnp.where in the place of `if`.")
         raise
     if not isinstance(shape, jax.ShapeDtypeStruct) or not jnp.issubdtype(shape.dtype, jnp.floating):
         raise TypeError(

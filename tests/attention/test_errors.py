@@ -92,7 +92,7 @@ TABLE += [
     *rows("bias mask alibi_slopes sinks", TypeError, ARRAY, {"list": [1.0], "float": 1.0}),
     *rows("bias", TypeError, "bool array of who may attend is `mask`", {"dtype bool": zeros(T, S, dtype=bool)}),
     *rows("bias", TypeError, FLOATING, {"int32": ints(T, S), "complex64": zeros(T, S, dtype=np.complex64)}),
-    *rows("mask", TypeError, "An additive mask is `bias`", {"float32": zeros(T, S)}),
+    *rows("mask", TypeError, "of 0 and -inf, mask == 0; what is to be added is `bias`", {"float32": zeros(T, S)}),
     *rows(
         "mask",
         TypeError,
@@ -105,6 +105,8 @@ TABLE += [
         for shape in ((S, T), (0,), (B, S), (B, K, T, S), (3, N, T, S), (1, B, N, T, S))
         for row in rows(name, ValueError, "broadcastable to [*B, N, T, S]", {str(shape): zeros(*shape, dtype=dtype)})
     ),
+    *rows("bias", ValueError, "If its axes are [B, T, S], give bias[:, None].", {"": zeros(B, T, S)}),
+    *rows("mask", ValueError, "If its axes are [B, S], give mask[:, None, None].", {"": zeros(B, S, dtype=bool)}),
     *rows("alibi_slopes sinks", TypeError, FLOATING, {"int32": ints(N), "complex64": zeros(N, dtype=np.complex64)}),
     *rows(
         "alibi_slopes sinks",
@@ -145,7 +147,7 @@ TABLE += [
         {"int32[]": jnp.int32(3), "an array int32[]": (0, jnp.int32(3))},
     ),
     *rows("local_window_size", ValueError, "an integer or a pair", {"(1, 2, 3)": (1, 2, 3), "[]": []}),
-    *rows("local_window_size", ValueError, "must not be negative", {"-1": -1, "(0, -2)": (0, -2)}),
+    *rows("local_window_size", ValueError, "the number of keys is no limit", {"-1": -1, "(0, -2)": (0, -2)}),
     *rows(
         "query_offset",
         TypeError,
@@ -174,13 +176,13 @@ TABLE += [
 ]
 for name, axis, most in (("query_seq_lengths", "T", T), ("key_value_seq_lengths", "S", S)):
     TABLE += [
-        *rows(name, TypeError, ARRAY, {"list": [1, 2], "int": 3}),
+        *rows(name, TypeError, "jnp.full((2,), length) has the same for all", {"[1, 2]": [1, 2], "3": 3}),
         *rows(name, TypeError, INTEGERS, {"float32": zeros(B), "bool": zeros(B, dtype=bool)}),
         *rows(name, TypeError, NUMBERS, {"object": np.full(B, None)}),
         *rows(
             name,
             ValueError,
-            "one length for each batch entry, shape (2,)",
+            "the shape (2,), one length for each batch entry",
             {"()": np.int32(3), "(3,)": jnp.zeros(3, int), "(2, 1)": ints(B, 1)},
         ),
         *rows(name, ValueError, f"between 0 and {axis}={most}", {"-1 to 2": np.array([-1, 2])}),
@@ -228,7 +230,7 @@ TABLE += [
     *rows(
         "implementation",
         ValueError,
-        f"some of {list(_dispatch.BACKENDS)}",
+        f"some of {', '.join(_dispatch.BACKENDS)}; leave it out",
         {repr(value): value for value in ("nope", "Reference", "", ["xla", "nope"], [], ())},
     ),
     *rows(

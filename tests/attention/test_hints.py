@@ -43,6 +43,12 @@ HEADS_FIRST, NOT_SPLIT = same(2, 2, 129, 8), same(2, 6, 257)
 
 WARNINGS = [
     pytest.param(HEADS_FIRST, "swapaxes(x, -3, -2)", "T=2, S=2, N=129 and K=129", id="heads first"),
+    pytest.param(
+        qkv((2, 8, 129, 8), (2, 2, 129, 8)),
+        "swapaxes(x, -3, -2)",
+        "T=8, S=2, N=129 and K=129",
+        id="grouped heads first",
+    ),
     pytest.param(NOT_SPLIT, "x.reshape(B, T, N, H)", "T=2, N=6 and H=257", id="heads not split"),
     pytest.param({**DECODING, "is_causal": True}, "cache's length before this step", "T=1 and S=6", id="causal"),
     pytest.param({**DECODING, "local_window_size": (3, 0)}, "`query_offset` was not given", "T=1 and S=6", id="window"),
@@ -66,6 +72,7 @@ RIGHT = {
     "many heads, decoding": qkv((2, 1, 256, 8), (2, 6, 256, 8)),
     "many heads, one key head": qkv((2, 2, 256, 8), (2, 2, 1, 8)),
     "few tokens, 128 heads": same(2, 8, 128, 8),
+    "more tokens than heads are grouped by": qkv((2, 3, 129, 8), (2, 2, 129, 8)),
     "many tokens and heads": same(1, 129, 130, 4),
     "time first": same(2, 300, 8),
     "no batch": same(8, 4, 256),
@@ -92,6 +99,15 @@ RIGHT = {
     },
     "mask beside segments": {**LONG, "mask": PADDING, "segment_ids": jax.ShapeDtypeStruct((2, 2048), jnp.int32)},
 }
+
+
+def test_what_a_mask_changes_for_rows_that_see_nothing() -> None:
+    """With a bias of -inf they come out 0 as they are; with -1e9 they are the mean of the values."""
+    said = {hidden: notes(**SELF, bias=additive("float32", hidden))[0] for hidden in (-np.inf, -1e9)}
+    assert {hidden: "not the mean of the values" in note for hidden, note in said.items()} == {
+        -np.inf: False,
+        -1e9: True,
+    }
 
 
 def notes(**arguments: Any) -> list[str]:

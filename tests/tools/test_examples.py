@@ -18,7 +18,8 @@ from refusals import skip_refused
 from short_run import sampled
 
 import jflash
-from jflash import doctor
+from jflash import _platform, doctor
+from jflash._platform import Platform
 from jflash_metal import _ffi
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -312,12 +313,25 @@ def test_doctor(capsys):
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
     assert f"jflash {jflash.__version__}" in printed
-    for dtype in ("bfloat16", "float32"):
-        _, served = printed.split(f"a call in {dtype}, ")
-        # One by default; all others are named or refuse.
-        assert served.split("a call in ")[0].count("serves, by default") == 1
+    # Here both dtypes are served alike: one by default, all others if named or not.
+    _, served = printed.split("a call in bfloat16 or float32, ")
+    assert served.count("serves, by default") == 1
+    assert served.count("  metal: ") == 1
     assert "reference: serves, if named" in printed
-    assert "native library of metal: " in printed
+    assert ("native library of metal: loaded" in printed) == (_ffi.available() is None)
+
+
+def test_doctor_on_machines_with_a_gpu(capsys, monkeypatch):
+    """Where the dtypes are served differently each has its list. A GPU that JAX does not see is noticed."""
+    monkeypatch.setattr("shutil.which", lambda name: name == "nvidia-smi" or None)
+    doctor.main([])
+    assert "JAX sees only the CPU: pip install 'jax[cuda13]'" in capsys.readouterr().out
+    monkeypatch.setattr(_platform, "current", lambda: Platform("METAL", "Apple M3", None, None))
+    monkeypatch.setattr(doctor, "_verdicts", lambda dtype: iter([f"  xla: {dtype}"]))
+    doctor.main([])
+    printed = capsys.readouterr().out
+    assert "JAX sees only the CPU" not in printed
+    assert printed.count("with heads of 64 and no options") == 2
 
 
 @pytest.mark.slow
@@ -327,6 +341,7 @@ def test_selfcheck(capsys):
     for name in ("xla", "reference"):
         assert len(re.findall(rf"ok +{name}, .*out .* d_key .* d_query .* d_value ", printed)) == 5
     assert ("ok    metal, float16 d64 all options" in printed) == (_ffi.available() is None)
+    assert re.search(r"(\d+) of \1 are ok", printed)
 
 
 @pytest.mark.slow
