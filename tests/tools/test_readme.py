@@ -123,7 +123,7 @@ def served(column: str, derivative: str = "", **call: Any) -> str:
     spec = spec_of(**call)
     (name,) = {_dispatch.ask(spec, names, platform)[0] for platform in platforms}
     assert name is not None
-    by = re.search(rf"{derivative} by (\w+)", _dispatch.derivatives(name)) if derivative else None
+    by = re.search(rf"{derivative} by (\w+)", _dispatch.derivatives(name, spec)) if derivative else None
     return name if by is None else by[1]
 
 
