@@ -22,6 +22,7 @@ from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import call as kernels
 from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.hardware import HOPPER
+from jflash._backends.mosaic_gpu.kernels import tangent_plan
 from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -171,6 +172,20 @@ def traced(
     residuals = Residuals(out, lse, out, lse)
     pull_back = lambda *args: kernels.backward(backward, *args, HOPPER)
     return traced_forward, jax.make_jaxpr(pull_back)(operands, residuals)
+
+
+def traced_tangent(
+    call: Call, sharding: jax.sharding.Sharding | None = None, **options: object
+) -> jax.core.ClosedJaxpr:
+    """Likewise a call's tangent, along all that may move."""
+    spec, operands = canonical(call, **options)
+    operands = jax.device_put(operands, sharding)
+    moving = tangent_plan.MOVING & spec.operands
+    tangents = Operands(**{name: array if name in moving else None for name, array in operands._asdict().items()})
+    results = jax.eval_shape(lambda operands: kernels.forward(plan.plan_forward(spec, 132), operands, HOPPER), operands)
+    results = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), semantics.Results(*results))
+    tangent = lambda *args: kernels.tangent(plan.plan_tangent(spec, moving, 132), *args, HOPPER)
+    return jax.make_jaxpr(tangent)(operands, jax.device_put(results, sharding), tangents)
 
 
 def races_found() -> bool:

@@ -84,7 +84,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
     ],
     "a gradient": [dict(derivative="backward")],
-    "`jax.jvp`; derivatives of second and higher order": [dict(derivative="tangent"), dict(derivative="all others")],
+    "`jax.jvp`": [dict(derivative="tangent")],
+    "derivatives of second and higher order": [dict(derivative="all others")],
 }
 """What a call of the row has, besides bfloat16 and heads of 8: any of these."""
 ORDER = ("mosaic_gpu", "metal", "xla", "reference")
