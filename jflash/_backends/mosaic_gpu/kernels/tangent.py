@@ -135,7 +135,7 @@ class _Cta(Cta[TangentPlan]):
     def _visit(self, index: Array, lse: Rows, sums: _Sums) -> _Sums:
         """Add one tile's part to the sums."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
-        slot = lax.rem(index, plan.tile.stages)
+        slot = lax.rem(index, plan.tile.stages) + pipeline.opaque_zero(index, self.warpgroup)
         own_row = self.first_row + self.warpgroup * WARPGROUP_ROWS
         at = TileCoord(self.batch, self.head, own_row, self.tiles.start(index))
         p, ts = self._probabilities(index, slot, at, lse)
@@ -169,7 +169,7 @@ class _Cta(Cta[TangentPlan]):
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         shape, moved = (WARPGROUP_ROWS, plan.tile.keys), self.moved_products
         parameters = [name for name in PARAMETERS if name in plan.moving]
-        loaded = self.inputs.load_packed_mask(at, shape)
+        packed = self.inputs.load_packed_mask(at, shape)
         plgpu.barrier_wait(shared.k.full.at[slot])
 
         def make(acc_s: Any, acc_ts: Any = None) -> tuple[Tile, Tile]:
@@ -182,13 +182,16 @@ class _Cta(Cta[TangentPlan]):
             operand_pieces.mma(acc_s, q["query"], k["key"], ops)
             for left, right in moved:
                 operand_pieces.mma(acc_ts, q[left], k[right], ops)
-            biases = {name: ops.load(ref.at[slot, self.own]) for name, ref in shared.biases.items()}
+            bias = lambda name: (
+                {"bias": ops.load(shared.biases[name].at[slot, self.own])} if name in shared.biases else {}
+            )
+            loaded = packed | bias("bias")
             s = ops.read(acc_s, pending=len(moved) * operand_pieces.products(spec))
-            mask = TileMask(self.inputs, self.tiles, index, at, loaded | _named(biases, "bias", "bias"))
+            mask = TileMask(self.inputs, self.tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, along_rows(lse, shape))
             p, push = logits.linearize(s, mask, to_p, parameters)
-            along = self.tangents.parameters(at, shape, _named(biases, "t_bias", "bias"))
             ts = ops.read(acc_ts) if moved else ops.full(shape, 0)
+            along = self.tangents.parameters(at, shape, bias("t_bias"))
             return p, push(ts, {name: getattr(along, name) for name in parameters})
 
         return ops.accumulators(make, *[shape] * (1 + bool(moved)))
@@ -219,7 +222,3 @@ class _Cta(Cta[TangentPlan]):
         inputs = self.tangents if name == "t_bias" else self.inputs
         own = pl.ds(self.first_row, self.plan.tile.rows), pl.ds(keys.first, keys.size)
         plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[own], target, full)
-
-
-def _named(some: Mapping[str, Array], name: str, known_as: str) -> dict[str, Array]:
-    return {known_as: some[name]} if name in some else {}

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jflash import _tuning
+from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, plan_forward
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, RowTiles
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, RowTiles, tile_range
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -160,11 +161,13 @@ def _part_columns(spec: Spec, parts: int) -> int:
 def _choose_tile(plan: TangentPlan) -> RowTiles:
     """The fastest tile that fits in shared memory and registers."""
     spec = plan.spec
-    bias_bytes = bias_and_mask.bias_tile_bytes(spec)
     warpgroups = 1 if spec.query_length <= WARPGROUP_ROWS else 2
+    is_masked = tile_range.is_limited(spec) or spec.key_length % 128 != 0
     sizes = [(warpgroups, 64, 2), (warpgroups, 64, 1), (1, 64, 2), (1, 64, 1)]
-    if max(plan.dims) <= 64 and spec.dtype != jnp.float32 and not bias_bytes:
-        sizes = [(warpgroups, 128, 2), (3, 64, 3), *sizes]
+    if max(plan.dims) <= 64 and spec.dtype != jnp.float32 and exponent.is_plain(spec):
+        deep, wide, three = (warpgroups, 64, 4), (warpgroups, 128, 2), (3, 64, 3)
+        # Of 128 keys, a tile that needs a mask leaves too few registers.
+        sizes = [deep, wide, three, *sizes] if is_masked else [wide, deep, three, *sizes]
     fitting = [tile for tile in (RowTiles(*size) for size in sizes) if smem.fits(plan.shared_memory(tile))]
-    key = (*plan.dims, bias_bytes, *operand_pieces.facts(spec), *sorted(plan.moving))
-    return _tuning.choose(TuningKey("mosaic_gpu tangent", key), fitting)
+    facts = *plan.dims, bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec), int(is_masked)
+    return _tuning.choose(TuningKey("mosaic_gpu tangent", (*facts, *sorted(plan.moving))), fitting)
