@@ -328,5 +328,5 @@ def explain(
     if verbose and chosen is not None and not _is_empty(spec):
         describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)
         lines += [] if describe is None else [describe(spec, platform)]
-        lines.append(_dispatch.derivatives(chosen))
+        lines.append(_dispatch.derivatives(chosen, spec))
     return "\n".join(lines)

@@ -49,7 +49,7 @@ class _Devices:
 
     def run(self, part: _Part, program: Any, args: Any) -> Any:
         """One of the three functions, over however many devices there are."""
-        backend = _dispatch.functions(program.backend)
+        backend = _dispatch.functions(program.backend, part.spec)
 
         def local(sequence: SequenceSplit | None, *args: Any) -> Any:
             with _platform.lowered_for(program.platform):
@@ -98,7 +98,8 @@ class _Part:
 
     def _by_xla(self, *args: Any) -> Any:
         """In plain JAX, for its derivatives."""
-        return self.of(_dispatch.functions("xla"), _ring.in_shard_map(self.spec.resized(args[0])), *args)
+        spec = self.spec.resized(args[0])
+        return self.of(_dispatch.functions("xla", spec), _ring.in_shard_map(spec), *args)
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
         """The same where sequences are split."""

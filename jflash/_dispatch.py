@@ -11,6 +11,8 @@ and may have
                                                 with `None` for a tangent of 0; linear in them
     backward(spec, operands, residuals)         the gradients, an `Operands` with `None` for what has no gradient: the
                                                 tangent's transpose
+    unsupported_tangent(spec), unsupported_backward(spec) -> str | None
+                                                why its own cannot, of a call that its forward serves
     describe(spec, platform) -> str             what it would launch: for `explain(verbose=True)`
     program(platform) -> str                    platforms of one name share a program, which is traced for the first of
                                                 them; without it, all platforms that it serves do
@@ -51,10 +53,20 @@ class Functions(NamedTuple):
     backward: Callable[..., Any]
 
 
-def functions(name: str) -> Functions:
-    """Those of a backend."""
+def functions(name: str, spec: Spec) -> Functions:
+    """Those of a backend, for a call that it serves."""
+    whose = {kind: _whose(name, kind, spec)[0] for kind in Functions._fields}
+    return Functions(**{kind: getattr(BACKENDS[backend], kind) for kind, backend in whose.items()})
+
+
+def _whose(name: str, kind: str, spec: Spec) -> tuple[str, str | None]:
+    """The backend whose function of a kind serves where `name` does, and why not `name`'s own, if that has a reason."""
     own = BACKENDS[name]
-    return Functions(*(getattr(own if hasattr(own, kind) else xla, kind) for kind in Functions._fields))
+    if not hasattr(own, kind):
+        return "xla", None
+    ask = getattr(own, f"unsupported_{kind}", None)
+    reason = None if ask is None else ask(spec)
+    return name if reason is None else "xla", reason
 
 
 def candidates(implementation: Any) -> tuple[str, ...]:
@@ -89,15 +101,17 @@ def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | Non
     return None, refusals
 
 
-def derivatives(name: str) -> str:
-    """Whose derivatives a call of this backend has, in a line."""
+def derivatives(name: str, spec: Spec) -> str:
+    """Whose derivatives a call that this backend serves has, in a line."""
     backend = BACKENDS[name]
     if getattr(backend, "DIFFERENTIATED_BY_JAX", False):
         return "derivatives: all by JAX, of the forward"
     if backend is xla:
         return "derivatives: all by xla"
-    own = [f"{kind} by {name if hasattr(backend, kind) else 'xla'}" for kind in ("tangent", "backward")]
-    return f"derivatives: {', '.join(own)}, all others by xla"
+    whose = {kind: _whose(name, kind, spec) for kind in ("tangent", "backward")}
+    why = {kind: "" if reason is None else f" ({name}: {reason})" for kind, (_, reason) in whose.items()}
+    each = ", ".join(f"{kind} by {backend}{why[kind]}" for kind, (backend, _) in whose.items())
+    return f"derivatives: {each}, all others by xla"
 
 
 def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) -> Choice:

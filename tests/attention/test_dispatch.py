@@ -168,6 +168,24 @@ def test_what_a_backend_lacks_is_taken_from_xla(served: tuple[str, Stub]) -> Non
         derivatives(name)
 
 
+def test_what_a_backend_has_may_depend_on_the_call(served: tuple[str, Stub]) -> None:
+    name, stub = served
+    stub.tangent = lambda *_: (_ for _ in ()).throw(RuntimeError("its own tangent"))
+    stub.unsupported_tangent = lambda spec: "one query is too few" if spec.query_length == 1 else None
+
+    def push(query: Any, implementation: str) -> Any:
+        return jax.jvp(
+            lambda query: attend({"query": query, "key": KEY, "value": VALUE}, implementation), [query], [query]
+        )
+
+    assert_same(*(push(QUERY[:, :1], implementation) for implementation in (name, "reference")))
+    with pytest.raises(RuntimeError, match="its own tangent"):
+        push(QUERY, name)
+    last = jflash.explain(QUERY[:, :1], KEY, VALUE, implementation=name, verbose=True).splitlines()[-1]
+    by_xla = f"tangent by xla ({name}: one query is too few)"
+    assert last == f"derivatives: {by_xla}, backward by {name}, all others by xla"
+
+
 def test_backend_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     name, forward = next(_names), lambda *args: reference.forward(*args)
     alone = types.SimpleNamespace(unsupported=lambda spec, platform: None, forward=forward)

@@ -78,6 +78,22 @@ def test_gradients_are_differences(case: Case):
         np.testing.assert_allclose((ahead - behind) / (2 * step), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_tangents_are_the_gradients_transpose(case: Case):
+    """Along tangents of all arguments, and of each alone."""
+    call = cases.build(case)
+    plain = PlainAttention(call, Precision(np.dtype(np.float64)))
+    gradients, every = plain.results().gradients, oracle.draw_tangents(call)
+    assert gradients.keys() == every.keys()
+    for along in (every, *({name: tangent} for name, tangent in every.items())):
+        t_out, t_lse = plain.tangents(along)
+        # A row that sees nothing has cotangents, and no tangents.
+        assert np.all(t_out[np.isinf(oracle.exact(call).lse)] == 0)
+        forwards = np.vdot(t_out, call.d_out) + np.vdot(t_lse, call.d_lse)
+        dots = jax.tree.map(np.vdot, {name: gradients[name] for name in along}, along)
+        np.testing.assert_allclose(forwards, sum(jax.tree.leaves(dots)), rtol=1e-9, atol=1e-9)
+
+
 def test_a_signaling_nan_is_an_infinite_error():
     """Memory that was never written may hold one, and its cast warns."""
     signaling = np.array([0x7F800001], np.uint32).view(np.float32)

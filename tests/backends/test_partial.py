@@ -55,5 +55,5 @@ def functions(backend: str, spec: Spec) -> tuple[Callable[..., Any], Callable[..
         pytest.skip(f"{backend}: {reason}")
     if in_interpreter:
         return hopper_kernels.functions()
-    forward, _, backward = (jax.jit(function, static_argnums=0) for function in _dispatch.functions(backend))
+    forward, _, backward = (jax.jit(function, static_argnums=0) for function in _dispatch.functions(backend, spec))
     return forward, backward

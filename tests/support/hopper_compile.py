@@ -26,7 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jflash import _sharding, _tuning
 from jflash._backends.mosaic_gpu import call, plan
 from jflash._backends.mosaic_gpu.hardware import HOPPER
-from jflash._semantics.spec import Residuals, Results
+from jflash._backends.mosaic_gpu.kernels import tangent_plan
+from jflash._semantics.spec import Operands, Residuals, Results
 
 DIRECTORY = Path(sys.argv[1])
 bfloat16, float32 = jnp.bfloat16, jnp.float32
@@ -96,7 +97,7 @@ TABLED = ("d8", "d64", "d64 causal, bias of keys", "d64 deterministic", "d128", 
 
 
 def main() -> None:
-    """Forward and backward of every case."""
+    """Forward, tangent and backward of every case."""
     sharding = over(1, PartitionSpec())
     reports = {}
     for name in SPLIT:
@@ -129,12 +130,20 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
     operands = float32 if name in FLOAT32 else bfloat16
     array = lambda shape, dtype=operands: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def both(query, key, value, d_out, d_lse, arrays):
+    def all_three(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
 
         def forward(operands):
             return Results(*call.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER))
+
+        def tangent(operands, results):
+            moving = tangent_plan.MOVING & spec.operands
+            tangents = Operands(
+                **{name: array if name in moving else None for name, array in operands._asdict().items()}
+            )
+            found = plan.plan_tangent(spec.resized(operands), moving, processors)
+            return call.tangent(found, operands, results, tangents, HOPPER)
 
         def backward(operands, residuals):
             return call.backward(plan.plan_backward(spec.resized(operands), processors), operands, residuals, HOPPER)
@@ -144,12 +153,14 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
 
         out, lse = over_devices(forward, operands)
         residuals = Residuals(out.astype(spec.dtype), lse, d_out, d_lse)
-        return out, over_devices(backward, operands, residuals)
+        has_tangent = tangent_plan.fits(spec)
+        t_out = over_devices(tangent, operands, Results(out, lse)) if has_tangent else ()
+        return out, t_out, over_devices(backward, operands, residuals)
 
     for path in DIRECTORY.iterdir():
         path.unlink()
     with _tuning.trying(answers) as trial:
-        jax.jit(both).lower(
+        jax.jit(all_three).lower(
             *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
             array((2, 4, LENGTH), float32),
             {argument: array(*type_) for argument, type_ in arrays.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import unittest
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 import oracle
 from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from plain_attention import Call, Results
+from plain_attention import Call, Results, Tangents
 
 import jflash
 from jflash import _api, _canonical
@@ -21,6 +22,8 @@ from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import call as kernels
 from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.hardware import HOPPER
+from jflash._backends.mosaic_gpu.kernels import tangent_plan
+from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 
@@ -79,6 +82,44 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
     )
 
 
+def run_tangents(call: Call, along: dict[str, Any], *, partial: bool = False, **options: object) -> Tangents:
+    """The kernels' tangents for a call, along those of some operands, in its own shapes."""
+    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
+    spec, operands = canonical(call, **options)
+    spec = dataclasses.replace(spec, partial=partial)
+    assert mosaic_gpu.unsupported_call(spec) is None
+    assert mosaic_gpu.unsupported_tangent(spec) is None
+    forward, tangent = plan.plan_forward(spec, 132), plan.plan_tangent(spec, frozenset(along), 132)
+    # A tangent has its operand's shape.
+    shaped = {name: jnp.asarray(array).reshape(getattr(operands, name).shape) for name, array in along.items()}
+    nothing = jax.tree.map(lambda _: None, operands)
+
+    def run(operands: Operands, tangents: Operands) -> tuple[semantics.Results, semantics.Results]:
+        results = semantics.Results(*kernels.forward(forward, operands, ops))
+        return results, kernels.tangent(tangent, operands, results, tangents, ops)
+
+    results, moved = jax.block_until_ready(jax.jit(run)(operands, nothing._replace(**shaped)))
+    assert not races_found()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), results) == jax.tree.map(lambda x: (x.shape, x.dtype), moved)
+    batch, rows = call.query.shape[:-3], call.query.shape[:-1]
+    return Tangents(moved.out.reshape(*batch, *moved.out.shape[1:]), moved.lse.transpose(0, 2, 1).reshape(rows))
+
+
+def assert_tangents_right(call: Call, along: dict[str, Any], **options: object) -> None:
+    """In each precision in which the kernels take the call, as for `assert_right`."""
+    if call.query.dtype != np.float32:
+        oracle.assert_tangents_right(run_tangents(call, along, **options), call, along)
+        return
+    for precision in ({}, dict(precision="highest")):
+        spec, _ = canonical(call, **options, **precision)
+        reason = mosaic_gpu.unsupported_call(spec) or mosaic_gpu.unsupported_tangent(spec)
+        if reason is not None and not precision:
+            raise unittest.SkipTest(f"mosaic_gpu: {reason}")
+        if reason is None:
+            got = run_tangents(call, along, **options, **precision)
+            oracle.assert_tangents_right(got, call, along, as_tf32=not precision)
+
+
 def assert_right(attend: Callable[..., Results], call: Call) -> None:
     """A call is right in each precision in which the kernels take it, which is an option of `attend`.
 
@@ -131,6 +172,20 @@ def traced(
     residuals = Residuals(out, lse, out, lse)
     pull_back = lambda *args: kernels.backward(backward, *args, HOPPER)
     return traced_forward, jax.make_jaxpr(pull_back)(operands, residuals)
+
+
+def traced_tangent(
+    call: Call, sharding: jax.sharding.Sharding | None = None, **options: object
+) -> jax.core.ClosedJaxpr:
+    """Likewise a call's tangent, along all that may move."""
+    spec, operands = canonical(call, **options)
+    operands = jax.device_put(operands, sharding)
+    moving = tangent_plan.MOVING & spec.operands
+    tangents = Operands(**{name: array if name in moving else None for name, array in operands._asdict().items()})
+    results = jax.eval_shape(lambda operands: kernels.forward(plan.plan_forward(spec, 132), operands, HOPPER), operands)
+    results = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), semantics.Results(*results))
+    tangent = lambda *args: kernels.tangent(plan.plan_tangent(spec, moving, 132), *args, HOPPER)
+    return jax.make_jaxpr(tangent)(operands, jax.device_put(results, sharding), tangents)
 
 
 def races_found() -> bool:

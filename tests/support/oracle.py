@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from plain_attention import Call, PlainAttention, Precision, Results
+from plain_attention import Call, PlainAttention, Precision, Results, Tangents
 
 
 @functools.lru_cache(maxsize=2)
@@ -30,11 +30,16 @@ def exact(call: Call) -> Results:
     return _widest(call).results()
 
 
-def plain(call: Call) -> Results:
+def _rounding(call: Call, operand_bits: int | None = None) -> PlainAttention:
     """The yardstick: rounded where `jax.nn.dot_product_attention` rounds. Logits, softmax and sums are in float32 at
-    least; the probabilities, their cotangent and the results in the call's dtype."""
+    least; the probabilities, their cotangent or tangent, and the results in the call's dtype."""
     dtype = call.query.dtype
-    return PlainAttention(call, Precision(np.promote_types(dtype, np.float32), dtype)).results()
+    return PlainAttention(call, Precision(np.promote_types(dtype, np.float32), dtype, operand_bits))
+
+
+def plain(call: Call) -> Results:
+    """The yardstick's results."""
+    return _rounding(call).results()
 
 
 @functools.lru_cache(maxsize=2)
@@ -98,11 +103,44 @@ def assert_right(got: Results, call: Call, *, as_tf32: bool = False) -> None:
     operands of its bits, and what knowing only its output and log-sum-exp costs."""
     allowed = tolerances(call)
     if as_tf32:
-        by_tf32 = PlainAttention(call, Precision(np.dtype(np.float32), np.dtype(np.float32), operand_bits=11)).results()
+        by_tf32 = _rounding(call, operand_bits=11).results()
         recomputed = _widest(call).results(residuals=by_tf32)
         larger = lambda least, truth, *others: max(least, sum(error(other, truth) for other in others))
         allowed = jax.tree.map(larger, allowed, exact(call), by_tf32, recomputed)
     assert_within(got, exact(call), allowed)
+
+
+def assert_tangents_right(got: Tangents, call: Call, along: dict[str, Any], *, as_tf32: bool = False) -> None:
+    """Both tangents, along those of some operands, are as near to the truth as twice plain attention's own, with a few
+    roundings on top; or `as_tf32` as near as plain attention's with operands of TF32's bits."""
+    wide, dtype = _widest(call), call.query.dtype
+    truth, accumulator = wide.tangents(along), np.promote_types(dtype, np.float32)
+    bits = (None, 11) if as_tf32 else (None,)
+    yardsticks = [_rounding(call, operand_bits).tangents(along) for operand_bits in bits]
+
+    def allowed(truth: np.ndarray, size: np.ndarray, dtype: np.dtype, *plain: np.ndarray) -> float:
+        roundings = _roundings(call.key.shape[-3] * call.query.shape[-1], dtype, accumulator)
+        least = 2 * error(plain[0], truth) + roundings * float(np.max(np.hypot(size, truth), initial=0))
+        return max(least, *(error(other, truth) for other in plain))
+
+    limits = map(allowed, truth, wide.tangent_sizes(along), (dtype, accumulator), *yardsticks)
+    assert_within(got, truth, Tangents(*limits))
+
+
+def draw_tangents(call: Call) -> dict[str, Any]:
+    """Of all operands that may move, random but the same for the same shapes."""
+    numbers = np.random.default_rng(0)
+    normal = lambda array: np.asarray(numbers.standard_normal(array.shape)).astype(array.dtype)
+    return jax.tree.map(normal, split(call)[0])
+
+
+def run_tangents(attention: Callable[..., Any], call: Call, along: dict[str, Any]) -> Tangents:
+    """What `attention` makes of a call's tangents, compiled."""
+    smooth, discrete, static = split(call)
+    fixed = {name: array for name, array in smooth.items() if name not in along}
+    function = function_of_arrays(attention, static)
+    push = lambda point, along: jax.jvp(lambda point: function({**fixed, **point}, discrete), (point,), (along,))[1]
+    return Tangents(*jax.jit(push)({name: smooth[name] for name in along}, along))
 
 
 def assert_within(got: Any, want: Any, allowed: Any) -> None:

@@ -1,4 +1,5 @@
-"""Plain attention in NumPy at any precision, forward and backward by hand, with every argument of `jflash.attention`.
+"""Plain attention in NumPy at any precision, both modes of its derivative by hand, with every argument of
+`jflash.attention`.
 
 Independent of jflash: the only JAX in it is the derivative of a `score_mod`, which is the caller's own function.
 """
@@ -54,6 +55,13 @@ class Results(NamedTuple):
     out: np.ndarray
     lse: np.ndarray
     gradients: dict[str, Any]
+
+
+class Tangents(NamedTuple):
+    """Of one call's results, from those of its operands."""
+
+    out: np.ndarray
+    lse: np.ndarray
 
 
 class Precision(NamedTuple):
@@ -155,7 +163,7 @@ class PlainAttention:
             self.slopes = call.alibi_slopes.astype(dtype)[:, None, None]
             logits = logits - self.slopes * np.abs(self.distance).astype(dtype)
         if call.score_mod is not None:
-            logits, self.pull_score_mod = self._score_mod(np.where(self.visible, logits, 0))
+            logits, self.pull_score_mod, self.push_score_mod = self._score_mod(np.where(self.visible, logits, 0))
         seen = self.visible & (logits > -np.inf)
         self.empty = ~seen.any(axis=-1, keepdims=True)
         self.logits = np.where(seen, logits, -np.inf).astype(dtype)
@@ -175,8 +183,8 @@ class PlainAttention:
         keep_rate = self.precision.accumulator.type(1 - self.call.dropout_rate)
         return np.where(self._pairs(self.call.keep), probabilities / keep_rate, 0)
 
-    def _score_mod(self, logits: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], tuple[np.ndarray, Any]]]:
-        """The modified logits and the pullback, by `jax.vjp` in the accumulator's precision."""
+    def _score_mod(self, logits: np.ndarray) -> tuple[np.ndarray, Callable[..., Any], Callable[..., Any]]:
+        """The modified logits, pullback and pushforward, by `jax.vjp` and `jax.jvp` in the accumulator's precision."""
         dtype = self.precision.accumulator
         assert dtype != np.longdouble or np.finfo(dtype).eps == np.finfo(np.float64).eps, "JAX has no longer float."
         sizes = (self.B, self.N, self.T, self.S)
@@ -191,9 +199,11 @@ class PlainAttention:
                 return jax.tree.map(np.asarray, jax.jit(function)(*args))
 
         pull = jax.jit(lambda logits, arrays, cotangent: jax.vjp(modified, logits, arrays)[1](cotangent))
+        push = jax.jit(lambda logits, arrays, *along: jax.jvp(modified, (logits, arrays), along)[1])
         return (
             in_precision(modified, logits, arrays),
             lambda cotangent: in_precision(pull, logits, arrays, cotangent.astype(dtype)),
+            lambda *along: in_precision(push, logits, arrays, *jax.tree.map(lambda leaf: leaf.astype(dtype), along)),
         )
 
     def results(self, residuals: Results | None = None) -> Results:
@@ -224,6 +234,59 @@ class PlainAttention:
                 for name, gradient in gradients.items()
             }
         return Results(out, lse, gradients)
+
+    def tangents(self, along: dict[str, Any]) -> Tangents:
+        """Of both results, along tangents of some arguments by their names."""
+        store, multiply = self.precision.store, self.precision.multiply
+        (*_, t_value), t_logits, t_lse = self._moved(along)
+        moved = store(self._drop(self.probabilities * (t_logits - t_lse)))
+        t_out = store(multiply(self.kept, t_value) + multiply(moved, self.factors.value))
+        return Tangents(self._heads_last(t_out, self.N), self._rows(t_lse))
+
+    def tangent_sizes(self, along: dict[str, Any]) -> Tangents:
+        """Of the terms that each of `tangents` is the sum of, as `sizes` has them."""
+        (t_query, t_key, t_value), t_logits, t_lse = self._moved(along)
+        query, key, value, products, scale = map(np.square, self.factors)
+        moved = np.square(self._drop(self.probabilities * (t_logits - t_lse)))
+        out = np.square(self.kept) @ np.square(t_value) + moved @ value
+        terms = np.square(t_query) @ key.swapaxes(2, 3) + query @ np.square(t_key).swapaxes(2, 3)
+        terms = terms * scale + products * np.square(self._along(along, "scale", ())) + np.square(t_logits)
+        lse = (self.probabilities * terms).sum(axis=-1, keepdims=True) + np.square(t_lse)
+        return Tangents(np.sqrt(self._heads_last(out, self.N)), np.sqrt(self._rows(lse)))
+
+    def _moved(self, along: dict[str, Any]) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+        """Tangents of queries, keys and values as factors, of the logits, and of the log-sum-exp."""
+        call, multiply, factors = self.call, self.precision.multiply, self.factors
+        lengths = dict(query=call.query_seq_lengths, key=call.key_value_seq_lengths, value=call.key_value_seq_lengths)
+        t_query, t_key, t_value = moving = tuple(
+            self._heads_first(_zero_padding(self._along(along, name, getattr(call, name).shape), of))
+            for name, of in lengths.items()
+        )
+        products = multiply(t_query, factors.key.swapaxes(2, 3)) + multiply(factors.query, t_key.swapaxes(2, 3))
+        scaled = products * factors.scale + factors.products * self._along(along, "scale", ())
+        # What is not seen may hold anything.
+        t_logits = np.where(self.logits > -np.inf, self._t_modified(scaled, along), 0).astype(t_value.dtype)
+        t_sinks = np.where(self.empty, 0, self._along(along, "sinks", (self.N,))[:, None, None])
+        t_lse = (self.probabilities * t_logits).sum(axis=-1, keepdims=True) + self.sink_probability * t_sinks
+        return moving, t_logits, t_lse
+
+    def _along(self, along: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(along.get(name, np.zeros(shape))).astype(self.precision.accumulator)
+
+    def _t_modified(self, t_logits: np.ndarray, along: dict[str, Any]) -> np.ndarray:
+        """Tangents of logits, from those of the scaled products."""
+        call, dtype = self.call, self.precision.accumulator
+        if call.logits_soft_cap is not None:
+            t_logits = t_logits * (1 - self.tanh**2)
+        if call.bias is not None:
+            t_logits = t_logits + self._pairs(self._along(along, "bias", call.bias.shape))
+        if call.alibi_slopes is not None:
+            slopes = self._along(along, "alibi_slopes", (self.N,))[:, None, None]
+            t_logits = t_logits - slopes * np.abs(self.distance).astype(dtype)
+        if call.score_mod is not None:
+            arrays = along.get("score_mod_arrays", jax.tree.map(np.zeros_like, call.score_mod_arrays))
+            t_logits = self.push_score_mod(np.where(self.visible, t_logits, 0), arrays)
+        return t_logits
 
     def sizes(self) -> Results:
         """Of the terms that each of `results` is the sum of: the root of the sum of their squares."""

@@ -84,7 +84,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
     ],
     "a gradient": [dict(derivative="backward")],
-    "`jax.jvp`; derivatives of second and higher order": [dict(derivative="tangent"), dict(derivative="all others")],
+    "`jax.jvp`": [dict(derivative="tangent")],
+    "derivatives of second and higher order": [dict(derivative="all others")],
 }
 """What a call of the row has, besides bfloat16 and heads of 8: any of these."""
 ORDER = ("mosaic_gpu", "metal", "xla", "reference")
@@ -123,7 +124,7 @@ def served(column: str, derivative: str = "", **call: Any) -> str:
     spec = spec_of(**call)
     (name,) = {_dispatch.ask(spec, names, platform)[0] for platform in platforms}
     assert name is not None
-    by = re.search(rf"{derivative} by (\w+)", _dispatch.derivatives(name)) if derivative else None
+    by = re.search(rf"{derivative} by (\w+)", _dispatch.derivatives(name, spec)) if derivative else None
     return name if by is None else by[1]
 
 

@@ -96,7 +96,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The Hopper kernels as a backend for any machine: forward and backward, and no tangent."""
+    """The Hopper kernels as a backend for any machine."""
     from jflash._backends.mosaic_gpu import call, plan
 
     ops = Interpreter(plgpu.InterpretGPUParams(detect_races=False))
@@ -115,10 +115,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
     def forward(spec: Any, operands: Any) -> Any:
         return on_the_host(lambda operands: call.forward(plan.plan_forward(spec, 132), operands, ops))(operands)
 
+    def tangent(spec: Any, operands: Any, results: Any, tangents: Any) -> Any:
+        moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
+        planned = plan.plan_tangent(spec, moving, 132)
+        return on_the_host(lambda *args: call.tangent(planned, *args, ops))(operands, results, tangents)
+
     def backward(spec: Any, *args: Any) -> Any:
         return on_the_host(lambda *args: call.backward(plan.plan_backward(spec, 132), *args, ops))(*args)
 
-    kernels = types.SimpleNamespace(unsupported=lambda spec, platform: None, forward=forward, backward=backward)
+    served = lambda spec, platform: None
+    kernels = types.SimpleNamespace(unsupported=served, forward=forward, tangent=tangent, backward=backward)
     monkeypatch.setattr(_dispatch, "BACKENDS", {**_dispatch.BACKENDS, "interpreted": kernels})
     return "interpreted"
 
@@ -132,7 +138,7 @@ THROUGH_KERNELS = [row for row in ROWS if row not in NOT_INTERPRETED]
     "row", [pytest.param(row, marks=() if row == "jvp" else pytest.mark.slow) for row in THROUGH_KERNELS]
 )
 def test_every_derivative_of_the_kernels(interpreted: str, row: str) -> None:
-    """What they lack is `xla`'s. As exact as plain attention under the same transform, by the rule for numbers."""
+    """As exact as plain attention under the same transform, by the rule for numbers; what they lack is `xla`'s."""
     with jax.enable_x64(False):
         got = made(row, of_bfloat16(functools.partial(attend, interpreted)))
         yardstick = made("one device" if row in DEVICES else row, of_bfloat16(plain))

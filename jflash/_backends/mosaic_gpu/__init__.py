@@ -9,12 +9,13 @@ Pallas is imported with the first call that the kernels serve: not every machine
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
 from jflash._platform import Platform
-from jflash._semantics.spec import Operands, Residuals, Spec
+from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
@@ -57,6 +58,22 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     return call.forward(plan.plan_forward(spec, _platform.current().processors), operands, hardware.HOPPER)
 
 
+def unsupported_tangent(spec: Spec) -> str | None:
+    """Of a call that `forward` serves: why `tangent` cannot, in words for the user; `None`: it can."""
+    from jflash._backends.mosaic_gpu.kernels import tangent_plan
+
+    return None if tangent_plan.fits(spec) else "its tiles do not fit in shared memory beside those of their tangents"
+
+
+def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands) -> Results:
+    """The tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
+    from jflash._backends.mosaic_gpu import call, hardware, plan
+
+    moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
+    found = plan.plan_tangent(spec, moving, _platform.current().processors)
+    return call.tangent(found, operands, results, tangents, hardware.HOPPER)
+
+
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu import call, hardware, plan
@@ -66,7 +83,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
 
 
 def describe(spec: Spec, platform: Platform) -> str:
-    """The plans of a call's forward and backward, in words."""
+    """The plans of a call's forward, tangent and backward, in words."""
     from jflash._backends.mosaic_gpu import plan
 
     return plan.describe(spec, platform.processors)

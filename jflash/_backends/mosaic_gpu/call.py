@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -17,11 +18,12 @@ from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prep
 from jflash._backends.mosaic_gpu.kernels import backward as fused
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq, delta
 from jflash._backends.mosaic_gpu.kernels import forward as kernel
+from jflash._backends.mosaic_gpu.kernels import tangent as tangent_kernel
 from jflash._backends.mosaic_gpu.kernels.pack_mask import pack_mask
-from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan
+from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan, TangentPlan
 from jflash._backends.mosaic_gpu.schedule import tile_range
 from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient
-from jflash._semantics.spec import Operands, Residuals, Spec
+from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 
 def forward(
@@ -78,6 +80,41 @@ def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
     total = jnp.where(empty, 1, total)
     factors = jnp.moveaxis(weights / total, 3, 2)[:, :, : out.shape[2], :, None]
     return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+
+
+def tangent(
+    plan: TangentPlan | ForwardPlan, operands: Operands, results: Results, tangents: Operands, ops: WarpgroupOps
+) -> Results:
+    """The tangents of output and log-sum-exp, in their shapes and dtypes."""
+    if isinstance(plan, ForwardPlan):
+        out, lse = forward(plan, operands._replace(value=tangents.value), ops)
+        return Results(out, jnp.zeros_like(lse))
+    spec, part = plan.spec, plan.part
+    own, moving = _in_parts(plan, operands), _in_parts(plan, tangents)
+    factors = {name: getattr(own, name) for name in ("query", "key", "value")}
+    factors |= {f"t_{name}": getattr(moving, name) for name in factors if name in plan.moving}
+    of = lambda name: name.removeprefix("t_")
+    factors = {name: prepare.whole_tiles(part, of(name), factors[name]) for name in (*plan.q, *plan.k, *plan.v)}
+    pushed = prepare.operands_for_kernels(spec, tangents)
+    arrays = factors | prepare.operands_for_kernels(spec, operands) | {f"t_{name}": pushed[name] for name in pushed}
+    arrays |= _packed_mask(spec, operands, ops) | prepare.edges(operands, factors)
+    arrays |= tile_range.table(spec, operands, plan.tile.rows)
+    lse = jnp.where(results.lse == -jnp.inf, jnp.inf, results.lse)
+    made = tangent_kernel.tangent(plan, arrays | dict(lse=row_statistics.subtrahend(spec, lse)), ops)
+    rows = spec.query_length
+    t_out = made["t_out"][:, :rows, :, : plan.dims[1]]
+    t_out = t_out.reshape(*t_out.shape[:2], spec.heads, -1)[..., : spec.value_dim]
+    return Results(t_out.astype(spec.result_dtype), made["t_lse"][:, :, :rows])
+
+
+def _in_parts(plan: TangentPlan, operands: Operands) -> Operands:
+    """Operands, or tangents, with the parts of the values' columns for heads."""
+
+    def split(value: Array) -> Array:
+        room = [(0, 0)] * 3 + [(0, plan.parts * plan.dims[1] - value.shape[3])]
+        return jnp.pad(value, room).reshape(*value.shape[:2], -1, plan.dims[1])
+
+    return operands._replace(value=jax.tree.map(split, operands.value)) if plan.parts > 1 else operands
 
 
 def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:

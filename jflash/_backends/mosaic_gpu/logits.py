@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, online_softmax
-from jflash._backends.mosaic_gpu.exponent import Exponent, is_plain
+from jflash._backends.mosaic_gpu.exponent import Exponent, is_plain, sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS
 from jflash._backends.mosaic_gpu.hardware.soft_cap import soft_cap
 from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask, bias_columns
@@ -26,11 +26,14 @@ from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask
 from jflash._semantics.logits import modify_logits, without_unseen
 from jflash._semantics.spec import Spec
+from jflash._semantics.tile import Parameters
 
 Rows = Float[Array, "rows D"]
 Tile = Float[Array, "rows keys"]
 PullBack = Callable[[Array], tuple[Array, dict[str, Array]]]
 """Takes the logits' cotangents to those of the products and, by name, of the parameters."""
+PushForward = Callable[[Array, dict[str, Array]], Array]
+"""Takes the tangents of the products and, by name, of the parameters to those of the logits."""
 
 
 def form(spec: Spec) -> LogitsForm:
@@ -152,15 +155,38 @@ def differentiate(
     inputs = mask.inputs
     if is_plain(inputs.spec):
         return mask.hide(probabilities(s), 0.0), lambda cotangent: (cotangent, {})
-    tile = inputs.tile(mask.at, s.shape, mask.loaded)
+    modify, parameters = _modification(mask, s.shape)
+    values = {name: jnp.broadcast_to(getattr(parameters, name), s.shape) for name in wanted}
+    logits, pull_back = jax.vjp(modify, s, values)
+    return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
+
+
+def linearize(
+    s: Float[Array, "rows columns"], mask: TileMask, probabilities: Callable[[Array], Array], moving: Sequence[str]
+) -> tuple[Float[Array, "rows columns"], PushForward]:
+    """A tile's probabilities as `differentiate` has them; and the way forward, from tangents of the products and of the
+    parameters `moving` to those of logits, 0 where the query does not see the key."""
+    inputs = mask.inputs
+    if is_plain(inputs.spec):
+        return mask.hide(probabilities(s), 0.0), lambda ts, _: ts * sums_scale(inputs.spec)
+    modify, parameters = _modification(mask, s.shape)
+    logits, push = jax.linearize(modify, s, {name: getattr(parameters, name) for name in moving})
+    p = mask.hide(probabilities(logits), 0.0)
+    # What padding holds may be NaN.
+    return p, lambda ts, values: jnp.where(p == 0, 0.0, _lowerable(push)(ts, values))
+
+
+def _modification(
+    mask: TileMask, shape: tuple[int, ...]
+) -> tuple[Callable[[Array, dict[str, Array]], Array], Parameters]:
+    """The logits of a tile's products and of some of its parameters, to be differentiated; and all parameters."""
+    inputs, tile = mask.inputs, mask.inputs.tile(mask.at, shape, mask.loaded)
 
     def modify(s: Array, values: dict[str, Array]) -> Array:
         parameters = without_unseen(inputs.spec, tile.parameters._replace(**values), inputs.visible(tile))
         return modify_logits(inputs.spec, s, tile._replace(parameters=parameters), _soft_cap(inputs))
 
-    values = {name: jnp.broadcast_to(getattr(tile.parameters, name), s.shape) for name in wanted}
-    logits, pull_back = jax.vjp(modify, s, values)
-    return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
+    return modify, tile.parameters
 
 
 def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], Array]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
-from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan
+from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, tangent_plan
 from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, plan_forward
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
+from jflash._backends.mosaic_gpu.kernels.tangent_plan import TangentPlan, plan_tangent
 from jflash._semantics.spec import Spec
 
-__all__ = ["BackwardPlan", "ForwardPlan", "describe", "fits", "plan_backward", "plan_forward"]
+__all__ = ["BackwardPlan", "ForwardPlan", "TangentPlan"]
+__all__ += ["describe", "fits", "plan_backward", "plan_forward", "plan_tangent"]
 
 
 def fits(spec: Spec) -> bool:
@@ -20,7 +22,7 @@ def fits(spec: Spec) -> bool:
 
 
 def describe(spec: Spec, processors: int | None) -> str:
-    """The forward's and the backward's kernels, tiles, shared memory and schedules, and the copies before them."""
+    """The kernels of forward, tangent and backward, tiles, shared memory and schedules, and the copies before them."""
     forward, backward = plan_forward(spec, processors), plan_backward(spec, processors)
     form = type(logits.form(spec)).__name__
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
@@ -28,7 +30,12 @@ def describe(spec: Spec, processors: int | None) -> str:
         details += f", {products} products of pieces for each product"
     if forward.output_parts:
         details += f", output in {forward.output_parts} parts"
-    lines = ["forward:", *_kernel(forward), f"    {details}", "backward:"]
+    lines = ["forward:", *_kernel(forward), f"    {details}"]
+    if tangent_plan.fits(spec):
+        tangent = plan_tangent(spec, tangent_plan.MOVING & spec.operands, processors)
+        assert isinstance(tangent, TangentPlan)
+        lines += ["tangent:", *_kernel(tangent), f"    output in {tangent.parts} parts"]
+    lines.append("backward:")
     for plan in (backward.fused, backward.dq, backward.dkv, backward.dbias):
         lines += [] if plan is None else _kernel(plan)
     copies = prepare.copied(spec)

@@ -104,6 +104,22 @@ def test_exact(case: Case):
     hopper_kernels.assert_right(run, call)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tangents(case: Case):
+    """Along all that may move; padding holds NaN, of the tangents too."""
+    call = cases.build(case)
+    along = oracle.draw_tangents(call)
+    poison()
+    planted = with_nan_in_padding(call)
+    moving = dataclasses.replace(call, **{name: along[name] for name in ("query", "key", "value")})
+    nan = {name: getattr(with_nan_in_padding(moving), name) for name in ("query", "key", "value")}
+    reason = mosaic_gpu.unsupported_call(hopper_kernels.canonical(call)[0])
+    if reason is not None:
+        pytest.skip(f"mosaic_gpu: {reason}")
+    got = oracle.run_tangents(attention, planted, along | nan)
+    oracle.assert_tangents_right(got, call, along, as_tf32=case.dtype == "float32")
+
+
 @functools.cache
 def in_precision(**options):
     """One function for each precision, whose compilation the next such call finds."""

@@ -64,6 +64,19 @@ SPILLS = {
         "scale, most with ALiBi and a gradient of the scale, and with d128's other tiles: with 76 bytes, a soft cap's "
         "takes 2.97 ms for two entries of 16 causal heads and 8,192 tokens, where another library's takes 3.98.",
     ),
+    "soft cap and scale: tangent": (
+        212,
+        "It keeps S, where the scale moves, and the cap's slopes. What that costs was not measured yet.",
+    ),
+    "alibi and scale: tangent": (
+        112,
+        "It keeps S, where the scale moves, and distances. What that costs was not measured yet.",
+    ),
+    "tangent": (
+        36,
+        "At d128 and d256 it holds two accumulators and two tiles, and spills where a tile needs a mask, or has tiles "
+        "of a bias in float32. What that costs was not measured yet.",
+    ),
     "d_query": (
         32,
         "At d256 it keeps, where a tile needs a mask, what the rows' last keys are: the backward at 16,384 tokens has "

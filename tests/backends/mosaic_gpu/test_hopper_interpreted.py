@@ -251,7 +251,7 @@ def test_nothing_but_a_function_of_the_operands(options: dict, deterministic: bo
     """`custom_partitioning`, through which every call goes on a device, takes no function that holds other arrays, and
     where there are several devices none that has effects."""
     call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(64, 64), batch=(2,), **options))
-    for closed in hopper_kernels.traced(call, deterministic=deterministic):
+    for closed in (*hopper_kernels.traced(call, deterministic=deterministic), hopper_kernels.traced_tangent(call)):
         assert not closed.consts
         assert not closed.effects
 
@@ -265,7 +265,8 @@ def test_kernels_know_no_mesh(options: dict, deterministic: bool):
     score_mod = lambda logit, batch, head, query, key: jnp.where(query > key, 0.3 * logit, logit)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec())
-    for closed in hopper_kernels.traced(call, sharding, deterministic=deterministic, score_mod=score_mod):
+    tangent = hopper_kernels.traced_tangent(call, sharding, score_mod=score_mod)
+    for closed in (*hopper_kernels.traced(call, sharding, deterministic=deterministic, score_mod=score_mod), tangent):
         assert "mesh" in str(closed)
         assert not re.search(r"reshape\[[^]]*sharding=(?!None)", str(closed))
 

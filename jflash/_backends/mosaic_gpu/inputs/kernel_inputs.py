@@ -103,6 +103,17 @@ class KernelInputs:
         place = *shared_index(ref, at.batch, at.head)[:2], lax.div(row, 64), columns
         return {"mask": self.ops.load_strided(ref.at[place], 1)}
 
+    def parameters(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Parameters:
+        """What shapes the logits of the tile of `shape` at `at`; what is not `loaded` is read here."""
+        read = lambda name: loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
+        bias = read("bias") if self.has_bias else None
+        return Parameters(
+            bias=None if bias is None else bias.astype(jnp.float32),
+            scale=read("scale"),
+            alibi_slopes=read("alibi_slopes"),
+            score_mod_arrays=(),
+        )
+
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
         """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""
         spec, ops = self.spec, self.ops
@@ -120,14 +131,8 @@ class KernelInputs:
         else:
             numbers = read("mask")
             mask = None if numbers is None else numbers != 0
-        bias = read("bias") if self.has_bias else None
         return Tile(
-            parameters=Parameters(
-                scale=read("scale"),
-                bias=None if bias is None else bias.astype(jnp.float32),
-                alibi_slopes=read("alibi_slopes"),
-                score_mod_arrays=(),
-            ),
+            parameters=self.parameters(at, shape, loaded),
             query=query,
             key=key,
             first_query=read("first_query"),

@@ -20,7 +20,10 @@ MARGIN = 256
 LARGEST_TILE = 128
 """Rows of the largest tile that is copied from an array with lengths."""
 
-LENGTHS = {"query": "query_lengths", "d_out": "query_lengths", "key": "key_lengths", "value": "key_lengths"}
+LENGTHS = {
+    **dict.fromkeys(("query", "t_query", "d_out"), "query_lengths"),
+    **dict.fromkeys(("key", "t_key", "value", "t_value"), "key_lengths"),
+}
 """Which lengths say where an array's padding begins."""
 
 
@@ -55,7 +58,7 @@ def with_margin(array: Array, axes: tuple[int, ...], fill: float = 0) -> Array:
 
 
 def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = False) -> dict[str, Array]:
-    """The operands but query, key, value and a packed mask, as kernels take them, by name.
+    """The operands but query, key, value and a packed mask, as kernels take them, by name; or their tangents.
 
     A bias or mask of one axis becomes a float32 vector with a margin. With `except_bias` the bias is left out.
     """
@@ -72,7 +75,7 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
             prepared[name] = with_margin(array, (1,)) if name in segments else array
     for name, kind in bias_and_mask.kinds(spec).items():
         array = getattr(operands, name)
-        if (name == "bias" and except_bias) or (name == "mask" and kind == "tile"):
+        if array is None or (name == "bias" and except_bias) or (name == "mask" and kind == "tile"):
             continue
         match kind:
             case "tile":

@@ -45,9 +45,13 @@ def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N
 
     `lse` is +inf where there is no query or it sees nothing, and `delta` 0 there.
     """
+    return dict(lse=subtrahend(spec, lse), delta=with_margin(delta, (2,)))
+
+
+def subtrahend(spec: Spec, lse: Float[Array, "B N T"]) -> PerQuery:
+    """lse as the call's exponent has it; +inf where there is no query or it sees nothing, as in what is given."""
     exact = exponent.exponent(spec).exact
-    first = with_margin(lse if exact else lse * LOG2_E, (2,), jnp.inf)
-    return dict(lse=first, delta=with_margin(delta, (2,)))
+    return with_margin(lse if exact else lse * LOG2_E, (2,), jnp.inf)
 
 
 def for_fused(

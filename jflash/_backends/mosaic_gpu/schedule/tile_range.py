@@ -94,8 +94,12 @@ def visited(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, 
     if ragged and of_keys:
         # What is read as keys past the end is 0, and would have weights.
         whole = whole[0], jnp.where(row + rows > spec.key_length, first, whole[1])
-    limited = spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
-    return TileRange(first, count, whole if ragged or limited else None, size)
+    return TileRange(first, count, whole if ragged or is_limited(spec) else None, size)
+
+
+def is_limited(spec: Spec) -> bool:
+    """Whether more than a dense mask, and where the keys end, says what is seen."""
+    return spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
 
 
 def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:

@@ -1,0 +1,124 @@
+"""Forward mode of the Hopper kernels in Pallas' interpreter: right, and free of races, over a product of features."""
+
+import dataclasses
+
+import cases
+import hopper_kernels
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import short_run
+from cases import Case
+from short_run import sampled
+
+from jflash import _tuning
+
+MOVING = {
+    "all": None,
+    "query": ("query",),
+    "key and value": ("key", "value"),
+    "value": ("value",),
+    "what shapes logits": ("scale", "bias", "alibi_slopes", "sinks"),
+}
+"""Which operands move, where the call has them."""
+FEATURES = dict(
+    dtype=("bfloat16", "float16", "float32"),
+    query_length=(1, 40, 131),
+    key_length=(17, 131, 200),
+    heads=((1, 1), (2, 1)),
+    dims=((40, 24), (64, 64), (33, 100), (192, 128), (80, 200), (256, 256)),
+    scale=(None, "static", "traced"),
+    soft_cap=(None, 1.5, 40.0),
+    bias=(None, "full", "keys", "queries", "heads"),
+    alibi=(False, True),
+    score_mod=(None, "indices"),
+    mask=(None, "full", "keys", "queries"),
+    causal=(False, True),
+    offset=(None, "end", "each"),
+    window=(None, (40, 10)),
+    lengths=(None, "both"),
+    segments=(None, "sorted"),
+    sinks=(False, True),
+    dropout=(False, True),
+)
+CASES = [Case(batch=(2,), **row) for row in cases.product(FEATURES, 2)]
+ROWS = [(case, list(MOVING)[index % len(MOVING)] if index % 2 else "all") for index, case in enumerate(CASES)]
+
+
+def what_decides(row: tuple[Case, str]) -> dict[str, object]:
+    case, moving = row
+    names = ("soft_cap", "score_mod", "bias", "mask", "segments", "dropout", "sinks")
+    return {name: bool(getattr(case, name)) for name in names} | dict(moving=moving)
+
+
+IN_SHORT_RUN = {ROWS[index] for index in short_run.covering(list(map(what_decides, ROWS)), 1)}
+
+
+def along(call: cases.Call, moving: str) -> dict[str, np.ndarray]:
+    """Tangents of those operands that the call has; of all, if of those it has none."""
+    every = oracle.draw_tangents(call)
+    names = MOVING[moving] or every
+    return {name: tangent for name, tangent in every.items() if name in names} or every
+
+
+@pytest.mark.parametrize(
+    ("case", "moving"),
+    [pytest.param(*row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in ROWS],
+    ids=str,
+)
+def test_right(case: Case, moving: str):
+    call = cases.build(case)
+    hopper_kernels.assert_tangents_right(call, along(call, moving))
+
+
+def with_logits(call: cases.Call, size: float, shared: float) -> cases.Call:
+    """The call with peaked logits, or with keys that have a mean in common."""
+    mean = shared * np.random.default_rng(1).standard_normal(call.key.shape[-1])
+    query, key = call.query * size, call.key + mean
+    return dataclasses.replace(call, query=query.astype(call.query.dtype), key=key.astype(call.key.dtype))
+
+
+@sampled(6)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("size", "shared"), [(16, 0), (64, 0), (1, 10), (4, 3)])
+def test_about_the_mean(dtype: str, size: float, shared: float):
+    """Where a few keys have all the weight, or all have much in common, P tS is large beside what it should leave."""
+    call = with_logits(cases.build(Case(dtype, 70, 390, (2, 1), (64, 64), ())), size, shared)
+    hopper_kernels.assert_tangents_right(call, along(call, "all"))
+
+
+@sampled(4)
+@pytest.mark.parametrize(
+    ("dtype", "dims", "options"),
+    [
+        ("bfloat16", (64, 64), dict(causal=True)),
+        ("bfloat16", (40, 256), dict(bias="full", lengths="both")),
+        ("float32", (64, 64), dict(window=(90, 10), offset="each")),
+        ("bfloat16", (192, 128), dict(dropout=True, segments="sorted")),
+    ],
+    ids=str,
+)
+def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
+    """Of a call's keys or queries: in float32."""
+    call = cases.build(Case(dtype, 131, 200, heads=(2, 1), dims=dims, batch=(2,), **options))
+    moving = along(call, "all")
+    got = hopper_kernels.run_tangents(call, moving, partial=True)
+    assert got.out.dtype == jnp.float32
+    rounded = got._replace(out=got.out.astype(call.query.dtype))
+    oracle.assert_tangents_right(rounded, call, moving, as_tf32=dtype == "float32")
+
+
+@sampled(8)
+@pytest.mark.parametrize("place", range(1, 5))
+@pytest.mark.parametrize(("dim", "options"), [(64, dict(causal=True)), (128, dict(bias="full", lengths="both"))])
+def test_any_tiles(dim: int, options: dict, place: int):
+    """Those too that only a search on some device would choose."""
+    call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(dim, dim), **options))
+    spec, _ = hopper_kernels.canonical(call)
+    moving = along(call, "all")
+    with _tuning.trying({}) as trial:
+        hopper_kernels.plan.plan_tangent(spec, frozenset(moving), 132)
+    answers = {key: tiles[min(place, len(tiles) - 1)] for key, tiles in trial.asked.items()}
+    with _tuning.trying(answers):
+        hopper_kernels.assert_tangents_right(call, moving)
