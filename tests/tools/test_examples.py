@@ -74,7 +74,8 @@ def train_transformer(monkeypatch) -> Any:
     return importlib.import_module("train_transformer")
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_beside_jax_nn(train_transformer, dtype, tmp_path, capsys):
     """The same weights and batches: losses agree within rounding, and the record holds all that was printed."""
     paths = {"picture": tmp_path / "curves.png", "record": tmp_path / "record.json"}

@@ -18,6 +18,7 @@ import oracle
 import pytest
 from cases import Case
 from plain_attention import Call
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
@@ -127,6 +128,7 @@ def derivative(implementation: str, call: Call, transform: Callable[..., Any]) -
     return jax.jit(transform(function))(arrays)
 
 
+@cover(1)
 @pytest.mark.parametrize(
     ("feature", "order"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in ROWS]
 )
