@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,15 +60,22 @@ class ScoreMod:
             (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, arrays))(logit, batch, head, query, key)
             return jnp.asarray(result, logit.dtype)
 
-        function: Any = scalar
-        operands: list[Array] = [batch, head, query, key]
-        for axis in reversed(range(logits.ndim)):
-            mapped = [operand.ndim > 0 and operand.shape[axis] > 1 for operand in operands]
-            operands = [x if m or x.ndim == 0 else x.squeeze(axis) for x, m in zip(operands, mapped, strict=True)]
-            array_axes = tuple(0 if axis == 0 and array.shape[0] > 1 else None for array in arrays)
-            function = jax.vmap(function, in_axes=(0, *(0 if m else None for m in mapped), array_axes))
-        arrays = tuple(array if array.shape[0] > 1 else array.squeeze(0) for array in arrays)
-        return function(logits, *operands, arrays)
+        return elementwise(scalar, logits, (batch, head, query, key), arrays)
+
+
+def elementwise(
+    function: Callable[..., Array], logits: Array, others: Sequence[Array], arrays: tuple[Array, ...]
+) -> Array:
+    """`function(logit, *others, arrays)` of scalars for every element of a tile; as for `ScoreMod.__call__`, where the
+    `others` are its indices."""
+    operands = list(others)
+    for axis in reversed(range(logits.ndim)):
+        mapped = [operand.ndim > 0 and operand.shape[axis] > 1 for operand in operands]
+        operands = [x if m or x.ndim == 0 else x.squeeze(axis) for x, m in zip(operands, mapped, strict=True)]
+        array_axes = tuple(0 if axis == 0 and array.shape[0] > 1 else None for array in arrays)
+        function = jax.vmap(function, in_axes=(0, *(0 if m else None for m in mapped), array_axes))
+    arrays = tuple(array if array.shape[0] > 1 else array.squeeze(0) for array in arrays)
+    return function(logits, *operands, arrays)
 
 
 def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, tuple[Array, ...]]:

@@ -29,8 +29,7 @@ from jflash._semantics.spec import Operands, Residuals, Spec
 
 def canonical(call: Call, **options: object) -> tuple[Spec, Operands]:
     """What a backend is given for a call."""
-    score_mod = None if call.score_mod is None else call.score_mod()
-    arguments = oracle.arguments(call) | {"score_mod": score_mod} | options
+    arguments = oracle.arguments(call) | options
     return canonical_arguments(
         **jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, arguments)
     )
@@ -78,8 +77,20 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
     return Results(
         out.reshape(*batch, *out.shape[1:]),
         lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
-        {name: getattr(gradients, name).reshape(array.shape) for name, array in smooth.items()},
+        {name: shaped_as(getattr(gradients, name), array) for name, array in smooth.items()},
     )
+
+
+def shaped_as(arrays: Any, like: Any) -> Any:
+    """An array, or all of several that there are, in the shapes of others."""
+    leaves, tree = jax.tree.flatten(like)
+    given = zip(jax.tree.leaves(arrays), leaves, strict=True)
+    return tree.unflatten([array.reshape(like.shape) for array, like in given])
+
+
+def smooth(arrays: Any) -> Any:
+    """Without those of a score_mod's arrays that have no derivative."""
+    return jax.tree.map(lambda array: array if jnp.issubdtype(array.dtype, jnp.inexact) else None, arrays)
 
 
 def run_tangents(call: Call, along: dict[str, Any], *, partial: bool = False, **options: object) -> Tangents:
@@ -91,7 +102,9 @@ def run_tangents(call: Call, along: dict[str, Any], *, partial: bool = False, **
     assert mosaic_gpu.unsupported_tangent(spec) is None
     forward, tangent = plan.plan_forward(spec, 132), plan.plan_tangent(spec, frozenset(along), 132)
     # A tangent has its operand's shape.
-    shaped = {name: jnp.asarray(array).reshape(getattr(operands, name).shape) for name, array in along.items()}
+    shaped = {
+        name: shaped_as(jax.tree.map(jnp.asarray, t), smooth(getattr(operands, name))) for name, t in along.items()
+    }
     nothing = jax.tree.map(lambda _: None, operands)
 
     def run(operands: Operands, tangents: Operands) -> tuple[semantics.Results, semantics.Results]:

@@ -107,6 +107,9 @@ class Interpreter(WarpgroupOps):
     ) -> Float[Array, "rows columns"]:
         return dropped_words.drop(p, counter, middle, dropped, keys_first=keys_first, signed=signed)
 
+    def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
+        return table[...][index]
+
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         return jnp.all(jnp.abs(tile) < limit)
 

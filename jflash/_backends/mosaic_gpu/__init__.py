@@ -31,9 +31,19 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    if "score_mod_arrays" in spec.operands:
-        return "it takes no score_mod that closes over arrays."
+    if (reason := _unsupported_score_mod(spec)) is not None:
+        return reason
     return _unsupported_float32(spec) if spec.dtype == jnp.float32 else None
+
+
+def _unsupported_score_mod(spec: Spec) -> str | None:
+    """Kernels take what a score_mod closes over number by number."""
+    if "score_mod_arrays" not in spec.operands:
+        return None
+    from jflash._backends.mosaic_gpu.inputs import score_mod_reads
+
+    reason = score_mod_reads.unsupported(spec)
+    return None if reason is None else f"it takes no score_mod that {reason}."
 
 
 def _unsupported_float32(spec: Spec) -> str | None:
@@ -72,6 +82,17 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
     moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
     found = plan.plan_tangent(spec, moving, _platform.current().processors)
     return call.tangent(found, operands, results, tangents, hardware.HOPPER)
+
+
+def unsupported_backward(spec: Spec) -> str | None:
+    """Of a call that `forward` serves: why `backward` cannot, in words for the user; `None`: it can."""
+    if "score_mod_arrays" not in spec.operands - spec.undifferentiated:
+        return None
+    from jflash._backends.mosaic_gpu.inputs import score_mod_reads
+
+    if any(read.by_position for read in score_mod_reads.smooth(spec)):
+        return "it has no gradient of what score_mod reads by position"
+    return None
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:

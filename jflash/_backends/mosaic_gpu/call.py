@@ -7,6 +7,7 @@ what they return is given the call's shapes and dtypes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prepare, row_statistics
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prepare, row_statistics, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels import backward as fused
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq, delta
 from jflash._backends.mosaic_gpu.kernels import forward as kernel
@@ -44,6 +45,7 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
     bias_by_mma = logits.form(spec).bias_by_mma
     arrays = dict(query=query, key=prepare.whole_tiles(spec, "key", operands.key), value=value)
     arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
+    arrays |= score_mod_reads.prepare(operands.score_mod_arrays)
     arrays |= _packed_mask(spec, operands, ops) | prepare.edges(operands, dict(value=value))
     if bias_by_mma:
         arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
@@ -95,8 +97,11 @@ def tangent(
     factors |= {f"t_{name}": getattr(moving, name) for name in factors if name in plan.moving}
     of = lambda name: name.removeprefix("t_")
     factors = {name: prepare.whole_tiles(part, of(name), factors[name]) for name in (*plan.q, *plan.k, *plan.v)}
-    pushed = prepare.operands_for_kernels(spec, tangents)
-    arrays = factors | prepare.operands_for_kernels(spec, operands) | {f"t_{name}": pushed[name] for name in pushed}
+    others, pushed = (prepare.operands_for_kernels(spec, some) for some in (operands, tangents))
+    others |= score_mod_reads.prepare(operands.score_mod_arrays)
+    if "score_mod_arrays" in plan.moving:
+        pushed |= score_mod_reads.prepare(_instantiated(operands.score_mod_arrays, tangents.score_mod_arrays))
+    arrays = factors | others | {f"t_{name}": array for name, array in pushed.items()}
     arrays |= _packed_mask(spec, operands, ops) | prepare.edges(operands, factors)
     arrays |= tile_range.table(spec, operands, plan.tile.rows)
     lse = jnp.where(results.lse == -jnp.inf, jnp.inf, results.lse)
@@ -105,6 +110,12 @@ def tangent(
     t_out = made["t_out"][:, :rows, :, : plan.dims[1]]
     t_out = t_out.reshape(*t_out.shape[:2], spec.heads, -1)[..., : spec.value_dim]
     return Results(t_out.astype(spec.result_dtype), made["t_lse"][:, :, :rows])
+
+
+def _instantiated(arrays: Sequence[Array], tangents: Sequence[Array | None]) -> list[Array | None]:
+    """With zeros for the tangents of arrays that have some, and do not move."""
+    zeros = lambda array: jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else None
+    return [zeros(a) if t is None else t for a, t in zip(arrays, tangents, strict=True)]
 
 
 def _in_parts(plan: TangentPlan, operands: Operands) -> Operands:
@@ -123,6 +134,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
     tiles = {name: prepare.whole_tiles(spec, name, array) for name, array in arrays.items()}
     edges, others = prepare.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
+    others |= score_mod_reads.prepare(operands.score_mod_arrays)
     masks = (_packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
     of_queries, of_keys = (others | mask | edges for mask in masks)
 
@@ -162,6 +174,7 @@ def _finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array]
         scale=summed("scale"),
         alibi_slopes=summed("alibi_slopes"),
         sinks=d_sinks,
+        score_mod_arrays=score_mod_reads.gradients(spec, operands, gradients),
     )
 
 

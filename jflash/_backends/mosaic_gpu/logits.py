@@ -21,9 +21,17 @@ from jflash._backends.mosaic_gpu import exponent, online_softmax
 from jflash._backends.mosaic_gpu.exponent import Exponent, is_plain, sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS
 from jflash._backends.mosaic_gpu.hardware.soft_cap import soft_cap
-from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask, bias_columns
+from jflash._backends.mosaic_gpu.inputs import (
+    KernelInputs,
+    Loaded,
+    TileCoord,
+    bias_and_mask,
+    bias_columns,
+    score_mod_reads,
+)
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask
+from jflash._semantics import tile as semantics
 from jflash._semantics.logits import modify_logits, without_unseen
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters
@@ -139,8 +147,8 @@ def _modified(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "
     inputs = mask.inputs
     if is_plain(inputs.spec):
         return s
-    tile = inputs.tile(mask.at, s.shape, mask.loaded)
-    return _lowerable(lambda s: modify_logits(inputs.spec, s, tile, _soft_cap(inputs)))(s)
+    tile = _tile(mask, s.shape)
+    return _lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec), s, tile, _soft_cap(inputs)))(s)
 
 
 def differentiate(
@@ -156,7 +164,7 @@ def differentiate(
     if is_plain(inputs.spec):
         return mask.hide(probabilities(s), 0.0), lambda cotangent: (cotangent, {})
     modify, parameters = _modification(mask, s.shape)
-    values = {name: jnp.broadcast_to(getattr(parameters, name), s.shape) for name in wanted}
+    values = {name: jnp.broadcast_to(value, s.shape) for name, value in _named(parameters, wanted).items()}
     logits, pull_back = jax.vjp(modify, s, values)
     return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
 
@@ -170,7 +178,7 @@ def linearize(
     if is_plain(inputs.spec):
         return mask.hide(probabilities(s), 0.0), lambda ts, _: ts * sums_scale(inputs.spec)
     modify, parameters = _modification(mask, s.shape)
-    logits, push = jax.linearize(modify, s, {name: getattr(parameters, name) for name in moving})
+    logits, push = jax.linearize(modify, s, _named(parameters, moving))
     p = mask.hide(probabilities(logits), 0.0)
     # What padding holds may be NaN.
     return p, lambda ts, values: jnp.where(p == 0, 0.0, _lowerable(push)(ts, values))
@@ -180,13 +188,39 @@ def _modification(
     mask: TileMask, shape: tuple[int, ...]
 ) -> tuple[Callable[[Array, dict[str, Array]], Array], Parameters]:
     """The logits of a tile's products and of some of its parameters, to be differentiated; and all parameters."""
-    inputs, tile = mask.inputs, mask.inputs.tile(mask.at, shape, mask.loaded)
+    inputs, tile = mask.inputs, _tile(mask, shape)
 
     def modify(s: Array, values: dict[str, Array]) -> Array:
-        parameters = without_unseen(inputs.spec, tile.parameters._replace(**values), inputs.visible(tile))
-        return modify_logits(inputs.spec, s, tile._replace(parameters=parameters), _soft_cap(inputs))
+        others = {name: value for name, value in values.items() if name in tile.parameters._fields}
+        reads = enumerate(tile.parameters.score_mod_arrays)
+        reads = tuple(values.get(score_mod_reads.name(place), read) for place, read in reads)
+        given = tile.parameters._replace(**others, score_mod_arrays=reads)
+        parameters = without_unseen(inputs.spec, given, inputs.visible(tile))
+        spec = score_mod_reads.rest(inputs.spec)
+        return modify_logits(spec, s, tile._replace(parameters=parameters), _soft_cap(inputs))
 
     return modify, tile.parameters
+
+
+def parameter_tangents(
+    tangents: KernelInputs, mask: TileMask, shape: tuple[int, ...], loaded: Loaded, names: Sequence[str]
+) -> dict[str, Any]:
+    """Of a tile's parameters, by name: from the inputs that `tangents` are, and what was `loaded` of them."""
+    reads = score_mod_reads.load(tangents, mask.at, mask.inputs.tile(mask.at, shape, mask.loaded))
+    return _named(tangents.parameters(mask.at, shape, loaded)._replace(score_mod_arrays=reads), names)
+
+
+def _tile(mask: TileMask, shape: tuple[int, ...]) -> semantics.Tile:
+    """A tile, with what its score_mod reads for the arrays."""
+    tile = mask.inputs.tile(mask.at, shape, mask.loaded)
+    reads = score_mod_reads.load(mask.inputs, mask.at, tile)
+    return tile._replace(parameters=tile.parameters._replace(score_mod_arrays=reads))
+
+
+def _named(parameters: Parameters, names: Sequence[str]) -> dict[str, Any]:
+    """Parameters of a tile by name, of which each read of a score_mod has one."""
+    reads = {score_mod_reads.name(place): read for place, read in enumerate(parameters.score_mod_arrays)}
+    return {name: reads[name] if name in reads else getattr(parameters, name) for name in names}
 
 
 def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], Array]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -141,6 +142,12 @@ class WarpgroupOps(Protocol):
         """A tile of probabilities without what dropout drops or, `signed`, with the sign of that changed."""
         return dropout_words.drop(p, counter, middle, dropped, keys_first=keys_first, signed=signed)
 
+    def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
+        """A tile of numbers of a table in device memory, `[numbers]`, by their indices, which must be inside."""
+        number = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=_TILE)
+        read = functools.partial(_gather, is_signed=True if jnp.issubdtype(table.dtype, jnp.integer) else None)
+        return _inline(read, plgpu.RefType(), _TILE, returns=number)(table, index)
+
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         """Whether all magnitudes that a thread's warp holds of a tile are below a limit; warps may differ."""
         return _inline(functools.partial(_all_below, limit=limit), _TILE, returns=_WARP_UNIFORM)(tile)
@@ -185,6 +192,20 @@ def _strided(shape: tuple[int, ...], most: int = 4) -> Any:
 # Instructions that Pallas does not have, for `plgpu.inline_mgpu`.
 
 _utils: Any = mgpu.utils
+
+
+def _gather(_: Any, table: Any, index: Any, is_signed: bool | None) -> Any:
+    arith, ir, vector = _utils.arith, _utils.ir, _utils.vector
+    pair_type = ir.VectorType.get((2,), ir.MemRefType(table.type).element_type)
+
+    def number(pair: Any, at: int) -> Any:
+        place = vector.extract(pair, [], ir.DenseI64ArrayAttr.get([at]))
+        return _utils.memref.load(table, [arith.index_cast(ir.IndexType.get(), place)])
+
+    registers = np.empty_like(index.registers)
+    for place in np.ndindex(registers.shape):
+        registers[place] = vector.from_elements(pair_type, [number(index.registers[place], at) for at in range(2)])
+    return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=is_signed)
 
 
 def _all_below(_: Any, tile: Any, limit: float) -> Any:

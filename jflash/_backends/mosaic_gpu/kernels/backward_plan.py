@@ -15,7 +15,14 @@ from jax.experimental import pallas as pl
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, operand_pieces, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.inputs import (
+    bf16_pieces,
+    bias_and_mask,
+    operand_pieces,
+    row_statistics,
+    score_mod_reads,
+    whole_dims,
+)
 from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
@@ -120,7 +127,10 @@ class BackwardPlan:
 
 def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     """The plan of a call's backward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    wanted = tuple(name for name in _PARAMETERS if name in spec.operands - spec.undifferentiated)
+    asked = spec.operands - spec.undifferentiated
+    wanted = tuple(name for name in _PARAMETERS if name in asked)
+    if "score_mod_arrays" in asked:
+        wanted += tuple(read.name for read in score_mod_reads.summed(spec))
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
     if dbias is not None:

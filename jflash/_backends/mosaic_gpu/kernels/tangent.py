@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_rows, pipeline, round_up
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.kernels.tangent_plan import PARAMETERS, TangentPlan
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
@@ -77,7 +77,7 @@ class _Cta(Cta[TangentPlan]):
         self.head, self.part = lax.div(item.head_group, plan.parts), lax.rem(item.head_group, plan.parts)
         block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
-        moving = {name: refs.arrays[f"t_{name}"] for name in (*PARAMETERS, "sinks") if name in plan.moving}
+        moving = {name.removeprefix("t_"): ref for name, ref in refs.arrays.items() if name.startswith("t_")}
         self.tangents = dataclasses.replace(self.inputs, refs=moving)
         q_out = tuple(refs.smem.q_out)
         self.q, self.out = dict(zip(plan.q, (q_out[0], refs.smem.t_q), strict=False)), q_out[-1]
@@ -169,6 +169,8 @@ class _Cta(Cta[TangentPlan]):
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         shape, moved = (WARPGROUP_ROWS, plan.tile.keys), self.moved_products
         parameters = [name for name in PARAMETERS if name in plan.moving]
+        if "score_mod_arrays" in plan.moving:
+            parameters += [read.name for read in score_mod_reads.smooth(spec)]
         packed = self.inputs.load_packed_mask(at, shape)
         plgpu.barrier_wait(shared.k.full.at[slot])
 
@@ -191,8 +193,8 @@ class _Cta(Cta[TangentPlan]):
             to_p = lambda logits: exponent.exponent(spec)(logits, along_rows(lse, shape))
             p, push = logits.linearize(s, mask, to_p, parameters)
             ts = ops.read(acc_ts) if moved else ops.full(shape, 0)
-            along = self.tangents.parameters(at, shape, bias("t_bias"))
-            return p, push(ts, {name: getattr(along, name) for name in parameters})
+            along = logits.parameter_tangents(self.tangents, mask, shape, bias("t_bias"), parameters)
+            return p, push(ts, along)
 
         return ops.accumulators(make, *[shape] * (1 + bool(moved)))
 

@@ -21,7 +21,7 @@ from jflash._tuning import TuningKey
 PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose tangents the kernel takes."""
 
-MOVING = frozenset({"query", "key", "value", "sinks", *PARAMETERS})
+MOVING = frozenset({"query", "key", "value", "sinks", "score_mod_arrays", *PARAMETERS})
 """Operands whose tangents the kernel takes."""
 
 SMALLEST_TILE = RowTiles(1, 64, 1)

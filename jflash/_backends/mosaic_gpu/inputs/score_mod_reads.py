@@ -1,0 +1,317 @@
+"""What a `score_mod` reads of the arrays that it closes over: one number at a time, at an index known before the logit.
+
+    score_mod(logit, batch, head, query, key) = rest(logit, batch, head, query, key, array_0[index_0], ...)
+
+A kernel loads the numbers of a tile, and then does the rest elementwise. A number that positions have no part in is one
+for all of a tile; others are gathered from a table, which has to stay in the multiprocessor's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as core
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord, shared_index
+from jflash._semantics.score_mod import ScoreMod, elementwise
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import Tile
+
+MOST_BYTES = 64 * 1024
+"""Of a table."""
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_)
+_ARGUMENTS = ("logit", "batch", "head", "query", "key")
+_POSITIONS = frozenset({"query", "key"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Part of an array: where it begins and how long it is along each axis, and which axes it still has."""
+
+    array: int
+    shape: tuple[int, ...]
+    """The whole array's."""
+    starts: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @staticmethod
+    def whole(array: int, shape: tuple[int, ...]) -> _Part:
+        return _Part(array, shape, (0,) * len(shape), shape, tuple(range(len(shape))))
+
+    def sliced(self, starts: Sequence[Any], sizes: Sequence[int], plus: Callable[[Any, Any, int], Any]) -> _Part:
+        """A part of it; `plus` adds an index, which must not exceed a number, to a start."""
+        own_starts, own_sizes = list(self.starts), list(self.sizes)
+        for axis, start, size in zip(self.axes, starts, sizes, strict=True):
+            own_starts[axis] = plus(own_starts[axis], start, own_sizes[axis] - size)
+            own_sizes[axis] = size
+        return dataclasses.replace(self, starts=tuple(own_starts), sizes=tuple(own_sizes))
+
+    def squeezed(self, dimensions: Sequence[int]) -> _Part:
+        return dataclasses.replace(self, axes=tuple(a for i, a in enumerate(self.axes) if i not in dimensions))
+
+
+class _Evaluation(NamedTuple):
+    """What is made of a score_mod's program, equation by equation."""
+
+    compute: Callable[[Any, list[Any]], list[Any]]
+    """An equation between numbers."""
+    plus: Callable[[Any, Any, int], Any]
+    """As in `_Part.sliced`."""
+    read: Callable[[_Part], Any]
+    """A part that is one number."""
+    refuse: Callable[[Any], list[Any]]
+    """An equation that does something else with an array."""
+
+    def __call__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = {}
+
+        def write(variables: Sequence[Any], results: Sequence[Any]) -> None:
+            for variable, result in zip(variables, results, strict=True):
+                is_number = isinstance(result, _Part) and not result.axes
+                values[variable] = self.read(result) if is_number else result
+
+        write([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments])
+        get = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+        for equation in jaxpr.eqns:
+            write(equation.outvars, self._results(equation, list(map(get, equation.invars))))
+        return list(map(get, jaxpr.outvars))
+
+    def _results(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        operation, params = equation.primitive.name, equation.params
+        if operation in ("jit", "pjit"):
+            return self(params["jaxpr"].jaxpr, params["jaxpr"].consts, inputs)
+        first, *others = inputs or [None]
+        if not any(isinstance(value, _Part) for value in inputs):
+            return self.compute(equation, inputs)
+        if isinstance(first, _Part) and operation == "dynamic_slice":
+            return [first.sliced(others, params["slice_sizes"], self.plus)]
+        if isinstance(first, _Part) and operation == "squeeze":
+            return [first.squeezed(params["dimensions"])]
+        return self.refuse(equation)
+
+
+class Read(NamedTuple):
+    """One number of an array."""
+
+    place: int
+    """Among all reads."""
+    array: int
+    by_position: bool
+    """Whether its index depends on query or key."""
+
+    @property
+    def name(self) -> str:
+        """As of a parameter of logits."""
+        return name(self.place)
+
+
+def name(place: int) -> str:
+    """Of a read, as of a parameter of logits."""
+    return f"read_{place}"
+
+
+@functools.lru_cache(maxsize=64)
+def _analysis(score_mod: ScoreMod) -> tuple[tuple[Read, ...], str | None]:
+    """What is read, and why it cannot be."""
+    reads: list[Read] = []
+    reasons: list[str] = []
+    # A value here is the names of what it depends on.
+    join = lambda *values: frozenset[str]().union(*(value for value in values if isinstance(value, frozenset)))
+
+    def read(part: _Part) -> frozenset[str]:
+        needs = join(*part.starts)
+        if "logit" in needs:
+            reasons.append("reads an array at an index that depends on the logit")
+        if "array" in needs:
+            reasons.append("reads an array at an index that it read from another")
+        reads.append(Read(len(reads), part.array, not needs.isdisjoint(_POSITIONS)))
+        return needs | {"array"}
+
+    def refuse(equation: Any) -> list[Any]:
+        reasons.append(f"does something else with an array than to take one number by its index: {equation.primitive}")
+        return [frozenset[str]()] * len(equation.outvars)
+
+    def compute(equation: Any, inputs: list[Any]) -> list[Any]:
+        # There is no public way to bind such a call again.
+        if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            reasons.append("closes over arrays and calls a function with a derivative of its own")
+        return [join(*inputs)] * len(equation.outvars)
+
+    evaluation = _Evaluation(compute, lambda start, index, _: join(start, index), read, refuse)
+    evaluation(score_mod.jaxpr.jaxpr, _parts(score_mod), [frozenset({name}) for name in _ARGUMENTS])
+    for found in reads:
+        array = score_mod.jaxpr.consts[found.array]
+        if array.dtype not in _DTYPES:
+            reasons.append(f"reads an array of {array.dtype}")
+        if found.by_position and 4 * math.prod(array.shape) > MOST_BYTES:
+            reasons.append(f"reads by position an array of more than {MOST_BYTES // 1024} KiB in float32")
+    return tuple(reads), reasons[0] if reasons else None
+
+
+def unsupported(spec: Spec) -> str | None:
+    """What a kernel cannot do with the arrays that a call's `score_mod` closes over."""
+    return None if spec.score_mod is None else _analysis(spec.score_mod)[1]
+
+
+def smooth(spec: Spec) -> list[Read]:
+    """What is read of arrays that have a gradient."""
+    if spec.score_mod is None:
+        return []
+    dtypes = [array.dtype for array in spec.score_mod.jaxpr.consts]
+    return [read for read in _analysis(spec.score_mod)[0] if jnp.issubdtype(dtypes[read.array], jnp.inexact)]
+
+
+def summed(spec: Spec) -> list[Read]:
+    """Those whose gradients are sums over positions."""
+    return [read for read in smooth(spec) if not read.by_position]
+
+
+def prepare(arrays: Sequence[Array | None]) -> dict[str, Array]:
+    """Arrays, or their tangents, as kernels take them, by name: `[#B, numbers]`."""
+    prepared: dict[str, Array] = {}
+    for index, array in enumerate(arrays):
+        if array is not None:
+            dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
+            prepared[_array_name(index)] = array.reshape(array.shape[0], -1).astype(dtype)
+    return prepared
+
+
+def load(inputs: KernelInputs, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
+    """All that a tile reads of the arrays of `inputs`: a tile of numbers, or one number; 0 where there is no array."""
+    score_mod = inputs.spec.score_mod
+    if score_mod is None:
+        return ()
+
+    def number(read: Read) -> Any:
+        ref = inputs.refs.get(_array_name(read.array))
+        if ref is None:
+            return 0.0
+        entry = shared_index(ref, at.batch, None)[0]
+        index = _index(score_mod, read, tile)
+        return inputs.ops.gather(ref.at[entry], index) if read.by_position else ref[entry, index]
+
+    return tuple(map(number, _analysis(score_mod)[0]))
+
+
+def _index(score_mod: ScoreMod, read: Read, tile: Tile) -> Any:
+    """Where in the flat array a tile's number is, or its numbers are."""
+
+    def scalar(query: Any, batch: Any, head: Any, key: Any, _: Any) -> Any:
+        return _indices(score_mod, batch, head, query, key)[read.place]
+
+    if not read.by_position:
+        return scalar(jnp.int32(0), tile.batch, tile.head, jnp.int32(0), ())
+    query, key = tile.indices
+    others: Any = tile.batch, tile.head, key
+    return elementwise(scalar, query, others, ())
+
+
+def _indices(score_mod: ScoreMod, batch: Any, head: Any, query: Any, key: Any) -> list[Any]:
+    """Of all reads, for one logit."""
+    found: list[Any] = []
+
+    def read(part: _Part) -> Any:
+        strides = [math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
+        found.append(sum((start * stride for start, stride in zip(part.starts, strides, strict=True)), jnp.int32(0)))
+        return jnp.zeros((), score_mod.jaxpr.consts[part.array].dtype)
+
+    logit = jnp.zeros((), score_mod.jaxpr.jaxpr.invars[0].aval.dtype)
+    _values(score_mod, read, [logit, batch, head, query, key])
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """A `score_mod` of a logit, indices, and what is read."""
+
+    score_mod: ScoreMod
+
+    def __call__(self, logits: Any, *others: Any) -> Any:
+        *indices, reads = others
+
+        def scalar(logit: Any, batch: Any, head: Any, query: Any, key: Any, *more: Any) -> Any:
+            remaining = iter(more[:-1])
+
+            def read(part: _Part) -> Any:
+                number, dtype = next(remaining), self.score_mod.jaxpr.consts[part.array].dtype
+                return number != 0 if dtype == jnp.bool_ else jnp.asarray(number, dtype)
+
+            (result,) = _values(self.score_mod, read, [logit, batch, head, query, key])
+            return jnp.asarray(result, logit.dtype)
+
+        return elementwise(scalar, logits, (*indices, *map(jnp.asarray, reads)), ())
+
+
+def rest(spec: Spec) -> Spec:
+    """The call whose `score_mod` takes what was read for its arrays."""
+    if "score_mod_arrays" not in spec.operands:
+        return spec
+    assert spec.score_mod is not None
+    of_reads: Any = _Rest(spec.score_mod)
+    return dataclasses.replace(spec, score_mod=of_reads)
+
+
+def gradients(spec: Spec, operands: Operands, sums: Mapping[str, Array]) -> tuple[Any, ...]:
+    """Of the arrays, `None` of those that have none.
+
+    `sums` has, as d_ and a read's name, what its gradients sum to for each row of a head, `[B, N, L]`: of reads that
+    positions have no part in.
+    """
+    totals: list[Array | None] = [None] * len(operands.score_mod_arrays)
+    for read in summed(spec):
+        total = sums.get(f"d_{read.name}")
+        if total is not None:
+            array = operands.score_mod_arrays[read.array]
+            index = _by_head(spec, operands, read)
+            entry = jnp.arange(spec.batch)[:, None] if array.shape[0] > 1 else jnp.zeros_like(index)
+            before = totals[read.array]
+            flat = jnp.zeros((array.shape[0], math.prod(array.shape[1:])), jnp.float32) if before is None else before
+            totals[read.array] = flat.at[entry, index].add(total.sum(axis=2))
+    shaped = lambda total, like: total.reshape(like.shape).astype(spec.gradient_dtype(like.dtype))
+    every = zip(totals, operands.score_mod_arrays, strict=True)
+    return tuple(None if total is None else shaped(total, like) for total, like in every)
+
+
+def _by_head(spec: Spec, operands: Operands, read: Read) -> Array:
+    """Where in the flat array each head's number is, `[B, N]`."""
+    assert spec.score_mod is not None
+    assert operands.batch_index is not None
+    assert operands.head_index is not None
+    score_mod, zero = spec.score_mod, jnp.int32(0)
+    shape = spec.batch, spec.heads
+    one = lambda batch, head: jnp.asarray(_indices(score_mod, batch, head, zero, zero)[read.place])
+    batch, head = (jnp.broadcast_to(index, shape) for index in (operands.batch_index[:, None], operands.head_index))
+    return jnp.broadcast_to(jax.vmap(jax.vmap(one))(batch, head), shape)
+
+
+def _values(score_mod: ScoreMod, read: Callable[[_Part], Any], arguments: Sequence[Any]) -> list[Any]:
+    """The program's results."""
+
+    def compute(equation: Any, inputs: list[Any]) -> list[Any]:
+        results = equation.primitive.bind(*inputs, **equation.params)
+        return results if equation.primitive.multiple_results else [results]
+
+    def refuse(equation: Any) -> list[Any]:
+        raise AssertionError(equation)
+
+    plus = lambda start, index, most: start + lax.clamp(jnp.int32(0), jnp.asarray(index, jnp.int32), jnp.int32(most))
+    evaluation = _Evaluation(compute, plus, read, refuse)
+    return evaluation(score_mod.jaxpr.jaxpr, _parts(score_mod), arguments)
+
+
+def _parts(score_mod: ScoreMod) -> list[_Part]:
+    return [_Part.whole(index, array.shape) for index, array in enumerate(score_mod.jaxpr.consts)]
+
+
+def _array_name(index: int) -> str:
+    return f"score_mod_{index}"
