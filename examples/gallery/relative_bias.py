@@ -4,10 +4,10 @@ The table has a row for each bucket and a column for each head. `by_distance` sp
 two ways lead to the logits:
 
 - `attend` looks the number up in each tile. It needs O(T + S) memory, and on a CPU it is the faster one by far. The
-  kernels for NVIDIA Hopper take no `score_mod` that closes over arrays, so `xla` serves there.
-- `with_bias` makes the array [heads, T, S], which those kernels take. All its rows are one vector, each shifted by one
-  against the row before, so it is made by reshaping, and its gradient comes back as sums along diagonals. The array is
-  as large as all logits of one sequence, but no larger for a batch.
+  kernels for NVIDIA Hopper do so too, but have no gradient of the numbers, so that `xla` serves there.
+- `with_bias` makes the array [heads, T, S], of which those kernels have the gradient. All its rows are one vector, each
+  shifted by one against the row before, so it is made by reshaping, and its gradient comes back as sums along
+  diagonals. The array is as large as all logits of one sequence, but no larger for a batch.
 
 Sources: Shaw et al. (2018), arXiv:1803.02155; for the buckets T5, Raffel et al. (2020), arXiv:1910.10683, section 2.1.
 """

@@ -59,6 +59,16 @@ CASES = {
         dict(deterministic=True, score_mod=lambda logit, batch, *_: logit * (1 + 0.25 * (batch & 1))),
         dict(bias=((1, 4, 1, LENGTH), bfloat16)),
     ),
+    "score_mod of a number for each head": (
+        128,
+        128,
+        {},
+        dict(numbers=((4,), float32)),
+    ),
+    **{
+        f"d{d} causal, score_mod of a table": (d, d, dict(is_causal=True), dict(numbers=((4, 256), float32)))
+        for d in (64, 128)
+    },
     "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
     **{f"d{d} causal, dropout": (d, d, dict(is_causal=True, dropout_rate=0.1), DROPOUT_KEY) for d in (64, 128, 256)},
     "dropout deterministic": (128, 128, dict(dropout_rate=0.1, deterministic=True), DROPOUT_KEY),
@@ -124,6 +134,15 @@ def over(devices: int, split: PartitionSpec) -> NamedSharding:
     return NamedSharding(topologies.make_mesh(topology, (devices,), ("x",)), split)
 
 
+def with_score_mod(numbers: jax.Array | None = None, **arrays: jax.Array) -> dict[str, object]:
+    """With a score_mod that reads numbers, one for each head or for each distance, if there are any."""
+    if numbers is None:
+        return arrays
+    distance = lambda query, key: jnp.clip(query - key + 128, 0, 255)
+    read = lambda head, *at: numbers[head] if numbers.ndim == 1 else numbers[head, distance(*at)]
+    return dict(arrays, score_mod=lambda logit, batch, head, *at: logit + read(head, *at))
+
+
 def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
     """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
     head_dim, value_dim, options, arrays = CASES[name]
@@ -131,6 +150,7 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
     array = lambda shape, dtype=operands: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def all_three(query, key, value, d_out, d_lse, arrays):
+        arrays = with_score_mod(**arrays)
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
 

@@ -42,8 +42,11 @@ def _unsupported_score_mod(spec: Spec) -> str | None:
         return None
     from jflash._backends.mosaic_gpu.inputs import score_mod_reads
 
-    reason = score_mod_reads.unsupported(spec)
-    return None if reason is None else f"it takes no score_mod that {reason}."
+    if (reason := score_mod_reads.unsupported(spec)) is not None:
+        return f"it takes no score_mod that {reason}."
+    if spec.deterministic and unsupported_backward(spec) is not None:
+        return "with deterministic=True it takes no score_mod that reads by position: xla may sum in any order."
+    return None
 
 
 def _unsupported_float32(spec: Spec) -> str | None:

@@ -267,16 +267,16 @@ def gradients(spec: Spec, operands: Operands, sums: Mapping[str, Array]) -> tupl
     `sums` has, as d_ and a read's name, what its gradients sum to for each row of a head, `[B, N, L]`: of reads that
     positions have no part in.
     """
-    totals: list[Array | None] = [None] * len(operands.score_mod_arrays)
+    totals: list[Any] = [None] * len(operands.score_mod_arrays)
     for read in summed(spec):
         total = sums.get(f"d_{read.name}")
         if total is not None:
-            array = operands.score_mod_arrays[read.array]
-            index = _by_head(spec, operands, read)
-            entry = jnp.arange(spec.batch)[:, None] if array.shape[0] > 1 else jnp.zeros_like(index)
+            array, index = operands.score_mod_arrays[read.array], _by_head(spec, operands, read)
+            # Not a scatter, which may add in any order.
+            is_read = index[..., None] == jnp.arange(math.prod(array.shape[1:]))
+            found = jnp.where(is_read, total.sum(axis=2)[..., None], 0).sum(axis=1 if array.shape[0] > 1 else (0, 1))
             before = totals[read.array]
-            flat = jnp.zeros((array.shape[0], math.prod(array.shape[1:])), jnp.float32) if before is None else before
-            totals[read.array] = flat.at[entry, index].add(total.sum(axis=2))
+            totals[read.array] = found if before is None else before + found
     shaped = lambda total, like: total.reshape(like.shape).astype(spec.gradient_dtype(like.dtype))
     every = zip(totals, operands.score_mod_arrays, strict=True)
     return tuple(None if total is None else shaped(total, like) for total, like in every)
