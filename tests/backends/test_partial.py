@@ -50,7 +50,8 @@ def functions(backend: str, spec: Spec) -> tuple[Callable[..., Any], Callable[..
     """A backend's forward and backward, the Hopper kernels' in the interpreter; skips a call that it refuses."""
     own = _dispatch.BACKENDS[backend]
     in_interpreter = backend == "mosaic_gpu"
-    reason = own.unsupported_call(spec) if in_interpreter else own.unsupported(spec, _platform.current())
+    own_reason = lambda: own.unsupported_call(spec) or own.unsupported_backward(spec)
+    reason = own_reason() if in_interpreter else own.unsupported(spec, _platform.current())
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
     if in_interpreter:

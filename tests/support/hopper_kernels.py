@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,15 +46,23 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
     return spec, operands
 
 
-def run(call: Call, processors: int = 132, *, detect_races: bool = True, **options: object) -> Results:
+def run(
+    call: Call,
+    processors: int = 132,
+    *,
+    detect_races: bool = True,
+    undifferentiated: Sequence[str] = (),
+    **options: object,
+) -> Results:
     """The kernels' results for a call, in its own shapes, as on a device with this number of
-    processors; without cotangents the forward's alone.
+    processors; without cotangents the forward's alone, without gradients of what is `undifferentiated`.
 
     Races are found between the warpgroups of a block. Where blocks add to the same numbers, or wait for each other, the
     interpreter would report a race too: it has no atomic additions, and runs one block after the other.
     """
     ops = Interpreter(plgpu.InterpretGPUParams(detect_races=detect_races))
     spec, operands = canonical(call, **options)
+    spec = dataclasses.replace(spec, undifferentiated=frozenset(undifferentiated))
     reason = mosaic_gpu.unsupported_call(spec)
     assert reason is None, reason
     forward, backward = plan.plan_forward(spec, processors), plan.plan_backward(spec, processors)
@@ -73,11 +81,11 @@ def run(call: Call, processors: int = 132, *, detect_races: bool = True, **optio
     pull_back = jax.jit(lambda operands, residuals: kernels.backward(backward, operands, residuals, ops))
     gradients = jax.block_until_ready(pull_back(operands, residuals))
     assert not races_found(), "backward"
-    smooth, _, _ = oracle.split(call)
+    asked = {name: array for name, array in oracle.split(call)[0].items() if name not in undifferentiated}
     return Results(
         out.reshape(*batch, *out.shape[1:]),
         lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
-        {name: shaped_as(getattr(gradients, name), array) for name, array in smooth.items()},
+        {name: shaped_as(getattr(gradients, name), array) for name, array in asked.items()},
     )
 
 

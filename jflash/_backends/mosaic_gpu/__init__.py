@@ -38,7 +38,7 @@ def unsupported_call(spec: Spec) -> str | None:
 
 def _unsupported_score_mod(spec: Spec) -> str | None:
     """Kernels take what a score_mod closes over number by number."""
-    if "score_mod_arrays" not in spec.operands:
+    if spec.score_mod is None:
         return None
     from jflash._backends.mosaic_gpu.inputs import score_mod_reads
 

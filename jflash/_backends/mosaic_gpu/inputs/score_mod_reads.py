@@ -88,13 +88,16 @@ class _Evaluation(NamedTuple):
 
     def _results(self, equation: Any, inputs: list[Any]) -> list[Any]:
         operation, params = equation.primitive.name, equation.params
-        if operation in ("jit", "pjit"):
+        if operation in ("jit", "pjit") and all(jnp.ndim(const) == 0 for const in params["jaxpr"].consts):
             return self(params["jaxpr"].jaxpr, params["jaxpr"].consts, inputs)
         first, *others = inputs or [None]
-        if not any(isinstance(value, _Part) for value in inputs):
+        if operation not in ("jit", "pjit") and not any(isinstance(value, _Part) for value in inputs):
             return self.compute(equation, inputs)
         if isinstance(first, _Part) and operation == "dynamic_slice":
             return [first.sliced(others, params["slice_sizes"], self.plus)]
+        if isinstance(first, _Part) and operation == "slice" and params["strides"] is None:
+            starts, stops = params["start_indices"], params["limit_indices"]
+            return [first.sliced(starts, [b - a for a, b in zip(starts, stops, strict=True)], self.plus)]
         if isinstance(first, _Part) and operation == "squeeze":
             return [first.squeezed(params["dimensions"])]
         return self.refuse(equation)
@@ -143,7 +146,7 @@ def _analysis(score_mod: ScoreMod) -> tuple[tuple[Read, ...], str | None]:
 
     def compute(equation: Any, inputs: list[Any]) -> list[Any]:
         # There is no public way to bind such a call again.
-        if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        if score_mod.jaxpr.consts and equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
             reasons.append("closes over arrays and calls a function with a derivative of its own")
         return [join(*inputs)] * len(equation.outvars)
 

@@ -1,0 +1,148 @@
+"""A `score_mod` that closes over arrays in the Hopper kernels: what is read of them, by which index, to what use."""
+
+import dataclasses
+import functools
+
+import cases
+import hopper_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from plain_attention import Call
+
+from jflash._backends import mosaic_gpu
+from jflash._backends.mosaic_gpu.inputs import score_mod_reads
+from jflash._semantics.score_mod import trace_score_mod
+
+NUMBERS = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
+SEGMENT = np.arange(300, dtype=np.int32) // 50
+SEEN = np.random.default_rng(1).random(300) < 0.8
+draw = lambda *shape: np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
+
+closing = lambda t: lambda logit, b, h, q, k: logit + t[0, 0, k]
+clipped = lambda query, key: jnp.clip(query - key + 32, 0, 63)
+READS = {
+    "of a scalar": (lambda t: lambda logit, b, h, q, k: logit * t[0, 0, 0], [False]),
+    "of each head": (lambda t: lambda logit, b, h, q, k: logit * t[0, h, 1], [False]),
+    "of each head and entry": (lambda t: lambda logit, b, h, q, k: logit + t[b & 1, h, 1], [False]),
+    "by distance": (lambda t: lambda logit, b, h, q, k: logit + t[1, h, clipped(q, k)], [True]),
+    "of a row, by key": (lambda t: lambda logit, b, h, q, k: logit * t[0][h][k & 63], [True]),
+    "two": (lambda t: lambda logit, b, h, q, k: logit * t[0, h, 0] + t[1, 0, q & 63], [False, True]),
+    "inside a function of JAX's": (
+        lambda t: lambda logit, b, h, q, k: jax.jit(lambda t, h: t[0, h, 1])(t, h) * logit,
+        [False],
+    ),
+}
+"""What is made of an array, and which of its reads go by position."""
+REFUSED = {
+    "an index that depends on the logit": lambda t: lambda logit, *_: t[0, 0, (logit > 0).astype(int)],
+    "an index that it read from another": lambda t: lambda logit, *_: logit + t[0, 0, t[0, 0, 0].astype(int)],
+    "by its index: reduce_sum": lambda t: lambda logit, *_: logit + t.sum(),
+    "by its index: gather": lambda t: lambda logit, b, h, q, k: logit + t.at[0, 0, q - k].get(mode="fill"),
+    "more than 64 KiB": lambda t: closing(jnp.tile(t, (1, 1, 99))),
+    "an array of uint8": lambda t: closing(t.astype(jnp.uint8)),
+    "by its index: jit": lambda t: jax.jit(closing(t)),
+    "a derivative of its own": lambda t: lambda logit, *_: jax.nn.relu(logit) + t[0, 0, 0],
+}
+
+
+def spec_of(score_mod):
+    arrays = {name: jnp.zeros((2, 40, 2, 8), jnp.bfloat16) for name in ("query", "key", "value")}
+    return hopper_kernels.canonical_arguments(**arrays, score_mod=score_mod)[0]
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_reads(kind: str):
+    """A number that positions have no part in is one for all of a tile."""
+    made, by_position = READS[kind]
+    spec = spec_of(made(jnp.asarray(NUMBERS)))
+    assert mosaic_gpu.unsupported_call(spec) is None
+    assert [read.by_position for read in score_mod_reads.smooth(spec)] == by_position
+    assert (mosaic_gpu.unsupported_backward(spec) is not None) == any(by_position)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refused(reason: str):
+    refusal = mosaic_gpu.unsupported_call(spec_of(REFUSED[reason](jnp.asarray(NUMBERS))))
+    assert refusal is not None
+    assert reason in refusal
+
+
+def test_sums_in_one_order():
+    """The gradient of a table would be that of xla, which sums in any."""
+    table = jnp.asarray(NUMBERS)
+    spec = spec_of(READS["by distance"][0](table))
+    assert mosaic_gpu.unsupported_call(dataclasses.replace(spec, deterministic=True)) is not None
+    spec = spec_of(READS["of each head"][0](table))
+    assert mosaic_gpu.unsupported_call(dataclasses.replace(spec, deterministic=True)) is None
+
+
+def test_the_rest_is_the_score_mod():
+    """With what it reads given, as with the arrays."""
+    score_mod, arrays = trace_score_mod(READS["two"][0](jnp.asarray(NUMBERS)), np.dtype(np.float32))
+    logits, (query, key) = jnp.asarray(draw(5, 7)), (jnp.asarray(index) for index in np.indices((5, 7), np.int32))
+    batch, head = jnp.int32(1), jnp.int32(2)
+    spec = dataclasses.replace(spec_of(lambda logit, *_: logit * arrays[0][0, 0, 0]), score_mod=score_mod)
+    reads = NUMBERS[0, 2, 0], NUMBERS[1, 0, np.asarray(query) & 63]
+    got = score_mod_reads.rest(spec).score_mod(logits, batch, head, query, key, reads)
+    want = logits * NUMBERS[0, 2, 0] + NUMBERS[1, 0, np.asarray(query) & 63]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def with_score_mod(case: Case, score_mod, *arrays: np.ndarray) -> Call:
+    return dataclasses.replace(cases.build(case), score_mod=score_mod, score_mod_arrays=arrays)
+
+
+def by_head(factor, added):
+    return lambda logit, b, h, q, k: logit * factor[()] + added[b & 1, h]
+
+
+def of_segments(added):
+    def score_mod(logit, b, h, q, k):
+        segment = jnp.asarray(SEGMENT)
+        seen = (segment[q] == segment[k]) & jnp.asarray(SEEN)[k]
+        return jnp.where(seen, logit + added[h], -jnp.inf)
+
+    return score_mod
+
+
+FUSED = Case("bfloat16", 131, 128, heads=(2, 1), dims=(64, 64), batch=(2,))
+ROWS = [
+    (FUSED, by_head, (draw(), draw(2, 2)), {}),
+    (FUSED._replace(key_length=200, causal=True), by_head, (draw(), draw(2, 2)), dict(deterministic=True)),
+    (FUSED._replace(dtype="float32", bias="keys", lengths="both"), by_head, (draw(), draw(2, 2)), {}),
+    (FUSED._replace(query_length=40, segments="sorted"), of_segments, (draw(2),), {}),
+]
+
+
+@pytest.mark.parametrize("row", [ROWS[0], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[1:])])
+def test_numbers_of_heads(row):
+    """With their gradients, and in both modes."""
+    case, score_mod, arrays, options = row
+    call = with_score_mod(case, score_mod, *arrays)
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, **options), call)
+    hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))
+
+
+TABLES = [
+    FUSED._replace(score_mod="arrays", causal=True),
+    FUSED._replace(score_mod="arrays", query_length=1, heads=(4, 2), key_length=700),
+    FUSED._replace(score_mod="arrays", dtype="float32", window=(40, 10), offset="each", lengths="both"),
+    FUSED._replace(score_mod="arrays", bias="full", dims=(192, 128), sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", [TABLES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in TABLES[1:])])
+def test_tables(case: Case):
+    """Read by distance; their gradients, which the kernels do not have, are not asked for."""
+    call, name = cases.build(case), "score_mod_arrays"
+
+    def attend(**options: object):
+        got = hopper_kernels.run(call, undifferentiated=(name,), detect_races=case.key_length <= 128, **options)
+        return got._replace(gradients={**got.gradients, name: oracle.plain(call).gradients[name]})
+
+    hopper_kernels.assert_right(attend, call)
+    hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))
