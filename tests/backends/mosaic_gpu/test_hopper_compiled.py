@@ -64,6 +64,14 @@ SPILLS = {
         "scale, most with ALiBi and a gradient of the scale, and with d128's other tiles: with 76 bytes, a soft cap's "
         "takes 2.97 ms for two entries of 16 causal heads and 8,192 tokens, where another library's takes 3.98.",
     ),
+    **dict.fromkeys(
+        (f"d{d} causal, score_mod of a table: forward" for d in (64, 128)),
+        (216, "It keeps the indices of a tile, and what is read there. What that costs was not measured yet."),
+    ),
+    "d128 causal, score_mod of a table: tangent": (
+        572,
+        "It keeps the indices of a tile for a table and for its tangent. What that costs was not measured yet.",
+    ),
     "soft cap and scale: tangent": (
         212,
         "It keeps S, where the scale moves, and the cap's slopes. What that costs was not measured yet.",
