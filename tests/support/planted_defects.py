@@ -209,6 +209,20 @@ DEFECTS = [
         f"{INTERPRETED}::test_no_weight_on_keys_past_the_end",
     ),
     Defect(
+        "mosaic_gpu: where the mean moves, the output's tangent does not",
+        "jflash/_backends/mosaic_gpu/kernels/tangent.py",
+        "sums.t_out + along_rows(sums.mean - new.mean, sums.out.shape) * sums.out",
+        "sums.t_out",
+        "tests/backends/mosaic_gpu/test_hopper_tangent.py::test_about_the_mean",
+    ),
+    Defect(
+        "mosaic_gpu: all that a score_mod reads has the first one's index",
+        "jflash/_backends/mosaic_gpu/inputs/score_mod_reads.py",
+        "_indices(score_mod, batch, head, query, key)[read.place]",
+        "_indices(score_mod, batch, head, query, key)[0]",
+        "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_tables",
+    ),
+    Defect(
         "Halves come back in the order of the ring",
         "jflash/_ring.py",
         "halves = {name: self._in_order(array) for name, array in runs.items()}",
