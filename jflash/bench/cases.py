@@ -14,7 +14,8 @@ from jflash._platform import Platform
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Mask = Literal["full", "causal"]
-Work = Literal["fwd", "bwd", "fwd+bwd"]
+Work = Literal["fwd", "bwd", "fwd+bwd", "jvp"]
+"""jvp: forward mode, the forward and its tangent in one call."""
 
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
 """The arrays whose gradients the backward computes, where a case has them."""
@@ -170,12 +171,12 @@ def _segment(case: Case, position: np.ndarray) -> np.ndarray:
 
 
 def flops(case: Case, work: Work) -> float:
-    """Floating-point operations: forward two products per visible pair, backward five of such products.
+    """Floating-point operations: forward two products per visible pair, backward five of such products, tangent six.
 
     Which is 2 (H + D) for a pair of a head, and the field's 2.5 times that.
     """
     forward = 2 * (case.head_dim + case.value_dim) * visible_pairs(case) * case.heads * case.batch
-    return {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5}[work] * forward
+    return {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5, "jvp": 4}[work] * forward
 
 
 def options(case: Case) -> dict[str, Any]:

@@ -29,8 +29,8 @@ class Settings:
     """
 
     grid: tyro.conf.OmitArgPrefixes[Grid]
-    work: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
-    """What is timed. The time of the backward is that of both together, less the forward's."""
+    work: tuple[Literal["fwd", "bwd", "jvp"], ...] = ("fwd", "bwd")
+    """What is timed. The time of the backward is that of both together, less the forward's. jvp: forward mode."""
     peers: tuple[Name, ...] = tuple(PEERS)
     """Libraries to measure. Those that are not on this machine are listed, with the reason."""
     implementation: str | None = None
@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _measured(settings: Settings, console: Console) -> record.Record:
     with _steps(console, "matrix product") as step:
         libraries = peers.asking_for(settings.implementation)
-        return measure(settings.grid.cases(), settings.peers, "bwd" in settings.work, settings.rounds, step, libraries)
+        cases, work = settings.grid.cases(), settings.work
+        backward, forward_mode = "bwd" in work, "jvp" in work
+        return measure(cases, settings.peers, backward, settings.rounds, step, libraries, forward_mode=forward_mode)
 
 
 def _tune(settings: Settings, console: Console) -> None:

@@ -76,6 +76,11 @@ def function_of_arrays(
     variable = {name: array for name, array in data.arguments.items() if name in DIFFERENTIATED}
     constant = {name: array for name, array in data.arguments.items() if name not in DIFFERENTIATED}
 
+    if work == "jvp":
+        # Along the arrays themselves: time does not depend on the direction.
+        push = lambda variable, constant: jax.jvp(lambda moved: attend(**moved, **constant), (variable,), (variable,))
+        return push, (variable, constant)
+
     def both(variable: dict[str, Array], constant: dict[str, Array], cotangent: Array) -> Any:
         out, pull_back = jax.vjp(lambda variable: attend(**variable, **constant), variable)
         return out, pull_back(cotangent)

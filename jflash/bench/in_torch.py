@@ -73,7 +73,13 @@ class InTorch:
         return None
 
     def prepare(self, case: Case, work: Work, data: Data) -> clocks.Prepared:
-        """Called once, with JAX's own arrays as tensors."""
+        """Called once, with JAX's own arrays as tensors.
+
+        Raises:
+          NotImplementedError: for forward mode.
+        """
+        if work == "jvp":
+            raise NotImplementedError("Its forward mode is not measured.")
         torch = _torch()
         torch.set_num_threads(os.cpu_count() or 1)
         tensors = {name: self._tensor(name, array) for name, array in data.arguments.items() if self.arguments[name]}

@@ -56,12 +56,14 @@ def measure(
     rounds: int,
     step: Step,
     libraries: Mapping[Name, Peer] = PEERS,
+    *,
+    forward_mode: bool = False,
 ) -> Record:
     """All figures. Peers that are not here are listed with the reason."""
     here = _platform.current()
     reasons: dict[Name, str | None] = {name: libraries[name].missing(here) for name in peers}
     present: list[Name] = [name for name, reason in reasons.items() if reason is None]
-    works: tuple[Work, ...] = ("fwd", "fwd+bwd") if backward else ("fwd",)
+    works: tuple[Work, ...] = ("fwd", *(["fwd+bwd"] if backward else []), *(["jvp"] if forward_mode else []))
     steps = (1 + rounds) * len(present) * sum(len(works) if case.has_backward else 1 for case in cases)
 
     size, dtype = (8192, "bfloat16") if here.name == "gpu" else (2048, "float32")
@@ -130,5 +132,7 @@ def _rows(turns: Sequence[_Turn], ceiling: float) -> Iterator[Row]:
             forward, both = figures["fwd"], found["fwd+bwd"].figures()
             difference = None if both.ms is None or forward.ms is None else both.ms - forward.ms
             figures |= {"bwd": Figures(ms=difference, refusal=both.refusal or forward.refusal), "fwd+bwd": both}
+        if "jvp" in found:
+            figures["jvp"] = found["jvp"].figures()
         for work, figure in figures.items():
             yield Row.of(turn.case, turn.peer, work, figure, ceiling, turn.implementation)

@@ -40,7 +40,7 @@ class Peer(Protocol):
         ...
 
     def prepare(self, case: Case, work: Work, data: Data) -> Prepared:
-        """Forward, or both forward and backward, compiled and done once."""
+        """Forward, both forward and backward, or forward mode, compiled and done once."""
         ...
 
 

@@ -51,7 +51,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One case, by one peer: forward, backward, or both in one call."""
+    """One case, by one peer: forward, backward, both in one call, or forward mode."""
 
     peer: str
     case: str

@@ -13,8 +13,8 @@ from rich.table import Table
 from jflash.bench.record import Record, Row
 
 FLOPS = (
-    "FLOPs: 2 (H + D) for each pair of a query and a key that it sees, backward 2.5 times that; causal alone counts "
-    "half of all pairs."
+    "FLOPs: 2 (H + D) for each pair of a query and a key that it sees, backward 2.5 times that, jvp 4 times; causal "
+    "alone counts half of all pairs."
 )
 WIDEST = 160
 """Characters of a table's line at most: captions are sentences, and wrap."""
@@ -32,7 +32,7 @@ def table(record: Record) -> Table:
     )
     table.add_column("")
     unit = rate_unit(record.rows)
-    for work in ("forward", "backward"):
+    for work in ("forward", "backward", *(["jvp"] if has_jvp(record.rows) else [])):
         for name in (f"{work}\nms", unit, "of\nproduct"):
             table.add_column(name, justify="right")
     for name in ("both\nms", "temporary\nMiB", "peak\nMiB", "compile\ns"):
@@ -42,6 +42,11 @@ def table(record: Record) -> Table:
         for peer, works in itertools.groupby(rows, key=lambda row: row.peer):
             table.add_row(f"  {peer}", *_figures(record, {row.work: row for row in works}))
     return table
+
+
+def has_jvp(rows: Sequence[Row]) -> bool:
+    """Whether forward mode was measured."""
+    return any(row.work == "jvp" for row in rows)
 
 
 def show(console: Console, table: Table) -> None:
@@ -107,7 +112,7 @@ def scaled(rows: Sequence[Row], tflops: float | None) -> str:
 
 
 def _figures(record: Record, works: dict[str, Row]) -> Iterator[str]:
-    for work in ("fwd", "bwd"):
+    for work in ("fwd", "bwd", *(["jvp"] if has_jvp(record.rows) else [])):
         row = works.get(work)
         if row is None or row.figures.ms is None:
             yield from ("refused" if row is not None and row.figures.refusal is not None else "", "", "")

@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import profiler
 import jflash
 from jflash import _platform
 from jflash.bench import __main__ as bench
-from jflash.bench import cases, clocks, measure, peers, record
+from jflash.bench import cases, clocks, measure, peers, record, report
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [path for path in (ROOT / "examples" / "benchmarks").glob("*.json") if '"rows"' in path.read_text()]
@@ -61,6 +61,7 @@ def test_flops_are_those_of_the_visible_pairs(options):
     assert cases.flops(case, "fwd") == 2 * pairs * (16 + 8) * 2 * 2
     assert cases.flops(case, "bwd") == 2.5 * cases.flops(case, "fwd")
     assert cases.flops(case, "fwd+bwd") == 3.5 * cases.flops(case, "fwd")
+    assert cases.flops(case, "jvp") == 4 * cases.flops(case, "fwd")
 
 
 def test_causal_alone_counts_half():
@@ -167,6 +168,32 @@ def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_firs
     assert all(first[:2] == second[:2] for first, second in groups)
     for number, (first, second) in enumerate(groups):
         assert (first[2], second[2]) == (("jflash", "jax.nn"), ("jax.nn", "jflash"))[number // 4 % 2]
+
+
+def test_forward_mode(monkeypatch):
+    """It has columns of its own where it is asked for, and a peer that has none says so."""
+    monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
+    monkeypatch.setattr(clocks, "REST_S", 0)
+    libraries = {**peers.PEERS, "torch": Forwards()}
+    found = measure.measure([PLAIN], ["jflash", "torch"], False, 1, lambda *_: None, libraries, forward_mode=True)
+    rows = {(row.peer, row.work): row for row in found.rows}
+    assert rows.keys() == {(peer, work) for peer in ("jflash", "torch") for work in ("fwd", "jvp")}
+    own = rows["jflash", "jvp"]
+    assert own.tflops == pytest.approx(cases.flops(PLAIN, "jvp") / own.figures.ms / 1e9)
+    assert rows["torch", "jvp"].figures.refusal == "NotImplementedError: no forward mode"
+    assert [str(column.header) for column in report.table(found).columns].count("jvp\nms") == 1
+
+
+class Forwards(peers.InJax):
+    """A peer without forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__("jax", lambda: jax.nn.dot_product_attention)
+
+    def prepare(self, case, work, data):
+        if work == "jvp":
+            raise NotImplementedError("no forward mode")
+        return super().prepare(case, work, data)
 
 
 def test_missing_peer_is_listed_and_has_no_row(run):
