@@ -86,7 +86,7 @@ def _left_open(cases: Sequence[Case]) -> Iterator[Open]:
     seen: set[TuningKey] = set()
     for case in sorted(cases, key=lambda case: -flops(case, "fwd")):
         arrays = data(case)
-        for work in ("fwd", "fwd+bwd") if case.has_backward else ("fwd",):
+        for work in ("fwd", "fwd+bwd", "jvp") if case.has_backward else ("fwd",):
             function, arguments = function_of_arrays(case, work, arrays)
             with _tuning.trying({}) as trial:
                 jax.clear_caches()
