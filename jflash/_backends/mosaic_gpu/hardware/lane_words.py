@@ -44,6 +44,14 @@ class LaneWords:
     def right(self, bits: Any, by: Any) -> Any:
         return self.arith.shrui(bits, self(by) if isinstance(by, int) else by)
 
+    def below(self, number: Any, limit: Any) -> Any:
+        """Whether a signed number is below another."""
+        return self.arith.cmpi(self.arith.CmpIPredicate.slt, number, limit)
+
+    def numbers(self, pair: Any) -> list[Any]:
+        """The two numbers of a register that holds two."""
+        return [self.vector.extract(pair, [], self.ir.DenseI64ArrayAttr.get([at])) for at in range(2)]
+
     def fields(self, bits: Any, *fields: tuple[int, int]) -> Any:
         """Masked fields of bits, each shifted right by its own amount, or-ed together."""
         return self.either(*(self.arith.andi(self.right(bits, by), self(field)) for field, by in fields))

@@ -1,0 +1,155 @@
+"""What a warpgroup copies between device memory and shared memory or registers, row by row and within bounds.
+
+Rows of 16-bit numbers come to shared memory by `cp.async`, 16 bytes to a thread, which writes zeros in the place of rows
+past a limit and columns past an array's. So padding may hold anything, and arrays need no room behind their end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.hardware import Ref
+from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
+from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
+
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_TILE = plgpu.Layout.WGMMA
+_utils: Any = mgpu.utils
+
+
+def copy_rows(source: Ref, target: Ref, first: Any, limit: Any) -> None:
+    """Begin to copy rows `[L, H]`, from `first` on, to a tile; zeros for those from `limit` on. L is `limit` at least."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR))
+    def copy(_: Any, source: Any, target: Any, first: Any, limit: Any) -> None:
+        o, rows = LaneWords(), _Rows(source)
+        tile = SmemTile(*_utils.ir.MemRefType(target.type).shape)
+        thread = o.add(o.times(o.warp, 32), o.lane)
+        own_row, own_chunk = o.arith.divui(thread, o(tile.chunks)), o.arith.remui(thread, o(tile.chunks))
+        together = THREADS // tile.chunks
+        row = o.add(first.registers.item(), own_row)
+        target_start = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
+        places = o.times(own_row, tile.pitch), tile.permuted(o, own_row, own_chunk)
+        address, start = o.add(target_start, *places), rows.address(row, o.times(own_chunk, CHUNK))
+        for index in range(-(-tile.rows // together)):
+            is_there = o.below(o.add(row, o(index * together)), limit.registers.item())
+            if tile.rows % together:
+                is_there = o.arith.andi(is_there, o.below(own_row, o(tile.rows)))
+            for panel in range(tile.panels):
+                chunk = panel * tile.chunks
+                is_inside = is_there
+                if (chunk + tile.chunks) * CHUNK > rows.columns:
+                    has_column = o.below(o.add(own_chunk, o(chunk)), o(rows.columns // CHUNK))
+                    is_inside = o.arith.andi(is_there, has_column)
+                size = o.arith.select(is_inside, o(16), o(0))
+                at = tile.place(index * together, chunk), index * together * rows.pitch + 16 * chunk
+                one = f"cp.async.cg.shared.global [$0 + {at[0]}], [$1 + {at[1]}], 16, $2;"
+                _utils.inline_ptx(one, address, start, size, has_side_effects=True)
+
+    call: Any = copy
+    call(source, target, jnp.int32(first), jnp.int32(limit))
+
+
+def commit() -> None:
+    """Make a group of the copies that began since the last one."""
+    _instruction("cp.async.commit_group;")
+
+
+def wait(pending: int) -> None:
+    """Wait until this warpgroup's copies are done but for those of the last `pending` groups, and see those of all its
+    threads; and until all its threads are here."""
+    _instruction(f"cp.async.wait_group {pending};")
+    plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
+
+
+def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any) -> None:
+    """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, which is even."""
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR))
+    def store(_: Any, values: Any, target: Any, first: Any, limit: Any) -> None:
+        o, rows = LaneWords(), _Rows(target)
+        row, column = o.add(first.registers.item(), o.times(o.warp, 16), o.row), o.times(o.pair, 2)
+        start = rows.address(row, column)
+        is_there = [o.below(o.add(row, o(8 * half)), limit.registers.item()) for half in range(2)]
+        kind, word = ("b32", o.type) if rows.item_bytes == 2 else ("b64", _utils.ir.IntegerType.get_signless(64))
+        for index, pair in np.ndenumerate(values.registers):
+            _, eight, _, _, half, *_ = index
+            is_inside = is_there[half]
+            if 8 * eight + 8 > rows.columns:
+                is_inside = o.arith.andi(is_inside, o.below(o.add(column, o(8 * eight)), o(rows.columns)))
+            offset = 8 * half * rows.pitch + 8 * eight * rows.item_bytes
+            one = f"st.global.{kind} [$0 + {offset}], $1;"
+            _utils.inline_ptx(one, start, _utils.bitcast(pair, word), predicate=is_inside, has_side_effects=True)
+
+    call: Any = store
+    call(values, target, jnp.int32(first), jnp.int32(limit))
+
+
+def load_tile(source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Float[Array, "64 columns"]:
+    """A tile of an array `[L, M]` in device memory, from a row and a column on, 0 past its ends; or its transpose."""
+    dtype = jnp.dtype(source.dtype)
+    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=result)
+    def load(_: Any, source: Any, row: Any, column: Any) -> Any:
+        o, rows = LaneWords(), _Rows(source)
+        own = o.add(o.times(o.warp, 16), o.row), o.times(o.pair, 2)
+        tile_row, tile_column = own[::-1] if transposed else own
+        first_row, first_column = o.add(row.registers.item(), tile_row), o.add(column.registers.item(), tile_column)
+        start = rows.address(first_row, first_column)
+        number = rows.element
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        pair_type = _utils.ir.VectorType.get((2,), number)
+
+        def one(down: int, right: int) -> Any:
+            """An element, by how far it is from the thread's first."""
+            below = o.below(o.add(first_row, o(down)), o(rows.length))
+            inside = o.arith.andi(below, o.below(o.add(first_column, o(right)), o(rows.columns)))
+            there = o.arith.select(inside, rows.bytes(down * rows.pitch + right * rows.item_bytes), rows.bytes(0))
+            safe = o.arith.select(inside, start, rows.start)
+            place = _utils.llvm.inttoptr(_utils.llvm.PointerType.get(1), o.arith.addi(safe, there))
+            return o.arith.select(inside, _utils.llvm.load(number, place), _utils.c(0.0, number))
+
+        for index in np.ndindex(registers.shape):
+            _, eight, _, _, half, *_ = index
+            places = [(8 * half, 8 * eight + k) for k in range(2)]
+            numbers = [one(*(place[::-1] if transposed else place)) for place in places]
+            registers[index] = o.vector.from_elements(pair_type, numbers)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    call: Any = load
+    return call(source, jnp.int32(row), jnp.int32(column))
+
+
+class _Rows:
+    """Rows of an array in device memory, `[L, columns]`, that may be apart."""
+
+    def __init__(self, ref: Any) -> None:
+        kind = _utils.ir.MemRefType(ref.type)
+        (self.length, self.columns), ((stride, one), _) = kind.shape, kind.get_strides_and_offset()
+        assert one == 1 or self.columns == 1
+        self.element, self.item_bytes = kind.element_type, _utils.bitwidth(kind.element_type) // 8
+        self.pitch = stride * self.item_bytes
+        """Bytes from one row to the next."""
+        self.long = _utils.ir.IntegerType.get_signless(64)
+        self.start = _utils.llvm.ptrtoint(self.long, _utils.memref_ptr(ref))
+
+    def address(self, row: Any, column: Any) -> Any:
+        """Where an element is."""
+        arith: Any = _utils.arith
+        each = (row, self.pitch), (column, self.item_bytes)
+        offsets = [arith.muli(arith.extsi(self.long, index), self.bytes(size)) for index, size in each]
+        return arith.addi(self.start, arith.addi(*offsets))
+
+    def bytes(self, number: int) -> Any:
+        return _utils.c(number, self.long)
+
+
+def _instruction(instruction: str) -> None:
+    plgpu.inline_mgpu()(lambda _: _utils.inline_ptx(instruction, has_side_effects=True))()
