@@ -29,13 +29,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jflash_metal
-from jflash._backends import mosaic_gpu, reference, xla
+from jflash._backends import mosaic_gpu, mosaic_gpu_mma, reference, xla
 from jflash._choice import Choice, Program
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 
 BACKENDS: Mapping[str, Any] = {
     "mosaic_gpu": mosaic_gpu,
+    "mosaic_gpu_mma": mosaic_gpu_mma,
     "xla": xla,
     "reference": reference,
     "metal": jflash_metal,

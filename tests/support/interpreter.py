@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
 
 
 @dataclasses.dataclass
@@ -131,3 +132,35 @@ class Interpreter(WarpgroupOps):
 
     def wait_for(self, counter: Ref, value: int) -> None:
         """Nothing."""
+
+
+class MmaInterpreter(Interpreter, MmaOps):
+    """The operations of a warpgroup that is a CTA. Copies arrive at once: a wait that is missing does not show."""
+
+    def add_product(self, acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool) -> Tiles:
+        rows = jnp.concatenate(a) if isinstance(a, tuple) else a[...]
+        columns = b[...].T if transposed else b[...]
+        product = jnp.dot(rows, columns, preferred_element_type=jnp.float32)
+        return tuple(one + part for one, part in zip(acc, jnp.split(product, len(acc)), strict=True))
+
+    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any) -> None:
+        rows = first + jnp.arange(target.shape[0])
+        found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
+        target[...] = jnp.pad(found, [(0, 0), (0, target.shape[1] - found.shape[1])])
+
+    def commit(self) -> None:
+        """Nothing."""
+
+    def wait(self, pending: int = 0) -> None:
+        """Nothing."""
+
+    def store_rows(self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any) -> None:
+        rows = first + jnp.arange(values.shape[0])
+        rows = jnp.where(rows < limit, rows, target.shape[0])
+        own = values[:, : target.shape[1]].astype(target.dtype)
+        target[...] = target[...].at[rows].set(own, mode="drop")
+
+    def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
+        rows, columns = (first + jnp.arange(size) for first, size in zip((row, column), shape[::-1] if transposed else shape, strict=True))
+        found = source[...].at[rows].get(mode="fill", fill_value=0).at[:, columns].get(mode="fill", fill_value=0)
+        return found.T if transposed else found

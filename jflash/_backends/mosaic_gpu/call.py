@@ -32,7 +32,7 @@ def forward(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
     made = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
-    return _finish_forward(plan, operands, made["out"], made["lse"])
+    return finish_forward(plan, operands, made["out"], made["lse"])
 
 
 def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> dict[str, Array]:
@@ -46,21 +46,22 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
     arrays = dict(query=query, key=prepare.whole_tiles(spec, "key", operands.key), value=value)
     arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
     arrays |= score_mod_reads.prepare(operands.score_mod_arrays)
-    arrays |= _packed_mask(spec, operands, ops) | prepare.edges(operands, dict(value=value))
+    arrays |= packed_mask(spec, operands, ops) | prepare.edges(operands, dict(value=value))
     if bias_by_mma:
         arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
     rows, missing = max(plan.tile.rows // packed, 1), plan.missing_rows // packed
     return arrays | tile_range.table(spec, operands, rows, missing)
 
 
-def _packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first: bool = False) -> dict[str, Array]:
+def packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first: bool = False) -> dict[str, Array]:
     """A mask of both axes, packed, by name."""
     if operands.mask is None or not bias_and_mask.has_packed_mask(spec):
         return {}
     return {"mask": pack_mask(operands.mask, ops, keys_first=keys_first)}
 
 
-def _finish_forward(plan: ForwardPlan, operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
+def finish_forward(plan: ForwardPlan, operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
+    """Output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the keys."""
     if plan.packed_heads > 1:
         out = out.swapaxes(2, 3)
     out, lse = (out[0], lse[0]) if plan.splits == 1 else _merge(operands, out, lse)
@@ -135,7 +136,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     tiles = {name: prepare.whole_tiles(spec, name, array) for name, array in arrays.items()}
     edges, others = prepare.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
     others |= score_mod_reads.prepare(operands.score_mod_arrays)
-    masks = (_packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
+    masks = (packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
     of_queries, of_keys = (others | mask | edges for mask in masks)
 
     made = delta.delta(spec, residuals, None if plan.fused is None else plan.fused.dq_acc(ops.margin), ops)
@@ -154,10 +155,11 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     if plan.dbias is not None:
         of_bias = tiles | rows | of_queries | table(plan.dbias.tile.rows)
         gradients["whole_d_bias"] = backward_dbias.backward_dbias(plan.dbias, of_bias, ops)
-    return _finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made["delta"]))
+    return finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made["delta"]))
 
 
-def _finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
+def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
+    """Gradients in the shapes and dtypes of the operands, from what kernels made."""
     def trimmed(name: str) -> Array:
         like = getattr(operands, name)
         return gradients[f"d_{name}"][:, : like.shape[1], :, : like.shape[3]].astype(spec.result_dtype)

@@ -8,6 +8,7 @@ in primitives that Mosaic GPU lowers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,9 +45,9 @@ PushForward = Callable[[Array, dict[str, Array]], Array]
 """Takes the tangents of the products and, by name, of the parameters to those of the logits."""
 
 
-def form(spec: Spec) -> LogitsForm:
-    """The form of a call's logits."""
-    if bias_columns.serves(spec):
+def form(spec: Spec, *, bias_by_mma: bool = True) -> LogitsForm:
+    """The form of a call's logits; of a kernel to whose products no bias can be added if not `bias_by_mma`."""
+    if bias_by_mma and bias_columns.serves(spec):
         return BiasByMma()
     if is_plain(spec):
         return Plain()
@@ -60,6 +61,8 @@ class LogitsForm:
     """The most warpgroups that compute for which the form leaves registers."""
     bias_by_mma = False
     """Whether the matrix unit adds the bias, from `bias_columns`."""
+    first_m = -math.inf
+    """m before the first tile, in a kernel whose first tile is like all others."""
 
     def prefetch(self, inputs: KernelInputs, at: TileCoord, tile: RowTiles) -> dict[str, Array]:
         """What is loaded of a tile before its products are issued, where registers are left."""
@@ -121,6 +124,8 @@ class BiasByMma(Plain):
 
 class SoftCapped(LogitsForm):
     """Logits that are products, scaled and capped: where all are small, the row's maximum is not needed."""
+
+    first_m = 0.0
 
     @staticmethod
     def serves(spec: Spec) -> bool:

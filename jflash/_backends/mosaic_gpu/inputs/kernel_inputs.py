@@ -99,9 +99,14 @@ class KernelInputs:
             return {}
         ref = self.refs["mask"]
         row, column = (at.key, at.query) if self.keys_first else (at.query, at.key)
-        columns = pl.ds(lax.div(column, 64), shape[1] // 64)
+        columns = pl.ds(lax.div(column, 64), max(1, shape[1] // 64))
         place = *shared_index(ref, at.batch, at.head)[:2], lax.div(row, 64), columns
-        return {"mask": self.ops.load_strided(ref.at[place], 1)}
+        words = self.ops.load_strided(ref.at[place], 1)
+        if shape[1] < 64:
+            # A word has the bits of 64 columns: those from the tile's first on become the lowest of each half.
+            first = lax.rem(column, 64)
+            words = lax.shift_right_logical(words, jnp.full_like(words, lax.div(first, 4)))
+        return {"mask": words}
 
     def parameters(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Parameters:
         """What shapes the logits of the tile of `shape` at `at`; what is not `loaded` is read here."""

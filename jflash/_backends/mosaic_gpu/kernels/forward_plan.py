@@ -114,7 +114,7 @@ class ForwardPlan(KernelPlan):
 
 def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     """The plan of a call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    packed_heads = spec.group if _packs(spec) else 1
+    packed_heads = spec.group if packs(spec) else 1
     heads, rows = spec.heads // packed_heads, spec.query_length * packed_heads
     visits = functools.partial(_visits, spec, packed_heads)
     share = (processors or 0) / (spec.batch * heads)
@@ -128,7 +128,7 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     return dataclasses.replace(plan, schedule=schedule, output_parts=parts)
 
 
-def _packs(spec: Spec) -> bool:
+def packs(spec: Spec) -> bool:
     """Whether heads that share keys go into the rows of one tile: few queries, nothing that differs by head, and blocks
     that end where a query's heads do."""
     alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)

@@ -1,0 +1,57 @@
+"""Kernels by `mma.sync` in Pallas (Mosaic GPU): the default on NVIDIA GPUs since Ampere but Hopper, by name there too.
+
+They are `mosaic_gpu`'s second family: the Spec's plan, the inputs, masks, logits and softmax are the same, the matrix
+unit and the copies are what every GPU since compute capability 8.0 has.
+
+Pallas is imported with the first call that the kernels serve: not every machine has it.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jflash import _platform
+from jflash._platform import Platform
+from jflash._semantics.spec import Operands, Residuals, Spec
+
+_SERVED = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
+
+
+def unsupported(spec: Spec, platform: Platform) -> str | None:
+    """GPUs whose shared memory is known run these kernels."""
+    if platform.compute_capability not in _SERVED:
+        return f"it needs an NVIDIA GPU of compute capability {', '.join(_SERVED)}, and this is {platform}."
+    return unsupported_call(spec)
+
+
+def unsupported_call(spec: Spec) -> str | None:
+    """What the kernels cannot do on any machine."""
+    if spec.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16. Got {spec.dtype}."
+    if max(spec.head_dim, spec.value_dim) > 256:
+        return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
+    if "score_mod_arrays" in spec.operands:
+        return "it takes no score_mod that closes over arrays."
+    return None
+
+
+def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """Output in the results' dtype and log-sum-exp in float32."""
+    from jflash._backends.mosaic_gpu_mma import call, hardware, plan
+
+    return call.forward(plan.plan_forward(spec, _platform.current()), operands, hardware.MMA)
+
+
+def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
+    """Gradients of all operands that have one, in their shapes."""
+    from jflash._backends.mosaic_gpu_mma import call, hardware, plan
+
+    return call.backward(plan.plan_backward(spec, _platform.current()), operands, residuals, hardware.MMA)
+
+
+def describe(spec: Spec, platform: Platform) -> str:
+    """The plans of a call's forward and backward, in words."""
+    from jflash._backends.mosaic_gpu_mma import plan
+
+    return plan.describe(spec, platform)

@@ -1,0 +1,124 @@
+"""The gradient of a bias with a query and a key axis: a CTA owns a tile of it, and visits all heads that share it.
+
+    for each batch entry and head that share the bias:
+      S  = Q K^T
+      dP = dO V^T
+      P  = exp(S - lse)
+      dB = dB + P (dP - delta)
+
+Two products again, of the backward's seven. They cost less than adding up, in device memory, an array of the bias's size
+in float32 for every batch entry. A tile has one owner, so every sum has one order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu import exponent, logits
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_rows, round_up
+from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch, Refs
+from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
+from jflash._backends.mosaic_gpu_mma.kernels import backward_dq
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile
+from jflash._semantics.spec import Spec
+
+
+def shared_memory(spec: Spec, tile: Tile) -> Buffers:
+    """The kernel's buffers."""
+    return backward_dq.shared_memory(spec, tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasPlan(KernelPlan):
+    """The kernel for the bias's gradient, before any array."""
+
+    tile: Tile
+
+    @property
+    def launch(self) -> Launch:
+        """The result has the bias's shape, with whole tiles of keys."""
+        spec = self.spec
+        assert spec.bias_shape is not None
+        batch, heads, rows, keys = spec.bias_shape
+        grid = dict(batch=batch, head=heads, block=pl.cdiv(rows, self.tile.rows), tile=pl.cdiv(keys, self.tile.size))
+        shape = batch, heads, rows, round_up(keys, self.tile.size)
+        return Launch(
+            name=f"jflash_mma_d_bias_{spec.head_dim}_{spec.value_dim}",
+            grid=grid,
+            results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.gradient_dtype(spec.bias_dtype))),
+            smem=shared_memory(spec, self.tile),
+        )
+
+
+def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: MmaOps) -> Float[Array, "#B #N T S"]:
+    """Launch the kernel; the gradient in the bias's shape."""
+    assert plan.spec.bias_shape is not None
+    return _Cta.launch(plan, arrays, ops)["d_bias"][..., : plan.spec.bias_shape[3]]
+
+
+class _Cta(Cta[DbiasPlan]):
+    def __init__(self, plan: DbiasPlan, refs: Refs, ops: MmaOps) -> None:
+        super().__init__(plan, refs, ops)
+        self.place = lax.axis_index("batch"), lax.axis_index("head")
+        self.block, self.first_key = lax.axis_index("block"), lax.axis_index("tile") * plan.tile.size
+        self.rows = pl.ds(self.block * plan.tile.rows, WARPGROUP_ROWS)
+        assert plan.spec.bias_shape is not None
+        self.heads = plan.spec.heads // plan.spec.bias_shape[1]
+        """Heads that share each head of the bias."""
+
+    def run(self) -> None:
+        """Add up a tile of the gradient, and store it."""
+        spec, tile = self.plan.spec, self.plan.tile
+        assert spec.bias_shape is not None
+        shape = WARPGROUP_ROWS, tile.size
+        at = TileCoord(*self.place, self.rows.start, self.first_key)
+        bias = self.load(at, shape)["bias"]
+        visits = spec.batch // spec.bias_shape[0] * self.heads
+        total = lax.fori_loop(0, visits, lambda step, total: self._visit(step, bias, total), self.ops.full(shape, 0))
+        target = self.refs.results["d_bias"].at[self.place]
+        columns = target.at[:, pl.ds(self.first_key, tile.size)]
+        self.ops.store_rows(total, columns, self.rows.start, spec.bias_shape[2])
+
+    def _visit(self, step: Any, bias: Array, total: Array) -> Array:
+        """Add one head's part."""
+        tile, spec = self.plan.tile, self.plan.spec
+        # The bias's own entry and head are added to; only one of the two is not 0.
+        batch, head = self.place[0] + lax.div(step, self.heads), self.place[1] + lax.rem(step, self.heads)
+        tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.size)
+        seen = (self.first_key < tiles.first + tiles.count * tiles.size) & (self.first_key + tile.size > tiles.first)
+        own = dataclasses.replace(tiles, first=self.first_key, count=jnp.int32(1))
+        at = TileCoord(batch, head, self.rows.start, self.first_key)
+        add = lambda total: total + self._part(at, own, bias)
+        return add(total) if tiles.whole is None else lax.cond(seen, add, lambda total: total, total)
+
+    def _part(self, at: TileCoord, tiles: Any, bias: Array) -> Array:
+        shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.plan.tile.size)
+        key_head = lax.div(at.head, spec.group)
+        ops.wait()
+        self.copy("query", at.batch, at.head, at.query, shared.q)
+        self.copy("key", at.batch, key_head, at.key, shared.k.at[0])
+        self.copy("d_out", at.batch, at.head, at.query, shared.do)
+        self.copy("value", at.batch, key_head, at.key, shared.v.at[0])
+        ops.commit()
+        rows = at.batch, at.head, self.rows
+        lse, delta = (along_rows(ops.load(self.refs.arrays[name].at[rows], 0), shape) for name in ("lse", "delta"))
+        loaded = self.inputs.load_packed_mask(at, shape) | {"bias": bias}
+        ops.wait()
+        (s,) = ops.add_product(self.zeros(1, shape[1]), shared.q, shared.k.at[0], transposed=True)
+        (dp,) = ops.add_product(self.zeros(1, shape[1]), shared.do, shared.v.at[0], transposed=True)
+        mask = TileMask(self.inputs, tiles, jnp.int32(0), at, loaded)
+        to_p = lambda logits: exponent.exponent(spec)(logits, lse)
+        p, pull_back = logits.differentiate(s, mask, to_p, ("bias",))
+        p = dropped.signed(self.inputs, at, p)
+        _, d_parameters = pull_back(dropped.d_logits(spec, p, dp, delta))
+        return d_parameters["bias"]

@@ -1,0 +1,152 @@
+"""Backward, the first kernel: a CTA owns some rows of queries and walks over the tiles of keys that they can see.
+
+    Q, dO, lse, delta = the rows'
+    for each tile of keys, j:
+      S  = Q K_j^T
+      dP = dO V_j^T                   copies of the next tile run beside all of this, if there is room for two
+      P  = exp(S - lse)
+      dS = P (dP - delta)
+      dQ = dQ + dS K_j
+
+A CTA alone owns what it sums, so every sum has one order.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jflash._backends.mosaic_gpu import exponent, logits
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_rows, round_up
+from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch, Refs
+from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer, columns, rows_of_head
+from jflash._semantics.spec import Spec
+
+Carry = tuple[Tiles, tuple[tuple[Array, ...], ...]]
+"""dQ of each block of rows, and the sums of parameters' gradients."""
+
+
+def shared_memory(spec: Spec, tile: Tile) -> Buffers:
+    """The kernel's buffers."""
+    head_columns, value_columns = columns(spec.head_dim), columns(spec.value_dim)
+    return Buffers(
+        q=buffer(spec, tile.rows, head_columns),
+        do=buffer(spec, tile.rows, value_columns),
+        k=buffer(spec, tile.stages, tile.size, head_columns),
+        v=buffer(spec, tile.stages, tile.size, value_columns),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DqPlan(KernelPlan):
+    """The kernel for dQ, before any array."""
+
+    tile: Tile
+    wanted: tuple[str, ...]
+    """Parameters whose gradients the kernel sums over keys."""
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel's grid, results and shared memory."""
+        spec, shape = self.spec, jax.ShapeDtypeStruct
+        blocks = pl.cdiv(spec.query_length, self.tile.rows)
+        d_query = (spec.batch, spec.query_length, spec.heads, round_up(spec.head_dim, 8))
+        sums = shape((spec.batch, spec.heads, blocks * self.tile.rows), jnp.float32)
+        return Launch(
+            name=f"jflash_mma_d_query_{spec.head_dim}_{spec.value_dim}",
+            grid=dict(batch=spec.batch, head=spec.heads, block=blocks),
+            results=dict(d_query=shape(d_query, spec.result_dtype), **{f"d_{name}": sums for name in self.wanted}),
+            smem=shared_memory(spec, self.tile),
+        )
+
+
+def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
+    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
+    return _Cta.launch(plan, arrays, ops)
+
+
+class _Cta(Cta[DqPlan]):
+    def __init__(self, plan: DqPlan, refs: Refs, ops: MmaOps) -> None:
+        super().__init__(plan, refs, ops)
+        self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
+        block = lax.axis_size("block") - 1 - lax.axis_index("block")
+        self.rows = [pl.ds(block * plan.tile.rows + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in self._blocks]
+        self.tiles = tile_range.visited(self.inputs, self.batch, block, plan.tile.rows, plan.tile.size)
+
+    @property
+    def _blocks(self) -> range:
+        return range(self.plan.tile.blocks)
+
+    def run(self) -> None:
+        """Walk over the tiles of keys, and store dQ."""
+        plan, spec, ops, results = self.plan, self.plan.spec, self.ops, self.refs.results
+        self.copy("query", self.batch, self.head, self.rows[0].start, self.smem.q)
+        self.copy("d_out", self.batch, self.head, self.rows[0].start, self.smem.do)
+        self._copy_tile(0)
+        statistics = [
+            [ops.load(self.refs.arrays[name].at[self.batch, self.head, rows], 0) for name in ("lse", "delta")]
+            for rows in self.rows
+        ]
+        sums = tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self._blocks)
+        start = self.zeros(plan.tile.blocks, columns(spec.head_dim)), sums
+        visit = lambda index, carry: self._visit(index, statistics, carry)
+        acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
+        target = rows_of_head(results["d_query"], self.batch, self.head)
+        for rows, acc, of_rows in zip(self.rows, acc_dq, sums, strict=True):
+            for name, total in zip(plan.wanted, of_rows, strict=True):
+                results[f"d_{name}"][self.batch, self.head, rows] = total
+            ops.store_rows(acc * exponent.sums_scale(spec), target, rows.start, spec.query_length)
+
+    def _copy_tile(self, index: Any) -> None:
+        @pl.when(index < self.tiles.count)
+        def _() -> None:
+            key_head = lax.div(self.head, self.plan.spec.group)
+            for name, ring in (("key", self.smem.k), ("value", self.smem.v)):
+                self.copy(name, self.batch, key_head, self.tiles.start(index), ring.at[self._slot(index)])
+
+        self.ops.commit()
+
+    def _slot(self, index: Any) -> Any:
+        return lax.rem(index, self.plan.tile.stages) if self.plan.tile.stages > 1 else 0
+
+    def _visit(self, index: Any, statistics: Any, carry: Carry) -> Carry:
+        """Add one tile's part to dQ and to the sums of parameters' gradients."""
+        acc_dq, sums = carry
+        tile, spec, shared, ops, wanted = self.plan.tile, self.plan.spec, self.smem, self.ops, self.plan.wanted
+        slot, shape = self._slot(index), (WARPGROUP_ROWS, tile.size)
+        at = [TileCoord(self.batch, self.head, rows.start, self.tiles.start(index)) for rows in self.rows]
+        ops.wait()
+        if tile.stages > 1:
+            self._copy_tile(index + 1)
+        loaded = [self.load(one, shape) for one in at]
+        every_s = ops.add_product(self.zeros(tile.blocks, tile.size), shared.q, shared.k.at[slot], transposed=True)
+        every_dp = ops.add_product(self.zeros(tile.blocks, tile.size), shared.do, shared.v.at[slot], transposed=True)
+        every_ds: list[Array] = []
+        totals: list[tuple[Array, ...]] = []
+        for block, (one, s, dp) in enumerate(zip(at, every_s, every_dp, strict=True)):
+            lse, delta = (along_rows(statistic, shape) for statistic in statistics[block])
+            mask = TileMask(self.inputs, self.tiles, index, one, loaded[block])
+            to_p = lambda logits, lse=lse: exponent.exponent(spec)(logits, lse)
+            p, pull_back = logits.differentiate(s, mask, to_p, wanted)
+            p = dropped.signed(self.inputs, one, p)
+            ds, d_parameters = pull_back(dropped.d_logits(spec, p, dp, delta))
+            added = [d_parameters[name].sum(axis=1) for name in wanted]
+            totals.append(tuple(total + more for total, more in zip(sums[block], added, strict=True)))
+            every_ds.append(ds.astype(spec.dtype))
+        acc_dq = ops.add_product(acc_dq, tuple(every_ds), shared.k.at[slot], transposed=False)
+        if tile.stages == 1:
+            ops.wait()
+            self._copy_tile(index + 1)
+        return acc_dq, tuple(totals)

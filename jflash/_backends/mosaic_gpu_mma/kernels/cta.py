@@ -1,0 +1,89 @@
+"""What the kernels' CTAs have in common: one warpgroup, which copies for itself and computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, round_up
+from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask
+from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Refs
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
+from jflash._semantics.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a CTA owns and visits at a time."""
+
+    blocks: int
+    """Blocks of 64 rows that the CTA owns: of queries, or in the kernel of dK and dV of keys."""
+    size: int
+    """Keys, or queries, of a tile that it visits."""
+    stages: int
+    """Visited tiles that are in shared memory together."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that a CTA owns."""
+        return self.blocks * WARPGROUP_ROWS
+
+
+def columns(dim: int) -> int:
+    """Columns of a tile of rows of H or D numbers."""
+    return round_up(dim, 16)
+
+
+def buffer(spec: Spec, *shape: int) -> Any:
+    """Shared memory for tiles `[..., rows, columns]` of an operand."""
+    return plgpu.SMEM(shape, spec.dtype)
+
+
+class Cta[Plan: KernelPlan]:
+    """A CTA's view of its call."""
+
+    def __init__(self, plan: Plan, refs: Refs, ops: MmaOps, **options: Any) -> None:
+        """`options` are those of `KernelInputs`."""
+        self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
+        self.inputs = KernelInputs(plan.spec, ops, refs.arrays, **options)
+
+    @classmethod
+    def launch(cls, plan: Plan, arrays: Mapping[str, Any], ops: MmaOps) -> dict[str, Array]:
+        """Launch the plan's kernel; its results by name."""
+        return plan.launch.run(lambda refs: cls(plan, refs, ops).run(), arrays, ops)
+
+    def run(self) -> None:
+        """What the CTA does."""
+        raise NotImplementedError
+
+    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:
+        """Begin to copy rows of queries, keys, values or d_out, with zeros for padding: 0 * NaN is NaN."""
+        array, packed = self.refs.arrays[name], self.inputs.packed_heads if name == "query" else 1
+        source = rows_of_head(array, batch, head, heads_first=packed > 1)
+        length: Any = self.inputs.value(LENGTHS[name], batch)
+        limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
+        self.ops.copy_rows(source, target, first, limit)
+
+    def zeros(self, blocks: int, width: int) -> Tiles:
+        """Accumulators."""
+        return tuple(self.ops.full((WARPGROUP_ROWS, width), 0) for _ in range(blocks))
+
+    def load(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
+        """The packed mask and the bias of a tile, by name, if they have both axes, or the bias has that of keys."""
+        inputs = self.inputs
+        loaded = inputs.load_packed_mask(at, shape)
+        if not bias_and_mask.has_bias_tiles(inputs.spec):
+            return loaded | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
+        part = inputs.part("bias", at.batch, at.head)
+        return loaded | {"bias": self.ops.load_tile(part, at.query, at.key, shape, transposed=inputs.keys_first)}
+
+
+def rows_of_head(array: Ref, batch: Any, head: Any, *, heads_first: bool = False) -> Ref:
+    """`[L, H]` of one head of an array `[B, L, N, H]`, or with `heads_first` `[B, N, L, H]`."""
+    return array.at[batch, head] if heads_first else array.at[batch, :, head]
