@@ -7,6 +7,7 @@ from typing import Any
 import cases
 import hopper_kernels
 import jax
+import kernel_families
 import oracle
 import parts
 import pytest
@@ -27,7 +28,8 @@ HALVED = [
 ]
 EXACT = dict(precision="highest")
 """In which float32 is held to its own rule on every backend."""
-IN_SHORT_RUN = {"xla": HALVED, "metal": HALVED, "reference": [], "mosaic_gpu": HALVED[:1]}
+IN_SHORT_RUN = {"xla": HALVED, "metal": HALVED, "reference": [], "mosaic_gpu": HALVED[:1], "mosaic_gpu_mma": HALVED[3:4]}
+IN_INTERPRETER = {"mosaic_gpu": kernel_families.HOPPER, "mosaic_gpu_mma": kernel_families.mma("8.0")}
 """The interpreter takes ten seconds for most."""
 
 
@@ -47,14 +49,14 @@ def test_halves_make_the_whole(backend: str, case: Case):
 
 
 def functions(backend: str, spec: Spec) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A backend's forward and backward, the Hopper kernels' in the interpreter; skips a call that it refuses."""
+    """A backend's forward and backward, Pallas kernels' in the interpreter; skips a call that it refuses."""
     own = _dispatch.BACKENDS[backend]
-    in_interpreter = backend == "mosaic_gpu"
-    own_reason = lambda: own.unsupported_call(spec) or own.unsupported_backward(spec)
-    reason = own_reason() if in_interpreter else own.unsupported(spec, _platform.current())
+    family = IN_INTERPRETER.get(backend)
+    own_reason = lambda: own.unsupported_call(spec) or getattr(own, "unsupported_backward", lambda _: None)(spec)
+    reason = own.unsupported(spec, _platform.current()) if family is None else own_reason()
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
-    if in_interpreter:
-        return hopper_kernels.functions()
+    if family is not None:
+        return hopper_kernels.functions(family=family)
     forward, _, backward = (jax.jit(function, static_argnums=0) for function in _dispatch.functions(backend, spec))
     return forward, backward

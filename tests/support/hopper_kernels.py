@@ -1,4 +1,4 @@
-"""The Hopper kernels without a Hopper: one call through them in Pallas' interpreter, and the races that it found."""
+"""The kernels without a GPU: one call through them in Pallas' interpreter, and the races that it found."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_families import HOPPER, Family
 from plain_attention import Call, Results, Tangents
 
 import jflash
 from jflash import _api, _canonical
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu import call as kernels
 from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.hardware import HOPPER
 from jflash._backends.mosaic_gpu.kernels import tangent_plan
 from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
@@ -50,22 +48,23 @@ def run(
     call: Call,
     processors: int = 132,
     *,
+    family: Family = HOPPER,
     detect_races: bool = True,
     undifferentiated: Sequence[str] = (),
     **options: object,
 ) -> Results:
-    """The kernels' results for a call, in its own shapes, as on a device with this number of
+    """A family's results for a call, in its own shapes, as on a device with this number of
     processors; without cotangents the forward's alone, without gradients of what is `undifferentiated`.
 
     Races are found between the warpgroups of a block. Where blocks add to the same numbers, or wait for each other, the
     interpreter would report a race too: it has no atomic additions, and runs one block after the other.
     """
-    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=detect_races))
+    ops, kernels = family.interpreter(plgpu.InterpretGPUParams(detect_races=detect_races)), family.call
     spec, operands = canonical(call, **options)
     spec = dataclasses.replace(spec, undifferentiated=frozenset(undifferentiated))
-    reason = mosaic_gpu.unsupported_call(spec)
+    reason = family.backend.unsupported_call(spec)
     assert reason is None, reason
-    forward, backward = plan.plan_forward(spec, processors), plan.plan_backward(spec, processors)
+    forward, backward = family.plans(spec, processors)
     # Jitted, as each operation around the kernels would be compiled on its own.
     out, lse = jax.block_until_ready(jax.jit(lambda operands: kernels.forward(forward, operands, ops))(operands))
     assert not races_found(), "forward"
@@ -103,7 +102,7 @@ def smooth(arrays: Any) -> Any:
 
 def run_tangents(call: Call, along: dict[str, Any], *, partial: bool = False, **options: object) -> Tangents:
     """The kernels' tangents for a call, along those of some operands, in its own shapes."""
-    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
+    ops, kernels = HOPPER.interpreter(plgpu.InterpretGPUParams(detect_races=True)), HOPPER.call
     spec, operands = canonical(call, **options)
     spec = dataclasses.replace(spec, partial=partial)
     assert mosaic_gpu.unsupported_call(spec) is None
@@ -158,15 +157,15 @@ def assert_right(attend: Callable[..., Results], call: Call) -> None:
             oracle.assert_right(attend(**options), call, as_tf32=not options)
 
 
-def functions(processors: int = 132) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The backend's forward and backward, jitted, as on a device with this number of processors; each finds races."""
-    ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
+def functions(processors: int = 132, *, family: Family = HOPPER) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A family's forward and backward, jitted, as on a device with this number of processors; each finds races."""
+    ops, kernels = family.interpreter(plgpu.InterpretGPUParams(detect_races=True)), family.call
 
     def forward(spec: Spec, operands: Operands) -> Any:
-        return kernels.forward(plan.plan_forward(spec, processors), operands, ops)
+        return kernels.forward(family.plans(spec, processors)[0], operands, ops)
 
     def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
-        return kernels.backward(plan.plan_backward(spec, processors), operands, residuals, ops)
+        return kernels.backward(family.plans(spec, processors)[1], operands, residuals, ops)
 
     def without_races(function: Callable[..., Any]) -> Callable[..., Any]:
         jitted = jax.jit(function, static_argnums=0)
@@ -182,16 +181,16 @@ def functions(processors: int = 132) -> tuple[Callable[..., Any], Callable[..., 
 
 
 def traced(
-    call: Call, sharding: jax.sharding.Sharding | None = None, **options: object
+    call: Call, sharding: jax.sharding.Sharding | None = None, *, family: Family = HOPPER, **options: object
 ) -> tuple[jax.core.ClosedJaxpr, jax.core.ClosedJaxpr]:
     """A call's forward and backward as on the hardware, not compiled; of arrays with a sharding."""
     spec, operands = canonical(call, **options)
     operands = jax.device_put(operands, sharding)
-    forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
-    trace = jax.make_jaxpr(lambda operands: kernels.forward(forward, operands, HOPPER), return_shape=True)
+    (forward, backward), kernels = family.plans(spec, 132), family.call
+    trace = jax.make_jaxpr(lambda operands: kernels.forward(forward, operands, family.ops), return_shape=True)
     traced_forward, (out, lse) = trace(operands)
     residuals = Residuals(out, lse, out, lse)
-    pull_back = lambda *args: kernels.backward(backward, *args, HOPPER)
+    pull_back = lambda *args: kernels.backward(backward, *args, family.ops)
     return traced_forward, jax.make_jaxpr(pull_back)(operands, residuals)
 
 
@@ -203,9 +202,10 @@ def traced_tangent(
     operands = jax.device_put(operands, sharding)
     moving = tangent_plan.MOVING & spec.operands
     tangents = Operands(**{name: array if name in moving else None for name, array in operands._asdict().items()})
-    results = jax.eval_shape(lambda operands: kernels.forward(plan.plan_forward(spec, 132), operands, HOPPER), operands)
+    kernels, ops = HOPPER.call, HOPPER.ops
+    results = jax.eval_shape(lambda operands: kernels.forward(plan.plan_forward(spec, 132), operands, ops), operands)
     results = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), semantics.Results(*results))
-    tangent = lambda *args: kernels.tangent(plan.plan_tangent(spec, moving, 132), *args, HOPPER)
+    tangent = lambda *args: kernels.tangent(plan.plan_tangent(spec, moving, 132), *args, ops)
     return jax.make_jaxpr(tangent)(operands, jax.device_put(results, sharding), tangents)
 
 

@@ -27,8 +27,8 @@ def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[A
 
 
 def expand(words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "64 columns"]:
-    """A tile of booleans from its words."""
+    """A tile of booleans from its words; of one word's columns, the first ones."""
     bits = (words[:, :, None] >> jnp.arange(32)) & 1
     # Tile; warp, row, pair; half, j, k.
     bits = bits.reshape(-1, 4, 8, 4, 2, 8, 2)
-    return bits.transpose(1, 4, 2, 0, 5, 3, 6).reshape(shape) != 0
+    return bits.transpose(1, 4, 2, 0, 5, 3, 6).reshape(shape[0], -1)[:, : shape[1]] != 0

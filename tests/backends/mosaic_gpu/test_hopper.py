@@ -14,6 +14,7 @@ import oracle
 import pytest
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernel_values import ON_HARDWARE
 
 import jflash
 from jflash import _platform, _tuning
@@ -24,52 +25,17 @@ from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
 
-VALUES = dict(
-    dtype=("bfloat16", "float16", "float32"),
-    query_length=(1, 13, 128, 199, 257, 523),
-    key_length=(1, 17, 128, 131, 293, 640),
-    heads=((1, 1), (3, 3), (2, 1), (4, 2), (8, 1)),
-    dims=(
-        (1, 1),
-        (8, 8),
-        (33, 70),
-        (40, 40),
-        (64, 64),
-        (80, 80),
-        (96, 96),
-        (128, 128),
-        (192, 128),
-        (64, 256),
-        (256, 256),
-    ),
-    batch=((), (2,), (2, 3)),
-    scale=(None, "static", "traced"),
-    soft_cap=(None, 1.5, 40.0),
-    bias=(None, "full", "keys", "queries", "heads"),
-    alibi=(False, True),
-    score_mod=(None, "indices", "arrays"),
-    mask=(None, "full", "keys", "queries"),
-    causal=(False, True),
-    offset=(None, "end", "negative", "each", "traced"),
-    window=(None, 40, (150, 0), (10, 90)),
-    lengths=(None, "queries", "keys", "both"),
-    segments=(None, "sorted", "unsorted"),
-    sinks=(False, True),
-    dropout=(False, True),
-)
-
-
 def hopper() -> bool:
     return _platform.current().compute_capability == "9.0"
 
 
 def drawn(seed: int) -> Case:
     choose = random.Random(seed).choice
-    return Case(**{name: choose(values) for name, values in VALUES.items()})
+    return Case(**{name: choose(values) for name, values in ON_HARDWARE.items()})
 
 
 # Elsewhere all of them would be skipped with one reason: one of them says it.
-PRODUCT = list(cases.product(VALUES, 2)) if hopper() else [{}]
+PRODUCT = list(cases.product(ON_HARDWARE, 2)) if hopper() else [{}]
 CASES = [
     *(Case(**row) for row in PRODUCT),
     *(pytest.param(drawn(seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),

@@ -13,33 +13,16 @@ import pytest
 import short_run
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernel_values import INTERPRETED
 from short_run import cover, sampled
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.schedule import RowTiles, forward_schedule
 
-FEATURES = dict(
-    dtype=("bfloat16", "float16", "float32"),
-    query_length=(1, 40, 131),
-    heads=((1, 1), (2, 1)),
-    scale=(None, "static", "traced"),
-    soft_cap=(None, 1.5, 40.0),
-    bias=(None, "full", "keys", "queries", "heads"),
-    alibi=(False, True),
-    score_mod=(None, "indices"),
-    mask=(None, "full", "keys", "queries"),
-    causal=(False, True),
-    offset=(None, "end", "each"),
-    window=(None, (40, 10)),
-    lengths=(None, "both"),
-    segments=(None, "sorted"),
-    sinks=(False, True),
-    dropout=(False, True),
-)
 # The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
 # fused backward has one block of keys here.
-FUSED = {**FEATURES, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64, 64), (40, 24), (33, 100))}
-SPLIT = {**FEATURES, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128), (1, 5))}
+FUSED = {**INTERPRETED, "key_length": (17, 128), "dims": ((80, 80), (112, 72), (64, 64), (40, 24), (33, 100))}
+SPLIT = {**INTERPRETED, "key_length": (131, 200), "dims": ((40, 24), (64, 64), (192, 128), (1, 5))}
 
 
 FUSED_CASES, SPLIT_CASES = (

@@ -114,7 +114,7 @@ def _columns_of_rows(o: LaneWords, read: Any, query: Any, key: Any) -> Any:
 
 
 def expand(words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "64 columns"]:
-    """A tile of booleans in the layout of logits; each of `words` describes 64 columns."""
+    """A tile of booleans in the layout of logits; each of `words` describes 64 columns, or one alone fewer."""
     return_type = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_words(words.shape),), return_type=return_type)

@@ -1,0 +1,125 @@
+"""The kernels by `mma.sync` in Pallas' interpreter: right over a short product of features."""
+
+import dataclasses
+
+import cases
+import hopper_kernels
+import kernel_families
+import oracle
+import pytest
+import short_run
+from cases import Case
+from kernel_values import INTERPRETED
+from short_run import cover, sampled
+
+VALUES = {
+    **INTERPRETED,
+    "dtype": ("bfloat16", "float16"),
+    "key_length": (17, 131, 200),
+    "dims": ((40, 24), (64, 64), (80, 80), (33, 100), (192, 128), (1, 5)),
+}
+CASES = [Case(batch=(2,), **row) for row in cases.product(VALUES, 2)]
+
+
+def forms(case: Case) -> dict[str, object]:
+    """What decides the form of a case's logits, and how its tiles are loaded."""
+    features = "soft_cap", "score_mod", "mask", "segments", "dropout", "lengths"
+    return {name: bool(getattr(case, name)) for name in features} | dict(bias=case.bias)
+
+
+IN_SHORT_RUN = [CASES[index] for index in short_run.covering([forms(case) for case in CASES], 1)]
+
+
+def run(call: cases.Call, capability: str = "8.0", processors: int = 108) -> oracle.Results:
+    """No races are looked for: a CTA is one warpgroup, whose threads are one to the interpreter."""
+    family = kernel_families.mma(capability)
+    return hopper_kernels.run(call, processors, family=family, detect_races=False)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in IN_SHORT_RUN else pytest.mark.slow) for case in CASES], ids=str
+)
+def test_right(case: Case):
+    call = cases.build(case)
+    oracle.assert_right(run(call), call)
+
+
+@sampled(4)
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0"])
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((64, 64), dict(causal=True, offset="end")),
+        ((128, 128), dict(window=(40, 10), lengths="both")),
+        # Tiles of 32 keys, where there is least shared memory; dK and dV come from two kernels.
+        ((256, 256), dict(mask="full", bias="full")),
+        ((256, 256), dict(bias="keys", dropout=True, segments="sorted")),
+    ],
+    ids=str,
+)
+def test_budgets(dims: tuple[int, int], options: dict, capability: str):
+    """Tiles differ by how much shared memory there is."""
+    call = cases.build(Case("bfloat16", 140, 150, (2, 1), dims, (), **options))
+    oracle.assert_right(run(call, capability), call)
+
+
+@sampled(3)
+@pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (108, 1100)])
+@pytest.mark.parametrize("query_length", [1, 3])
+def test_decoding(query_length: int, processors: int, key_length: int):
+    """Heads packed into rows, keys in several parts, lengths for each sequence."""
+    case = Case("bfloat16", query_length, key_length, heads=(4, 2), dims=(64, 64), lengths="keys", batch=(2,))
+    call = cases.build(case)
+    oracle.assert_right(run(call, processors=processors), call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(causal=True, offset="end"), dict(bias="keys", lengths="keys")], ids=str)
+def test_sums_of_head_groups(options: dict):
+    """So many multiprocessors that the heads that share keys are several groups, whose dK and dV are summed."""
+    call = cases.build(Case("bfloat16", 200, 100, heads=(8, 1), dims=(64, 64), batch=(), **options))
+    oracle.assert_right(run(call), call)
+
+
+@sampled(9)
+@pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("float16", 64.0)])
+@pytest.mark.parametrize("steps", cases.STEPS)
+def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
+    """What weights are relative to changes only where it must."""
+    case = Case(dtype, 70, 390, heads=(1, 1), dims=(64, 64), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
+    call = cases.with_steps(cases.build(case), steps)
+    oracle.assert_right(run(call), call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["keys", "full"])
+@pytest.mark.parametrize("values", cases.LARGE_BIASES)
+def test_large_biases(values: str, kind: str):
+    call = cases.build(Case("bfloat16", 70, 200, heads=(1, 1), dims=(64, 64), batch=(), bias=kind))
+    call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
+    oracle.assert_right(run(call), call)
+
+
+@cover(1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True, lengths="both", sinks=True),
+        dict(bias="full", mask="full", segments="sorted"),
+        dict(bias="keys", alibi=True, scale="traced", soft_cap=1.5, score_mod="indices"),
+    ],
+    ids=str,
+)
+def test_nothing_but_a_function_of_the_operands(options: dict):
+    """`custom_partitioning`, through which every call goes on a device, takes no function that holds other arrays."""
+    call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(64, 64), batch=(2,), **options))
+    for closed in hopper_kernels.traced(call, family=kernel_families.mma("8.0")):
+        assert not closed.consts
+        assert not closed.effects
+
+
+@pytest.mark.slow
+def test_forward_alone():
+    call = cases.build(Case("bfloat16", 131, 4000, heads=(2, 2), dims=(64, 64), batch=(), causal=True, offset="end"))
+    call = dataclasses.replace(call, d_out=None, d_lse=None)
+    oracle.assert_right(run(call), call)

@@ -1,0 +1,52 @@
+"""The two families of kernels in Pallas Mosaic GPU, and what tests ask of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from interpreter import Interpreter, MmaInterpreter
+
+from jflash._backends import mosaic_gpu, mosaic_gpu_mma
+from jflash._backends.mosaic_gpu import call as hopper_call
+from jflash._backends.mosaic_gpu import plan as hopper_plan
+from jflash._backends.mosaic_gpu.hardware import HOPPER as HOPPER_OPS
+from jflash._backends.mosaic_gpu_mma import call as mma_call
+from jflash._backends.mosaic_gpu_mma import plan as mma_plan
+from jflash._backends.mosaic_gpu_mma.hardware import MMA as MMA_OPS
+from jflash._platform import Platform
+from jflash._semantics.spec import Spec
+
+
+class Family(NamedTuple):
+    """A backend, and a call of it on hardware or in the interpreter."""
+
+    backend: Any
+    call: Any
+    """`forward(plan, operands, ops)`, and likewise `backward`."""
+    plans: Callable[[Spec, int], tuple[Any, Any]]
+    """A call's forward and backward on a device with so many processors."""
+    ops: Any
+    interpreter: Callable[[Any], Any]
+
+
+HOPPER = Family(
+    backend=mosaic_gpu,
+    call=hopper_call,
+    plans=lambda spec, processors: (
+        hopper_plan.plan_forward(spec, processors),
+        hopper_plan.plan_backward(spec, processors),
+    ),
+    ops=HOPPER_OPS,
+    interpreter=Interpreter,
+)
+
+
+def mma(compute_capability: str) -> Family:
+    """The kernels by `mma.sync`, as they are planned for GPUs of a compute capability."""
+
+    def plans(spec: Spec, processors: int) -> tuple[Any, Any]:
+        platform = Platform("gpu", "some GPU", compute_capability, processors)
+        return mma_plan.plan_forward(spec, platform), mma_plan.plan_backward(spec, platform)
+
+    return Family(mosaic_gpu_mma, mma_call, plans, MMA_OPS, MmaInterpreter)

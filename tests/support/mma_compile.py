@@ -1,0 +1,100 @@
+"""Compiles the kernels by `mma.sync` for several GPUs on a machine without one, and prints what ptxas says, as JSON.
+
+    python mma_compile.py DIRECTORY COMPUTE_CAPABILITY [CASE...]
+
+The report of a kernel is found under its case's name and its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from hopper_compile import CASES, DIRECTORY, FLOAT32, LENGTH, PARTIAL, bfloat16, float32
+from hopper_kernels import canonical_arguments
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from kernel_families import mma
+
+from jflash._semantics.spec import Residuals
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What Mosaic GPU asks a mesh's device, of which JAX's own lacks the first."""
+
+    compute_capability: str
+    device_kind: str = "some GPU"
+    num_cores: int = 108
+    platform: str = "gpu"
+
+    def _repr(self) -> str:
+        return self.device_kind
+
+
+def main(capability: str, names: list[str]) -> None:
+    """Forward and backward of every case."""
+    reports: dict[str, dict] = {}
+    for name in names or [name for name in CASES if name not in FLOAT32]:
+        reports |= {f"{name}: {kernel}": report for kernel, report in compiled(name, capability).items()}
+    print(json.dumps(reports))
+
+
+def sharding(capability: str) -> NamedSharding:
+    """One GPU: an H200 with another compute capability."""
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    major, minor = capability.split(".")
+    accelerated = " feature_extension: ACCELERATED_FEATURES"
+    own = f"major: {major} minor: {minor}{accelerated if int(major) >= 9 else ''} }}"
+    config = config.replace(f"major: 9{accelerated} }}", own)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+
+
+def compiled(name: str, capability: str) -> dict[str, dict]:
+    """What ptxas says of each kernel of a case."""
+    head_dim, value_dim, options, arrays = CASES[name]
+    family, placed = mma(capability), sharding(capability)
+    array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+
+    def both(query, key, value, d_out, d_lse, arrays):
+        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
+        spec = dataclasses.replace(spec, partial=name in PARTIAL)
+        forward, backward = family.plans(spec, Device.num_cores)
+        out, lse = family.call.forward(forward, operands, family.ops)
+        residuals = Residuals(out.astype(spec.dtype), lse, d_out, d_lse)
+        return out, family.call.backward(backward, operands, residuals, family.ops)
+
+    for path in DIRECTORY.iterdir():
+        path.unlink()
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=Device(capability))
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(both).lower(
+            *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
+            array((2, 4, LENGTH), float32),
+            {argument: array(*type_) for argument, type_ in arrays.items()},
+        )
+    lowered.compile()
+    return {found[0]: found[1] for found in map(_report, sorted(DIRECTORY.glob("*.ptxas")))}
+
+
+def _report(path: Path) -> tuple[str, dict]:
+    kernel, text = re.match(r"jflash_([a-z_]+?)_\d", path.name)[1], path.read_text()
+    read = lambda pattern: max(map(int, re.findall(pattern, text)), default=0)
+    target = re.findall(r"for '(sm_\w+)'", text)
+    return kernel, dict(
+        spills=read(r"(\d+) bytes spill stores"), registers=read(r"Used (\d+) registers"), target=target[0]
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[2], sys.argv[3:])
