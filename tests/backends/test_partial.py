@@ -28,7 +28,13 @@ HALVED = [
 ]
 EXACT = dict(precision="highest")
 """In which float32 is held to its own rule on every backend."""
-IN_SHORT_RUN = {"xla": HALVED, "metal": HALVED, "reference": [], "mosaic_gpu": HALVED[:1], "mosaic_gpu_mma": HALVED[3:4]}
+IN_SHORT_RUN = {
+    "xla": HALVED,
+    "metal": HALVED,
+    "reference": [],
+    "mosaic_gpu": HALVED[:1],
+    "mosaic_gpu_mma": HALVED[3:4],
+}
 IN_INTERPRETER = {"mosaic_gpu": kernel_families.HOPPER, "mosaic_gpu_mma": kernel_families.mma("8.0")}
 """The interpreter takes ten seconds for most."""
 

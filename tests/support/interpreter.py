@@ -161,6 +161,9 @@ class MmaInterpreter(Interpreter, MmaOps):
         target[...] = target[...].at[rows].set(own, mode="drop")
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
-        rows, columns = (first + jnp.arange(size) for first, size in zip((row, column), shape[::-1] if transposed else shape, strict=True))
+        rows, columns = (
+            first + jnp.arange(size)
+            for first, size in zip((row, column), shape[::-1] if transposed else shape, strict=True)
+        )
         found = source[...].at[rows].get(mode="fill", fill_value=0).at[:, columns].get(mode="fill", fill_value=0)
         return found.T if transposed else found

@@ -1,5 +1,11 @@
 """The values whose product the kernels in Pallas Mosaic GPU are tested over."""
 
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cases import Case
+
 INTERPRETED = dict(
     dtype=("bfloat16", "float16", "float32"),
     query_length=(1, 40, 131),
@@ -54,3 +60,9 @@ ON_HARDWARE = dict(
     dropout=(False, True),
 )
 """On a GPU."""
+
+
+def drawn(values: Mapping[str, Sequence[Any]], seed: int) -> Case:
+    """A case of any values together."""
+    choose = random.Random(seed).choice
+    return Case(**{name: choose(some) for name, some in values.items()})

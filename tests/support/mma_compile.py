@@ -18,7 +18,6 @@ os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-import jax.numpy as jnp
 from hopper_compile import CASES, DIRECTORY, FLOAT32, LENGTH, PARTIAL, bfloat16, float32
 from hopper_kernels import canonical_arguments
 from jax.experimental import topologies

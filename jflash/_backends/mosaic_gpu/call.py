@@ -160,6 +160,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
 
 def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
     """Gradients in the shapes and dtypes of the operands, from what kernels made."""
+
     def trimmed(name: str) -> Array:
         like = getattr(operands, name)
         return gradients[f"d_{name}"][:, : like.shape[1], :, : like.shape[3]].astype(spec.result_dtype)

@@ -71,7 +71,8 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     wanted = tuple(name for name in _PARAMETERS if name in spec.operands - spec.undifferentiated)
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
     has_bias, by_key = bias_kind == "tile", bias_kind == "column"
-    dq = DqPlan(spec, _dq_tile(spec, platform), tuple(name for name in wanted if name != "bias" or not has_bias | by_key))
+    of_dq = tuple(name for name in wanted if name != "bias" or not (has_bias or by_key))
+    dq = DqPlan(spec, _dq_tile(spec, platform), of_dq)
     dbias = DbiasPlan(spec, _dbias_tile(spec, platform)) if has_bias else None
     # Both sums together are more than a warpgroup has registers for.
     apart = spec.head_dim + spec.value_dim > 256
@@ -102,7 +103,9 @@ def _dq_tile(spec: Spec, platform: Platform) -> Tile:
 
 def _dbias_tile(spec: Spec, platform: Platform) -> Tile:
     candidates = [Tile(1, size, 1) for size in (64, 32)]
-    fitting = [tile for tile in candidates if smem.size(backward_dbias.shared_memory(spec, tile)) <= _capacity(platform)]
+    fitting = [
+        tile for tile in candidates if smem.size(backward_dbias.shared_memory(spec, tile)) <= _capacity(platform)
+    ]
     return _tuning.choose(TuningKey("mosaic_gpu_mma d_bias", _facts(spec)), fitting)
 
 

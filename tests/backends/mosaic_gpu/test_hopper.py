@@ -1,8 +1,6 @@
 """The Hopper kernels on a Hopper: the same questions as everywhere, over the product of what they take."""
 
-import dataclasses
 import functools
-import random
 
 import cases
 import hopper_kernels
@@ -14,7 +12,8 @@ import oracle
 import pytest
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernel_values import ON_HARDWARE
+from kernel_values import ON_HARDWARE, drawn
+from on_hardware import poison, with_nan_in_padding
 
 import jflash
 from jflash import _platform, _tuning
@@ -25,20 +24,16 @@ from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
 
+
 def hopper() -> bool:
     return _platform.current().compute_capability == "9.0"
-
-
-def drawn(seed: int) -> Case:
-    choose = random.Random(seed).choice
-    return Case(**{name: choose(values) for name, values in ON_HARDWARE.items()})
 
 
 # Elsewhere all of them would be skipped with one reason: one of them says it.
 PRODUCT = list(cases.product(ON_HARDWARE, 2)) if hopper() else [{}]
 CASES = [
     *(Case(**row) for row in PRODUCT),
-    *(pytest.param(drawn(seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),
+    *(pytest.param(drawn(ON_HARDWARE, seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),
 ]
 
 
@@ -53,11 +48,6 @@ def _on_hopper():
 def attention(*args, **kwargs):
     """The kernels, after memory that the allocator may hand out again was filled with NaN."""
     return jflash.attention(*args, implementation="mosaic_gpu", **kwargs)
-
-
-def poison():
-    filled = [jnp.full(2**size, jnp.nan, jnp.float32) for size in range(8, 24)]
-    jax.block_until_ready(filled)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -90,26 +80,6 @@ def test_tangents(case: Case):
 def in_precision(**options):
     """One function for each precision, whose compilation the next such call finds."""
     return functools.partial(attention, **options)
-
-
-def with_nan_in_padding(call):
-    """The same call, NaN where lengths say that nothing is."""
-
-    def planted(array, lengths):
-        if lengths is None:
-            return array
-        index = np.arange(array.shape[-3])
-        inside = index < np.asarray(lengths)[..., None]
-        return np.where(inside[..., None, None], array, np.asarray(np.nan, array.dtype))
-
-    queries, keys = call.query_seq_lengths, call.key_value_seq_lengths
-    return dataclasses.replace(
-        call,
-        query=planted(call.query, queries),
-        d_out=planted(call.d_out, queries),
-        key=planted(call.key, keys),
-        value=planted(call.value, keys),
-    )
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
@@ -228,7 +198,9 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
 def test_any_lengths(seed: int, data):
     """Lengths and offsets that no list thought of."""
     length = hypothesis.strategies.integers(1, 700)
-    case = drawn(10_000 + seed)._replace(query_length=data.draw(length), key_length=data.draw(length), batch=(2,))
+    case = drawn(ON_HARDWARE, 10_000 + seed)._replace(
+        query_length=data.draw(length), key_length=data.draw(length), batch=(2,)
+    )
     call = cases.build(case)
     oracle.assert_right(oracle.run(attention, call), call)
 

@@ -1,7 +1,7 @@
 """What a warpgroup copies between device memory and shared memory or registers, row by row and within bounds.
 
-Rows of 16-bit numbers come to shared memory by `cp.async`, 16 bytes to a thread, which writes zeros in the place of rows
-past a limit and columns past an array's. So padding may hold anything, and arrays need no room behind their end.
+Rows of 16-bit numbers come to shared memory by `cp.async`, 16 bytes to a thread, which writes zeros in the place of
+rows past a limit and columns past an array's. So padding may hold anything, and arrays need no room behind their end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _utils: Any = mgpu.utils
 
 
 def copy_rows(source: Ref, target: Ref, first: Any, limit: Any) -> None:
-    """Begin to copy rows `[L, H]`, from `first` on, to a tile; zeros for those from `limit` on. L is `limit` at least."""
+    """Begin to copy rows `[L, H]`, from `first` on, to a tile; zeros for those from `limit` on, which is at most L."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR))
     def copy(_: Any, source: Any, target: Any, first: Any, limit: Any) -> None:
@@ -91,7 +91,9 @@ def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any
     call(values, target, jnp.int32(first), jnp.int32(limit))
 
 
-def load_tile(source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Float[Array, "64 columns"]:
+def load_tile(
+    source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool
+) -> Float[Array, "64 columns"]:
     """A tile of an array `[L, M]` in device memory, from a row and a column on, 0 past its ends; or its transpose."""
     dtype = jnp.dtype(source.dtype)
     result = plgpu.ShapeDtypeStruct(shape, dtype, layout=_TILE)

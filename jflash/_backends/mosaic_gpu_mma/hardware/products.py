@@ -1,8 +1,8 @@
 """Products by `mma.sync.m16n8k16`: a warpgroup's accumulators in registers, B and sometimes A in shared memory.
 
-Each warp makes 16 rows of every 64. What a lane holds of an accumulator, of 16 rows and 8 columns, are two neighbours of
-row lane / 4 and of the row 8 below: for a warpgroup that is the layout of wgmma's accumulators, `plgpu.Layout.WGMMA`. Two
-of them side by side, rounded to 16 bits, are a fragment of A: so P is an operand as it is.
+Each warp makes 16 rows of every 64. What a lane holds of an accumulator, of 16 rows and 8 columns, are two neighbours
+of row lane / 4 and of the row 8 below: for a warpgroup that is the layout of wgmma's accumulators,
+`plgpu.Layout.WGMMA`. Two of them side by side, rounded to 16 bits, are a fragment of A: so P is an operand as it is.
 
 B's fragments come from `ldmatrix`, two of 8 columns at once, and serve all 64-row blocks: two blocks read shared memory
 half as often as one.
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref
 from jflash._backends.mosaic_gpu.hardware.lane_words import LaneWords
-from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
+from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
 
 Tiles = tuple[Float[Array, "64 columns"], ...]
 

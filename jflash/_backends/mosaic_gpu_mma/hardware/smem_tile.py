@@ -1,8 +1,8 @@
 """Tiles of 16-bit operands in shared memory: where each 16 bytes of a row are.
 
 A tile `[rows, columns]` is cut into panels of the widest of 64, 32 and 16 columns that divides them; a panel's rows lie
-one after the other. Within a row its chunks of 16 bytes are permuted by the row's index, so that the same chunk of eight
-neighbouring rows lies in different banks: as `ldmatrix` reads them, and as copies write them.
+one after the other. Within a row its chunks of 16 bytes are permuted by the row's index, so that the same chunk of
+eight neighbouring rows lies in different banks: as `ldmatrix` reads them, and as copies write them.
 """
 
 from __future__ import annotations

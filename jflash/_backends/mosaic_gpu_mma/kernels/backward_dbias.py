@@ -6,8 +6,8 @@
       P  = exp(S - lse)
       dB = dB + P (dP - delta)
 
-Two products again, of the backward's seven. They cost less than adding up, in device memory, an array of the bias's size
-in float32 for every batch entry. A tile has one owner, so every sum has one order.
+Two products again, of the backward's seven. They cost less than adding up, in device memory, an array of the bias's
+size in float32 for every batch entry. A tile has one owner, so every sum has one order.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Cta(Cta[DbiasPlan]):
 
     def _visit(self, step: Any, bias: Array, total: Array) -> Array:
         """Add one head's part."""
-        tile, spec = self.plan.tile, self.plan.spec
+        tile = self.plan.tile
         # The bias's own entry and head are added to; only one of the two is not 0.
         batch, head = self.place[0] + lax.div(step, self.heads), self.place[1] + lax.rem(step, self.heads)
         tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.size)

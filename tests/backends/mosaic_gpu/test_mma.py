@@ -1,0 +1,116 @@
+"""The kernels by `mma.sync` on a GPU that runs them, by name: the same questions as everywhere, over what they take."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from kernel_values import ON_HARDWARE, drawn
+from on_hardware import poison, with_nan_in_padding
+
+import jflash
+from jflash import _platform
+from jflash._backends import mosaic_gpu_mma
+from jflash._semantics.spec import Spec
+
+pytestmark = pytest.mark.gpu
+
+VALUES = {**ON_HARDWARE, "dtype": ("bfloat16", "float16")}
+PLAIN = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
+REFUSAL = mosaic_gpu_mma.unsupported(PLAIN, _platform.current())
+
+# Elsewhere all of them would be skipped with one reason: one of them says it.
+PRODUCT = list(cases.product(VALUES, 2)) if REFUSAL is None else [{}]
+CASES = [
+    *(Case(**row) for row in PRODUCT),
+    *(pytest.param(drawn(VALUES, seed), marks=pytest.mark.slow) for seed in range(400 if REFUSAL is None else 0)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_hardware():
+    if REFUSAL is not None:
+        pytest.skip(f"mosaic_gpu_mma: {REFUSAL}")
+
+
+attention = functools.partial(jflash.attention, implementation="mosaic_gpu_mma")
+deterministic = functools.partial(attention, deterministic=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exact(case: Case):
+    """Padding holds NaN, which must reach nothing."""
+    call = cases.build(case)
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(bias="full"), dict(bias="keys", soft_cap=1.5), dict(sinks=True)], ids=str)
+def test_deterministic(dims, options):
+    """The same bits on every run, with enough blocks that their order varies."""
+    case = Case("bfloat16", 1024, 1100, heads=(8, 2), dims=dims, batch=(3,), causal=True, **options)
+    call = cases.build(case)
+    first, *others = [jax.tree.map(np.asarray, oracle.run(deterministic, call)) for _ in range(4)]
+    oracle.assert_right(first, call)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_soft_cap_of_few_large_products(dims: tuple[int, int], dtype: str):
+    call = cases.build(Case(dtype, 300, 400, (2, 1), dims, (2,), soft_cap=20.0, causal=True, offset="end"))
+    call = cases.with_large_products(call)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize(("dtype", "cap", "dim"), [("bfloat16", 1024.0, 128), ("float16", 64.0, 64)])
+@pytest.mark.parametrize("steps", cases.STEPS)
+def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float, dim: int):
+    case = Case(dtype, 70, 390, heads=(1, 1), dims=(dim, dim), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
+    call = cases.with_steps(cases.build(case), steps)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize(("dtype", "kind", "dim"), [("bfloat16", "keys", 64), ("float16", "full", 128)])
+@pytest.mark.parametrize("values", cases.LARGE_BIASES)
+def test_large_biases(values: str, dtype: str, kind: str, dim: int):
+    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
+    call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("lengths", [None, "keys"])
+@pytest.mark.parametrize("query_length", [1, 3, 16])
+def test_decoding(query_length: int, lengths: str | None, dtype: str):
+    """Heads packed into rows, and keys in several parts."""
+    case = Case(dtype, query_length, 5000, heads=(8, 2), dims=(128, 128), lengths=lengths, batch=(3,))
+    call = cases.build(case)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+def mapped(query, key, value, **options):
+    return jax.vmap(functools.partial(attention, **options))(query, key, value)
+
+
+def rematerialized(query, key, value, **options):
+    return jax.checkpoint(functools.partial(attention, **options))(query, key, value)
+
+
+@pytest.mark.parametrize("transformed", [mapped, rematerialized])
+@pytest.mark.parametrize("options", [{}, dict(causal=True, soft_cap=40.0), dict(window=40)], ids=str)
+def test_transformations(options: dict, transformed):
+    call = cases.build(Case("bfloat16", 300, 400, (4, 2), (128, 128), (2, 3), **options))
+    oracle.assert_right(oracle.run(transformed, call), call)
+
+
+def test_is_the_default_but_on_hopper():
+    query = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    first = "mosaic_gpu" if _platform.current().compute_capability == "9.0" else "mosaic_gpu_mma"
+    assert jflash.explain(query, query, query).startswith(f"{first} serves")

@@ -1,0 +1,34 @@
+"""What tests on a GPU do besides: memory and padding that hold NaN, which must reach nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from plain_attention import Call
+
+
+def poison() -> None:
+    """Fill memory that the allocator may hand out again."""
+    filled = [jnp.full(2**size, jnp.nan, jnp.float32) for size in range(8, 24)]
+    jax.block_until_ready(filled)
+
+
+def with_nan_in_padding(call: Call) -> Call:
+    """The same call, NaN where lengths say that nothing is."""
+
+    def planted(array, lengths):
+        if lengths is None:
+            return array
+        index = np.arange(array.shape[-3])
+        inside = index < np.asarray(lengths)[..., None]
+        return np.where(inside[..., None, None], array, np.asarray(np.nan, array.dtype))
+
+    queries, keys = call.query_seq_lengths, call.key_value_seq_lengths
+    return dataclasses.replace(
+        call,
+        query=planted(call.query, queries),
+        d_out=planted(call.d_out, queries),
+        key=planted(call.key, keys),
+        value=planted(call.value, keys),
+    )
