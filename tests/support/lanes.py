@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
+from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 
 THREAD = np.arange(THREADS, dtype=np.uint32)
 
@@ -14,9 +17,15 @@ THREAD = np.arange(THREADS, dtype=np.uint32)
 class Arithmetic:
     """The operations of MLIR's that are used."""
 
-    CmpIPredicate = types.SimpleNamespace(eq=np.equal, ne=np.not_equal, uge=np.greater_equal)
+    CmpIPredicate = types.SimpleNamespace(
+        eq=np.equal,
+        ne=np.not_equal,
+        uge=np.greater_equal,
+        slt=lambda left, right: left.astype(np.int32) < right.astype(np.int32),
+    )
     andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
     addi, muli, shli, shrui = np.add, np.multiply, np.left_shift, np.right_shift
+    divui, remui = np.floor_divide, np.remainder
     negf, select = np.negative, np.where
     cmpi = staticmethod(lambda predicate, left, right: predicate(left, right))
 
@@ -32,3 +41,45 @@ class Numbers(LaneWords):
 
     def __call__(self, value: int) -> np.ndarray:
         return np.full(THREADS, value, np.uint32)
+
+
+class Warpgroup(Numbers, Lanes):
+    """The threads with shared and device memory, and the instructions on whole warps as PTX defines them.
+
+    A word is `[threads, 2]`, numbers of 16 bits.
+    """
+
+    def __init__(self, dtype: np.dtype, shared: int, device: np.ndarray):
+        super().__init__()
+        self.dtype, self.shared = dtype, np.full(shared, 0xFF, np.uint8)
+        self.device = device.reshape(-1).view(np.uint8)
+
+    def distance(self, index: Any, size: int) -> Any:
+        return index.astype(np.int32).astype(np.int64) * size
+
+    def copy_chunk(self, target: Any, target_offset: int, source: Any, source_offset: int, size: Any) -> None:
+        for to, start, count in zip(target.astype(int) + target_offset, source + source_offset, size, strict=True):
+            assert to % 16 == start % 16 == 0
+            self.shared[to : to + 16] = 0
+            if count:
+                assert 0 <= start <= self.device.size - count
+                self.shared[to : to + count] = self.device[start : start + count]
+
+    def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[np.ndarray]:
+        places = address.astype(int)[:, None] + offset + np.arange(16)
+        assert not (places[:, 0] % 16).any()
+        # Warp, matrix, row, column.
+        matrices = self.shared[places].view(self.dtype).reshape(4, 4, 8, 8)
+        matrices = matrices.swapaxes(2, 3) if transpose else matrices
+        # A lane has two neighbours of row lane / 4.
+        return list(matrices.transpose(1, 0, 2, 3).reshape(4, THREADS, 2))
+
+    def multiply(self, dtype: Any, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[np.ndarray]:
+        # Quarters of 8 x 8: warp, row, pair, neighbour.
+        quarter = lambda words: np.asarray(words, np.float32).reshape(4, 8, 8)
+        left = np.block([[quarter(a[0]), quarter(a[2])], [quarter(a[1]), quarter(a[3])]])
+        # Of B a lane has two neighbours of column lane / 4.
+        right = np.concatenate([quarter(word).swapaxes(1, 2) for word in b], axis=1)
+        before = np.concatenate([quarter(np.stack(c[at : at + 2], axis=-1)) for at in (0, 2)], axis=1)
+        made = (before + left @ right).reshape(4, 2, 8, 4, 2)
+        return [made[:, half, :, :, neighbour].reshape(THREADS) for half in range(2) for neighbour in range(2)]

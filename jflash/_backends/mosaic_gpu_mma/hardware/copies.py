@@ -6,7 +6,7 @@ rows past a limit and columns past an array's. So padding may hold anything, and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import Ref
-from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
+from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
+from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -28,32 +29,33 @@ def copy_rows(source: Ref, target: Ref, first: Any, limit: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR))
     def copy(_: Any, source: Any, target: Any, first: Any, limit: Any) -> None:
-        o, rows = LaneWords(), _Rows(source)
+        o = Lanes()
+        base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
         tile = SmemTile(*_utils.ir.MemRefType(target.type).shape)
-        thread = o.add(o.times(o.warp, 32), o.lane)
-        own_row, own_chunk = o.arith.divui(thread, o(tile.chunks)), o.arith.remui(thread, o(tile.chunks))
-        together = THREADS // tile.chunks
-        row = o.add(first.registers.item(), own_row)
-        target_start = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
-        places = o.times(own_row, tile.pitch), tile.permuted(o, own_row, own_chunk)
-        address, start = o.add(target_start, *places), rows.address(row, o.times(own_chunk, CHUNK))
-        for index in range(-(-tile.rows // together)):
-            is_there = o.below(o.add(row, o(index * together)), limit.registers.item())
-            if tile.rows % together:
-                is_there = o.arith.andi(is_there, o.below(own_row, o(tile.rows)))
-            for panel in range(tile.panels):
-                chunk = panel * tile.chunks
-                is_inside = is_there
-                if (chunk + tile.chunks) * CHUNK > rows.columns:
-                    has_column = o.below(o.add(own_chunk, o(chunk)), o(rows.columns // CHUNK))
-                    is_inside = o.arith.andi(is_there, has_column)
-                size = o.arith.select(is_inside, o(16), o(0))
-                at = tile.place(index * together, chunk), index * together * rows.pitch + 16 * chunk
-                one = f"cp.async.cg.shared.global [$0 + {at[0]}], [$1 + {at[1]}], 16, $2;"
-                _utils.inline_ptx(one, address, start, size, has_side_effects=True)
+        copy_tile(o, Rows.of(o, source), tile, base, first.registers.item(), limit.registers.item())
 
     call: Any = copy
     call(source, target, jnp.int32(first), jnp.int32(limit))
+
+
+def copy_tile(o: Lanes, rows: Rows, tile: SmemTile, base: Any, first: Any, limit: Any) -> None:
+    """Begin the copies of a tile; a thread copies the same chunk of a panel's rows that are a fixed number apart."""
+    thread, together = o.add(o.times(o.warp, 32), o.lane), THREADS // tile.chunks
+    own_row, own_chunk = o.arith.divui(thread, o(tile.chunks)), o.arith.remui(thread, o(tile.chunks))
+    row = o.add(first, own_row)
+    target = o.add(base, o.times(own_row, tile.pitch), tile.permuted(o, own_row, own_chunk))
+    source = rows.address(o, row, o.times(own_chunk, CHUNK))
+    for index in range(0, tile.rows, together):
+        is_there = o.below(o.add(row, o(index)), limit)
+        if index + together > tile.rows:
+            is_there = o.arith.andi(is_there, o.below(own_row, o(tile.rows - index)))
+        for chunk in range(0, tile.panels * tile.chunks, tile.chunks):
+            is_inside = is_there
+            if (chunk + tile.chunks) * CHUNK > rows.columns:
+                has_column = o.below(o.add(own_chunk, o(chunk)), o(rows.columns // CHUNK))
+                is_inside = o.arith.andi(is_there, has_column)
+            size = o.arith.select(is_inside, o(16), o(0))
+            o.copy_chunk(target, tile.place(index, chunk), source, index * rows.pitch + 16 * chunk, size)
 
 
 def commit() -> None:
@@ -73,11 +75,12 @@ def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any
 
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR))
     def store(_: Any, values: Any, target: Any, first: Any, limit: Any) -> None:
-        o, rows = LaneWords(), _Rows(target)
+        o = Lanes()
+        rows = Rows.of(o, target)
         row, column = o.add(first.registers.item(), o.times(o.warp, 16), o.row), o.times(o.pair, 2)
-        start = rows.address(row, column)
+        start = rows.address(o, row, column)
         is_there = [o.below(o.add(row, o(8 * half)), limit.registers.item()) for half in range(2)]
-        kind, word = ("b32", o.type) if rows.item_bytes == 2 else ("b64", _utils.ir.IntegerType.get_signless(64))
+        kind, word = ("b32", o.type) if rows.item_bytes == 2 else ("b64", o.long_type)
         for index, pair in np.ndenumerate(values.registers):
             _, eight, _, _, half, *_ = index
             is_inside = is_there[half]
@@ -100,12 +103,13 @@ def load_tile(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=result)
     def load(_: Any, source: Any, row: Any, column: Any) -> Any:
-        o, rows = LaneWords(), _Rows(source)
+        o = Lanes()
+        rows = Rows.of(o, source)
         own = o.add(o.times(o.warp, 16), o.row), o.times(o.pair, 2)
         tile_row, tile_column = own[::-1] if transposed else own
         first_row, first_column = o.add(row.registers.item(), tile_row), o.add(column.registers.item(), tile_column)
-        start = rows.address(first_row, first_column)
-        number = rows.element
+        start = rows.address(o, first_row, first_column)
+        number = _utils.ir.MemRefType(source.type).element_type
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         pair_type = _utils.ir.VectorType.get((2,), number)
 
@@ -113,7 +117,7 @@ def load_tile(
             """An element, by how far it is from the thread's first."""
             below = o.below(o.add(first_row, o(down)), o(rows.length))
             inside = o.arith.andi(below, o.below(o.add(first_column, o(right)), o(rows.columns)))
-            there = o.arith.select(inside, rows.bytes(down * rows.pitch + right * rows.item_bytes), rows.bytes(0))
+            there = o.arith.select(inside, o.long(down * rows.pitch + right * rows.item_bytes), o.long(0))
             safe = o.arith.select(inside, start, rows.start)
             place = _utils.llvm.inttoptr(_utils.llvm.PointerType.get(1), o.arith.addi(safe, there))
             return o.arith.select(inside, _utils.llvm.load(number, place), _utils.c(0.0, number))
@@ -129,28 +133,29 @@ def load_tile(
     return call(source, jnp.int32(row), jnp.int32(column))
 
 
-class _Rows:
-    """Rows of an array in device memory, `[L, columns]`, that may be apart."""
+class Rows(NamedTuple):
+    """Rows of an array in device memory, `[length, columns]`, that may be apart."""
 
-    def __init__(self, ref: Any) -> None:
+    start: Any
+    length: int
+    columns: int
+    pitch: int
+    """Bytes from one row to the next."""
+    item_bytes: int
+
+    @staticmethod
+    def of(o: Lanes, ref: Any) -> Rows:
+        """Those of a reference."""
         kind = _utils.ir.MemRefType(ref.type)
-        (self.length, self.columns), ((stride, one), _) = kind.shape, kind.get_strides_and_offset()
-        assert one == 1 or self.columns == 1
-        self.element, self.item_bytes = kind.element_type, _utils.bitwidth(kind.element_type) // 8
-        self.pitch = stride * self.item_bytes
-        """Bytes from one row to the next."""
-        self.long = _utils.ir.IntegerType.get_signless(64)
-        self.start = _utils.llvm.ptrtoint(self.long, _utils.memref_ptr(ref))
+        (length, columns), ((stride, one), _) = kind.shape, kind.get_strides_and_offset()
+        assert one == 1 or columns == 1
+        item_bytes = _utils.bitwidth(kind.element_type) // 8
+        start = _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(ref))
+        return Rows(start, length, columns, stride * item_bytes, item_bytes)
 
-    def address(self, row: Any, column: Any) -> Any:
+    def address(self, o: Lanes, row: Any, column: Any) -> Any:
         """Where an element is."""
-        arith: Any = _utils.arith
-        each = (row, self.pitch), (column, self.item_bytes)
-        offsets = [arith.muli(arith.extsi(self.long, index), self.bytes(size)) for index, size in each]
-        return arith.addi(self.start, arith.addi(*offsets))
-
-    def bytes(self, number: int) -> Any:
-        return _utils.c(number, self.long)
+        return o.add(self.start, o.distance(row, self.pitch), o.distance(column, self.item_bytes))
 
 
 def _instruction(instruction: str) -> None:

@@ -21,6 +21,10 @@ class MmaOps(WarpgroupOps, Protocol):
         """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory."""
         return products.add_product(acc, a, b, transposed=transposed)
 
+    def load_rows(self, ref: Ref) -> Tiles:
+        """Rows in shared memory as blocks of 64 in registers."""
+        return products.load_rows(ref)
+
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any) -> None:
         """Begin to copy rows of `[L, H]`, from `first` on, to shared memory; zeros for those from `limit` on."""
         copies.copy_rows(source, target, first, limit)

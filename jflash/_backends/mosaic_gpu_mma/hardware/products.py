@@ -4,10 +4,9 @@ Each warp makes 16 rows of every 64. What a lane holds of an accumulator, of 16 
 of row lane / 4 and of the row 8 below: for a warpgroup that is the layout of wgmma's accumulators,
 `plgpu.Layout.WGMMA`. Two of them side by side, rounded to 16 bits, are a fragment of A: so P is an operand as it is.
 
-B's fragments come from `ldmatrix`, two of 8 columns at once, and serve all 64-row blocks: two blocks read shared memory
-half as often as one.
-
-Source of the layouts: PTX ISA, mma.m16n8k16 and ldmatrix.
+B's fragments come from `ldmatrix`, two of 8 columns at once, and serve all 64-row blocks. What a multiprocessor reads
+from shared memory for them takes longer than the products of one block, and less than those of two; so does what it
+reads for A, unless A is held in registers.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref
-from jflash._backends.mosaic_gpu.hardware.lane_words import LaneWords
+from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
 
 Tiles = tuple[Float[Array, "64 columns"], ...]
 
 _LAYOUT = plgpu.Layout.WGMMA
+_utils: Any = mgpu.utils
 
 
 def add_product(acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool) -> Tiles:
@@ -40,107 +40,134 @@ def add_product(acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool) -> Tile
       transposed: whether it is b's transpose that `a` is multiplied with.
     """
     in_registers = isinstance(a, tuple)
-    results = tuple(plgpu.ShapeDtypeStruct(one.shape, jnp.dtype(jnp.float32), layout=_LAYOUT) for one in acc)
     layouts = (_LAYOUT,) * len(acc)
 
     @plgpu.inline_mgpu(
-        arg_types=(layouts, layouts if in_registers else plgpu.RefType(), plgpu.RefType()), return_type=results
+        arg_types=(layouts, layouts if in_registers else plgpu.RefType(), plgpu.RefType()),
+        return_type=_results([one.shape for one in acc], jnp.float32),
     )
     def made(_: Any, acc: Any, a: Any, b: Any) -> Any:
-        o = LaneWords()
-        left = RegisterOperand(a) if in_registers else SmemOperand(o, a, by_warps=True)
-        right = SmemOperand(o, b, by_warps=False)
-        return _multiply(o, acc, left, right, transposed=transposed)
+        o = Lanes()
+        left = RegisterOperand([_words(block) for block in a]) if in_registers else _smem_operand(o, a, by_warps=True)
+        sums = [[o.numbers(pair) for pair in block.registers.flat] for block in acc]
+        dtype = _utils.ir.MemRefType(b.type).element_type
+        multiply(o, dtype, sums, left, _smem_operand(o, b, by_warps=False), transposed=transposed)
+        return tuple(_array(o, block.shape, o.number_type, of_block) for block, of_block in zip(acc, sums, strict=True))
 
     call: Any = made
     return call(acc, a, b)
 
 
-class RegisterOperand:
-    """Rows of A that a warpgroup holds in the layout of accumulators."""
+def load_rows(ref: Ref) -> Tiles:
+    """Rows of A from shared memory, in blocks of 64."""
+    rows, columns = ref.shape
+    blocks = rows // WARPGROUP_ROWS
 
-    def __init__(self, blocks: Sequence[Any]) -> None:
-        self.registers = [block.registers.flatten() for block in blocks]
-        self.dtype = blocks[0].mlir_dtype
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=_results([(WARPGROUP_ROWS, columns)] * blocks, ref.dtype)
+    )
+    def loaded(_: Any, ref: Any) -> Any:
+        o = Lanes()
+        operand, dtype = _smem_operand(o, ref, by_warps=True), _utils.ir.MemRefType(ref.type).element_type
+        pair = _utils.ir.VectorType.get((2,), dtype)
+
+        def block(number: int) -> Any:
+            words = [word for index in range(columns // 16) for word in operand.fragment(number, index)]
+            return _array(
+                o, (WARPGROUP_ROWS, columns), dtype, [o.numbers(_utils.bitcast(word, pair)) for word in words]
+            )
+
+        return tuple(map(block, range(blocks)))
+
+    call: Any = loaded
+    return call(ref)
+
+
+class RegisterOperand:
+    """Rows of A that a warpgroup holds in the layout of accumulators: words of two numbers."""
+
+    def __init__(self, blocks: Sequence[Sequence[Any]]) -> None:
+        self.blocks = blocks
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """The four registers of 16 columns of a block of 64 rows."""
-        word = mgpu.utils.ir.IntegerType.get_signless(32)
-        return [mgpu.utils.bitcast(pair, word) for pair in self.registers[block][4 * index : 4 * index + 4]]
+        """The four words of 16 columns of a block of 64 rows."""
+        return self.blocks[block][4 * index : 4 * index + 4]
 
 
 class SmemOperand:
-    """A tile in shared memory, `[rows, columns]`."""
+    """A tile in shared memory."""
 
-    def __init__(self, o: LaneWords, ref: Any, *, by_warps: bool) -> None:
+    def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, by_warps: bool) -> None:
         """Of A each warp reads its own rows, `by_warps`; of B all read the same."""
-        utils: Any = mgpu.utils
-        kind = utils.ir.MemRefType(ref.type)
-        rows, columns = kind.shape
-        self.o, self.tile, self.dtype = o, SmemTile(rows, columns), kind.element_type
-        self.base = utils.llvm.ptrtoint(o.type, utils.memref_ptr(ref))
-        if by_warps:
-            self.base = o.add(self.base, o.times(o.warp, 16 * self.tile.pitch))
+        self.o, self.tile = o, tile
+        self.base = o.add(base, o.times(o.warp, 16 * tile.pitch)) if by_warps else base
         self.addresses: dict[tuple[int, bool], Any] = {}
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """Of A: the four registers of 16 columns of a block of 64 rows."""
+        """Of A: the four words of 16 columns of a block of 64 rows."""
         return self.matrices(block * WARPGROUP_ROWS, 2 * index, rows_first=True, transpose=False)
 
     def matrices(self, row: int, chunk: int, *, rows_first: bool, transpose: bool) -> Sequence[Any]:
-        """Four 8 x 8 matrices, which make 16 rows from `row` on and two chunks. Those of the first chunk come first, or
-        with `rows_first` both of the first eight rows' after both rows of the first chunk."""
+        """Four 8 x 8 matrices, which make 16 rows, from `row` on, of two chunks; in the order of rows, both chunks of
+        each eight, or with `rows_first` in that of chunks."""
         address, offset = self._address(chunk, rows_first), self.tile.place(row, chunk)
-        suffix = ".trans" if transpose else ""
-        load = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-        words = [self.o.type] * 4
-        return mgpu.utils.inline_ptx(load, address, result_types=words, has_side_effects=True, convergent=True)
+        return self.o.load_matrices(address, offset, transpose=transpose)
 
     def _address(self, chunk: int, rows_first: bool) -> Any:
-        """Where a lane's row of the matrices begins, but for what is known before; lanes of eight have one each."""
+        """Where a lane's row of the matrices begins, but for what is the same for all lanes."""
         key = chunk % self.tile.chunks, rows_first
         if key not in self.addresses:
             o = self.o
-            row, eight = o.arith.andi(o.lane, o(7)), o.right(o.lane, 3)
-            low, high = o.arith.andi(eight, o(1)), o.right(eight, 1)
+            row, matrix = o.arith.andi(o.lane, o(7)), o.right(o.lane, 3)
+            low, high = o.arith.andi(matrix, o(1)), o.right(matrix, 1)
             below, beside = (low, high) if rows_first else (high, low)
-            chosen = o.arith.ori(beside, o(key[0]))
-            own_row = o.add(row, o.left(below, 3))
-            places = o.times(own_row, self.tile.pitch), self.tile.permuted(o, row, chosen)
+            own_row, own_chunk = o.add(row, o.left(below, 3)), o.arith.ori(beside, o(key[0]))
+            places = o.times(own_row, self.tile.pitch), self.tile.permuted(o, row, own_chunk)
             self.addresses[key] = o.add(self.base, *places)
         return self.addresses[key]
 
 
-def _multiply(o: LaneWords, acc: Sequence[Any], left: Any, right: SmemOperand, *, transposed: bool) -> tuple[Any, ...]:
+def multiply(
+    o: Lanes,
+    dtype: Any,
+    sums: Sequence[list[Any]],
+    left: RegisterOperand | SmemOperand,
+    right: SmemOperand,
+    *,
+    transposed: bool,
+) -> None:
+    """Add a product to each block's sums, a list of pairs of neighbours in the order of an accumulator's registers."""
     tile = right.tile
     depth, columns = (tile.columns, tile.rows) if transposed else (tile.rows, tile.columns)
-    sums = [[o.numbers(pair) for pair in block.registers.flatten()] for block in acc]
     for k in range(depth // 16):
-        fragments = [left.fragment(block, k) for block in range(len(acc))]
+        fragments = [left.fragment(block, k) for block in range(len(sums))]
         for n in range(columns // 16):
-            place = dict(row=16 * n, chunk=2 * k) if transposed else dict(row=16 * k, chunk=2 * n)
-            words = right.matrices(**place, rows_first=not transposed, transpose=not transposed)
-            for pair in range(2):
-                at = 4 * n + 2 * pair
+            row, chunk = (16 * n, 2 * k) if transposed else (16 * k, 2 * n)
+            words = right.matrices(row, chunk, rows_first=not transposed, transpose=not transposed)
+            for eight in range(2):
+                at = 4 * n + 2 * eight
                 for block, a in zip(sums, fragments, strict=True):
-                    made = _mma(right.dtype, a, words[2 * pair : 2 * pair + 2], [*block[at], *block[at + 1]])
-                    block[at], block[at + 1] = made[:2], made[2:]
-    return tuple(_packed(o, block, of_block) for block, of_block in zip(acc, sums, strict=True))
+                    made = o.multiply(dtype, a, words[2 * eight : 2 * eight + 2], [*block[at], *block[at + 1]])
+                    block[at : at + 2] = made[:2], made[2:]
 
 
-def _mma(dtype: Any, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Any]:
-    instruction = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-    number = mgpu.utils.ir.F32Type.get()
-    return list(mgpu.utils.inline_ptx(instruction, *a, *b, *c, result_types=[number] * 4, convergent=True))
+def _smem_operand(o: Lanes, ref: Any, *, by_warps: bool) -> SmemOperand:
+    base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(ref))
+    return SmemOperand(o, SmemTile(*_utils.ir.MemRefType(ref.type).shape), base, by_warps=by_warps)
 
 
-def _packed(o: LaneWords, like: Any, pairs: Sequence[Sequence[Any]]) -> Any:
-    registers = np.empty(like.registers.size, dtype=object)
+def _results(shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Any, ...]:
+    return tuple(plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_LAYOUT) for shape in shapes)
+
+
+def _words(block: Any) -> list[Any]:
+    word = _utils.ir.IntegerType.get_signless(32)
+    return [_utils.bitcast(pair, word) for pair in block.registers.flat]
+
+
+def _array(o: Lanes, shape: tuple[int, ...], dtype: Any, pairs: Sequence[Sequence[Any]]) -> Any:
+    pair_type, registers = _utils.ir.VectorType.get((2,), dtype), np.empty(len(pairs), dtype=object)
     for index, pair in enumerate(pairs):
-        registers[index] = o.vector.from_elements(like.registers.flat[index].type, list(pair))
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(like.registers.shape), _layout=like.layout, _is_signed=None
-    )
+        registers[index] = o.vector.from_elements(pair_type, list(pair))
+    registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

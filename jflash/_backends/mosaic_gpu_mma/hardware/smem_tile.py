@@ -41,8 +41,7 @@ class SmemTile:
     def place(self, row: int, chunk: int) -> int:
         """Where a chunk would be if nothing were permuted, in bytes. Eight rows from a multiple of 8 on have one
         permutation each, wherever they are."""
-        panel, _ = divmod(chunk, self.chunks)
-        return (panel * self.rows + row) * self.pitch
+        return (chunk // self.chunks * self.rows + row) * self.pitch
 
     def permuted(self, o: LaneWords, row: Any, chunk: Any) -> Any:
         """A chunk's offset in its row, in bytes; its panel's rows and chunks count from 0."""

@@ -1,0 +1,52 @@
+"""The instructions that a warpgroup's threads issue together, each on words of its own.
+
+Source: PTX ISA, ldmatrix, mma.m16n8k16 and cp.async.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+
+from jflash._backends.mosaic_gpu.hardware.lane_words import LaneWords
+
+_utils: Any = mgpu.utils
+
+
+class Lanes(LaneWords):
+    """Operations of MLIR, and instructions that it has none for; the tests have them in array code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long_type, self.number_type = _utils.ir.IntegerType.get_signless(64), _utils.ir.F32Type.get()
+
+    def long(self, value: int) -> Any:
+        """A constant of 64 bits."""
+        return _utils.c(value, self.long_type)
+
+    def distance(self, index: Any, size: int) -> Any:
+        """So many items of a size, in 64 bits."""
+        return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))
+
+    def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[Any]:
+        """Four 8 x 8 matrices of 16-bit numbers from shared memory; eight lanes have the addresses of one's rows."""
+        suffix = ".trans" if transpose else ""
+        load = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+        words = [self.type] * 4
+        return _utils.inline_ptx(load, address, result_types=words, has_side_effects=True, convergent=True)
+
+    def multiply(self, dtype: Any, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Any]:
+        """a @ b + c, of 16 x 16 and 16 x 8 numbers."""
+        instruction = (
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+        )
+        numbers = [self.number_type] * 4
+        return list(_utils.inline_ptx(instruction, *a, *b, *c, result_types=numbers, convergent=True))
+
+    def copy_chunk(self, target: Any, target_offset: int, source: Any, source_offset: int, size: Any) -> None:
+        """Begin to copy 16 bytes to shared memory: `size` from device memory, then zeros."""
+        copy = f"cp.async.cg.shared.global [$0 + {target_offset}], [$1 + {source_offset}], 16, $2;"
+        _utils.inline_ptx(copy, target, source, size, has_side_effects=True)
