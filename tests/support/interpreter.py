@@ -143,6 +143,9 @@ class MmaInterpreter(Interpreter, MmaOps):
         product = jnp.dot(rows, columns, preferred_element_type=jnp.float32)
         return tuple(one + part for one, part in zip(acc, jnp.split(product, len(acc)), strict=True))
 
+    def load_rows(self, ref: Ref) -> Tiles:
+        return tuple(jnp.split(ref[...], ref.shape[0] // 64))
+
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any) -> None:
         rows = first + jnp.arange(target.shape[0])
         found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)

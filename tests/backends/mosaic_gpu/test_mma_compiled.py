@@ -2,11 +2,3 @@
 
 Needs the compiler's wheels: `pip install .[hopper-compiler]`.
 """
-
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest

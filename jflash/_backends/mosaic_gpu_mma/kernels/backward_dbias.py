@@ -25,11 +25,11 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_rows, round_up
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
-from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch, Refs
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
 from jflash._backends.mosaic_gpu_mma.kernels import backward_dq
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan
 from jflash._semantics.spec import Spec
 
 
@@ -39,10 +39,8 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DbiasPlan(KernelPlan):
+class DbiasPlan(TiledPlan):
     """The kernel for the bias's gradient, before any array."""
-
-    tile: Tile
 
     @property
     def launch(self) -> Launch:

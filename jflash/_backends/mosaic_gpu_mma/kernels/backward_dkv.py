@@ -18,7 +18,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +28,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_columns, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_columns, round_up
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
-from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch, Refs
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer, columns, rows_of_head
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, rows_of_head
 from jflash._semantics.spec import Spec
 
 BOTH = ("d_key", "d_value")
@@ -54,10 +54,9 @@ def shared_memory(spec: Spec, tile: Tile, outputs: tuple[str, ...] = BOTH) -> Bu
 
 
 @dataclasses.dataclass(frozen=True)
-class DkvPlan(KernelPlan):
+class DkvPlan(TiledPlan):
     """A kernel for dK and dV, or one of them, before any array."""
 
-    tile: Tile
     schedule: BackwardSchedule
     outputs: tuple[str, ...]
     wants_bias: bool
@@ -116,7 +115,9 @@ class _Cta(Cta[DkvPlan]):
 
         dims = dict(zip(BOTH, (spec.head_dim, spec.value_dim), strict=True))
         start = {name: self.zeros(blocks, columns(dims[name])) for name in plan.outputs}
-        acc, _ = self.order.each(self._visit, (start, nothing()), finish_head)
+        own = self.own_operands(*(ref for ref in (self.smem.k, self.smem.v) if ref is not None))
+        visit = lambda *place_and_carry: self._visit(own, *place_and_carry)
+        acc, _ = self.order.each(visit, (start, nothing()), finish_head)
         for name, sums in acc.items():
             for keys, total in zip(self.keys, sums, strict=True):
                 scaled = dropped.scaled(spec, total) if name == "d_value" else total * exponent.sums_scale(spec)
@@ -145,7 +146,7 @@ class _Cta(Cta[DkvPlan]):
     def _slot(self, step: Any) -> Any:
         return lax.rem(step, self.plan.tile.stages) if self.plan.tile.stages > 1 else 0
 
-    def _visit(self, step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+    def _visit(self, own: Sequence[Tiles | Ref], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         """Add one tile's part to the sums."""
         acc, sums = dict(carry[0]), carry[1]
         plan, spec, tile, shared, ops = self.plan, self.plan.spec, self.plan.tile, self.smem, self.ops
@@ -161,7 +162,7 @@ class _Cta(Cta[DkvPlan]):
         lse, delta = (along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape) for name in ("lse", "delta"))
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         loaded = [self.load(one, shape) for one in at]
-        s = ops.add_product(self.zeros(tile.blocks, tile.size), shared.k, q, transposed=True)
+        s = ops.add_product(self.zeros(tile.blocks, tile.size), own[0], q, transposed=True)
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, wanted) for block in blocks]
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
@@ -169,7 +170,7 @@ class _Cta(Cta[DkvPlan]):
             kept = tuple(dropped.kept_of_signed(spec, one).astype(spec.dtype) for one in p)
             acc["d_value"] = ops.add_product(acc["d_value"], kept, do, transposed=False)
         if "d_key" in acc:
-            dp = ops.add_product(self.zeros(tile.blocks, tile.size), shared.v, do, transposed=True)
+            dp = ops.add_product(self.zeros(tile.blocks, tile.size), own[1], do, transposed=True)
             pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
             sums = tuple(total + more["bias"].sum(axis=1) for total, (_, more) in zip(sums, pulled, strict=False))
             ds = tuple(one.astype(spec.dtype) for one, _ in pulled)

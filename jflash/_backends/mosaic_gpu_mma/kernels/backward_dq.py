@@ -16,7 +16,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchange
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +26,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_rows, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_rows, round_up
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
-from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch, Refs
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer, columns, rows_of_head
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, rows_of_head
 from jflash._semantics.spec import Spec
 
 Carry = tuple[Tiles, tuple[tuple[Array, ...], ...]]
@@ -50,10 +50,9 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DqPlan(KernelPlan):
+class DqPlan(TiledPlan):
     """The kernel for dQ, before any array."""
 
-    tile: Tile
     wanted: tuple[str, ...]
     """Parameters whose gradients the kernel sums over keys."""
 
@@ -101,7 +100,8 @@ class _Cta(Cta[DqPlan]):
         ]
         sums = tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self._blocks)
         start = self.zeros(plan.tile.blocks, columns(spec.head_dim)), sums
-        visit = lambda index, carry: self._visit(index, statistics, carry)
+        own = self.own_operands(self.smem.q, self.smem.do)
+        visit = lambda index, carry: self._visit(index, own, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
         target = rows_of_head(results["d_query"], self.batch, self.head)
         for rows, acc, of_rows in zip(self.rows, acc_dq, sums, strict=True):
@@ -121,7 +121,7 @@ class _Cta(Cta[DqPlan]):
     def _slot(self, index: Any) -> Any:
         return lax.rem(index, self.plan.tile.stages) if self.plan.tile.stages > 1 else 0
 
-    def _visit(self, index: Any, statistics: Any, carry: Carry) -> Carry:
+    def _visit(self, index: Any, own: Sequence[Tiles | Ref], statistics: Any, carry: Carry) -> Carry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
         tile, spec, shared, ops, wanted = self.plan.tile, self.plan.spec, self.smem, self.ops, self.plan.wanted
@@ -131,8 +131,8 @@ class _Cta(Cta[DqPlan]):
         if tile.stages > 1:
             self._copy_tile(index + 1)
         loaded = [self.load(one, shape) for one in at]
-        every_s = ops.add_product(self.zeros(tile.blocks, tile.size), shared.q, shared.k.at[slot], transposed=True)
-        every_dp = ops.add_product(self.zeros(tile.blocks, tile.size), shared.do, shared.v.at[slot], transposed=True)
+        every_s = ops.add_product(self.zeros(tile.blocks, tile.size), own[0], shared.k.at[slot], transposed=True)
+        every_dp = ops.add_product(self.zeros(tile.blocks, tile.size), own[1], shared.v.at[slot], transposed=True)
         every_ds: list[Array] = []
         totals: list[tuple[Array, ...]] = []
         for block, (one, s, dp) in enumerate(zip(at, every_s, every_dp, strict=True)):

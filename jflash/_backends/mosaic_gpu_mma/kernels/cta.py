@@ -28,6 +28,9 @@ class Tile:
     """Keys, or queries, of a tile that it visits."""
     stages: int
     """Visited tiles that are in shared memory together."""
+    held: int = 0
+    """Operands of its own rows, of those that the kernel names first, that the CTA holds in registers. From shared
+    memory they are read again for every tile."""
 
     @property
     def rows(self) -> int:
@@ -45,7 +48,14 @@ def buffer(spec: Spec, *shape: int) -> Any:
     return plgpu.SMEM(shape, spec.dtype)
 
 
-class Cta[Plan: KernelPlan]:
+@dataclasses.dataclass(frozen=True)
+class TiledPlan(KernelPlan):
+    """A kernel with a tile, before any array."""
+
+    tile: Tile
+
+
+class Cta[Plan: TiledPlan]:
     """A CTA's view of its call."""
 
     def __init__(self, plan: Plan, refs: Refs, ops: MmaOps, **options: Any) -> None:
@@ -69,6 +79,13 @@ class Cta[Plan: KernelPlan]:
         length: Any = self.inputs.value(LENGTHS[name], batch)
         limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
         self.ops.copy_rows(source, target, first, limit)
+
+    def own_operands(self, *rows: Ref) -> list[Tiles | Ref]:
+        """Those of the CTA's own rows, of which the first may be held in registers; when they have arrived."""
+        held = self.plan.tile.held
+        if held:
+            self.ops.wait()
+        return [*map(self.ops.load_rows, rows[:held]), *rows[held:]]
 
     def zeros(self, blocks: int, width: int) -> Tiles:
         """Accumulators."""

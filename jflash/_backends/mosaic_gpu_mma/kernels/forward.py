@@ -26,13 +26,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import logits, online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, round_up
 from jflash._backends.mosaic_gpu.inputs import TileCoord
-from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch, Refs
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer, columns, rows_of_head
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, rows_of_head
 from jflash._semantics.spec import Spec
 
 
@@ -47,10 +47,9 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPlan(KernelPlan):
+class ForwardPlan(TiledPlan):
     """A call's forward, known before any array."""
 
-    tile: Tile
     packed_heads: int = 1
     """Query heads that share keys and are interleaved in the rows of one tile."""
     splits: int = 1
@@ -125,7 +124,9 @@ class _Cta(Cta[ForwardPlan]):
             ops.full((WARPGROUP_ROWS,), 0),
             ops.full((WARPGROUP_ROWS, columns(spec.value_dim)), 0),
         )
-        every = lax.fori_loop(0, self.tiles.count, self._visit, (nothing,) * plan.tile.blocks)
+        (q,) = self.own_operands(self.smem.q)
+        visit = lambda index, every: self._visit(index, q, every)
+        every = lax.fori_loop(0, self.tiles.count, visit, (nothing,) * plan.tile.blocks)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", self.batch, self.head)
         results = self.refs.results
         target = results["out"].at[self.split]
@@ -154,7 +155,7 @@ class _Cta(Cta[ForwardPlan]):
 
         self.ops.commit()
 
-    def _visit(self, index: Any, every: tuple[_Rows, ...]) -> tuple[_Rows, ...]:
+    def _visit(self, index: Any, q: Tiles | Ref, every: tuple[_Rows, ...]) -> tuple[_Rows, ...]:
         plan, ops, shared = self.plan, self.ops, self.smem
         tile = plan.tile
         slot = lax.rem(index, tile.stages) if tile.stages > 1 else 0
@@ -169,7 +170,7 @@ class _Cta(Cta[ForwardPlan]):
             self._copy_tile("value", index)
             ops.commit()
         loaded = [self.load(one, (WARPGROUP_ROWS, tile.size)) for one in at]
-        s = ops.add_product(self.zeros(tile.blocks, tile.size), shared.q, shared.k.at[slot], transposed=True)
+        s = ops.add_product(self.zeros(tile.blocks, tile.size), q, shared.k.at[slot], transposed=True)
         if tile.stages == 1:
             ops.wait()
             self._copy_next(index, "key")
