@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       ...
       a call in bfloat16 or float32, with heads of 64 and no options:
         mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
+        mosaic_gpu_mma: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
         xla: serves, by default
         reference: serves, if named
       ...

@@ -28,6 +28,7 @@ IN_SHORT_RUN = {
     # The definition is short, and what others are held against in many tests; Hopper kernels have tests of their own.
     "reference": set(cases.once(FEWER)),
     "mosaic_gpu": set(cases.once(FEWER)),
+    "mosaic_gpu_mma": set(cases.once(FEWER)),
 }
 IN_FULL = [name for name in _dispatch.BACKENDS if name != "metal"]
 EVERYTHING = Case(

@@ -28,13 +28,11 @@ PAGES = [
 
 COLUMNS = {
     "NVIDIA Hopper": (None, [Platform("gpu", "NVIDIA H200", "9.0", 132)]),
-    "other NVIDIA GPUs since Ampere, AMD GPUs": (
+    "NVIDIA Ampere, Ada, Blackwell": (
         None,
-        [
-            *(Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.9", "10.0", "12.0")),
-            Platform("gpu", "AMD", "gfx942"),
-        ],
+        [Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.7", "8.9", "10.0", "12.0")],
     ),
+    "AMD GPUs": (None, [Platform("gpu", "AMD", "gfx942")]),
     "Apple GPUs, by name": (("metal", "xla"), [Platform("cpu", "cpu", None)]),
     "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "METAL", "mps")]),
 }
@@ -93,7 +91,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "derivatives of second and higher order": [dict(derivative="all others")],
 }
 """What a call of the row has, besides bfloat16 and heads of 8: any of these."""
-ORDER = ("mosaic_gpu", "metal", "xla", "reference")
+ORDER = ("mosaic_gpu", "mosaic_gpu_mma", "metal", "xla", "reference")
 
 
 @pytest.fixture(autouse=True)

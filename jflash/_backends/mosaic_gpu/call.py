@@ -32,7 +32,7 @@ def forward(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
     made = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
-    return finish_forward(plan, operands, made["out"], made["lse"])
+    return finish_forward(plan.spec, operands, made, packed_heads=plan.packed_heads, splits=plan.splits)
 
 
 def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> dict[str, Array]:
@@ -60,15 +60,18 @@ def packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first
     return {"mask": pack_mask(operands.mask, ops, keys_first=keys_first)}
 
 
-def finish_forward(plan: ForwardPlan, operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
+def finish_forward(
+    spec: Spec, operands: Operands, made: dict[str, Array], *, packed_heads: int, splits: int
+) -> tuple[Array, Array]:
     """Output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the keys."""
-    if plan.packed_heads > 1:
+    out, lse, rows = made["out"], made["lse"], spec.query_length * packed_heads
+    if packed_heads > 1:
         out = out.swapaxes(2, 3)
-    out, lse = (out[0], lse[0]) if plan.splits == 1 else _merge(operands, out, lse)
-    out, lse = out[:, : plan.rows, :, : plan.spec.value_dim].astype(plan.spec.result_dtype), lse[:, :, : plan.rows]
-    if plan.packed_heads > 1:
-        out = prepare.unpack_heads(out, plan.packed_heads)
-        lse = prepare.unpack_heads(lse.transpose(0, 2, 1), plan.packed_heads).transpose(0, 2, 1)
+    out, lse = (out[0], lse[0]) if splits == 1 else _merge(operands, out, lse)
+    out, lse = out[:, :rows, :, : spec.value_dim].astype(spec.result_dtype), lse[:, :, :rows]
+    if packed_heads > 1:
+        out = prepare.unpack_heads(out, packed_heads)
+        lse = prepare.unpack_heads(lse.transpose(0, 2, 1), packed_heads).transpose(0, 2, 1)
     return out, lse
 
 

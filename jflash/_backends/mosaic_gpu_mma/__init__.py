@@ -8,20 +8,24 @@ Pallas is imported with the first call that the kernels serve: not every machine
 
 from __future__ import annotations
 
+import re
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
+from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
-
-_SERVED = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
     """GPUs whose shared memory is known run these kernels."""
-    if platform.compute_capability not in _SERVED:
-        return f"it needs an NVIDIA GPU of compute capability {', '.join(_SERVED)}, and this is {platform}."
+    capability = platform.compute_capability
+    if capability is None or not re.fullmatch(r"\d+\.\d+", capability) or float(capability) < 8:
+        return f"it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is {platform}."
+    if capability not in SHARED_MEMORY:
+        return f"it has no tiles for compute capability {capability}, of {platform}."
     return unsupported_call(spec)
 
 

@@ -31,7 +31,7 @@ def forward(
     arrays = {name: _whole_chunks(array) for name, array in arrays.items()} | _others(spec, operands)
     arrays |= packed_mask(spec, operands, ops) | tile_range.table(spec, operands, max(plan.tile.rows // packed, 1))
     made = launch_forward(plan, arrays, ops)
-    return finish_forward(plan, operands, made["out"], made["lse"])
+    return finish_forward(spec, operands, made, packed_heads=packed, splits=plan.splits)
 
 
 def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: MmaOps) -> Operands:

@@ -18,18 +18,10 @@ from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
+from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
-
-_KIB = 1024
-SHARED_MEMORY = {
-    **dict.fromkeys(("8.0", "8.7"), 163 * _KIB),
-    **dict.fromkeys(("8.6", "8.9", "12.0", "12.1"), 99 * _KIB),
-    **dict.fromkeys(("9.0", "10.0", "10.3"), 227 * _KIB),
-}
-"""Bytes of shared memory that a CTA may have, by compute capability (CUDA programming guide). Without a GPU at hand the
-compiler does not hold a kernel to them."""
 
 _CTAS = 2
 """CTAs that a multiprocessor runs at a time, about."""
@@ -134,6 +126,6 @@ def _kernel(plan: KernelPlan, platform: Platform) -> list[str]:
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
     return [
         f"  {launch.name}: grid {grid}",
-        f"    {smem.size(launch.smem) / _KIB:.1f} of {_capacity(platform) / _KIB:.1f} KiB of shared memory",
+        f"    {smem.size(launch.smem) / KIB:.1f} of {_capacity(platform) / KIB:.1f} KiB of shared memory",
         f"    {vars(plan)['tile']}",
     ]

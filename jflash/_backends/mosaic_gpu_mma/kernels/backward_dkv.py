@@ -36,7 +36,7 @@ from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, rows_of_head
 from jflash._semantics.spec import Spec
 
-BOTH = ("d_key", "d_value")
+BOTH: tuple[str, ...] = ("d_key", "d_value")
 
 Carry = tuple[dict[str, Tiles], tuple[Array, ...]]
 """The sums by name, of each block of keys; and if wanted that of the bias's gradient for one head."""
