@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from jax.experimental import pallas as pl
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
@@ -23,8 +24,33 @@ from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
+
+def _tiles(*fields: tuple[int, ...]) -> tuple[Tile, ...]:
+    return tuple(Tile(*numbers) for numbers in fields)
+
+
 _CTAS = 2
 """CTAs that a multiprocessor runs at a time, about."""
+
+_TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
+    "forward": {64: _tiles((2, 64, 1), (2, 64, 2)), 128: _tiles((2, 64, 1), (2, 64, 2)), 256: _tiles((1, 64, 1))},
+    "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1))},
+    "dQ": {
+        64: _tiles((2, 32, 2, 1), (2, 64, 2), (1, 64, 2, 2)),
+        128: _tiles((2, 32, 2), (1, 64, 2, 2)),
+        256: _tiles((1, 32, 1)),
+    },
+    "d_key d_value": {
+        64: _tiles((2, 32, 2), (1, 64, 2, 2)),
+        128: _tiles((1, 32, 2, 2), (1, 64, 1)),
+        # One of both dims is 128 at most.
+        256: _tiles((1, 32, 2), (1, 32, 1)),
+    },
+    "d_key": {256: _tiles((1, 32, 1))},
+    "d_value": {256: _tiles((1, 32, 1, 1))},
+    "d_bias": {256: _tiles((1, 64, 1), (1, 32, 1))},
+}
+"""Each kernel's tiles up to a larger head dim, the fastest first; the last of them fit in 99 KiB."""
 
 _PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose gradients kernels sum."""
@@ -46,13 +72,8 @@ def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
     """The plan of a call's forward."""
     packed_heads = spec.group if packs(spec) else 1
     rows, heads = spec.query_length * packed_heads, spec.heads // packed_heads
-    few_rows, dims = rows <= WARPGROUP_ROWS, (spec.head_dim, spec.value_dim)
-    blocks = 1 if few_rows or max(dims) > 128 else 2
-    sizes = [(64, 2), (64, 1), (32, 2), (32, 1)] if max(dims) <= 128 else [(64, 1), (32, 1)]
-    candidates = [Tile(blocks, *size) for size in sizes]
-    fitting = [tile for tile in candidates if smem.size(forward.shared_memory(spec, tile)) <= _capacity(platform)]
-    rows_kind = "short" if few_rows else "long"
-    tile = _tuning.choose(TuningKey("mosaic_gpu_mma forward", (*_facts(spec), rows_kind)), fitting)
+    kind = "short" if rows <= WARPGROUP_ROWS else "forward"
+    tile = _choose(spec, platform, kind, lambda tile: forward.shared_memory(spec, tile))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
     splits = max(1, min(share, spec.key_length // (4 * tile.size))) if rows <= tile.rows else 1
     return ForwardPlan(spec, tile, packed_heads, splits)
@@ -62,48 +83,35 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     """The plan of a call's backward."""
     wanted = tuple(name for name in _PARAMETERS if name in spec.operands - spec.undifferentiated)
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
-    has_bias, by_key = bias_kind == "tile", bias_kind == "column"
-    of_dq = tuple(name for name in wanted if name != "bias" or not (has_bias or by_key))
-    dq = DqPlan(spec, _dq_tile(spec, platform), of_dq)
-    dbias = DbiasPlan(spec, _dbias_tile(spec, platform)) if has_bias else None
+    of_dq = tuple(name for name in wanted if name != "bias" or bias_kind in ("row", "scalar"))
+    tile = _choose(spec, platform, "dQ", lambda tile: backward_dq.shared_memory(spec, tile))
+    dq, dbias = DqPlan(spec, tile, of_dq), None
+    if bias_kind == "tile":
+        tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
+        dbias = DbiasPlan(spec, tile)
     # Both sums together are more than a warpgroup has registers for.
     apart = spec.head_dim + spec.value_dim > 256
-    dkv = tuple(
-        _plan_dkv(spec, platform, outputs, wants_bias=by_key and "d_key" in outputs)
-        for outputs in ([(name,) for name in backward_dkv.BOTH] if apart else [backward_dkv.BOTH])
-    )
-    return BackwardPlan(spec, dq, dkv, dbias)
+    each = [(name,) for name in backward_dkv.BOTH] if apart else [backward_dkv.BOTH]
+    by_key = bias_kind == "column"
+    dkv = (_plan_dkv(spec, platform, outputs, wants_bias=by_key and "d_key" in outputs) for outputs in each)
+    return BackwardPlan(spec, dq, tuple(dkv), dbias)
 
 
 def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], *, wants_bias: bool) -> DkvPlan:
-    candidates = [Tile(1, *size) for size in ((64, 2), (64, 1), (32, 2), (32, 1))]
-    size = lambda tile: smem.size(backward_dkv.shared_memory(spec, tile, outputs))
-    fitting = [tile for tile in candidates if size(tile) <= _capacity(platform)]
-    tile = _tuning.choose(TuningKey(f"mosaic_gpu_mma {' '.join(outputs)}", _facts(spec)), fitting)
+    shared_memory = lambda tile: backward_dkv.shared_memory(spec, tile, outputs)
+    tile = _choose(spec, platform, " ".join(outputs), shared_memory)
     blocks, processors = pl.cdiv(spec.key_length, tile.rows), platform.processors
     ctas = None if processors is None else _CTAS * processors
     schedule = BackwardSchedule.of(spec.heads, spec.key_heads, blocks, spec.batch, ctas)
     return DkvPlan(spec, tile, dataclasses.replace(schedule, partial=spec.partial), outputs, wants_bias)
 
 
-def _dq_tile(spec: Spec, platform: Platform) -> Tile:
-    blocks = (2, 1) if max(spec.head_dim, spec.value_dim) <= 64 and spec.query_length > WARPGROUP_ROWS else (1,)
-    candidates = [Tile(number, *size) for number in blocks for size in ((64, 2), (64, 1), (32, 2), (32, 1))]
-    fitting = [tile for tile in candidates if smem.size(backward_dq.shared_memory(spec, tile)) <= _capacity(platform)]
-    return _tuning.choose(TuningKey("mosaic_gpu_mma dQ", _facts(spec)), fitting)
-
-
-def _dbias_tile(spec: Spec, platform: Platform) -> Tile:
-    candidates = [Tile(1, size, 1) for size in (64, 32)]
-    fitting = [
-        tile for tile in candidates if smem.size(backward_dbias.shared_memory(spec, tile)) <= _capacity(platform)
-    ]
-    return _tuning.choose(TuningKey("mosaic_gpu_mma d_bias", _facts(spec)), fitting)
-
-
-def _facts(spec: Spec) -> tuple[int, ...]:
-    """What tiles are tuned for."""
-    return spec.head_dim, spec.value_dim
+def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> Tile:
+    """The fastest of a kernel's tiles that fit in shared memory."""
+    widest = max(spec.head_dim, spec.value_dim)
+    listed = next(tiles for most, tiles in _TILES[kernel].items() if widest <= most)
+    fitting = [tile for tile in listed if smem.size(shared_memory(tile)) <= _capacity(platform)]
+    return _tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", (spec.head_dim, spec.value_dim)), fitting)
 
 
 def _capacity(platform: Platform) -> int:
