@@ -57,9 +57,12 @@ class Warpgroup(Numbers, Lanes):
     def distance(self, index: Any, size: int) -> Any:
         return index.astype(np.int32).astype(np.int64) * size
 
-    def copy_chunk(self, target: Any, target_offset: int, source: Any, source_offset: int, size: Any) -> None:
-        for to, start, count in zip(target.astype(int) + target_offset, source + source_offset, size, strict=True):
+    def copy_chunk(self, target: Any, source: Any, offsets: tuple[int, int], size: Any, condition: Any = None) -> None:
+        given = np.full(THREADS, True) if condition is None else condition
+        addresses = target.astype(int) + offsets[0], source + offsets[1], size
+        for to, start, count in np.stack(addresses, axis=-1)[given]:
             assert to % 16 == start % 16 == 0
+            assert 0 <= to <= self.shared.size - 16
             self.shared[to : to + 16] = 0
             if count:
                 assert 0 <= start <= self.device.size - count

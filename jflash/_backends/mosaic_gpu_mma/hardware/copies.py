@@ -47,15 +47,16 @@ def copy_tile(o: Lanes, rows: Rows, tile: SmemTile, base: Any, first: Any, limit
     source = rows.address(o, row, o.times(own_chunk, CHUNK))
     for index in range(0, tile.rows, together):
         is_there = o.below(o.add(row, o(index)), limit)
-        if index + together > tile.rows:
-            is_there = o.arith.andi(is_there, o.below(own_row, o(tile.rows - index)))
+        # A copy of nothing writes zeros: past the tile there must be none.
+        is_in_tile = o.below(own_row, o(tile.rows - index)) if index + together > tile.rows else None
         for chunk in range(0, tile.panels * tile.chunks, tile.chunks):
             is_inside = is_there
             if (chunk + tile.chunks) * CHUNK > rows.columns:
                 has_column = o.below(o.add(own_chunk, o(chunk)), o(rows.columns // CHUNK))
                 is_inside = o.arith.andi(is_there, has_column)
             size = o.arith.select(is_inside, o(16), o(0))
-            o.copy_chunk(target, tile.place(index, chunk), source, index * rows.pitch + 16 * chunk, size)
+            offsets = tile.place(index, chunk), index * rows.pitch + 16 * chunk
+            o.copy_chunk(target, source, offsets, size, is_in_tile)
 
 
 def commit() -> None:

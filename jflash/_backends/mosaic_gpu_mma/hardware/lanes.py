@@ -46,7 +46,8 @@ class Lanes(LaneWords):
         numbers = [self.number_type] * 4
         return list(_utils.inline_ptx(instruction, *a, *b, *c, result_types=numbers, convergent=True))
 
-    def copy_chunk(self, target: Any, target_offset: int, source: Any, source_offset: int, size: Any) -> None:
-        """Begin to copy 16 bytes to shared memory: `size` from device memory, then zeros."""
-        copy = f"cp.async.cg.shared.global [$0 + {target_offset}], [$1 + {source_offset}], 16, $2;"
-        _utils.inline_ptx(copy, target, source, size, has_side_effects=True)
+    def copy_chunk(self, target: Any, source: Any, offsets: tuple[int, int], size: Any, condition: Any = None) -> None:
+        """Begin to copy 16 bytes to shared memory: `size` from device memory, then zeros. `offsets` are to be added to
+        both addresses; lanes for which a `condition` does not hold copy nothing and write nothing."""
+        copy = f"cp.async.cg.shared.global [$0 + {offsets[0]}], [$1 + {offsets[1]}], 16, $2;"
+        _utils.inline_ptx(copy, target, source, size, predicate=condition, has_side_effects=True)
