@@ -33,24 +33,28 @@ _CTAS = 2
 """CTAs that a multiprocessor runs at a time, about."""
 
 _TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
-    "forward": {64: _tiles((2, 64, 1), (2, 64, 2)), 128: _tiles((2, 64, 1), (2, 64, 2)), 256: _tiles((1, 64, 1))},
+    "forward": {
+        64: _tiles((2, 64, 1), (2, 64, 2), (2, 64, 1, 1)),
+        128: _tiles((2, 64, 1), (2, 64, 2), (1, 64, 2, 1)),
+        256: _tiles((1, 64, 1), (1, 32, 2, 1)),
+    },
     "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1))},
     "dQ": {
-        64: _tiles((2, 32, 2, 1), (2, 64, 2), (1, 64, 2, 2)),
-        128: _tiles((2, 32, 2), (1, 64, 2, 2)),
-        256: _tiles((1, 32, 1)),
+        64: _tiles((2, 64, 2), (2, 32, 2, 1), (1, 64, 2, 2)),
+        128: _tiles((2, 32, 2), (1, 64, 2, 2), (1, 64, 2)),
+        256: _tiles((1, 32, 1), (1, 32, 1, 1)),
     },
     "d_key d_value": {
-        64: _tiles((2, 32, 2), (1, 64, 2, 2)),
-        128: _tiles((1, 32, 2, 2), (1, 64, 1)),
+        64: _tiles((2, 32, 2), (1, 64, 2, 2), (1, 64, 2)),
+        128: _tiles((1, 64, 1), (1, 32, 2, 2), (1, 32, 2, 1)),
         # One of both dims is 128 at most.
         256: _tiles((1, 32, 2), (1, 32, 1)),
     },
-    "d_key": {256: _tiles((1, 32, 1))},
-    "d_value": {256: _tiles((1, 32, 1, 1))},
+    "d_key": {256: _tiles((1, 32, 1), (1, 32, 2, 1))},
+    "d_value": {256: _tiles((1, 64, 1), (1, 32, 1, 1))},
     "d_bias": {256: _tiles((1, 64, 1), (1, 32, 1))},
 }
-"""Each kernel's tiles up to a larger head dim, the fastest first; the last of them fit in 99 KiB."""
+"""Each kernel's tiles up to a larger head dim, the fastest on an H100 first; some fit in 99 KiB."""
 
 _PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose gradients kernels sum."""

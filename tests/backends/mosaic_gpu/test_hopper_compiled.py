@@ -3,12 +3,7 @@
 Needs the compiler's wheels: `pip install .[hopper-compiler]`.
 """
 
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
-
+import compilers_wheels
 import pytest
 
 SPILLS = {
@@ -102,22 +97,7 @@ SPILLS = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    missing = [name for name in ("jax_cuda13_plugin", "nvidia.cu13") if not _is_there(name)]
-    if missing:
-        pytest.skip(f"The compiler's wheels are not installed: {missing}; pip install .[hopper-compiler]")
-    program = Path(__file__).parents[2] / "support" / "hopper_compile.py"
-    done = subprocess.run(
-        [sys.executable, program, tmp_path_factory.mktemp("ptxas")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+    return compilers_wheels.run("hopper_compile.py", tmp_path_factory.mktemp("ptxas"))
 
 
 def test_spills(reports: dict[str, dict]):

@@ -1,0 +1,112 @@
+"""Runs calls through the kernels by `mma.sync` as they are compiled for a GPU, without one: their PTX, in an emulator.
+
+    python mma_emulate.py DIRECTORY COMPUTE_CAPABILITY CASE...
+
+A case is those fields of `Case` that are not its own, as JSON. Prints what is wrong with each, "" for nothing, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import ptx_emulator
+from cases import Case
+from hopper_kernels import canonical
+from kernel_families import mma
+from mma_compile import DIRECTORY, Device, on_device, sharding
+
+from jflash._backends.mosaic_gpu.hardware import WarpgroupOps, smem
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
+from jflash._semantics.spec import Residuals
+
+CAPABILITY = sys.argv[2]
+_launched = Launch.run
+
+
+def emulated(
+    self: Launch, body: Callable[[Refs], None], arrays: Mapping[str, Any], ops: WarpgroupOps
+) -> dict[str, Any]:
+    """A kernel's results, in the place of `Launch.run`."""
+    for path in DIRECTORY.iterdir():
+        path.unlink()
+    names = list(arrays)
+    placed = sharding(CAPABILITY)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed) for array in arrays.values()]
+    run = lambda *given: _launched(self, body, dict(zip(names, given, strict=True)), ops)
+    with on_device(CAPABILITY):
+        lowered = jax.jit(run, keep_unused=True).lower(*shapes)
+    lowered.compile()
+    (ptx,), (passes,) = (list(DIRECTORY.glob(f"*.{kind}")) for kind in ("ptx", "mlir-passes.log"))
+    buffers = _buffers(lowered.as_text(), names, sorted(self.results))
+    order = [buffers[index] for index in _parameters(passes.read_text())]
+    given = {name: np.asarray(array) for name, array in arrays.items()}
+    size = max(smem.size(self.smem), 1)
+    made = ptx_emulator.run(ptx.read_text(), list(self.grid.values()), given, self.results, order, size)
+    return {name: jnp.asarray(array) for name, array in made.items()}
+
+
+def _buffers(program: str, arrays: list[str], results: list[str]) -> list[str]:
+    """The names of what XLA gives a kernel, in order: of arrays, and of results, which the program returns by name."""
+    call = re.search(r"custom_call @mosaic_gpu_v2\((.*?)\)", program)
+    operands = [arrays[int(argument)] for argument in re.findall(r"%arg(\d+)", call[1])]
+    returned = re.search(r"^\s*return (.*?) :", program, re.MULTILINE)[1].split(",")
+    places = [int(value.partition("#")[2] or 0) for value in returned]
+    return operands + [name for _, name in sorted(zip(places, results, strict=True))]
+
+
+def _parameters(passes: str) -> list[int]:
+    """Which of those each parameter of the PTX is: what the host's program launches the kernel with."""
+    before, _, after = passes.rpartition("gpu.launch_func")
+    host = before[before.rindex("func.func") :]
+    loads = dict(re.findall(r"(%\w+) = llvm\.load (%\w+)", host))
+    places = {name: int(at) for name, at in re.findall(r"(%\w+) = llvm\.getelementptr %\w+\[(\d+)\]", host)}
+    arguments = re.search(r"args\((.*?)\)", after)[1]
+    # The first one's place is the array of pointers' own.
+    return [places.get(loads[name], 0) for name in re.findall(r"(%\w+) :", arguments)]
+
+
+def wrong(case: Case) -> str:
+    """What is wrong with a call's results, with both directions emulated."""
+    call = cases.build(case)
+    spec, operands = canonical(call)
+    family = mma(CAPABILITY)
+    forward, backward = family.plans(spec, Device.num_cores)
+    out, lse = family.call.forward(forward, operands, family.ops)
+    flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(case.batch) :])
+    residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
+    gradients = family.call.backward(backward, operands, residuals, family.ops)
+    smooth, _, _ = oracle.split(call)
+    results = oracle.Results(
+        out.reshape(*case.batch, *out.shape[1:]),
+        lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
+        {name: getattr(gradients, name).reshape(array.shape) for name, array in smooth.items()},
+    )
+    try:
+        oracle.assert_right(results, call)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def main(rows: list[str]) -> None:
+    """Every case."""
+    Launch.run = emulated
+    as_tuples = lambda row: {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    print(json.dumps([wrong(Case(**as_tuples(json.loads(row)))) for row in rows]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[3:])

@@ -1,0 +1,375 @@
+"""Runs a kernel's PTX on arrays: the instructions that the kernels by `mma.sync` have, as the PTX ISA defines them.
+
+A warp is an array of 32 lanes. It runs until a barrier; between two, the warps of a CTA run one after the other in an
+order that is drawn. Asynchronous copies arrive as late as they may, and until then there is NaN in their place. So a
+read that nothing orders after its copy, or a copy that nothing orders after a read, spoils the result. Reads and writes
+outside of an array, a branch that lanes disagree on and an instruction that is not known are errors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+LANES = np.arange(32)
+GLOBAL, SHARED = 1 << 33, 2048
+"""Where device memory and a CTA's shared memory begin."""
+_GAP = 4096
+_HALVES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+
+
+class Instruction(NamedTuple):
+    """A line of PTX."""
+
+    condition: str | None
+    """A predicate's name, after "!" if it is negated."""
+    parts: list[str]
+    """The words of its name."""
+    operands: list[str]
+
+
+def run(
+    ptx: str,
+    grid: Sequence[int],
+    arrays: Mapping[str, np.ndarray],
+    results: Mapping[str, Any],
+    order: Sequence[str],
+    shared_bytes: int,
+) -> dict[str, np.ndarray]:
+    """A kernel's results; `order` is that of its parameters, the names of arrays and results."""
+    kernel, memory = _Kernel(ptx), _Memory()
+    unset = {name: np.full(result.shape, 0, result.dtype) for name, result in results.items()}
+    for array in unset.values():
+        array.reshape(-1).view(np.uint8)[:] = 0xFF
+    places = {name: memory.place(array) for name, array in {**arrays, **unset}.items()}
+    parameters = dict(zip(kernel.parameters, [places[name] for name in order], strict=True))
+    grid = [1] * (3 - len(grid)) + list(grid)
+    chosen = random.Random(0)
+    for index in itertools.product(range(grid[-1]), range(grid[-2]), range(math.prod(grid[:-2]))):
+        shared = np.full(shared_bytes, 0xFF, np.uint8)
+        warps = [_Warp(number, dict(zip("xyz", index, strict=True)), parameters, memory, shared) for number in range(4)]
+        running = [warp.run(kernel) for warp in warps]
+        at_barrier = [True]
+        while any(at_barrier):
+            at_barrier = [next(one, False) for one in chosen.sample(running, len(running))]
+            assert all(at_barrier) or not any(at_barrier)
+    return {name: memory.read(places[name], array) for name, array in unset.items()}
+
+
+class _Kernel:
+    """A kernel's instructions, where its labels are, and its parameters."""
+
+    def __init__(self, ptx: str) -> None:
+        entry = ptx[ptx.index(".entry") :]
+        self.parameters = re.findall(r"\w+_param_\d+", entry[: entry.index(")")])
+        self.instructions: list[Instruction] = []
+        self.labels: dict[str, int] = {}
+        for raw in re.split(r"\n\s*\.section", entry[entry.index("{") :])[0].splitlines():
+            line = re.sub(r"//.*", "", raw).strip()
+            if label := re.fullmatch(r"(\$?\w+):", line):
+                self.labels[label[1]] = len(self.instructions)
+            elif found := re.fullmatch(r"(?:@(!?%p\d+)\s+)?([a-z][\w.:]*)\s*(.*);", line):
+                operands = [text.strip() for text in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s{[][^,]*", found[3])]
+                self.instructions.append(
+                    Instruction(found[1], found[2].split("."), [text for text in operands if text])
+                )
+
+
+class _Memory:
+    """Device memory: arrays with gaps between them."""
+
+    def __init__(self) -> None:
+        self.bytes, self.known = np.zeros(0, np.uint8), np.zeros(0, bool)
+
+    def place(self, array: np.ndarray) -> int:
+        """Where an array's copy begins."""
+        start, size = self.bytes.size, array.nbytes
+        gap = _GAP + -size % 256
+        self.bytes = np.concatenate([self.bytes, np.zeros(size + gap, np.uint8)])
+        self.known = np.concatenate([self.known, np.ones(size, bool), np.zeros(gap, bool)])
+        if size:
+            self.bytes[start : start + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return GLOBAL + start
+
+    def read(self, place: int, like: np.ndarray) -> np.ndarray:
+        start = place - GLOBAL
+        return self.bytes[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
+
+    def index(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Of each of `size` bytes."""
+        assert not (addresses % size).any(), "misaligned"
+        index = (addresses - GLOBAL)[:, None] + np.arange(size)
+        assert ((index >= 0) & (index < self.bytes.size)).all(), "out of bounds"
+        assert self.known[index].all(), "out of bounds"
+        return index
+
+
+class _Warp:
+    """32 lanes with their registers, by name: arrays of bits, and of booleans."""
+
+    def __init__(
+        self, number: int, index: Mapping[str, int], parameters: Mapping[str, int], memory: _Memory, shared: np.ndarray
+    ) -> None:
+        self.memory, self.shared, self.parameters = memory, shared, parameters
+        self.registers: dict[str, np.ndarray] = {"%tid.x": (number * 32 + LANES).astype(np.uint32)}
+        self.registers |= {f"%ctaid.{axis}": np.full(32, at, np.uint32) for axis, at in index.items()}
+        self.group: list[tuple[np.ndarray, ...]] = []
+        self.groups: list[list[tuple[np.ndarray, ...]]] = []
+
+    def run(self, kernel: _Kernel) -> Iterator[bool]:
+        """Yields at barriers."""
+        at = 0
+        while True:
+            one = kernel.instructions[at]
+            at += 1
+            holds = self._holds(one.condition)
+            match one.parts[0]:
+                case "bra":
+                    assert holds.all() or not holds.any(), "lanes disagree on a branch"
+                    at = kernel.labels[one.operands[0]] if holds.any() else at
+                case "ret":
+                    return
+                case "bar":
+                    yield True
+                case _:
+                    self._step(one.parts, one.operands, holds)
+
+    def _holds(self, condition: str | None) -> np.ndarray:
+        if condition is None:
+            return np.ones(32, bool)
+        holds = self.registers[condition.lstrip("!")]
+        return ~holds if condition.startswith("!") else holds
+
+    def _step(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        own = getattr(self, f"_{parts[0]}", None)
+        if own is not None:
+            own(parts, operands, holds)
+            return
+        target, *sources = operands
+        if parts[-1] == "pred":
+            made = _PREDICATES[parts[0]](*(self._predicate(source) for source in sources))
+        elif parts[-1] == "f32":
+            made = _bits(self._float(parts, [_number(self._value(source, 32)) for source in sources]))
+        else:
+            made = self._integer(parts, sources)
+        self._set(target, made, holds)
+
+    def _set(self, name: str, values: np.ndarray, holds: np.ndarray) -> None:
+        before = self.registers.get(name)
+        self.registers[name] = values if before is None or holds.all() else np.where(holds, values, before)
+
+    def _value(self, text: str, width: int) -> np.ndarray:
+        """A register's bits, or a constant's."""
+        if text in self.registers:
+            return self.registers[text].astype(_unsigned(width))
+        if text.startswith("0f"):
+            return np.full(32, int(text[2:], 16), np.uint32)
+        number = SHARED if text.startswith("__dynamic_shmem") else int(text, 0)
+        return np.full(32, number & ((1 << width) - 1), _unsigned(width))
+
+    def _predicate(self, text: str) -> np.ndarray:
+        return self.registers[text] if text in self.registers else np.full(32, int(text) != 0)
+
+    def _address(self, text: str) -> np.ndarray:
+        base, _, offset = text.strip("[]").partition("+")
+        return self._value(base.strip(), 64).astype(np.int64) + int(offset or 0)
+
+    # By the instruction's first word.
+
+    def _ld(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        target, source = operands
+        if parts[1].startswith("param"):
+            self._set(target, np.full(32, self.parameters[source.strip("[]")], np.uint64), holds)
+            return
+        width, targets = int(parts[-1][1:]), _names(target)
+        index = self.memory.index(self._address(source), width // 8 * len(targets))
+        found = np.ascontiguousarray(self.memory.bytes[index]).view(_unsigned(width))
+        for number, name in enumerate(targets):
+            self._set(name, found[:, number], holds)
+
+    def _st(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        width = int(parts[-1][1:])
+        values = np.stack([self._value(name, width) for name in _names(operands[1])], axis=1).view(np.uint8)
+        index = self.memory.index(self._address(operands[0])[holds], values.shape[1])
+        self.memory.bytes[index] = values[holds]
+
+    def _cp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        match parts[2]:
+            case "commit_group":
+                self.groups.append(self.group)
+                self.group = []
+            case "wait_group":
+                while len(self.groups) > int(operands[0]):
+                    for copies in self.groups.pop(0):
+                        self._arrive(*copies)
+            case _:
+                target, source = self._address(operands[0]) - SHARED, self._address(operands[1])
+                copies = target[holds], source[holds], self._value(operands[3], 32)[holds].astype(int)
+                self.shared[self._chunks(copies[0])] = 0xFF
+                self.group.append(copies)
+
+    def _arrive(self, target: np.ndarray, source: np.ndarray, size: np.ndarray) -> None:
+        self.shared[self._chunks(target)] = 0
+        for to, start, count in zip(target, source, size, strict=True):
+            if count:
+                (index,) = self.memory.index(np.array([start]), count)
+                self.shared[to : to + count] = self.memory.bytes[index]
+
+    def _chunks(self, addresses: np.ndarray) -> np.ndarray:
+        assert not (addresses % 16).any()
+        assert ((addresses >= 0) & (addresses <= self.shared.size - 16)).all(), "outside of shared memory"
+        return addresses[:, None] + np.arange(16)
+
+    def _ldmatrix(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        matrices = self.shared[self._chunks(self._address(operands[1]) - SHARED)].view(np.uint16).reshape(4, 8, 8)
+        matrices = matrices.swapaxes(1, 2) if "trans" in parts else matrices
+        words = np.ascontiguousarray(matrices).reshape(4, 32, 2).view(np.uint32)[..., 0]
+        self.registers.update(zip(_names(operands[0]), words, strict=True))
+
+    def _mma(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        dtype = _HALVES[parts[-2]]
+        a, b, c = ([self._value(name, 32) for name in _names(text)] for text in operands[1:])
+        quarter = lambda words: words.view(np.uint16).view(dtype).astype(np.float64).reshape(8, 8)
+        left = np.block([[quarter(a[0]), quarter(a[2])], [quarter(a[1]), quarter(a[3])]])
+        right = np.concatenate([quarter(word).T for word in b])
+        before = np.stack(list(map(_number, c)), axis=-1).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+        made = _bits((left @ right + before).astype(np.float32)).reshape(2, 8, 4, 2)
+        each = [made[half, :, :, neighbour].reshape(32) for half in range(2) for neighbour in range(2)]
+        self.registers.update(zip(_names(operands[0]), each, strict=True))
+
+    def _shfl(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        self.registers[operands[0]] = self._value(operands[1], 32)[LANES ^ int(operands[2])]
+
+    def _vote(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        votes = self.registers[operands[1]]
+        ballot = np.full(32, int(sum(1 << lane for lane in LANES[votes].tolist())), np.uint32)
+        self.registers[operands[0]] = np.full(32, votes.all()) if parts[2] == "all" else ballot
+
+    def _mov(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        target, source = operands
+        if parts[-1] == "pred":
+            self._set(target, self._predicate(source), holds)
+            return
+        width, names = int(parts[-1][1:]), _names(source if source.startswith("{") else target)
+        if source.startswith("{"):
+            halves = [self._value(name, width // len(names)) for name in names]
+            self._set(target, np.stack(halves, axis=1).view(_unsigned(width))[:, 0], holds)
+            return
+        halves = self._value(source, width)[:, None].view(_unsigned(width // len(names)))
+        for number, name in enumerate(names):
+            self._set(name, halves[:, number], holds)
+
+    def _cvta(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        self._set(operands[0], self._value(operands[1], 64), holds)
+
+    def _cvt(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        to, source = parts[-2:]
+        target, *texts = operands
+        if to.endswith("x2"):
+            high, low = (_number(self._value(text, 32)).astype(_HALVES[to[:-2]]).view(np.uint16) for text in texts)
+            made = np.stack([low, high], axis=1).view(np.uint32)[:, 0]
+        elif to in _HALVES:
+            made = _number(self._value(texts[0], 32)).astype(_HALVES[to]).view(np.uint16)
+        elif source in _HALVES:
+            made = _bits(self._value(texts[0], 16).view(_HALVES[source]).astype(np.float32))
+        elif to == "f32":
+            made = _bits(_typed(self._value(texts[0], 32), source).astype(np.float32))
+        else:
+            width = int(to[1:])
+            made = (
+                _typed(self._value(texts[0], int(source[1:])), source).astype(f"i{width // 8}").view(_unsigned(width))
+            )
+        self._set(target, made, holds)
+
+    def _setp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        target, *texts = operands
+        left, right = (_typed(self._value(text, int(parts[-1][1:])), parts[-1]) for text in texts)
+        self._set(target, _COMPARISONS[parts[1]](left, right), holds)
+
+    def _selp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        target, yes, no, which = operands
+        either = (self._value(text, int(parts[-1][1:])) for text in (yes, no))
+        self._set(target, np.where(self.registers[which], *either), holds)
+
+    # The others, by their type.
+
+    @staticmethod
+    def _float(parts: list[str], x: list[np.ndarray]) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            if parts[0] in ("max", "min"):
+                names = "maximum" if parts[0] == "max" else "minimum", f"f{parts[0]}"
+                return getattr(np, names["NaN" not in parts])(*x)
+            return np.asarray(_FLOATS[parts[0]](*x), np.float32)
+
+    def _integer(self, parts: list[str], sources: list[str]) -> np.ndarray:
+        kind, width = parts[-1], int(parts[-1][1:])
+        if "wide" in parts:
+            values = [
+                _typed(self._value(text, width), kind).astype(f"{kind[0].replace('s', 'i')}{width // 4}")
+                for text in sources
+            ]
+            return np.multiply(*values).view(_unsigned(2 * width))
+        values = [self._value(text, width) for text in sources]
+        if parts[0] in ("shl", "shr"):
+            by = np.minimum(values[1], _unsigned(width)(width - 1)).astype(values[0].dtype)
+            assert (values[1] < width).all()
+            shift = np.left_shift if parts[0] == "shl" else np.right_shift
+            return shift(_typed(values[0], kind), _typed(by, kind)).view(_unsigned(width))
+        with np.errstate(over="ignore"):
+            made = _INTEGERS[parts[0]](*(_typed(value, kind) for value in values))
+        return np.asarray(made).view(_unsigned(width))
+
+
+def _names(text: str) -> list[str]:
+    """Of one register or several."""
+    return [name.strip() for name in text.strip("{}").split(",")]
+
+
+def _unsigned(width: int) -> Any:
+    return {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[width]
+
+
+def _typed(bits: np.ndarray, kind: str) -> np.ndarray:
+    """Bits as numbers of a type of PTX."""
+    return bits.view(f"{ {'f': 'f', 's': 'i'}.get(kind[0], 'u') }{int(kind[1:]) // 8}")
+
+
+def _number(bits: np.ndarray) -> np.ndarray:
+    return bits.view(np.float32)
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+
+
+def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return np.trunc(left / np.where(right == 0, 1, right)).astype(left.dtype)
+
+
+_PREDICATES = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
+_COMPARISONS = {
+    **{name: getattr(np, long) for name, long in dict(eq="equal", ne="not_equal", lt="less", le="less_equal").items()},
+    **dict(gt=np.greater, ge=np.greater_equal),
+    **dict(neu=np.not_equal, nan=lambda left, right: np.isnan(left) | np.isnan(right)),
+    **dict(ltu=lambda left, right: ~(left >= right), leu=lambda left, right: ~(left > right)),
+    **dict(gtu=lambda left, right: ~(left <= right), geu=lambda left, right: ~(left < right)),
+}
+_FLOATS = {
+    **dict(add=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, neg=np.negative, abs=np.abs),
+    **dict(ex2=np.exp2, lg2=np.log2, rcp=np.reciprocal),
+    "fma": lambda a, b, c: a.astype(np.float64) * b + c,
+}
+_INTEGERS = {
+    **dict(add=np.add, sub=np.subtract, mul=np.multiply, neg=np.negative, abs=np.abs, max=np.maximum, min=np.minimum),
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "div": _quotient},
+    "rem": lambda left, right: left - _quotient(left, right) * right,
+    "mad": lambda a, b, c: a * b + c,
+    "bfe": lambda bits, start, count: (bits >> start) & ((1 << count) - 1).astype(bits.dtype),
+}
