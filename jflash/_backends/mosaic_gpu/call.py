@@ -106,7 +106,7 @@ def tangent(
     if "score_mod_arrays" in plan.moving:
         pushed |= score_mod_reads.prepare(_instantiated(operands.score_mod_arrays, tangents.score_mod_arrays))
     arrays = factors | others | {f"t_{name}": array for name, array in pushed.items()}
-    arrays |= _packed_mask(spec, operands, ops) | prepare.edges(operands, factors)
+    arrays |= packed_mask(spec, operands, ops) | prepare.edges(operands, factors)
     arrays |= tile_range.table(spec, operands, plan.tile.rows)
     lse = jnp.where(results.lse == -jnp.inf, jnp.inf, results.lse)
     made = tangent_kernel.tangent(plan, arrays | dict(lse=row_statistics.subtrahend(spec, lse)), ops)

@@ -35,7 +35,7 @@ from jflash._tuning import TuningKey
 _MOST_DBIAS_TILES = 4
 """Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies apart."""
 
-_PARAMETERS = ("scale", "alibi_slopes", "bias")
+PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose gradients kernels sum."""
 
 
@@ -128,7 +128,7 @@ class BackwardPlan:
 def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     """The plan of a call's backward on a device with `processors` multiprocessors; `None` where that is unknown."""
     asked = spec.operands - spec.undifferentiated
-    wanted = tuple(name for name in _PARAMETERS if name in asked)
+    wanted = tuple(name for name in PARAMETERS if name in asked)
     if "score_mod_arrays" in asked:
         wanted += tuple(read.name for read in score_mod_reads.summed(spec))
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None

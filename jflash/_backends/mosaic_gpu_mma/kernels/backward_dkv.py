@@ -138,19 +138,16 @@ class _Cta(Cta[DkvPlan]):
         def _() -> None:
             head, index = self.order.at(step, count)
             place = self.item.batch, self.item.first_head + head, self.order.tiles.start(index)
-            self.copy("query", *place, self.smem.q.at[self._slot(step)])
-            self.copy("d_out", *place, self.smem.do.at[self._slot(step)])
+            self.copy("query", *place, self.smem.q.at[self.slot(step)])
+            self.copy("d_out", *place, self.smem.do.at[self.slot(step)])
 
         self.ops.commit()
-
-    def _slot(self, step: Any) -> Any:
-        return lax.rem(step, self.plan.tile.stages) if self.plan.tile.stages > 1 else 0
 
     def _visit(self, own: Sequence[Tiles | Ref], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         """Add one tile's part to the sums."""
         acc, sums = dict(carry[0]), carry[1]
         plan, spec, tile, shared, ops = self.plan, self.plan.spec, self.plan.tile, self.smem, self.ops
-        slot, shape = self._slot(step), (WARPGROUP_ROWS, tile.size)
+        slot, shape = self.slot(step), (WARPGROUP_ROWS, tile.size)
         batch, own_head, start = self.item.batch, self.item.first_head + head, self.order.tiles.start(index)
         at = [TileCoord(batch, own_head, start, keys.start) for keys in self.keys]
         q, do, blocks = shared.q.at[slot], shared.do.at[slot], range(tile.blocks)

@@ -114,18 +114,15 @@ class _Cta(Cta[DqPlan]):
         def _() -> None:
             key_head = lax.div(self.head, self.plan.spec.group)
             for name, ring in (("key", self.smem.k), ("value", self.smem.v)):
-                self.copy(name, self.batch, key_head, self.tiles.start(index), ring.at[self._slot(index)])
+                self.copy(name, self.batch, key_head, self.tiles.start(index), ring.at[self.slot(index)])
 
         self.ops.commit()
-
-    def _slot(self, index: Any) -> Any:
-        return lax.rem(index, self.plan.tile.stages) if self.plan.tile.stages > 1 else 0
 
     def _visit(self, index: Any, own: Sequence[Tiles | Ref], statistics: Any, carry: Carry) -> Carry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
         tile, spec, shared, ops, wanted = self.plan.tile, self.plan.spec, self.smem, self.ops, self.plan.wanted
-        slot, shape = self._slot(index), (WARPGROUP_ROWS, tile.size)
+        slot, shape = self.slot(index), (WARPGROUP_ROWS, tile.size)
         at = [TileCoord(self.batch, self.head, rows.start, self.tiles.start(index)) for rows in self.rows]
         ops.wait()
         if tile.stages > 1:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
@@ -79,6 +80,11 @@ class Cta[Plan: TiledPlan]:
         length: Any = self.inputs.value(LENGTHS[name], batch)
         limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
         self.ops.copy_rows(source, target, first, limit)
+
+    def slot(self, index: Any) -> Any:
+        """Where in shared memory the tile is that is visited after `index` others."""
+        stages = self.plan.tile.stages
+        return lax.rem(index, stages) if stages > 1 else 0
 
     def own_operands(self, *rows: Ref) -> list[Tiles | Ref]:
         """Those of the CTA's own rows, of which the first may be held in registers; when they have arrived."""

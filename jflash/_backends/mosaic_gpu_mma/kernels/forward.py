@@ -144,8 +144,7 @@ class _Cta(Cta[ForwardPlan]):
     def _copy_tile(self, name: str, index: Any) -> None:
         plan, ring = self.plan, self.smem.k if name == "key" else self.smem.v
         key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)
-        slot = lax.rem(index, plan.tile.stages) if plan.tile.stages > 1 else 0
-        self.copy(name, self.batch, key_head, self.tiles.start(index), ring.at[slot])
+        self.copy(name, self.batch, key_head, self.tiles.start(index), ring.at[self.slot(index)])
 
     def _copy_next(self, index: Any, *names: str) -> None:
         @pl.when(index + 1 < self.tiles.count)
@@ -158,7 +157,7 @@ class _Cta(Cta[ForwardPlan]):
     def _visit(self, index: Any, q: Tiles | Ref, every: tuple[_Rows, ...]) -> tuple[_Rows, ...]:
         plan, ops, shared = self.plan, self.ops, self.smem
         tile = plan.tile
-        slot = lax.rem(index, tile.stages) if tile.stages > 1 else 0
+        slot = self.slot(index)
         at = [
             TileCoord(self.batch, self.head, self._first_row(number), self.tiles.start(index))
             for number in range(tile.blocks)
