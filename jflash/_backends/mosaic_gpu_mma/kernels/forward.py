@@ -69,7 +69,8 @@ class ForwardPlan(TiledPlan):
     def launch(self) -> Launch:
         """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`.
 
-        Blocks of one head follow one another, so that what runs at the same time shares keys.
+        Blocks of one head follow one another, so that what runs at the same time shares keys. CUDA counts no further than
+        65,535 along the slow axes.
         """
         spec, blocks = self.spec, pl.cdiv(self.rows, self.tile.rows)
         order = (self.rows, self.heads) if self.packed_heads == 1 else (self.heads, self.rows)
@@ -78,7 +79,7 @@ class ForwardPlan(TiledPlan):
         lse = jax.ShapeDtypeStruct((self.splits, spec.batch, self.heads, blocks * self.tile.rows), jnp.float32)
         return Launch(
             name=f"jflash_mma_forward_{spec.head_dim}_{spec.value_dim}",
-            grid=dict(batch=spec.batch, head=self.heads, block=blocks, split=self.splits),
+            grid=dict(split=self.splits, batch=spec.batch, head=self.heads, block=blocks),
             results=dict(out=out, lse=lse),
             smem=shared_memory(spec, self.tile),
         )
