@@ -69,8 +69,8 @@ class ForwardPlan(TiledPlan):
     def launch(self) -> Launch:
         """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`.
 
-        Blocks of one head follow one another, so that what runs at the same time shares keys. CUDA counts no further than
-        65,535 along the slow axes.
+        Blocks of one head follow one another, so that what runs at the same time shares keys. Along all but the fastest
+        axis CUDA counts no further than 65,535.
         """
         spec, blocks = self.spec, pl.cdiv(self.rows, self.tile.rows)
         order = (self.rows, self.heads) if self.packed_heads == 1 else (self.heads, self.rows)
