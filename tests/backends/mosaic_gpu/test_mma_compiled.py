@@ -13,15 +13,20 @@ from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 
 SPILLS = {
     "mma_forward": (
-        260,
-        "d128, O and S of two blocks of 64 rows; with one, which spills nothing, an H100 is 1 to 3% slower.",
+        {8: 240, 9: 240, 10: 364},
+        "d128, where it holds O and S of two blocks of 64 rows. With one, which spills nothing, it is 3% slower.",
     ),
-    "mma_d_query": (100, "d128, likewise."),
-    "mma_d_key_d_value": (260, "d128, dK, dV and two tiles; with tiles of 32 queries, which spill less, 2% slower."),
-    "mma_d_key": (60, "d256, dK and two tiles."),
-    "mma_d_value": (60, "d256, dV and a tile."),
+    "mma_d_query": (
+        {8: 112, 9: 128, 10: 384},
+        "d128, likewise dQ and two tiles of two blocks. With one block, which spills nothing, it is 1% slower.",
+    ),
+    "mma_d_key_d_value": (
+        {8: 120, 9: 96, 10: 252},
+        "d128, where it holds dK, dV and two tiles. With tiles of 32 queries, which spill less, it is 2% slower.",
+    ),
 }
-"""The most bytes that a kernel may spill, in any case, and where that is."""
+"""The most bytes that a kernel may spill, by the major number of the compute capability, where that is, and what was
+measured causal (one H100, jax 0.11.2). 12.x has what 10.x has."""
 
 EMULATED = [
     dict(dtype="bfloat16", dims=(64, 64), bias="full", mask="full", dropout=True, lengths="both", key_length=140),
@@ -40,10 +45,12 @@ def test_spills(capability: str, tmp_path: Path):
     reports = compilers_wheels.run("mma_compile.py", tmp_path, capability)
     targets = {report["target"].rstrip("a") for report in reports.values()}
     assert targets == {f"sm_{capability.replace('.', '')}"}
+    major = min(int(capability.split(".")[0]), 10)
+    allowed = {kernel: by_major[major] for kernel, (by_major, _) in SPILLS.items()}
     over = {
-        name: report["spills"]
+        name: found
         for name, report in reports.items()
-        if report["spills"] > SPILLS.get(name.split(": ")[1], (0, ""))[0]
+        if (found := report["spills"]) > allowed.get(name.split(": ")[1], 0)
     }
     assert not over
 
