@@ -124,8 +124,8 @@ def attention(
       local_window_size: (left, right), or one number for both: query i sees key j only if
         i + query_offset - left <= j <= i + query_offset + right. Not negative: of 128 keys, the query's own among
         them, it is (127, 0), and S is no limit.
-      implementation: "mosaic_gpu", "xla", "reference" or "metal", or several of them in order of preference; None for
-        the first three in this order. `explain` says which one serves.
+      implementation: "mosaic_gpu", "mosaic_gpu_mma", "xla", "reference" or "metal", or several of them in order of
+        preference; None for "mosaic_gpu", "xla" and "reference" in this order. `explain` says which one serves.
       return_residual: also return the log-sum-exp of the logits.
       logits_soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c) (arXiv:2408.00118, section 2).
       alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).
@@ -302,7 +302,6 @@ def explain(
       >>> print(jflash.explain(*arrays, is_causal=True))
       xla serves this call on cpu.
         mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
-        mosaic_gpu_mma: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
       >>> print(jflash.explain(*arrays, implementation="metal", dropout_rate=0.1, dropout_key=jax.random.key(0)))
       No implementation can serve this call on cpu.
         metal: it has no dropout.

@@ -26,13 +26,13 @@ PAGES = [
     *(page for part in (".github", "csrc", "examples") for page in (ROOT / part).rglob("*.md")),
 ]
 
+SINCE_AMPERE = [
+    Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.7", "8.9", "10.0", "12.0")
+]
 COLUMNS = {
     "NVIDIA Hopper": (None, [Platform("gpu", "NVIDIA H200", "9.0", 132)]),
-    "NVIDIA Ampere, Ada, Blackwell": (
-        None,
-        [Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.7", "8.9", "10.0", "12.0")],
-    ),
-    "AMD GPUs": (None, [Platform("gpu", "AMD", "gfx942")]),
+    "NVIDIA since Ampere, by name": (("mosaic_gpu_mma", "xla", "reference"), SINCE_AMPERE),
+    "GPUs but Hopper": (None, [*SINCE_AMPERE, Platform("gpu", "NVIDIA", "7.5"), Platform("gpu", "AMD", "gfx942")]),
     "Apple GPUs, by name": (("metal", "xla"), [Platform("cpu", "cpu", None)]),
     "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "METAL", "mps")]),
 }

@@ -1,4 +1,4 @@
-"""Kernels by `mma.sync` in Pallas (Mosaic GPU): the default on NVIDIA GPUs since Ampere but Hopper, by name there too.
+"""Kernels by `mma.sync` in Pallas (Mosaic GPU), for NVIDIA GPUs since Ampere.
 
 They are `mosaic_gpu`'s second family: the Spec's plan, the inputs, masks, logits and softmax are the same, the matrix
 unit and the copies are what every GPU since compute capability 8.0 has.
@@ -17,6 +17,9 @@ from jflash import _platform
 from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
+
+ONLY_BY_NAME = True
+"""They are right in an emulator of PTX and fast on a GPU; no GPU's results have been compared yet."""
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
