@@ -117,6 +117,9 @@ class Interpreter(WarpgroupOps):
     def warp_all(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
         return jnp.all(condition)
 
+    def opaque_zero(self, step: Any) -> Int[Array, ""]:
+        return lax.shift_right_logical(step, 30)
+
     def prevent_tail_merge(self) -> None:
         """Nothing."""
 

@@ -49,12 +49,12 @@ def store(values: Any, staged: Any, target: Any) -> None:
     plgpu.copy_smem_to_gmem(staged, target)
 
 
-def columns(width: int, array: Any, number: Any) -> Any:
-    """The first `width` columns of an array in device memory that may have fewer: a copy reads 0 for the rest.
+def columns(width: int, array: Any, number: Any, first: int = 0) -> Any:
+    """`width` columns, from `first` on, of an array in device memory that may have fewer: a copy reads 0 for the rest.
 
     A slice past the end must begin at an index that is not static: a `number`, times 0.
     """
-    return pl.ds(0, width) if width <= array.shape[-1] else pl.ds(number * 0, width)
+    return pl.ds(first if first + width <= array.shape[-1] else number * 0 + first, width)
 
 
 def opaque_zero(step: Any, warpgroup: Any) -> Any:

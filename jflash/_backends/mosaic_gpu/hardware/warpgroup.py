@@ -42,6 +42,9 @@ def rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
     return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
 
 
+_MOST_COLUMNS = 256
+"""N of the matrix unit's instruction."""
+
 _TILE = plgpu.Layout.WGMMA
 _ROWS = _TILE.reduce(1)
 _COLUMNS = _TILE.reduce(0)
@@ -101,8 +104,14 @@ class WarpgroupOps(Protocol):
         return jax.tree.unflatten(tree, done[len(acc) :]), tuple(done[: len(acc)])
 
     def mma(self, accumulator: Any, a: Any, b: Ref) -> None:
-        """Issue accumulator += a @ b; products are made in the order of their issue."""
-        plgpu.wgmma(accumulator, a, b)
+        """Issue accumulator += a @ b; products are made in the order of their issue. More columns than the instruction
+        has are two products."""
+        columns = accumulator.shape[1]
+        if columns <= _MOST_COLUMNS:
+            plgpu.wgmma(accumulator, a, b)
+            return
+        for part in (pl.ds(0, _MOST_COLUMNS), pl.ds(_MOST_COLUMNS, columns - _MOST_COLUMNS)):
+            plgpu.wgmma(accumulator.at[:, part], a, b.at[:, part])
 
     def read(self, accumulator: Any, pending: int = 0) -> Float[Array, "rows columns"]:
         """An accumulator, when all products but the last `pending` are made."""
@@ -155,6 +164,12 @@ class WarpgroupOps(Protocol):
     def warp_all(self, condition: Bool[Array, "rows"]) -> Bool[Array, ""]:
         """Whether a condition holds for all rows of a thread's warp; warps may differ."""
         return _inline(_all_rows, _ROWS, returns=_WARP_UNIFORM)(condition)
+
+    def opaque_zero(self, step: Any) -> Int[Array, ""]:
+        """`pipeline.opaque_zero` for a loop of which the compiler knows the warpgroup and may know all steps."""
+        scalar = plgpu.Layout.WG_SPLAT(())
+        returns = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar)
+        return _inline(_highest_bits, scalar, returns=returns)(step)
 
     def prevent_tail_merge(self) -> None:
         """Keep the compiler from merging the equal ends of two branches, at the end of one of them."""
@@ -230,6 +245,12 @@ def _all_rows(_: Any, condition: Any) -> Any:
 def _vote_all(own: Any) -> Any:
     every = _utils.c(0xFFFFFFFF, _utils.ir.IntegerType.get_signless(32))
     return mgpu.FragmentedArray.splat(_utils.nvvm.vote_sync(every, own, "all"), (), is_signed=False)
+
+
+def _highest_bits(_: Any, step: Any) -> Any:
+    integer = _utils.ir.IntegerType.get_signless(32)
+    bits = _utils.inline_ptx("shr.u32 $0, $1, 30;", step.registers.item(), result_types=integer)
+    return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
 
 
 def _signal(_: Any, counter: Any) -> None:

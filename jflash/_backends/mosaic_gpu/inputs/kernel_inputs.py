@@ -42,9 +42,9 @@ class GmemTile(NamedTuple):
     size: int
     head: Int[Array, ""]
 
-    def of(self, ref: Ref, width: int) -> Ref:
+    def of(self, ref: Ref, width: int, first_column: int = 0) -> Ref:
         """The tile's part of the array, in columns that fill a buffer of this width."""
-        columns = pipeline.columns(width, ref, self.batch)
+        columns = pipeline.columns(width, ref, self.batch, first_column)
         return ref.at[self.batch, pl.ds(self.first, self.size), self.head, columns]
 
 
@@ -72,13 +72,13 @@ class KernelInputs:
         ref = self.refs[name]
         return ref.at[shared_index(ref, batch, head)]
 
-    def copy_rows(self, name: str, source: GmemTile, target: Ref, full: Ref) -> None:
+    def copy_rows(self, name: str, source: GmemTile, target: Ref, full: Ref, first_column: int = 0) -> None:
         """Copy a tile of queries, keys, values or d_out to shared memory, with zeros for padding: 0 * NaN is NaN.
 
         A tile in which padding begins comes from the array's edge, past whose end copies read zeros.
         """
         edge = self.refs.get(f"{name}_edge")
-        copy = lambda ref, tile: plgpu.copy_gmem_to_smem(tile.of(ref, target.shape[-1]), target, full)
+        copy = lambda ref, tile: plgpu.copy_gmem_to_smem(tile.of(ref, target.shape[-1], first_column), target, full)
         if edge is None:
             copy(self.refs[name], source)
             return

@@ -38,6 +38,11 @@ def whole_dims(spec: Spec) -> tuple[int, int]:
     return whole(spec.head_dim), whole(spec.value_dim)
 
 
+def is_wide(spec: Spec) -> bool:
+    """Whether H or D is more than the columns of which a warpgroup's registers hold sums, for 64 rows."""
+    return max(spec.head_dim, spec.value_dim) > 256
+
+
 def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
     """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H as `whole_dim` says."""
     return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])

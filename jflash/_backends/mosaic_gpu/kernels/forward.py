@@ -30,8 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits, online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline, round_up
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, operand_pieces
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
@@ -45,10 +45,12 @@ def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -
     T and D are whole tiles' here; L is T rounded up to whole blocks, as T is in a partial call. With several splits the
     outputs are float32, and sinks are left to their merge.
     """
-    return _Cta.launch(plan, arrays, ops)
+    return ForwardCta.launch(plan, arrays, ops)
 
 
-class _Cta(Cta[ForwardPlan]):
+class ForwardCta(Cta[ForwardPlan]):
+    """A CTA of the forward; of wide heads' too, which differs where it says so."""
+
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         heads = plan.heads // plan.schedule.head_groups
         self.head = lax.axis_index("head_group") * heads + lax.axis_index("head")
@@ -58,6 +60,7 @@ class _Cta(Cta[ForwardPlan]):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         q_o = tuple(refs.smem.q_o)
         self.q, self.o = q_o[0], q_o[-1]
+        self.v = refs.smem.v[0]
         self.place = lax.axis_index("block"), lax.axis_index("batch")
 
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:
@@ -76,13 +79,17 @@ class _Cta(Cta[ForwardPlan]):
     def compute(self) -> None:
         """Copy its own queries, attend, and store its own output."""
         plan, shared = self.plan, self.smem
-        pipeline.release(shared.k.empty, shared.v.empty)
-        pipeline.split_registers(plan.tile.warpgroups, copies=False)
+        pipeline.release(shared.k.empty, self.v.empty)
+        pipeline.split_registers(plan.consumers, copies=False)
         self._copy_q(0)
         plan.schedule.each(self.place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _rows(self, block: Any) -> Any:
+    def main_loop(self, tiles: TileRange, at: TileCoord, visited: Any) -> MainLoop:
+        """The walk over a work item's tiles."""
+        return MainLoop(self, tiles, at, visited)
+
+    def rows(self, block: Any) -> Any:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
         plan, missing = self.plan, self.plan.missing_rows
         rows = plan.tile.rows
@@ -92,15 +99,15 @@ class _Cta(Cta[ForwardPlan]):
             start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.warpgroup * WARPGROUP_ROWS)
         return pl.ds(start, WARPGROUP_ROWS)
 
-    def _part(self, ref: Ref, block: Any, columns: Any) -> Ref:
+    def part(self, ref: Ref, block: Any, columns: Any) -> Ref:
         """This warpgroup's rows of queries or output."""
-        head, rows = self.head, self._rows(block)
+        head, rows = self.head, self.rows(block)
         return ref.at[rows, head, columns] if self.plan.packed_heads == 1 else ref.at[head, rows, columns]
 
     def _copy_q(self, index: Any) -> None:
         batch, block, _ = self.item(index)
         query, q = self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
-        source = self._part(query, block, pipeline.columns(q.shape[-1], query, self.head))
+        source = self.part(query, block, pipeline.columns(q.shape[-1], query, self.head))
         plgpu.copy_gmem_to_smem(source, q, self.smem.q_full.at[self.warpgroup])
 
     def _attend(self, index: Any, visited: Any) -> Any:
@@ -108,42 +115,43 @@ class _Cta(Cta[ForwardPlan]):
         plan = self.plan
         batch, block, tiles = self.item(index)
         plgpu.barrier_wait(self.smem.q_full.at[self.warpgroup])
-        at = TileCoord(batch, self.head, self._rows(block).start, 0)
+        at = TileCoord(batch, self.head, self.rows(block).start, 0)
         copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_q)
-        loop = _MainLoop(self, tiles, at, visited)
+        loop = self.main_loop(tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if plan.queries_stay else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
         out, lse = online_softmax.finish(plan.spec, self.form.exponent(plan.spec), state, acc_o, sink)
-        self._store(batch, block, out, lse)
+        self.store(batch, block, out, lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             copy_next()
         return visited + tiles.count
 
-    def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
+    def store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
+        """Store output and log-sum-exp of this warpgroup's rows."""
         plan, shared = self.plan, self.smem
         o, own_buffer = self.o.at[self.warpgroup], plan.output_parts > 0
         if self.o is not self.q and not plan.queries_stay:
             # The output has another layout than the queries, which other warpgroups may still read.
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
-        self.refs.results["lse"][self.split, batch, self.head, self._rows(block)] = lse
+        self.refs.results["lse"][self.split, batch, self.head, self.rows(block)] = lse
         result = self.refs.results["out"].at[self.split, batch]
         columns, width = out.shape[1], o.shape[1]
         if plan.spec.partial:
-            self._part(result, block, pl.ds(0, columns))[...] = out
+            self.part(result, block, pl.ds(0, columns))[...] = out
             return
         for first in range(0, columns, width):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             values = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width))
             part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
-            pipeline.store(values, o, self._part(result, block, part))
+            pipeline.store(values, o, self.part(result, block, part))
 
     def copy(self) -> None:
         """Copy keys and values."""
         plan, shared = self.plan, self.smem
-        pipeline.split_registers(plan.tile.warpgroups, copies=True)
+        pipeline.split_registers(plan.consumers, copies=True)
         key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)
 
         def copy_block(index: Any, visited: Any) -> Any:
@@ -152,15 +160,15 @@ class _Cta(Cta[ForwardPlan]):
             def copy_tile(index: Array) -> None:
                 slot = lax.rem(visited + index, plan.tile.stages)
                 keys = GmemTile(batch, tiles.start(index), plan.tile.keys, key_head)
-                self._copy_keys(keys, block, slot)
+                self._copy_tile(keys, block, slot)
 
             pipeline.for_each_copy(tiles.count, copy_tile, "head", "block", "head_group", "batch")
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)
-        pipeline.drain(shared.k.empty, shared.v.empty)
+        pipeline.drain(shared.k.empty, *(v.empty for v in shared.v))
 
-    def _copy_keys(self, keys: GmemTile, block: Array, slot: Array) -> None:
+    def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
         full = shared.k.full.at[slot]
         plgpu.barrier_wait(shared.k.empty.at[slot])
@@ -172,15 +180,17 @@ class _Cta(Cta[ForwardPlan]):
             own = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
             source = inputs.part("bias", keys.batch, self.head).at[own]
             plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
-        plgpu.barrier_wait(shared.v.empty.at[slot])
-        inputs.copy_rows("value", keys, shared.v.tiles.at[slot], shared.v.full.at[slot])
+        for part, v in enumerate(shared.v):
+            plgpu.barrier_wait(v.empty.at[slot])
+            first = part * self.plan.columns
+            inputs.copy_rows("value", keys, v.tiles.at[slot], v.full.at[slot], first)
 
 
 @dataclasses.dataclass(frozen=True)
-class _MainLoop:
+class MainLoop:
     """A warpgroup's walk over the tiles of keys of one work item."""
 
-    cta: _Cta
+    cta: ForwardCta
     tiles: TileRange
     at: TileCoord
     visited: Int[Array, ""] | int
@@ -190,13 +200,13 @@ class _MainLoop:
         plan, ops = self.cta.plan, self.cta.ops
         start, stop, loop = 0, self.tiles.count, self
         # A warpgroup leaves out tiles that only other rows of its CTA see.
-        skips = plan.tile.rows > plan.tile.keys
+        skips = plan.skips_tiles
         if skips:
             start, stop, own = tile_range.own_key_tiles(self.cta.inputs, self.tiles, self.at)
             loop = dataclasses.replace(self, tiles=own)
             lax.fori_loop(0, start, self._leave, None)
         state = loop._first_tile(start)
-        acc_o = ops.full((WARPGROUP_ROWS, round_up(whole_dims(plan.spec)[1], 16)), 0)
+        acc_o = ops.full((WARPGROUP_ROWS, plan.columns), 0)
         state, acc_o = lax.fori_loop(start + 1, stop, loop._next_tile, (state, acc_o))
         q_read()
         acc_o = loop._last_product(stop, state, acc_o)
@@ -219,11 +229,15 @@ class _MainLoop:
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
 
-    def _p(self, state: Softmax) -> Pieces:
+    def hand_over(self, state: Softmax) -> None:
+        """Show a tile's P to whoever else weighs values by it."""
+
+    def p(self, state: Softmax) -> Pieces:
+        """P as an operand."""
         return operand_pieces.split(self.cta.plan.spec, state.p, self.cta.ops)
 
     def _v(self, slot: Any) -> Pieces:
-        return operand_pieces.of_tile(self.cta.plan.spec, self.cta.smem.v.tiles.at[slot])
+        return operand_pieces.of_tile(self.cta.plan.spec, self.cta.v.tiles.at[slot])
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
         shared, ops, slot = self.cta.smem, self.cta.ops, self._slot(index)
@@ -246,7 +260,9 @@ class _MainLoop:
             return ops.read(acc_s)
 
         s = ops.accumulators(product, self.cta.shape)
-        return self._softmax(s, jnp.int32(start), None, loaded)
+        state = self._softmax(s, jnp.int32(start), None, loaded)
+        self.hand_over(state)
+        return state
 
     def _next_tile(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
@@ -254,7 +270,7 @@ class _MainLoop:
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
         # Before any product is issued: ptxas serialises products if registers that one reads are written among them.
-        p = self._p(state)
+        p = self.p(state)
         is_masked = self.tiles.whole is not None
         fence = cta.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
         plgpu.barrier_wait(shared.k.full.at[slot])
@@ -262,7 +278,7 @@ class _MainLoop:
         def attend_tile(acc_o: Any) -> Softmax:
             def overlap(acc_s: Any) -> Softmax:
                 self._issue_s(acc_s, slot)
-                plgpu.barrier_wait(shared.v.full.at[last])
+                plgpu.barrier_wait(cta.v.full.at[last])
                 operand_pieces.mma(acc_o, p, self._v(last), ops)
                 s = ops.read(acc_s, pending=operand_pieces.products(cta.plan.spec))
                 new = self._softmax(s, index, state, loaded)
@@ -274,19 +290,20 @@ class _MainLoop:
             return ops.accumulators(overlap, cta.shape)
 
         state, (acc_o,) = ops.accumulate(attend_tile, acc_o, like=state)
-        plgpu.barrier_arrive(shared.v.empty.at[last])
+        plgpu.barrier_arrive(cta.v.empty.at[last])
+        self.hand_over(state)
         return state, cta.form.rescaled(cta.inputs, state, acc_o)
 
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
-        shared, last = self.cta.smem, self._slot(stop - 1)
-        plgpu.barrier_wait(shared.v.full.at[last])
-        acc_o = operand_pieces.add_matmul(acc_o, self._p(state), self._v(last), self.cta.ops)
-        plgpu.barrier_arrive(shared.v.empty.at[last])
+        v, last = self.cta.v, self._slot(stop - 1)
+        plgpu.barrier_wait(v.full.at[last])
+        acc_o = operand_pieces.add_matmul(acc_o, self.p(state), self._v(last), self.cta.ops)
+        plgpu.barrier_arrive(v.empty.at[last])
         return acc_o
 
     def _leave(self, index: Array, _: None) -> None:
         """Pass a tile by that no row of this warpgroup sees."""
         shared, slot = self.cta.smem, self._slot(index)
-        for ring in (shared.k, shared.v):
+        for ring in (shared.k, self.cta.v):
             plgpu.barrier_wait(ring.full.at[slot])
             plgpu.barrier_arrive(ring.empty.at[slot])

@@ -42,7 +42,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
         q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
         q_full=smem.barriers(tile.warpgroups),
         k=ring((tile.stages, tile.keys, columns), copies=1 + has_bias_tiles + bias_by_mma),
-        v=ring((tile.stages, tile.keys, value_columns)),
+        v=[ring((tile.stages, tile.keys, value_columns))],
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -86,6 +86,33 @@ class ForwardPlan(KernelPlan):
         return self.output_parts > 0 or self.spec.partial
 
     @property
+    def columns(self) -> int:
+        """Columns of the output that a warpgroup makes."""
+        return round_up(whole_dims(self.spec)[1], 16)
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.tile.warpgroups
+
+    @property
+    def skips_tiles(self) -> bool:
+        """Whether some tiles are seen by some warpgroups only, which the others pass by."""
+        return self.tile.rows > self.tile.keys
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Rows and columns of a head's output in device memory."""
+        # Registers, from which a part's leaves, are stored whole.
+        whole = self.schedule.blocks * self.tile.rows, self.columns
+        return whole if self.spec.partial else (round_up(self.rows, 8), whole_dims(self.spec)[1])
+
+    @property
+    def smem(self) -> Buffers:
+        """The kernel's shared memory."""
+        return shared_memory(self.spec, self.tile, self.out_dtype, self.output_parts)
+
+    @property
     def missing_rows(self) -> int:
         """Rows that the first block of queries lacks."""
         return self.tile.missing(self.rows)
@@ -94,10 +121,7 @@ class ForwardPlan(KernelPlan):
     def launch(self) -> Launch:
         """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
-        rows, columns, all_rows = round_up(self.rows, 8), value_dim, schedule.blocks * self.tile.rows
-        if spec.partial:
-            # Registers are stored whole.
-            rows, columns = all_rows, round_up(value_dim, 16)
+        (rows, columns), all_rows = self.stored, schedule.blocks * self.tile.rows
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
         out = (self.splits, spec.batch, *order, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
@@ -107,8 +131,8 @@ class ForwardPlan(KernelPlan):
             name=f"jflash_forward_{head_dim}_{value_dim}",
             grid=dict(head=self.heads // groups, block=ctas, head_group=groups, batch=lists, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
-            smem=shared_memory(spec, self.tile, self.out_dtype, self.output_parts),
-            warpgroups=self.tile.warpgroups + 1,
+            smem=self.smem,
+            warpgroups=self.consumers + 1,
         )
 
 
@@ -129,12 +153,16 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
 
 
 def packs(spec: Spec) -> bool:
-    """Whether heads that share keys go into the rows of one tile: few queries, nothing that differs by head, and blocks
-    that end where a query's heads do."""
-    alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
+    """Whether heads that share keys go into the rows of one tile, whose blocks have to end where a query's heads do."""
     whole = spec.query_length * spec.group <= 2 * WARPGROUP_ROWS or WARPGROUP_ROWS % spec.group == 0
+    return may_pack(spec) and whole
+
+
+def may_pack(spec: Spec) -> bool:
+    """Whether heads that share keys may be rows of one tile: few queries, and nothing that differs by head."""
+    alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
     few = spec.query_length <= MOST_PACKED_QUERIES
-    return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1 and whole
+    return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
 
 
 def _visits(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:

@@ -4,7 +4,7 @@ from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSched
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import ForwardSchedule
 from jflash._backends.mosaic_gpu.schedule.query_tiles import QueryProducer, TileOrder
 from jflash._backends.mosaic_gpu.schedule.tile_range import TileMask, TileRange
-from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles
+from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles, WalkedTiles
 
 __all__ = ["BackwardSchedule", "DqTiles", "ForwardSchedule", "FusedTiles", "QueryProducer", "RowTiles"]
-__all__ += ["TileMask", "TileOrder", "TileRange", "WorkItem"]
+__all__ += ["TileMask", "TileOrder", "TileRange", "WalkedTiles", "WorkItem"]

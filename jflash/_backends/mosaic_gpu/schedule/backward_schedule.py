@@ -94,7 +94,8 @@ class BackwardSchedule:
         return jax.ShapeDtypeStruct((spec.batch, spec.key_heads * self.head_groups, rows, columns), jnp.float32)
 
     def summed(self, spec: Spec, made: Mapping[str, Array], dims: tuple[int, int]) -> dict[str, Array]:
-        """The whole gradients of keys and values, `[B, S, K, H]` and `[B, S, K, D]`, from what was stored; by name."""
+        """The whole gradients of keys and values, `[B, S, K, H]` and `[B, S, K, D]`, from what was stored of them; by
+        name."""
         rows = round_up(spec.key_length, 8)
 
         def whole(gradient: Array, dim: int) -> Array:
@@ -104,7 +105,8 @@ class BackwardSchedule:
             total = each.sum(axis=2).transpose(0, 2, 1, 3)
             return total if self.partial else total.astype(spec.dtype)
 
-        return {name: whole(made[name], dim) for name, dim in zip(("d_key", "d_value"), dims, strict=True)}
+        all_dims = zip(("d_key", "d_value"), dims, strict=True)
+        return {name: whole(made[name], dim) for name, dim in all_dims if name in made}
 
 
 def _head_groups(group: int, blocks: int, processors: int | None) -> int:

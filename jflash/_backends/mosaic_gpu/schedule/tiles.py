@@ -58,3 +58,13 @@ class FusedTiles:
     def columns(self, dim: int) -> int:
         """Columns of tiles of queries, keys and values: half of them are whole swizzles."""
         return round_up(dim, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class WalkedTiles:
+    """Tiles of the backward of wide heads, whose CTAs own 64 rows of queries or keys and walk over the others."""
+
+    size: int
+    """Keys or queries of a tile."""
+    stages: int
+    """Tiles that are in shared memory together."""
