@@ -79,6 +79,18 @@ CASES = {
         for d in (64, 128, 256)
     },
     "bias, partial": (128, 128, {}, dict(bias=(PAIRS, bfloat16))),
+    "d512": (512, 512, {}, {}),
+    "d512 causal": (512, 512, dict(is_causal=True), {}),
+    "d512 causal, partial": (512, 512, dict(is_causal=True), dict(query_offset=((), jnp.int32))),
+    "d576/512": (576, 512, {}, {}),
+    "d576/512 causal, soft cap": (576, 512, dict(is_causal=True, logits_soft_cap=50.0), {}),
+    "d576 causal": (576, 576, dict(is_causal=True), {}),
+    "d320 causal, dropout": (320, 320, dict(is_causal=True, dropout_rate=0.1), DROPOUT_KEY),
+    "d512, bias": (512, 512, {}, dict(bias=(PAIRS, bfloat16))),
+    "d512, mask": (512, 512, {}, dict(mask=(PAIRS, jnp.bool_))),
+    "d576/512, alibi and scale": (576, 512, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
+    "d64/512, bias of keys": (64, 512, {}, dict(bias=((1, 4, 1, LENGTH), bfloat16))),
+    "d272/64": (272, 64, {}, {}),
     **{f"float32 d{d}": (d, d, {}, {}) for d in (64, 128)},
     **{f"float32 d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 128)},
     **{f"float32 d{d}, highest": (d, d, dict(precision="highest"), {}) for d in (64, 128)},
@@ -102,7 +114,10 @@ ROUNDS = (
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 SPLIT = ("d64", "soft cap")
 """Cases that are compiled for two devices too."""
-TABLED = ("d8", "d64", "d64 causal, bias of keys", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias")
+TABLED = (
+    *("d8", "d64", "d64 causal, bias of keys", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias"),
+    "d272/64",
+)
 """Cases that are compiled with all tiles that a search on some device might choose."""
 
 

@@ -29,11 +29,16 @@ def unsupported_call(spec: Spec) -> str | None:
     """What the kernels cannot do on any machine."""
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
-    if max(spec.head_dim, spec.value_dim) > 256:
-        return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
+    widest, dims = max(spec.head_dim, spec.value_dim), f"H={spec.head_dim} and D={spec.value_dim}"
+    if widest > 576:
+        return f"H and D must be at most 576. Got {dims}."
     if (reason := _unsupported_score_mod(spec)) is not None:
         return reason
-    return _unsupported_float32(spec) if spec.dtype == jnp.float32 else None
+    if spec.dtype == jnp.float32:
+        return _unsupported_float32(spec, dims)
+    if widest > 256 and not _fits(spec):
+        return f"with {dims} and such a bias its tiles do not fit in shared memory."
+    return None
 
 
 def _unsupported_score_mod(spec: Spec) -> str | None:
@@ -49,19 +54,26 @@ def _unsupported_score_mod(spec: Spec) -> str | None:
     return None
 
 
-def _unsupported_float32(spec: Spec) -> str | None:
+def _unsupported_float32(spec: Spec, dims: str) -> str | None:
     """float32 operands take the room of as many of 16 bits as the precision asks for."""
-    from jflash._backends.mosaic_gpu import plan
     from jflash._backends.mosaic_gpu.inputs import operand_pieces
 
+    if max(spec.head_dim, spec.value_dim) > 256:
+        return f"it takes float32 with H and D of at most 256. Got {dims}."
     if (precision := operand_pieces.unsupported_precision(spec)) is not None:
         return f"it has no float32 products of precision {precision}."
-    if operand_pieces.number(spec) == 3 and spec.logits_soft_cap is not None:
+    if (pieces := operand_pieces.number(spec)) == 3 and spec.logits_soft_cap is not None:
         return "its soft cap has a relative error of 1e-6, which is more than float32's own precision allows."
-    if not plan.fits(spec):
-        dims, pieces = f"H={spec.head_dim} and D={spec.value_dim}", operand_pieces.number(spec)
+    if not _fits(spec):
         return f"it takes float32 as {pieces} bfloat16 pieces; with {dims} their tiles do not fit in shared memory."
     return None
+
+
+def _fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the call's smallest tiles."""
+    from jflash._backends.mosaic_gpu import plan
+
+    return plan.fits(spec)
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

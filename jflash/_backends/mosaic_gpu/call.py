@@ -17,9 +17,17 @@ from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prepare, row_statistics, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels import backward as fused
-from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dkv, backward_dq, delta
+from jflash._backends.mosaic_gpu.kernels import (
+    backward_dbias,
+    backward_dkv,
+    backward_dq,
+    backward_wide,
+    delta,
+    forward_wide,
+)
 from jflash._backends.mosaic_gpu.kernels import forward as kernel
 from jflash._backends.mosaic_gpu.kernels import tangent as tangent_kernel
+from jflash._backends.mosaic_gpu.kernels.forward_wide import WideForwardPlan
 from jflash._backends.mosaic_gpu.kernels.pack_mask import pack_mask
 from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan, TangentPlan
 from jflash._backends.mosaic_gpu.schedule import tile_range
@@ -31,7 +39,9 @@ def forward(
     plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
-    made = kernel.forward(plan, _prepare_forward(plan, operands, ops), ops)
+    arrays = _prepare_forward(plan, operands, ops)
+    is_wide = isinstance(plan, WideForwardPlan)
+    made = forward_wide.forward(plan, arrays, ops) if is_wide else kernel.forward(plan, arrays, ops)
     return finish_forward(plan.spec, operands, made, packed_heads=plan.packed_heads, splits=plan.splits)
 
 
@@ -67,8 +77,9 @@ def finish_forward(
     out, lse, rows = made["out"], made["lse"], spec.query_length * packed_heads
     if packed_heads > 1:
         out = out.swapaxes(2, 3)
+    out, lse = out[:, :, :rows, :, : spec.value_dim], lse[..., :rows]
     out, lse = (out[0], lse[0]) if splits == 1 else _merge(operands, out, lse)
-    out, lse = out[:, :rows, :, : spec.value_dim].astype(spec.result_dtype), lse[:, :, :rows]
+    out = out.astype(spec.result_dtype)
     if packed_heads > 1:
         out = prepare.unpack_heads(out, packed_heads)
         lse = prepare.unpack_heads(lse.transpose(0, 2, 1), packed_heads).transpose(0, 2, 1)
@@ -76,7 +87,7 @@ def finish_forward(
 
 
 def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
-    """One output and log-sum-exp from those of all splits: `[splits, B, T, N, D]`, `[splits, B, N, L]`."""
+    """One output and log-sum-exp from those of all splits: `[splits, B, T, N, D]`, `[splits, B, N, T]`."""
     largest = finite_or_zero(lse.max(axis=0))
     weights = jnp.exp(lse - largest)
     total = weights.sum(axis=0)
@@ -84,7 +95,7 @@ def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
     if operands.sinks is not None:
         total = total + jnp.exp(operands.sinks[:, :, None].astype(jnp.float32) - largest)
     total = jnp.where(empty, 1, total)
-    factors = jnp.moveaxis(weights / total, 3, 2)[:, :, : out.shape[2], :, None]
+    factors = jnp.moveaxis(weights / total, 3, 2)[..., None]
     return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
 
 
@@ -149,6 +160,11 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
         statistics = row_statistics.for_fused(spec, lse, made["delta"], made.get("columns"))
         of_keys |= table(plan.fused.tile.keys, of_keys=True)
         gradients = fused.backward(plan.fused, tiles | statistics | of_keys, made["dq_acc"], ops)
+    elif plan.wide:
+        of_blocks = of_queries | table(WARPGROUP_ROWS), of_keys | table(WARPGROUP_ROWS, of_keys=True)
+        gradients = dict[str, Array]()
+        for wide in plan.wide:
+            gradients |= backward_wide.backward(wide, tiles | rows | of_blocks[wide.kind.keys_first], ops)
     else:
         assert plan.dq is not None
         assert plan.dkv is not None

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
-from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, tangent_plan
+from jflash._backends.mosaic_gpu.inputs import is_wide, operand_pieces, prepare
+from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, forward_wide, tangent_plan
 from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
-from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, plan_forward
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
-from jflash._backends.mosaic_gpu.kernels.tangent_plan import TangentPlan, plan_tangent
+from jflash._backends.mosaic_gpu.kernels.tangent_plan import TangentPlan
 from jflash._semantics.spec import Spec
 
 __all__ = ["BackwardPlan", "ForwardPlan", "TangentPlan"]
 __all__ += ["describe", "fits", "plan_backward", "plan_forward", "plan_tangent"]
 
 
+def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
+    """The plan of a call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
+    return (forward_wide if is_wide(spec) else forward_plan).plan_forward(spec, processors)
+
+
+def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan | ForwardPlan:
+    """The plan of a call's tangent, likewise.
+
+    Where values alone move, it is a forward with their tangents for values.
+    """
+    if moving == frozenset({"value"}):
+        return plan_forward(spec, processors)
+    return tangent_plan.plan_tangent(spec, moving, processors)
+
+
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of every kernel that a call may need."""
-    return forward_plan.fits(spec) and backward_plan.fits(spec)
+    return (forward_wide if is_wide(spec) else forward_plan).fits(spec) and backward_plan.fits(spec)
 
 
 def describe(spec: Spec, processors: int | None) -> str:
@@ -36,7 +51,7 @@ def describe(spec: Spec, processors: int | None) -> str:
         assert isinstance(tangent, TangentPlan)
         lines += ["tangent:", *_kernel(tangent), f"    output in {tangent.parts} parts"]
     lines.append("backward:")
-    for plan in (backward.fused, backward.dq, backward.dkv, backward.dbias):
+    for plan in (backward.fused, backward.dq, backward.dkv, *backward.wide, backward.dbias):
         lines += [] if plan is None else _kernel(plan)
     copies = prepare.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])

@@ -1,5 +1,6 @@
 """The Hopper kernels on a Hopper: the same questions as everywhere, over the product of what they take."""
 
+import dataclasses
 import functools
 
 import cases
@@ -24,16 +25,18 @@ from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
 
+VALUES = {**ON_HARDWARE, "dims": (*ON_HARDWARE["dims"], (257, 64), (64, 512), (320, 320), (512, 512), (576, 512))}
+
 
 def hopper() -> bool:
     return _platform.current().compute_capability == "9.0"
 
 
 # Elsewhere all of them would be skipped with one reason: one of them says it.
-PRODUCT = list(cases.product(ON_HARDWARE, 2)) if hopper() else [{}]
+PRODUCT = list(cases.product(VALUES, 2)) if hopper() else [{}]
 CASES = [
     *(Case(**row) for row in PRODUCT),
-    *(pytest.param(drawn(ON_HARDWARE, seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),
+    *(pytest.param(drawn(VALUES, seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),
 ]
 
 
@@ -82,7 +85,7 @@ def in_precision(**options):
     return functools.partial(attention, **options)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (512, 512)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(bias="full"), dict(bias="keys", soft_cap=1.5), dict(sinks=True)], ids=str)
 def test_deterministic(dims, options):
     """The same bits on every run, with enough blocks that their order varies."""
@@ -127,6 +130,16 @@ def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: t
     assert (schedule.items < batch) == (batch > 100)
     assert dq_accumulator.waves_with_room(schedule) < schedule.waves
     call = cases.build(Case("bfloat16", 70, 130, heads=heads, dims=dims, batch=(batch,), **options))
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize("query_length", [1, 4])
+@pytest.mark.parametrize("heads", [(16, 1), (128, 1), (24, 2)], ids=str)
+def test_decoding_of_wide_heads(heads: tuple[int, int], query_length: int):
+    """Heads packed into rows, keys in splits."""
+    case = Case("bfloat16", query_length, 2500, heads, (576, 512), (3,), causal=True, offset="end", lengths="keys")
+    call = cases.build(case)
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 
@@ -198,7 +211,7 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
 def test_any_lengths(seed: int, data):
     """Lengths and offsets that no list thought of."""
     length = hypothesis.strategies.integers(1, 700)
-    case = drawn(ON_HARDWARE, 10_000 + seed)._replace(
+    case = drawn(VALUES, 10_000 + seed)._replace(
         query_length=data.draw(length), key_length=data.draw(length), batch=(2,)
     )
     call = cases.build(case)

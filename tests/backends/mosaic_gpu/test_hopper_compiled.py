@@ -49,6 +49,7 @@ SPILLS = {
         ("float32 d128, highest: forward", "float32 d128, highest: d_key_value"),
         (224, "Each product of pieces has registers of its own for P. What that costs was not measured yet."),
     ),
+    "d576/512 causal, soft cap: forward": (4, "What that costs was not measured yet."),
     "d256 causal, dropout: d_query": (
         64,
         "As without dropout, and a head's two words. What that costs was not measured yet.",

@@ -115,6 +115,7 @@ ROWS = [
     (FUSED._replace(key_length=200, causal=True), by_head, (draw(), draw(2, 2)), dict(deterministic=True)),
     (FUSED._replace(dtype="float32", bias="keys", lengths="both"), by_head, (draw(), draw(2, 2)), {}),
     (FUSED._replace(query_length=40, segments="sorted"), of_segments, (draw(2),), {}),
+    (FUSED._replace(dims=(320, 288), causal=True, key_length=140), by_head, (draw(), draw(2, 2)), {}),
 ]
 
 
@@ -132,6 +133,7 @@ TABLES = [
     FUSED._replace(score_mod="arrays", query_length=1, heads=(4, 2), key_length=700),
     FUSED._replace(score_mod="arrays", dtype="float32", window=(40, 10), offset="each", lengths="both"),
     FUSED._replace(score_mod="arrays", bias="full", dims=(192, 128), sinks=True),
+    FUSED._replace(score_mod="arrays", dims=(257, 512), causal=True),
 ]
 
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, is_wide, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
@@ -138,10 +138,14 @@ class _Cta(Cta[DbiasPlan]):
     def _add_head(self, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
         """Add one head's part to a tile of the gradient."""
         batch, head, tiles, seen = self.sharing_head(step, first_key)
-        add = lambda total: total + self._part((batch, head), tiles, bias)
+        own = self.own
+        if is_wide(self.plan.spec):
+            # The addresses of so many columns would be spilled.
+            own = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        add = lambda total: total + self._part((batch, head), tiles, bias, own)
         return add(total) if tiles.whole is None else lax.cond(seen, add, lambda total: total, total)
 
-    def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref) -> Array:
+    def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref, own: Any) -> Array:
         at = TileCoord(*place, self.own_rows.start, tiles.first)
         shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.plan.tile.keys)
         pieces = functools.partial(operand_pieces.of_tile, spec)
@@ -151,9 +155,9 @@ class _Cta(Cta[DbiasPlan]):
 
         def differentiate(acc_dp: Any, acc_s: Any) -> Array:
             plgpu.barrier_wait(shared.qk_full)
-            operand_pieces.mma(acc_s, pieces(shared.q.at[self.own]), operand_pieces.transposed(pieces(shared.k)), ops)
+            operand_pieces.mma(acc_s, pieces(shared.q.at[own]), operand_pieces.transposed(pieces(shared.k)), ops)
             plgpu.barrier_wait(shared.vo_full)
-            operand_pieces.mma(acc_dp, pieces(shared.do.at[self.own]), operand_pieces.transposed(pieces(shared.v)), ops)
+            operand_pieces.mma(acc_dp, pieces(shared.do.at[own]), operand_pieces.transposed(pieces(shared.v)), ops)
             s = ops.read(acc_s, pending=operand_pieces.products(spec))
             loaded = {"bias": ops.load(bias.at[self.own])} | packed_mask
             plgpu.barrier_arrive(shared.qk_empty)

@@ -18,15 +18,17 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_
 from jflash._backends.mosaic_gpu.inputs import (
     bf16_pieces,
     bias_and_mask,
+    is_wide,
     operand_pieces,
     row_statistics,
     score_mod_reads,
     whole_dims,
 )
-from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq
+from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq, backward_wide_plan
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
+from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, RowTiles, dq_accumulator
 from jflash._semantics.spec import Spec
@@ -118,11 +120,13 @@ class BackwardPlan:
 
     spec: Spec
     fused: FusedPlan | None
-    """One kernel for dQ, dK and dV; or else the two that follow."""
+    """One kernel for dQ, dK and dV; or else the two that follow, or those of a wide call."""
     dq: DqPlan | None
     dkv: DkvPlan | None
     dbias: DbiasPlan | None
     """For a bias with a query and a key axis."""
+    wide: tuple[WidePlan, ...] = ()
+    """A kernel for each of dQ, dK and dV."""
 
 
 def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
@@ -135,6 +139,8 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
     if dbias is not None:
         wanted = tuple(name for name in wanted if name != "bias")
+    if is_wide(spec):
+        return BackwardPlan(spec, None, None, None, dbias, backward_wide_plan.plan_backward(spec, processors, wanted))
     by_keys = lambda size: dataclasses.replace(
         BackwardSchedule.of(spec.heads, spec.key_heads, pl.cdiv(spec.key_length, size), spec.batch, processors),
         partial=spec.partial,
@@ -173,10 +179,12 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
 
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of every kernel of a backward."""
+    if bias_and_mask.has_bias_tiles(spec) and not smem.fits(backward_dbias.shared_memory(spec, _dbias_tiles(spec)[-1])):
+        return False
+    if is_wide(spec):
+        return backward_wide_plan.fits(spec)
     schedule = BackwardSchedule.of(spec.heads, spec.key_heads, 1, spec.batch, None)
     kernels = [backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1)), DkvPlan(spec, 1, schedule, True).launch.smem]
-    if bias_and_mask.has_bias_tiles(spec):
-        kernels.append(backward_dbias.shared_memory(spec, RowTiles(1, 64, 1)))
     return all(map(smem.fits, kernels))
 
 
@@ -196,12 +204,16 @@ def choose_dq_tiles(spec: Spec) -> DqTiles:
     return _tuning.choose(key, fitting)
 
 
+def _dbias_tiles(spec: Spec) -> list[RowTiles]:
+    """The tiles that the kernel for the bias's gradient may take."""
+    sizes = [(2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1)]
+    return [RowTiles(*size) for size in [*sizes, *[(1, 32, 1)] * is_wide(spec)]]
+
+
 def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
     assert spec.bias_dtype is not None
     assert spec.bias_shape is not None
-    sizes = ((2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1))
-    candidates = [RowTiles(*size) for size in sizes]
-    fitting = [tile for tile in candidates if smem.fits(backward_dbias.shared_memory(spec, tile))]
+    fitting = [tile for tile in _dbias_tiles(spec) if smem.fits(backward_dbias.shared_memory(spec, tile))]
     tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", _facts(spec)), fitting)
     each = 1
     if processors is not None:

@@ -12,7 +12,6 @@ from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, whole_dims
-from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, plan_forward
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, RowTiles, tile_range
 from jflash._semantics.spec import Spec
@@ -124,13 +123,8 @@ class TangentPlan(KernelPlan):
         )
 
 
-def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan | ForwardPlan:
-    """The plan of a call's tangent on a device with `processors` multiprocessors; `None` where that is unknown.
-
-    Where values alone move, it is a forward with their tangents for values.
-    """
-    if moving == frozenset({"value"}):
-        return plan_forward(spec, processors)
+def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan:
+    """The plan of a call's tangent on a device with `processors` multiprocessors; `None` where that is unknown."""
     plan = _smallest(spec, moving)
     assert plan is not None
     tile = _choose_tile(plan)
