@@ -81,13 +81,26 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "`score_mod` that closes over arrays": [CLOSED, TABLE],
     "`score_mod` that closes over arrays, with `deterministic=True`": [REFUSED_BY_XLA],
     "likewise, at an index computed from positions": [dict(**TABLE, deterministic=True)],
-    "a head dimension above 256": [dict(head_dim=257), dict(value_dim=257)],
+    "a head dimension of 257 to 576, not in float32": [
+        *(dict(dtype=jnp.bfloat16, **{name: dim}) for name in ("head_dim", "value_dim") for dim in (257, 576)),
+        dict(dtype=jnp.float16, head_dim=576, value_dim=512, **WHOLE),
+        dict(dtype=jnp.float16, head_dim=576, value_dim=512, **DROPOUT),
+    ],
+    "a head dimension above 576, in float32 above 256; in `jax.jvp` the keys' above 432": [
+        dict(head_dim=577),
+        dict(value_dim=577),
+        *(dict(dtype=jnp.float32, **{name: 257}) for name in ("head_dim", "value_dim")),
+        *(dict(derivative="tangent", dtype=jnp.bfloat16, head_dim=dim) for dim in (433, 576)),
+    ],
     "sequences split over devices": [
         dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
     ],
     "a gradient": [dict(derivative="backward")],
     "a gradient, where `score_mod` reads an array by position": [dict(**TABLE, derivative="backward")],
-    "`jax.jvp`": [dict(derivative="tangent")],
+    "`jax.jvp`": [
+        dict(derivative="tangent"),
+        *(dict(derivative="tangent", dtype=jnp.bfloat16, head_dim=dim, value_dim=512) for dim in (257, 432)),
+    ],
     "derivatives of second and higher order": [dict(derivative="all others")],
 }
 """What a call of the row has, besides bfloat16 and heads of 8: any of these."""
