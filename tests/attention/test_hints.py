@@ -254,7 +254,7 @@ def test_float32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert note.endswith("Got dtype float32.")
     assert notes(**shapes(1, 128, 2, 256, dtype=jnp.bfloat16)) == []
     assert notes(**shapes(1, 128, 2, 64)) == []  # heads with which float32 has the kernels too
-    assert notes(**shapes(1, 128, 2, 264)) == []  # heads that are too wide in any dtype
+    assert notes(**shapes(1, 128, 2, 584)) == []  # heads that are too wide in any dtype
     assert notes(**shapes(1, 128, 2, 256), implementation="xla") == []
     assert notes(**shapes(1, 128, 2, 256), implementation="mosaic_gpu") == []
     monkeypatch.undo()

@@ -229,10 +229,9 @@ PARTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=() if part == "gradients" else pytest.mark.slow) for part in PARTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("part", PARTS)
 def test_memory_falls_with_the_number_of_devices(part: str, is_causal: bool) -> None:
     """With 1,024 tokens on each device it stays as it is, however many there are."""
     options = dict(is_causal=is_causal, implementation="xla", sequence_strategy="ring")
