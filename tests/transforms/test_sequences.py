@@ -23,6 +23,7 @@ import jflash
 P = PartitionSpec
 
 IN_SHORT_RUN = [
+    ("causal", "ring"),
     ("causal, each its offset", "heads of one key head"),
     ("window", "both axes"),
     ("documents", "an axis each"),
