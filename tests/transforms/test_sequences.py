@@ -31,6 +31,7 @@ IN_SHORT_RUN = [
     ("bias and mask", "ring, odd chunks"),
     ("soft cap, sinks, traced scale", "keys alone"),
     ("dropout", "all to all"),
+    ("dropout", "ring"),
     ("everything", "batch, heads and sequence"),
 ]
 ROWS = [
