@@ -25,7 +25,7 @@ class Family(NamedTuple):
     call: Any
     """`forward(plan, operands, ops)`, and likewise `backward`."""
     plans: Callable[[Spec, int], tuple[Any, Any]]
-    """A call's forward and backward on a device with so many processors."""
+    """A call's forward and backward plans for a device with this number of multiprocessors."""
     ops: Any
     interpreter: Callable[[Any], Any]
 

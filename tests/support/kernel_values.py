@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import cases
 from cases import Case
 
 INTERPRETED = dict(
@@ -45,19 +46,7 @@ ON_HARDWARE = dict(
         (256, 256),
     ),
     batch=((), (2,), (2, 3)),
-    scale=(None, "static", "traced"),
-    soft_cap=(None, 1.5, 40.0),
-    bias=(None, "full", "keys", "queries", "heads"),
-    alibi=(False, True),
-    score_mod=(None, "indices", "arrays"),
-    mask=(None, "full", "keys", "queries"),
-    causal=(False, True),
-    offset=(None, "end", "negative", "each", "traced"),
-    window=(None, 40, (150, 0), (10, 90)),
-    lengths=(None, "queries", "keys", "both"),
-    segments=(None, "sorted", "unsorted"),
-    sinks=(False, True),
-    dropout=(False, True),
+    **(cases.FEATURES | dict(soft_cap=(None, 1.5, 40.0))),
 )
 """On a GPU."""
 

@@ -76,7 +76,7 @@ def test_decoding(query_length: int, processors: int, key_length: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [dict(causal=True, offset="end"), dict(bias="keys", lengths="keys")], ids=str)
 def test_sums_of_head_groups(options: dict):
-    """So many multiprocessors that the heads that share keys are several groups, whose dK and dV are summed."""
+    """On a device with many multiprocessors, heads that share keys form several groups, whose dK and dV are summed."""
     call = cases.build(Case("bfloat16", 200, 100, heads=(8, 1), dims=(64, 64), batch=(), **options))
     oracle.assert_right(run(call), call)
 

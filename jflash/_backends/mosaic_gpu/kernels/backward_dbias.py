@@ -140,7 +140,7 @@ class _Cta(Cta[DbiasPlan]):
         batch, head, tiles, seen = self.sharing_head(step, first_key)
         own = self.own
         if is_wide(self.plan.spec):
-            # The addresses of so many columns would be spilled.
+            # The compiler would spill the addresses of all these columns.
             own = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
         add = lambda total: total + self._part((batch, head), tiles, bias, own)
         return add(total) if tiles.whole is None else lax.cond(seen, add, lambda total: total, total)

@@ -230,7 +230,7 @@ class MainLoop:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
 
     def hand_over(self, state: Softmax) -> None:
-        """Show a tile's P to whoever else weighs values by it."""
+        """Pass a tile's P on to another warpgroup that weighs values by it."""
 
     def p(self, state: Softmax) -> Pieces:
         """P as an operand."""

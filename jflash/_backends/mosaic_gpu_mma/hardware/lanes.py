@@ -27,7 +27,7 @@ class Lanes(LaneWords):
         return _utils.c(value, self.long_type)
 
     def distance(self, index: Any, size: int) -> Any:
-        """So many items of a size, in 64 bits."""
+        """The bytes that `index` items of a size take, in 64 bits."""
         return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))
 
     def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[Any]:
