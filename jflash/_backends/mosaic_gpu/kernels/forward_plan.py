@@ -52,18 +52,12 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan(KernelPlan):
-    """A call's forward, known before any array."""
+class ForwardShape:
+    """The rows and heads of a forward whose plan has these fields."""
 
-    tile: RowTiles
-    schedule: ForwardSchedule
-    packed_heads: int = 1
-    """Query heads that share keys and are interleaved in the rows of one tile."""
-    splits: int = 1
-    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
-    output_parts: int = 0
-    """Parts in which the output leaves from a buffer of its own; 0: it takes the place of the queries."""
+    spec: Spec
+    packed_heads: int
+    splits: int
 
     @property
     def rows(self) -> int:
@@ -79,6 +73,20 @@ class ForwardPlan(KernelPlan):
     def out_dtype(self) -> Any:
         """The dtype in which the kernel stores the output."""
         return self.spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan(ForwardShape, KernelPlan):
+    """A call's forward, known before any array."""
+
+    tile: RowTiles
+    schedule: ForwardSchedule
+    packed_heads: int = 1
+    """Query heads that share keys and are interleaved in the rows of one tile."""
+    splits: int = 1
+    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
+    output_parts: int = 0
+    """Parts in which the output leaves from a buffer of its own; 0: it takes the place of the queries."""
 
     @property
     def queries_stay(self) -> bool:

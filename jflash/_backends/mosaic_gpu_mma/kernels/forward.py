@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import logits, online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, round_up
 from jflash._backends.mosaic_gpu.inputs import TileCoord
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardShape
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
@@ -47,23 +48,13 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPlan(TiledPlan):
+class ForwardPlan(ForwardShape, TiledPlan):
     """A call's forward, known before any array."""
 
     packed_heads: int = 1
     """Query heads that share keys and are interleaved in the rows of one tile."""
     splits: int = 1
     """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of queries of a head."""
-        return self.spec.query_length * self.packed_heads
-
-    @property
-    def heads(self) -> int:
-        """Heads of the rows."""
-        return self.spec.heads // self.packed_heads
 
     @property
     def launch(self) -> Launch:
@@ -74,8 +65,7 @@ class ForwardPlan(TiledPlan):
         """
         spec, blocks = self.spec, pl.cdiv(self.rows, self.tile.rows)
         order = (self.rows, self.heads) if self.packed_heads == 1 else (self.heads, self.rows)
-        out_dtype = spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)
-        out = jax.ShapeDtypeStruct((self.splits, spec.batch, *order, round_up(spec.value_dim, 8)), out_dtype)
+        out = jax.ShapeDtypeStruct((self.splits, spec.batch, *order, round_up(spec.value_dim, 8)), self.out_dtype)
         lse = jax.ShapeDtypeStruct((self.splits, spec.batch, self.heads, blocks * self.tile.rows), jnp.float32)
         return Launch(
             name=f"jflash_mma_forward_{spec.head_dim}_{spec.value_dim}",
