@@ -314,6 +314,18 @@ def with_bias_of_index(call: Call, values: Callable[[np.ndarray], np.ndarray]) -
     return dataclasses.replace(call, query=call.query * 0, bias=np.broadcast_to(bias, call.bias.shape))
 
 
+def with_large_logits(call: Call) -> Call:
+    """The call with logits from 700 to 701, the same ones in every 64 keys and each of them a number in float32: the
+    products, or the bias if it has one."""
+    logits = lambda key: 700 + key % 64 / 64
+    if call.bias is not None:
+        return with_bias_of_index(call, logits)
+    query, key = np.zeros_like(call.query), np.zeros_like(call.key)
+    query[..., 0], key[..., 0] = 1, logits(np.arange(key.shape[-3]))[:, None]
+    slopes = None if call.alibi_slopes is None else np.zeros_like(call.alibi_slopes)
+    return dataclasses.replace(call, query=query, key=key, scale=1.0, alibi_slopes=slopes)
+
+
 def large_biases_in_a_window(large: int) -> Call:
     """Every other `large` keys have large biases; a window's first tile begins at any multiple of 8."""
     case = Case("bfloat16", 523, 523, heads=(1, 1), dims=(80, 80), batch=(), bias="keys", window=(150, 0))

@@ -25,33 +25,43 @@ class Exponent:
     """The largest reference whose rounding scales probabilities by no more than their dtype has room for."""
 
     def __call__(self, logits: Array, reference: Array) -> Array:
-        """Probabilities from logits and, broadcast to them, what `of` returned for their reference."""
+        """Probabilities from logits and, broadcast to them, their reference in `units`."""
         if self.exact:
             return jnp.exp2((logits - reference) * self.factor)
         return jnp.exp2(logits * self.factor - reference)
 
+    def units(self, logits: Array) -> Array:
+        """Logits as what probabilities are relative to is kept: in base 2, unless they have to be exact."""
+        return logits if self.exact else logits * self.factor
+
     def relative_to(self, reference: Array) -> tuple[Array | float, Array]:
-        """Two numbers for a row, with which exp2(logits * factor - subtrahend) are its weights.
+        """Two numbers for a row, with which exp2(logits * factor - subtrahend) are its weights; `reference` in `units`.
 
         Rounding the subtrahend scales all of them alike, and they are divided by their sum. Past the limit the factor
         is 1, and nothing is rounded: logits are so far apart that the largest has all the weight either way.
         """
         if not self.exact:
-            return self.factor, self.of(reference)
-        factor = jnp.where(jnp.abs(reference) < self.limit, self.factor, 1.0)
-        return factor, reference * factor
+            return self.factor, reference
+        is_below = self._is_below_limit(reference)
+        return jnp.where(is_below, self.factor, 1.0), self._subtrahend(reference, is_below)
 
     def rescaling(self, before: Array, reference: Array) -> Array:
-        """The factor that makes weights relative to a row's `before` relative to its new reference."""
-        (factor_before, subtrahend_before), (factor, subtrahend) = map(self.relative_to, (before, reference))
-        difference = subtrahend_before - subtrahend
-        if self.exact:
-            difference = jnp.where(factor_before == factor, difference, before - reference)
-        return jnp.exp2(difference)
+        """The factor that makes weights relative to a row's `before` relative to its new reference.
 
-    def of(self, reference: Array) -> Array:
-        """A reference, in the units of logits, as it is subtracted."""
-        return reference if self.exact else reference * self.factor
+        Both subtrahends are numbers that were rounded, and no product stands next to the difference: the compiler
+        would make one instruction of the two, which does not round, and with every tile the weights before would drift.
+        """
+        if not self.exact:
+            return jnp.exp2(before - reference)
+        was_below, is_below = map(self._is_below_limit, (before, reference))
+        difference = self._subtrahend(before, was_below) - self._subtrahend(reference, is_below)
+        return jnp.exp2(jnp.where(was_below == is_below, difference, before - reference))
+
+    def _is_below_limit(self, reference: Array) -> Array:
+        return jnp.abs(reference) < self.limit
+
+    def _subtrahend(self, reference: Array, is_below_limit: Array) -> Array:
+        return jnp.where(is_below_limit, reference * self.factor, reference)
 
 
 def is_plain(spec: Spec) -> bool:

@@ -33,7 +33,7 @@ class Softmax(NamedTuple):
     p: Float[Array, "rows keys"]
     """In the call's dtype."""
     m: Float[Array, "rows"]
-    """What P is relative to: the largest logit so far, as the exponent takes it. With a soft cap sometimes 0, and then
+    """What P is relative to: the largest logit so far, in the exponent's `units`. With a soft cap sometimes 0, and then
     never -inf."""
     l: Float[Array, "rows"]
     rescale: Float[Array, "rows"]
@@ -45,7 +45,7 @@ def step(
 ) -> Softmax:
     """Show the rows the logits of more keys: s, times `unit`."""
     inputs, dtype = mask.inputs, mask.inputs.spec.dtype
-    m = s.max(axis=1) * unit
+    m = exponent.units(s.max(axis=1) * unit)
     if before is not None:
         m = jnp.maximum(before.m, m)
     reference = finite_or_zero(m)
@@ -132,7 +132,7 @@ def finish(
     """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
     empty = state.l == 0
     unit = 1.0 if exponent.exact else 1 / LOG2_E
-    reference, l = exponent.of(finite_or_zero(state.m)) * unit, state.l
+    reference, l = finite_or_zero(state.m) * unit, state.l
     factor = 1 / jnp.where(empty, 1.0, l)
     if sink is not None:
         largest = jnp.maximum(reference, sink)
