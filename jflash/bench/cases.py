@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,14 +13,15 @@ import numpy as np
 from jaxtyping import Array
 
 from jflash._platform import Platform
+from jflash.bench import score_mods
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Mask = Literal["full", "causal"]
 Work = Literal["fwd", "bwd", "fwd+bwd", "jvp"]
 """jvp: forward mode, the forward and its tangent in one call."""
 
-DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
-"""The arrays whose gradients the backward computes, where a case has them."""
+DIFFERENTIATED = ("query", "key", "value", "bias", "sinks", "rate", "table")
+"""The arrays whose gradients the backward computes, where a case has them. The last two are a `score_mod`'s."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Case:
     dtype: Dtype
     is_feature: bool = False
     """Whether it shows what an option costs; else it is of the grid of lengths."""
+    asked_width: int | None = None
+    """Heads times head dimension as they were asked for, if that is no multiple of the head dimension."""
     is_causal: bool = False
     window: int | None = None
     """How many keys a query sees, itself included."""
@@ -51,6 +56,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     dropout_rate: float = 0.0
+    score_mod: score_mods.Name | None = None
     has_backward: bool = True
     """Whether such a call is ever differentiated: decoding is not."""
 
@@ -62,43 +68,64 @@ class Grid:
     lengths: tuple[int, ...]
     """Tokens in a sequence."""
     widths: tuple[int, ...]
-    """Heads times head dimension."""
-    head_dims: tuple[int, ...]
-    """Head dimensions, which must divide the widths."""
+    """Heads times head dimension: there are as many heads as fit, and at least one."""
+    head_dims: tuple[str, ...]
+    """Head dimensions, such as 128, or 192/128 for keys of 192 and values of 128."""
     masks: tuple[Mask, ...]
     """What a query sees: everything, or what is not after it."""
     tokens: int
     """Tokens in a batch: the batch size is this divided by the length, and at least 1."""
     dtype: Dtype
     """The dtype of query, key, value and output."""
-    features: bool = False
-    """Also measure what every option costs, on two sequences that together have `tokens`, of the first width."""
+    features: tuple[str, ...] | None = None
+    """Also measure what options and unusual heads cost, on two sequences that together have `tokens`, of the first
+    width: every one, or, if words follow, those that have one of them in their names, such as score_mod."""
 
     @staticmethod
     def for_platform(platform: Platform) -> Grid:
         """On a GPU what FlashAttention's README shows; elsewhere what two cores of a CPU do in three minutes."""
         if platform.name == "gpu":
             lengths = (512, 1024, 2048, 4096, 8192, 16384)
-            return Grid(lengths, (2048,), (64, 128, 256), ("full", "causal"), tokens=16384, dtype="bfloat16")
-        return Grid((512, 1024, 2048, 4096), (512,), (64,), ("full", "causal"), tokens=4096, dtype="float32")
+            return Grid(lengths, (2048,), ("64", "128", "256"), ("full", "causal"), tokens=16384, dtype="bfloat16")
+        return Grid((512, 1024, 2048, 4096), (512,), ("64",), ("full", "causal"), tokens=4096, dtype="float32")
 
     def cases(self) -> list[Case]:
         """All of them.
 
         Raises:
-          ValueError: if a head dimension does not divide a width.
+          ValueError: if a head dimension is none, or no option has a word in its name.
         """
-        for width, head_dim in ((w, d) for w in self.widths for d in self.head_dims if w % d):
-            raise ValueError(f"A head dimension must divide the width. Got {head_dim} and {width}.")
         grid = [
-            square(mask, self.dtype, max(1, self.tokens // length), length, width // head_dim, head_dim)
+            dataclasses.replace(
+                square(mask, self.dtype, max(1, self.tokens // length), length, max(1, width // keys), keys),
+                value_dim=values,
+                is_causal=mask == "causal",
+                asked_width=width if width % keys else None,
+            )
             for width in self.widths
-            for head_dim in self.head_dims
+            for keys, values in map(_head_dims, self.head_dims)
             for mask in self.masks
             for length in self.lengths
         ]
-        grid = [dataclasses.replace(case, is_causal=case.name == "causal") for case in grid]
-        return grid + (feature_cases(self.tokens, self.widths[0], self.dtype) if self.features else [])
+        if self.features is None:
+            return grid
+        return grid + _named(feature_cases(self.tokens, self.widths[0], self.dtype), self.features)
+
+
+def _head_dims(text: str) -> tuple[int, int]:
+    """Of keys and of values."""
+    found = re.fullmatch(r"([1-9]\d*)(?:/([1-9]\d*))?", text)
+    if found is None:
+        raise ValueError(f"A head dimension is written as 128, or as 192/128 for keys and values. Got {text!r}.")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _named(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
+    """Those with one of the words in their names; all, if there are no words."""
+    for word in words:
+        if not any(word in case.name for case in cases):
+            raise ValueError(f"No option has {word!r} in its name. There are: {'; '.join(c.name for c in cases)}.")
+    return [case for case in cases if not words or any(word in case.name for word in words)]
 
 
 def square(name: str, dtype: Dtype, batch: int, length: int, heads: int, head_dim: int) -> Case:
@@ -119,7 +146,9 @@ def feature_cases(tokens: int, width: int, dtype: Dtype) -> list[Case]:
     small = dict(head_dim=64, value_dim=64, batch=2 * length // short, queries=short, keys=short)
     ragged = length * 5000 // 8192
     odd = dict(head_dim=80, value_dim=80, queries=ragged, keys=ragged)
-    cache = dict(batch=16, queries=1, keys=4 * length, key_heads=fewer, has_backward=False)
+    wide = dict(head_dim=512, value_dim=512, heads=max(1, width // 512), key_heads=max(1, width // 512))
+    latent = dict(head_dim=576, value_dim=512, key_heads=1)
+    cache = dict(batch=16, queries=1, keys=4 * length, has_backward=False)
     return [
         plain,
         case("causal, grouped heads", is_causal=True, key_heads=fewer),
@@ -130,14 +159,22 @@ def feature_cases(tokens: int, width: int, dtype: Dtype) -> list[Case]:
         case("causal, soft cap", is_causal=True, soft_cap=50.0),
         case("causal, ALiBi", is_causal=True, alibi=True),
         case("causal, sinks", is_causal=True, sinks=True),
+        case("causal, score_mod: soft cap", is_causal=True, score_mod="soft cap"),
+        case("causal, score_mod: per head", is_causal=True, score_mod="per head"),
+        case("score_mod: scalar", score_mod="scalar"),
+        case("score_mod: relative", score_mod="relative"),
         case("dropout of 0.1", dropout_rate=0.1),
         case("causal, 8 packed segments", is_causal=True, segments=8),
         case("half is padding", length=max(1, length // 2)),
         case("causal, keys of 192, values of 128", is_causal=True, head_dim=192),
+        case("causal, d72", is_causal=True, head_dim=72, value_dim=72),
         case("causal, ragged, d80", is_causal=True, **odd),
         case("causal, d96", is_causal=True, head_dim=96, value_dim=96),
+        case("causal, d512", is_causal=True, **wide),
+        case("causal, latent, keys of 576, values of 512", is_causal=True, **latent),
         case("causal, short, d64", is_causal=True, **small),
-        case("decoding, grouped heads", **cache),
+        case("decoding, grouped heads", **cache, key_heads=fewer),
+        case("decoding, latent, keys of 576, values of 512", **cache, **latent),
     ]
 
 
@@ -180,7 +217,7 @@ def flops(case: Case, work: Work) -> float:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """The arguments of `jflash.attention` that are no arrays, where they are not the defaults."""
+    """The arguments of `jflash.attention` that are no arrays, where they are not the defaults, but for `score_mod`."""
     given: dict[str, Any] = {}
     if case.is_causal:
         given["is_causal"] = True
@@ -200,6 +237,8 @@ class Data(NamedTuple):
     """Of `jflash.attention`, by their names."""
     cotangent: Array
     """Of the output."""
+    captured: dict[str, Array]
+    """What its `score_mod` closes over, by names of their own."""
 
 
 def data(case: Case) -> Data:
@@ -225,9 +264,10 @@ def data(case: Case) -> Data:
     if case.segments > 1:
         arrays["segment_ids"] = jnp.tile(_segment(case, np.arange(T)).astype(np.int32), (B, 1))
     if case.alibi:
-        arrays["alibi_slopes"] = 2.0 ** -jnp.linspace(1, 8, N)
+        arrays["alibi_slopes"] = score_mods.slopes(N)
     if case.sinks:
         arrays["sinks"] = jnp.zeros(N)
     if case.dropout_rate > 0:
         arrays["dropout_key"] = jax.random.PRNGKey(2)
-    return Data(arrays, cotangent)
+    captured = {} if case.score_mod is None else score_mods.SCORE_MODS[case.score_mod].captured(N)
+    return Data(arrays, cotangent, captured)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Generator, Sequence
+from multiprocessing.connection import Connection
 from typing import Annotated, Literal
 
 import jax
@@ -15,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jflash import _platform
-from jflash.bench import peers, pictures, record, report, tune
+from jflash.bench import limits, measure, peers, pictures, record, report, tune
 from jflash.bench.cases import Grid
-from jflash.bench.measure import measure
+from jflash.bench.measure import Step
 from jflash.bench.peers import PEERS, Name
 
 
@@ -38,7 +41,14 @@ class Settings:
     rounds: int = 3
     """Rounds of measurements; each round measures every piece of work once."""
     output: pathlib.Path | None = None
-    """A folder in which to write bench.json and the pictures."""
+    """A folder in which to write the record, after each case, and the pictures, at the end."""
+    name: str = "bench"
+    """What the record, NAME.json, and the pictures are called."""
+    resume: bool = False
+    """Go on with the record in the output folder, if there is one: measure what it lacks, and nothing twice."""
+    limit_s: float | None = None
+    """Seconds that a library may take for a case, with compilation. Then it is refused, and the run goes on in another
+    process. So it does if a library crashes."""
     tune: bool = False
     """Compare no libraries: find the fastest tiles of jflash's kernels on this device, and keep them for later use."""
     source: Annotated[pathlib.Path | None, tyro.conf.arg(name="from")] = None
@@ -57,31 +67,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.tune:
         _tune(settings, console)
         return
+    if settings.output is None and (settings.resume or settings.limit_s is not None):
+        sys.exit("--resume and --limit-s need a record on disk: say where with --output.")
+    if settings.output is not None:
+        settings.output.mkdir(parents=True, exist_ok=True)
     if settings.source is not None:
         found, stem = record.read(settings.source), settings.source.stem
     else:
-        found, stem = _measured(settings, console), "bench"
+        with _steps(console, "matrix product") as step:
+            found, stem = _measured(settings, lambda begun: step(begun.label, begun.steps)), settings.name
     report.show(console, report.table(found))
     if settings.output is None:
         return
-    settings.output.mkdir(parents=True, exist_ok=True)
     if settings.source is None:
-        found.write(settings.output / "bench.json")
+        console.print(f"wrote {settings.output / stem}.json")
     for path in pictures.draw(found, settings.output, stem):
         console.print(f"wrote {path}")
 
 
-def _measured(settings: Settings, console: Console) -> record.Record:
-    with _steps(console, "matrix product") as step:
-        libraries = peers.asking_for(settings.implementation)
-        cases, work = settings.grid.cases(), settings.work
-        backward, forward_mode = "bwd" in work, "jvp" in work
-        return measure(cases, settings.peers, backward, settings.rounds, step, libraries, forward_mode=forward_mode)
+def _measured(settings: Settings, step: Step) -> record.Record:
+    path = None if settings.output is None else settings.output / f"{settings.name}.json"
+    if path is None or settings.limit_s is None:
+        return _measure(settings, path, settings.resume, step)
+    works = functools.partial(measure.works, backward="bwd" in settings.work, forward_mode="jvp" in settings.work)
+    measuring = functools.partial(_in_process, settings, path)
+    return limits.measured(measuring, path, settings.resume, settings.limit_s, works, step)
+
+
+def _measure(settings: Settings, path: pathlib.Path | None, resume: bool, step: Step) -> record.Record:
+    return measure.measure(
+        settings.grid.cases(),
+        settings.peers,
+        "bwd" in settings.work,
+        settings.rounds,
+        step,
+        peers.asking_for(settings.implementation),
+        forward_mode="jvp" in settings.work,
+        earlier=record.read(path) if resume and path is not None and path.exists() else None,
+        keep=lambda found: None if path is None else found.write(path),
+    )
+
+
+def _in_process(settings: Settings, path: pathlib.Path, connection: Connection, resume: bool) -> None:
+    """All of a run, told to a process that watches it."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    _measure(settings, path, resume, connection.send)
+    connection.send(None)
 
 
 def _tune(settings: Settings, console: Console) -> None:
     # Options have choices of their own.
-    cases = dataclasses.replace(settings.grid, features=True).cases()
+    cases = dataclasses.replace(settings.grid, features=()).cases()
     with _steps(console, "tracing") as step:
         found = tune.tune(cases, settings.rounds, step)
     report.show(console, tune.table(found))

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 import jflash
 from jflash._platform import Platform
-from jflash.bench import clocks, packages
+from jflash.bench import clocks, packages, score_mods
 from jflash.bench.cases import DIFFERENTIATED, Case, Data, Work, options
 
 
@@ -47,34 +48,52 @@ class InJax:
         """A dtype or an argument that it does not have."""
         if case.dtype not in self.dtypes:
             return f"It takes {' and '.join(self.dtypes)}, not {case.dtype}."
-        parameters = inspect.signature(self.load()).parameters.values()
-        unknown = [name for name in names if name not in {parameter.name for parameter in parameters}]
-        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return f"It has no argument {', '.join(unknown)}."
-        return None
+        unknown = [name for name in names if not self._takes(name)]
+        if case.score_mod is not None and self._form(case.score_mod) is None:
+            unknown += ["score_mod", score_mods.SCORE_MODS[case.score_mod].stand_in]
+        return f"It has no argument {', '.join(unknown)}." if unknown else None
+
+    def _takes(self, name: str) -> bool:
+        parameters = inspect.signature(self.load()).parameters
+        return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+    def _form(self, name: score_mods.Name) -> score_mods.Form | None:
+        forms: tuple[score_mods.Form, ...] = ("score_mod", score_mods.SCORE_MODS[name].stand_in)
+        return next((form for form in forms if self._takes(form)), None)
 
     def serving(self, case: Case, data: Data) -> str | None:
         """The one asked for, or the one that jflash chooses."""
         if self.package != "jflash" or self.implementation is not None:
             return self.implementation
-        return jflash.explain(**data.arguments, **options(case)).partition(" ")[0]
+        modification = _modification(case, "score_mod", data.captured)
+        return jflash.explain(**data.arguments, **options(case), **modification).partition(" ")[0]
 
     def prepare(self, case: Case, work: Work, data: Data) -> clocks.Prepared:
         """Compiled by JAX."""
         chosen = {} if self.implementation is None else {"implementation": self.implementation}
-        function, arguments = function_of_arrays(case, work, data, functools.partial(self.load(), **chosen))
+        form = None if case.score_mod is None else self._form(case.score_mod)
+        function, arguments = function_of_arrays(case, work, data, functools.partial(self.load(), **chosen), form)
         return clocks.prepare(function, *arguments)
 
 
 def function_of_arrays(
-    case: Case, work: Work, data: Data, attention: Callable[..., Any] = jflash.attention
+    case: Case,
+    work: Work,
+    data: Data,
+    attention: Callable[..., Any] = jflash.attention,
+    form: score_mods.Form | None = "score_mod",
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The work as a function of arrays, and these."""
-    attend = functools.partial(attention, **options(case))
+    """The work as a function of arrays, and these. `form` is how `attention` is asked for what a `score_mod` does."""
+    arrays = {**data.arguments, **data.captured}
+
+    def attend(**arrays: Array) -> Any:
+        captured = {name: arrays.pop(name) for name in data.captured}
+        return attention(**arrays, **options(case), **_modification(case, form, captured))
+
     if work == "fwd":
-        return lambda arguments: attend(**arguments), (data.arguments,)
-    variable = {name: array for name, array in data.arguments.items() if name in DIFFERENTIATED}
-    constant = {name: array for name, array in data.arguments.items() if name not in DIFFERENTIATED}
+        return lambda arguments: attend(**arguments), (arrays,)
+    variable = {name: array for name, array in arrays.items() if name in DIFFERENTIATED}
+    constant = {name: array for name, array in arrays.items() if name not in DIFFERENTIATED}
 
     if work == "jvp":
         # Along the arrays themselves: time does not depend on the direction.
@@ -86,3 +105,13 @@ def function_of_arrays(
         return out, pull_back(cotangent)
 
     return both, (variable, constant, data.cotangent)
+
+
+def _modification(case: Case, form: score_mods.Form | None, captured: dict[str, Array]) -> dict[str, Any]:
+    """The argument by which the case's `score_mod` is asked for, if it has one."""
+    name = case.score_mod
+    if name is None or form is None:
+        return {}
+    if form == "bias":
+        return {form: score_mods.bias(name, captured, case.heads, case.queries, case.keys, case.dtype)}
+    return {form: score_mods.CAP if form == "logits_soft_cap" else score_mods.bound(name, jnp, captured)}

@@ -12,7 +12,7 @@ from typing import Any
 from jaxtyping import Array
 
 from jflash._platform import Platform
-from jflash.bench import clocks, packages
+from jflash.bench import clocks, packages, score_mods
 from jflash.bench.cases import DIFFERENTIATED, Case, Data, Work, options
 from jflash.bench.record import Figures
 
@@ -66,7 +66,14 @@ class InTorch:
         if case.dtype not in self.dtypes:
             return f"It takes {' and '.join(self.dtypes)}, not {case.dtype}."
         unknown = [name for name in names if name not in self.arguments]
+        if case.score_mod is not None and self._form(case.score_mod) is None:
+            unknown.append("score_mod")
         return f"It has no argument {', '.join(unknown)}." if unknown else None
+
+    def _form(self, name: score_mods.Name) -> score_mods.Form | None:
+        """No bias: torch would make it in one pass over memory for each operation."""
+        forms: tuple[score_mods.Form, ...] = ("score_mod", score_mods.SCORE_MODS[name].stand_in)
+        return next((form for form in forms if form != "bias" and form in self.arguments), None)
 
     def serving(self, case: Case, data: Data) -> str | None:
         """It does not say."""
@@ -83,11 +90,17 @@ class InTorch:
         torch = _torch()
         torch.set_num_threads(os.cpu_count() or 1)
         tensors = {name: self._tensor(name, array) for name, array in data.arguments.items() if self.arguments[name]}
+        captured = {name: self._tensor(name, array) for name, array in data.captured.items()}
         cotangent = self._tensor("cotangent", data.cotangent)
-        given = {own: value for name, value in {**tensors, **options(case)}.items() if (own := self.arguments[name])}
+        asked = {**tensors, **options(case)}
+        if case.score_mod is not None and (form := self._form(case.score_mod)) is not None:
+            capped = form == "logits_soft_cap"
+            asked[form] = score_mods.CAP if capped else score_mods.bound(case.score_mod, torch, captured)
+        given = {own: value for name, value in asked.items() if (own := self.arguments[name])}
         if case.heads != case.key_heads:
             given |= self.for_grouped_heads
         attend = functools.partial(self.load(), **given)
+        tensors |= captured
         arguments = sum(tensor.nbytes for tensor in tensors.values())
         if work == "fwd":
             return _prepared(attend, arguments)
@@ -122,6 +135,44 @@ def dot_product_attention() -> InTorch:
         ),
         heads_first=True,
         for_grouped_heads={"enable_gqa": True},
+    )
+
+
+def flex_attention() -> InTorch:
+    """`torch.nn.attention.flex_attention`, compiled. On a CPU it has no backward.
+
+    Source: https://docs.pytorch.org/docs/2.15/nn.attention.flex_attention.html.
+    """
+
+    def load() -> Callable[..., Any]:
+        module = importlib.import_module("torch.nn.attention.flex_attention")
+
+        # A function of its own for each case: torch compiles one of them for a few cases only.
+        def attention(*arrays: Any, **options: Any) -> Any:
+            return module.flex_attention(*arrays, **options)
+
+        attention.__code__ = attention.__code__.replace()
+        compiled = _torch().compile(attention, fullgraph=True, dynamic=False)
+        before = lambda batch, head, query, key: query >= key
+
+        @functools.cache
+        def causal(queries: int, keys: int, device: Any) -> Any:
+            return module.create_block_mask(before, None, None, queries, keys, device=device)
+
+        def attend(query: Any, key: Any, value: Any, *, is_causal: bool = False, **options: Any) -> Any:
+            mask = causal(query.shape[2], key.shape[2], query.device) if is_causal else None
+            return compiled(query, key, value, block_mask=mask, **options)
+
+        return attend
+
+    return InTorch(
+        package="torch",
+        module="torch.nn.attention.flex_attention",
+        load=load,
+        arguments=dict(query="query", key="key", value="value", is_causal="is_causal", score_mod="score_mod"),
+        heads_first=True,
+        for_grouped_heads={"enable_gqa": True},
+        needs_nvidia=True,
     )
 
 

@@ -1,4 +1,5 @@
-"""Every case by every peer, in turns: each round measures each once, so that a machine's moods are shared fairly.
+"""One case after the other by every peer, in turns: each round does all its work once, so that a machine's moods are
+shared fairly. What a case has given is kept before the next one begins.
 
 What a GPU has just done says how fast it is: a clock that was lowered for want of power stays low for some tens of
 milliseconds. So the peers do the same work one after the other, and in each round another one is the first.
@@ -11,6 +12,7 @@ import datetime
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,18 @@ from jflash.bench.cases import Case, Data, Work, data, options
 from jflash.bench.peers import PEERS, Name, Peer, versions
 from jflash.bench.record import About, Figures, Product, Record, Row
 
-Step = Callable[[str, int], None]
-"""Is told what comes next, and how many steps there are in all."""
+
+class Begun(NamedTuple):
+    """A step that comes next."""
+
+    label: str
+    steps: int
+    """How many there are in all."""
+    case: Case
+    peer: Name
+
+
+Step = Callable[[Begun], None]
 
 
 @dataclasses.dataclass
@@ -58,31 +70,21 @@ def measure(
     libraries: Mapping[Name, Peer] = PEERS,
     *,
     forward_mode: bool = False,
+    earlier: Record | None = None,
+    keep: Callable[[Record], None] = lambda record: None,
 ) -> Record:
-    """All figures. Peers that are not here are listed with the reason."""
+    """All figures. Peers that are not here are listed with the reason.
+
+    Args:
+      earlier: what a run that was cut off has measured already.
+      keep: is given the record as it is before the first case and after each.
+
+    Raises:
+      ValueError: if figures would not compare with the earlier ones.
+    """
     here = _platform.current()
     reasons: dict[Name, str | None] = {name: libraries[name].missing(here) for name in peers}
     present: list[Name] = [name for name, reason in reasons.items() if reason is None]
-    works: tuple[Work, ...] = ("fwd", *(["fwd+bwd"] if backward else []), *(["jvp"] if forward_mode else []))
-    steps = (1 + rounds) * len(present) * sum(len(works) if case.has_backward else 1 for case in cases)
-
-    size, dtype = (8192, "bfloat16") if here.name == "gpu" else (2048, "float32")
-    # Not of zeros or ones: what a GPU's power allows depends on the bits that change.
-    factors = [jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(0))]
-    product, product_ms = clocks.prepare(jnp.dot, *factors), list[float]()
-    turns: list[_Turn] = []
-    for case in cases:
-        arrays = data(case)
-        for peer in present:
-            for work in works if case.has_backward else works[:1]:
-                step(f"compile {peer}, {case.name}", steps)
-                turns.append(_turn(case, peer, libraries[peer], work, arrays))
-    for number in range(rounds):
-        product_ms += product.sample()
-        for turn in _in_order(turns, number):
-            step(f"round {number + 1} of {rounds}, {turn.peer}, {turn.case.name}", steps)
-            turn.sample()
-    rate = Product(size, dtype, statistics.median(product_ms))
     device = _platform.device_name()
     about = About(
         date=str(datetime.date.today()),
@@ -91,14 +93,58 @@ def measure(
         versions=versions(present) | ({"tiles": "tuned"} if _tuning.is_tuned(device) else {}),
         missing={name: reason for name, reason in reasons.items() if reason is not None},
     )
-    return Record(about, rate, tuple(_rows(turns, rate.tflops)))
+    record = Record(about, _product(rounds), ()) if earlier is None else earlier.continued(about, present)
+    keep(record)
+    ceiling = None if record.product is None else record.product.tflops
+    left: list[tuple[Case, tuple[Work, ...], list[Name]]] = []
+    for case in cases:
+        done = works(case, backward, forward_mode)
+        left.append((case, done, [peer for peer in present if not record.has(case, peer, done)]))
+    steps = (1 + rounds) * sum(len(done) * len(lacking) for _, done, lacking in left)
+    for case, done, lacking in left:
+        if not lacking:
+            continue
+        arrays = data(case)
+        turns: list[_Turn] = []
+        for peer in lacking:
+            for work in done:
+                step(Begun(f"compile {peer}, {case.name}", steps, case, peer))
+                turns.append(_turn(case, peer, libraries[peer], work, arrays))
+        for number in range(rounds):
+            for turn in _in_order(turns, number):
+                label = f"round {number + 1} of {rounds}, {turn.peer}, {case.name}"
+                step(Begun(label, steps, case, turn.peer))
+                turn.sample()
+        record = record.with_rows([*_rows(turns, ceiling)])
+        keep(record)
+    return record
+
+
+def works(case: Case, backward: bool, forward_mode: bool) -> tuple[Work, ...]:
+    """What is timed of a case."""
+    if not case.has_backward:
+        return ("fwd",)
+    return ("fwd", *(("fwd+bwd",) if backward else ()), *(("jvp",) if forward_mode else ()))
+
+
+def _product(rounds: int) -> Product:
+    size, dtype = (8192, "bfloat16") if _platform.current().name == "gpu" else (2048, "float32")
+    # Not of zeros or ones: what a GPU's power allows depends on the bits that change.
+    factors = [jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(0))]
+    product = clocks.prepare(jnp.dot, *factors)
+    return Product(size, dtype, statistics.median([ms for _ in range(rounds) for ms in product.sample()]))
+
+
+def refused(case: Case, peer: Name, done: Sequence[Work], reason: str) -> list[Row]:
+    """The rows of what was not done, for one reason."""
+    return [*_rows([_Turn(case, peer, work, None, reason) for work in done], None)]
 
 
 def _in_order(turns: Sequence[_Turn], number: int) -> Iterator[_Turn]:
-    """The turns of a round: of each work of a case those of all peers, of whom another is the first in each."""
-    groups: dict[tuple[Case, Work], list[_Turn]] = {}
+    """The turns of a round: of each work those of all peers, of whom another is the first in each."""
+    groups: dict[Work, list[_Turn]] = {}
     for turn in turns:
-        groups.setdefault((turn.case, turn.work), []).append(turn)
+        groups.setdefault(turn.work, []).append(turn)
     for group in groups.values():
         first = number % len(group)
         yield from group[first:]
@@ -122,9 +168,9 @@ def _attempt[T](function: Callable[[], T]) -> T | str:
         return f"{type(error).__name__}: {sentence[:200]}"
 
 
-def _rows(turns: Sequence[_Turn], ceiling: float) -> Iterator[Row]:
+def _rows(turns: Sequence[_Turn], ceiling: float | None) -> Iterator[Row]:
     """Those measured, and the backward's, whose time is that of both less the forward's."""
-    for _, group in itertools.groupby(turns, key=lambda turn: (turn.case, turn.peer)):
+    for _, group in itertools.groupby(turns, key=lambda turn: turn.peer):
         found: dict[Work, _Turn] = {turn.work: turn for turn in group}
         turn = found["fwd"]
         figures: dict[Work, Figures] = {"fwd": turn.figures()}

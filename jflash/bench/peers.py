@@ -16,7 +16,7 @@ from jflash.bench.cases import Case, Data, Work
 from jflash.bench.clocks import Prepared
 from jflash.bench.in_jax import InJax
 
-Name = Literal["jflash", "jax.nn", "cuDNN", "tokamax", "torch", "FlashAttention-4"]
+Name = Literal["jflash", "jax.nn", "cuDNN", "tokamax", "torch", "flex_attention", "FlashAttention-4"]
 
 
 class Peer(Protocol):
@@ -54,9 +54,10 @@ PEERS: dict[Name, Peer] = {
     "cuDNN": InJax("jax", lambda: jax.nn.dot_product_attention, "cudnn", True, ("bfloat16", "float16")),
     "tokamax": InJax("tokamax", _tokamax),
     "torch": in_torch.dot_product_attention(),
+    "flex_attention": in_torch.flex_attention(),
     "FlashAttention-4": in_torch.flash_attention_4(),
 }
-"""By the names under which they are shown; cuDNN's is its attention by way of jax.nn."""
+"""By the names under which they are shown; cuDNN's is its attention by way of jax.nn, and flex_attention is torch's."""
 
 
 def asking_for(implementation: str | None) -> Mapping[Name, Peer]:

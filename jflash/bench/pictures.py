@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from jflash.bench.record import Record, Row
-from jflash.bench.report import notes, rate_unit, shape
+from jflash.bench.report import head_dims, notes, rate_unit, shape
 
 COLOURS = {
     "jflash": "#d9480f",
@@ -19,6 +19,7 @@ COLOURS = {
     "cuDNN": "#2b8a3e",
     "tokamax": "#1971c2",
     "torch": "#6741d9",
+    "flex_attention": "#c2255c",
     "FlashAttention-4": "#e8a200",
 }
 TITLES = {"fwd": "forward", "bwd": "backward"}
@@ -50,7 +51,8 @@ def draw(record: Record, folder: pathlib.Path, stem: str) -> list[pathlib.Path]:
 
 def by_length(record: Record, rows: Sequence[Row], title: str) -> Figure:
     """A panel for each head dimension and mask; in it, for each sequence length, a bar for each peer."""
-    dims, masks, peers = (_distinct(rows, name) for name in ("head_dim", "case", "peer"))
+    masks, peers = (_distinct(rows, name) for name in ("case", "peer"))
+    dims = list(dict.fromkeys(map(head_dims, rows)))
     lengths = sorted(_distinct(rows, "queries"))
     thousand = 1 if rate_unit(rows) == "TFLOP/s" else 1e3
     panel = max(4.0, 0.8 + 0.36 * len(lengths) * len(peers))
@@ -59,7 +61,7 @@ def by_length(record: Record, rows: Sequence[Row], title: str) -> Figure:
     for (line, dim), (column, mask) in itertools.product(enumerate(dims), enumerate(masks)):
         axes = panels[line, column]
         for number, peer in enumerate(peers):
-            found = {row.queries: row for row in rows if (row.head_dim, row.case, row.peer) == (dim, mask, peer)}
+            found = {row.queries: row for row in rows if (head_dims(row), row.case, row.peer) == (dim, mask, peer)}
             heights = [thousand * (found[n].tflops or 0) if n in found else 0 for n in lengths]
             labels = [_label(found.get(n), f"{height:.0f}") for n, height in zip(lengths, heights, strict=True)]
             bars = axes.bar(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from jflash.bench.cases import Case, Work, flops
@@ -49,6 +50,9 @@ class Figures:
     """Why it was not done, in the words of the peer that refused."""
 
 
+SHAPE = ("dtype", "batch", "queries", "keys", "heads", "key_heads", "head_dim", "value_dim")
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One case, by one peer: forward, backward, both in one call, or forward mode."""
@@ -66,6 +70,8 @@ class Row:
     head_dim: int
     value_dim: int
     figures: Figures
+    asked_width: int | None = None
+    """Heads times head dimension as they were asked for, if that is no multiple of the head dimension."""
     tflops: float | None = None
     """10**12 floating-point operations a second, by `cases.flops`."""
     fraction: float | None = None
@@ -77,8 +83,13 @@ class Row:
 
     @property
     def width(self) -> int:
-        """Heads times head dimension."""
-        return self.heads * self.head_dim
+        """Heads times head dimension, as it was asked for."""
+        return self.heads * self.head_dim if self.asked_width is None else self.asked_width
+
+    @property
+    def call(self) -> tuple[Any, ...]:
+        """What tells its case from others."""
+        return (self.case, self.is_feature, self.asked_width, *(getattr(self, name) for name in SHAPE))
 
     @staticmethod
     def of(
@@ -130,8 +141,39 @@ class Record:
     product: Product | None
     rows: tuple[Row, ...]
 
+    def has(self, case: Case, peer: str, works: Sequence[Work]) -> bool:
+        """Whether all of this was measured, or refused."""
+        call = Row.of(case, peer, "fwd", Figures()).call
+        return set(works) <= {row.work for row in self.rows if (row.call, row.peer) == (call, peer)}
+
+    def with_rows(self, rows: Sequence[Row]) -> Record:
+        """With these, in the place of those of the same case and peer; each case's rows one after the other."""
+        new = {(row.call, row.peer) for row in rows}
+        kept = [row for row in self.rows if (row.call, row.peer) not in new]
+        calls = {call: place for place, call in enumerate(dict.fromkeys(row.call for row in (*self.rows, *rows)))}
+        return dataclasses.replace(self, rows=tuple(sorted((*kept, *rows), key=lambda row: calls[row.call])))
+
+    def continued(self, about: About, present: Sequence[str]) -> Record:
+        """What a later run, by the peers that are present, goes on with.
+
+        Raises:
+          ValueError: if the later run has another device, clock or version, so that figures would not compare.
+        """
+        before = {"device": self.about.device, "clock": self.about.clock, **self.about.versions}
+        now = {"device": about.device, "clock": about.clock, **about.versions}
+        if changes := [
+            f"{name} {new}, was {before[name]}" for name, new in now.items() if before.get(name, new) != new
+        ]:
+            raise ValueError(
+                f"The record cannot be gone on with, as figures would not compare. Got {'; '.join(changes)}."
+            )
+        measured = {*present, *(row.peer for row in self.rows)}
+        missing = {name: why for name, why in (self.about.missing | about.missing).items() if name not in measured}
+        versions = self.about.versions | about.versions
+        return dataclasses.replace(self, about=dataclasses.replace(self.about, versions=versions, missing=missing))
+
     def write(self, path: pathlib.Path) -> None:
-        """As JSON, one row on a line; what is not known is left out."""
+        """As JSON, one row on a line; what is not known is left out. Whenever it is ended, a whole file is there."""
         lines = [_line(_flat(row)) for row in self.rows]
         product = None
         if self.product is not None:
@@ -147,7 +189,9 @@ class Record:
                 "\n]}\n",
             )
         )
-        path.write_text(text)
+        whole = path.with_name(f"{path.name}.partial")
+        whole.write_text(text)
+        whole.replace(path)
 
 
 def read(path: pathlib.Path) -> Record:

@@ -95,8 +95,12 @@ def shape(row: Row) -> str:
     """Batch, tokens, heads and their dimension."""
     tokens = f"{row.queries:,}" if row.queries == row.keys else f"{row.queries:,} on {row.keys:,}"
     heads = f"{row.heads}" if row.heads == row.key_heads else f"{row.heads} on {row.key_heads}"
-    dims = f"{row.head_dim}" if row.head_dim == row.value_dim else f"{row.head_dim}/{row.value_dim}"
-    return f"{row.batch} x {tokens}, {heads} x d{dims}"
+    return f"{row.batch} x {tokens}, {heads} x d{head_dims(row)}"
+
+
+def head_dims(row: Row) -> str:
+    """As the command line takes them."""
+    return f"{row.head_dim}" if row.head_dim == row.value_dim else f"{row.head_dim}/{row.value_dim}"
 
 
 def rate_unit(rows: Sequence[Row]) -> str:

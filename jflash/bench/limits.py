@@ -1,0 +1,98 @@
+"""A run in a process of its own, which is ended if a case takes a library too long.
+
+A compiler or a kernel that hangs cannot be interrupted from within, and one that crashes takes its process with it. So
+the process that measures says what it begins; the record on disk has all that it has finished. When it has to be ended,
+or ends by itself, that case is refused in its record, and another process goes on with what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from jflash.bench import measure, record
+from jflash.bench.cases import Case, Work
+from jflash.bench.measure import Begun, Step
+from jflash.bench.peers import Name
+
+
+class _Stopped(NamedTuple):
+    case: Case
+    peer: Name
+    reason: str | None
+    """`None`: the process ended by itself."""
+
+
+Measuring = Callable[[Connection, bool], None]
+"""Measures, and sends what it begins before each step and None at the end; the second argument is whether to go on with
+the record. It can be pickled."""
+
+
+def measured(
+    measuring: Measuring,
+    path: pathlib.Path,
+    resume: bool,
+    limit_s: float,
+    works: Callable[[Case], Sequence[Work]],
+    step: Step,
+) -> record.Record:
+    """The record at the path, after all was measured or refused.
+
+    Raises:
+      RuntimeError: if a process ends before it has begun anything.
+    """
+    steps_before = 0
+    # Not forked: the libraries have threads.
+    processes = multiprocessing.get_context("spawn")
+    while True:
+        ours, theirs = processes.Pipe(duplex=False)
+        process = processes.Process(target=measuring, args=(theirs, resume), daemon=True)
+        process.start()
+        theirs.close()
+        with contextlib.closing(ours):
+            try:
+                stopped, steps_before = _watch(ours, limit_s, step, steps_before)
+            finally:
+                # One that has ended by itself is left its exit code.
+                process.join(timeout=1)
+                process.kill()
+                process.join()
+        if stopped is None:
+            return record.read(path)
+        reason = stopped.reason or f"The process ended with exit code {process.exitcode}."
+        rows = measure.refused(stopped.case, stopped.peer, works(stopped.case), reason)
+        record.read(path).with_rows(rows).write(path)
+        resume = True
+
+
+def _watch(connection: Connection, limit_s: float, step: Step, before: int) -> tuple[_Stopped | None, int]:
+    """Listen until all is done (`None`), a case of a library has taken too long, or the process has ended.
+
+    Also returns how many steps were begun, with those of the processes before.
+    """
+    spent: dict[tuple[Case, Name], float] = {}
+    begun: Begun | None = None
+    number = before
+    while True:
+        start = time.monotonic()
+        # Before the first step libraries are imported, which is of no case.
+        if begun is not None and not connection.poll(limit_s - spent[begun.case, begun.peer]):
+            return _Stopped(begun.case, begun.peer, f"It took longer than {limit_s:g} s."), number
+        try:
+            received: Begun | None = connection.recv()
+        except EOFError:
+            if begun is None:
+                raise RuntimeError("The process that measures has ended before the first case.") from None
+            return _Stopped(begun.case, begun.peer, None), number
+        if received is None:
+            return None, number
+        if begun is not None:
+            spent[begun.case, begun.peer] += time.monotonic() - start
+        begun, number = received, number + 1
+        spent.setdefault((begun.case, begun.peer), 0.0)
+        step(begun._replace(steps=before + begun.steps))
