@@ -2,6 +2,7 @@
 
 python -m jflash.bench                                   the table of this machine
 python -m jflash.bench --features --output results       options too; also results/bench.json and pictures
+python -m jflash.bench --lengths --features score_mod    the options that have this in their names, and no grid
 python -m jflash.bench --from results/bench.json --output results       pictures again, measuring nothing
 python -m jflash.bench --tune                            find this device's fastest tiles, and keep them
 """

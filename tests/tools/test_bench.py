@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import profiler
 import jflash
 from jflash import _platform
 from jflash.bench import __main__ as bench
-from jflash.bench import cases, clocks, in_jax, limits, measure, peers, record, report, score_mods
+from jflash.bench import cases, clocks, in_jax, measure, peers, record, report, score_mods
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [path for path in (ROOT / "examples" / "benchmarks").glob("*.json") if '"rows"' in path.read_text()]
@@ -87,6 +87,36 @@ def test_jflash_takes_every_option(case):
     function, arrays = in_jax.function_of_arrays(case, "fwd", data)
     out = jax.eval_shape(function, *arrays)
     assert (out.shape, out.dtype) == (data.cotangent.shape, data.cotangent.dtype)
+
+
+@pytest.mark.parametrize("name", score_mods.SCORE_MODS)
+def test_what_takes_the_place_of_a_score_mod_computes_the_same(name):
+    """With the same gradients of what is learned; and it is not plain attention."""
+    case = dataclasses.replace(PLAIN, queries=300, keys=300, score_mod=name)
+    data = cases.data(case)
+    # Beyond the cap, so that it shows.
+    data.arguments["query"] *= 20
+    outs = []
+    for form in ("score_mod", score_mods.SCORE_MODS[name].stand_in, None):
+        function, arrays = in_jax.function_of_arrays(case, "fwd+bwd", data, form=form)
+        outs.append(jax.jit(function)(*arrays))
+    (gradients,) = outs[0][1]
+    assert gradients.keys() - {"query", "key", "value"} == {*data.captured} - {"slopes"}
+    for ours, theirs, plain in zip(*map(jax.tree.leaves, outs), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3 * np.abs(theirs).max())
+        assert np.abs(plain - ours).max() > 0.02 * np.abs(ours).max()
+
+
+def test_what_a_peer_takes_for_a_score_mod():
+    case = lambda name: dataclasses.replace(PLAIN, score_mod=name)
+    refusal = lambda peer, name: peers.PEERS[peer].refuses(case(name), ("query", "key", "value"))
+    for name in score_mods.SCORE_MODS:
+        assert refusal("jflash", name) is None
+        assert (refusal("jax.nn", name) is None) == (name != "soft cap")
+    assert refusal("jax.nn", "soft cap") == "It has no argument score_mod, logits_soft_cap."
+    # A library with neither a bias nor a cap.
+    assert peers.InJax("jax", lambda: only_full).refuses(case("scalar"), ()) == "It has no argument score_mod, bias."
+    assert peers.PEERS["jflash"].serving(case("relative"), cases.data(case("relative"))) in ("xla", "mosaic_gpu")
 
 
 def test_grid_has_all_tokens_and_the_whole_width():
@@ -199,6 +229,40 @@ def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_firs
     assert all(first[:2] == second[:2] for first, second in groups)
     for number, (first, second) in enumerate(groups):
         assert (first[2], second[2]) == (("jflash", "jax.nn"), ("jax.nn", "jflash"))[number // 2 % 3 % 2]
+
+
+def test_a_run_that_was_cut_off_goes_on_with_what_it_has(monkeypatch):
+    monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
+    monkeypatch.setattr(clocks, "REST_S", 0)
+    grid = [PLAIN, *(dataclasses.replace(PLAIN, name=name, score_mod=name) for name in ("relative", "soft cap"))]
+    kept = []
+
+    def keep(found):
+        kept.append(found)
+        if len(kept) == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        measure.measure(grid, ["jflash"], True, 1, lambda _: None, keep=keep)
+    assert [len(found.rows) for found in kept] == [0, 3, 6]
+    begun = []
+    found = measure.measure(grid, ["jflash", "jax.nn"], True, 1, begun.append, earlier=kept[-1])
+    asked = {(step.case.name, step.peer) for step in begun}
+    assert asked == {(case.name, "jax.nn") for case in grid} | {("soft cap", "jflash")}
+    assert {step.steps for step in begun} == {len(begun)}
+    assert [(row.case, row.peer) for row in found.rows[::3]] == [
+        (case.name, peer) for case in grid for peer in ("jflash", "jax.nn")
+    ]
+    assert [row for row in found.rows if row in kept[-1].rows] == [*kept[-1].rows]
+    assert found.product == kept[-1].product
+    refusals = {(row.case, row.peer): row.figures.refusal for row in found.rows if row.figures.refusal is not None}
+    assert refusals == {("soft cap", "jax.nn"): "It has no argument score_mod, logits_soft_cap."}
+    again = []
+    assert measure.measure(grid, ["jflash"], True, 1, again.append, earlier=found) == found
+    assert again == []
+    other = dataclasses.replace(found, about=dataclasses.replace(found.about, device="another GPU"))
+    with pytest.raises(ValueError, match=r"figures would not compare\. Got device .*, was another GPU"):
+        measure.measure(grid, ["jflash"], True, 1, lambda _: None, earlier=other)
 
 
 def test_forward_mode(monkeypatch):
@@ -349,6 +413,11 @@ def test_the_instrument_is_imported_only_by_name():
     code = "import sys, jflash; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"jflash.bench", *bench.NEEDED, "torch"}.isdisjoint(done.stdout.split())
+
+
+def test_a_record_to_go_on_with_has_a_place():
+    with pytest.raises(SystemExit, match="say where with --output"):
+        bench.main(["--resume"])
 
 
 def test_what_to_install_is_said_in_a_sentence(monkeypatch):

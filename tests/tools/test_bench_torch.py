@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from jflash import _platform
-from jflash.bench import cases, clocks, measure, peers
+from jflash.bench import cases, clocks, measure, peers, score_mods
 
 FLASH = peers.PEERS["FlashAttention-4"]
 CASES = cases.Grid((64,), (64,), ("16",), ("full", "causal"), tokens=64, dtype="bfloat16", features=()).cases()
@@ -32,8 +32,22 @@ class Tensor:
     def nbytes(self):
         return self.array.nbytes
 
+    @property
+    def device(self):
+        return "cuda"
+
+    @property
+    def shape(self):
+        return self.array.shape
+
     def requires_grad_(self):
         return self
+
+    def __getitem__(self, index):
+        return self.array[index]
+
+    def __mul__(self, other):
+        return self.array * other
 
 
 class StandIn:
@@ -44,6 +58,7 @@ class StandIn:
         self.asked: list[dict] = []
         """The arguments of each call, by their names in `jflash.attention` and in its layout."""
         self.differentiated: list[list[Tensor]] = []
+        self.compiled: list[types.CodeType] = []
 
     def modules(self):
         named = lambda name, **members: self._module(name, members)
@@ -58,14 +73,47 @@ class StandIn:
             _sleep=lambda cycles: self.log.append("sleep"),
         )
         torch = dict(
+            compile=self.compile,
+            # As jax.numpy's, under the same names.
+            **{name: getattr(jnp, name) for name in ("abs", "clip", "tanh")},
             set_num_threads=lambda number: None,
             from_dlpack=Tensor,
             autograd=types.SimpleNamespace(grad=self.grad),
             nn=types.SimpleNamespace(functional=functional),
             cuda=cuda,
         )
-        flash = named("flash_attn", __path__=[])
-        return [named("torch", **torch), flash, named("flash_attn.cute", flash_attn_func=self.flash_attn_func)]
+        flex = dict(flex_attention=self.flex_attention, create_block_mask=self.create_block_mask)
+        return [
+            named("torch", **torch, __path__=[]),
+            named("torch.nn", functional=functional, __path__=[]),
+            named("torch.nn.attention", __path__=[]),
+            named("torch.nn.attention.flex_attention", **flex),
+            named("flash_attn", __path__=[]),
+            named("flash_attn.cute", flash_attn_func=self.flash_attn_func),
+        ]
+
+    def compile(self, function, *, fullgraph, dynamic):
+        assert fullgraph
+        assert not dynamic
+        self.compiled.append(function.__code__)
+        return function
+
+    def flex_attention(self, query, key, value, *, score_mod=None, block_mask=None, enable_gqa=False):
+        """As torch's: heads before tokens, and a mask of blocks."""
+        arrays = {name: tensor.array.swapaxes(1, 2) for name, tensor in dict(query=query, key=key, value=value).items()}
+        assert enable_gqa == (arrays["query"].shape[2] != arrays["key"].shape[2])
+        options = dict(is_causal=block_mask is not None)
+        if block_mask is not None:
+            queries, keys = np.indices((query.shape[2], key.shape[2]))
+            np.testing.assert_array_equal(block_mask, queries >= keys)
+        if score_mod is not None:
+            options["score_mod"] = score_mod
+        return self.out(arrays | options, heads_first=True)
+
+    @staticmethod
+    def create_block_mask(function, batch, heads, queries, keys, device):
+        assert (batch, heads, device) == (None, None, "cuda")
+        return function(0, 0, *np.indices((queries, keys)))
 
     def flash_attn_func(
         self, q, k, v, *, causal=False, window_size=(None, None), softcap=0.0, learnable_sink=None, **unknown
@@ -137,7 +185,13 @@ def refusal(peer, case):
     return peer.refuses(case, [*cases.data(case).arguments, *cases.options(case)])
 
 
-@pytest.mark.parametrize("name", ["torch", "FlashAttention-4"])
+def modified_logits(score_mod):
+    """What a score_mod makes of the logits of four heads."""
+    head, query, key = jnp.meshgrid(*map(jnp.arange, (4, 40, 400)), indexing="ij")
+    return score_mod(jnp.sin(1.0 * key) * 60, 0, head, query, key)
+
+
+@pytest.mark.parametrize("name", ["torch", "flex_attention", "FlashAttention-4"])
 def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
     peer = peers.PEERS[name]
     accepted = [case for case in CASES if refusal(peer, case) is None]
@@ -145,6 +199,9 @@ def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
     for case in accepted:
         data = cases.data(case)
         expected = dict(is_causal=False) | data.arguments | cases.options(case)
+        if case.score_mod is not None:
+            own = score_mods.bound(case.score_mod, jnp, data.captured)
+            expected |= dict(logits_soft_cap=50.0) if name == "FlashAttention-4" else dict(score_mod=own)
         # torch draws from a state of its own.
         expected.pop("dropout_key", None)
         for work in ("fwd", "fwd+bwd"):
@@ -153,20 +210,48 @@ def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
             asked = stand_in.asked[-1]
             assert asked.keys() == expected.keys()
             for argument, value in expected.items():
+                if argument == "score_mod":
+                    np.testing.assert_array_equal(modified_logits(asked["score_mod"]), modified_logits(value))
+                    continue
                 np.testing.assert_array_equal(asked[argument], value, strict=isinstance(value, jax.Array))
-            variables = [argument for argument in data.arguments if argument in cases.DIFFERENTIATED]
+            variables = [argument for argument in data.arguments | data.captured if argument in cases.DIFFERENTIATED]
             assert {len(tensors) for tensors in stand_in.differentiated} == (
                 {len(variables)} if work != "fwd" else set()
             )
 
 
+def lacking(peer):
+    return {case.name: refusal(peer, case) for case in CASES if refusal(peer, case) is not None}
+
+
+def test_flex_attention_has_what_a_score_mod_needs(stand_in):
+    """Of options it is asked for nothing else. Each case is compiled by itself."""
+    flex = peers.PEERS["flex_attention"]
+    assert flex.missing(_platform.current()) is None
+    taken = {case.name for case in CASES} - lacking(flex).keys()
+    assert {case.name for case in CASES if case.score_mod is not None} <= taken
+    assert {"full", "causal, grouped heads", "decoding, latent, keys of 576, values of 512"} <= taken
+    assert {"bias per pair", "causal, window", "causal, sinks", "dropout of 0.1"} <= lacking(flex).keys()
+    # torch counts how often one code object was compiled.
+    stand_in.compiled.clear()
+    for case in CASES[:2]:
+        flex.prepare(case, "fwd", cases.data(case))
+    first, second = stand_in.compiled
+    assert first is not second
+    assert refusal(peers.PEERS["torch"], dataclasses.replace(CASES[0], score_mod="relative")) == (
+        "It has no argument score_mod."
+    )
+
+
 def test_flash_attention_4_says_which_options_it_lacks():
-    lacking = {case.name: refusal(FLASH, case) for case in CASES if refusal(FLASH, case) is not None}
-    assert lacking == {
+    assert lacking(FLASH) == {
         "bias per pair": "It has no argument bias.",
         "bias per key": "It has no argument bias.",
         "mask per pair": "It has no argument mask.",
         "causal, ALiBi": "It has no argument alibi_slopes.",
+        "causal, score_mod: per head": "It has no argument score_mod.",
+        "score_mod: scalar": "It has no argument score_mod.",
+        "score_mod: relative": "It has no argument score_mod.",
         "dropout of 0.1": "It has no argument dropout_key, dropout_rate.",
         "causal, 8 packed segments": "It has no argument segment_ids.",
         "half is padding": "It has no argument query_seq_lengths, key_value_seq_lengths.",
