@@ -51,7 +51,7 @@ def measured(
     processes = multiprocessing.get_context("spawn")
     while True:
         ours, theirs = processes.Pipe(duplex=False)
-        process = processes.Process(target=measuring, args=(theirs, resume), daemon=True)
+        process = processes.Process(target=measuring, args=(theirs, resume))
         process.start()
         theirs.close()
         with contextlib.closing(ours):
