@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 
 import pytest
@@ -67,6 +68,25 @@ def test_time_is_counted_for_each_case_of_each_library():
     ours, theirs = multiprocessing.Pipe(duplex=False)
     theirs.send(None)
     assert limits._watch(ours, 60, heard.append, 0) == (None, 0)
+
+
+def test_a_case_of_many_short_steps_has_the_same_limit():
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    done = threading.Event()
+
+    def go_on():
+        while not done.wait(0.01):
+            theirs.send(begun(CASES[0], "jflash"))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    start = time.monotonic()
+    stopped, number = limits._watch(ours, 0.2, lambda _: None if time.monotonic() < start + 20 else done.set(), 0)
+    assert not done.is_set()
+    done.set()
+    thread.join()
+    assert stopped == (CASES[0], "jflash", "It took longer than 0.2 s.")
+    assert number > 0
 
 
 @pytest.mark.slow
