@@ -31,8 +31,8 @@ SINCE_AMPERE = [
 ]
 COLUMNS = {
     "NVIDIA Hopper": (None, [Platform("gpu", "NVIDIA H200", "9.0", 132)]),
-    "NVIDIA since Ampere, by name": (("mosaic_gpu_mma", "xla", "reference"), SINCE_AMPERE),
-    "GPUs but Hopper": (None, [*SINCE_AMPERE, Platform("gpu", "NVIDIA", "7.5"), Platform("gpu", "AMD", "gfx942")]),
+    "NVIDIA since Ampere": (None, SINCE_AMPERE),
+    "other GPUs": (None, [Platform("gpu", "NVIDIA", "7.5"), Platform("gpu", "AMD", "gfx942")]),
     "Apple GPUs, by name": (("metal", "xla"), [Platform("cpu", "cpu", None)]),
     "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "METAL", "mps")]),
 }

@@ -1,7 +1,8 @@
 """Kernels by `mma.sync` in Pallas (Mosaic GPU), for NVIDIA GPUs since Ampere.
 
 They are `mosaic_gpu`'s second family: the Spec's plan, the inputs, masks, logits and softmax are the same, the matrix
-unit and the copies are what every GPU since compute capability 8.0 has.
+unit and the copies are what every GPU since compute capability 8.0 has. Where both can serve, on a Hopper, `mosaic_gpu`
+is asked first.
 
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """
@@ -17,10 +18,6 @@ from jflash import _platform
 from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
-
-ONLY_BY_NAME = True
-"""They are right in an emulator of PTX and fast on a GPU; no GPU's results have been compared yet."""
-
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
     """GPUs whose shared memory is known run these kernels."""
