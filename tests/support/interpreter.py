@@ -111,6 +111,12 @@ class Interpreter(WarpgroupOps):
     def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
         return table[...][index]
 
+    def clear(self, table: Ref) -> None:
+        table[...] = jnp.zeros(table.shape, table.dtype)
+
+    def add_by_index(self, table: Ref, index: Int[Array, "rows columns"], values: Float[Array, "rows columns"]) -> None:
+        table[...] = table[...].at[index].add(values, mode="promise_in_bounds")
+
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         return jnp.all(jnp.abs(tile) < limit)
 

@@ -32,7 +32,7 @@ def unsupported_call(spec: Spec) -> str | None:
     widest, dims = max(spec.head_dim, spec.value_dim), f"H={spec.head_dim} and D={spec.value_dim}"
     if widest > 576:
         return f"H and D must be at most 576. Got {dims}."
-    if (reason := _unsupported_score_mod(spec)) is not None:
+    if (reason := unsupported_score_mod(spec)) is not None:
         return reason
     if spec.dtype == jnp.float32:
         return _unsupported_float32(spec, dims)
@@ -41,17 +41,13 @@ def unsupported_call(spec: Spec) -> str | None:
     return None
 
 
-def _unsupported_score_mod(spec: Spec) -> str | None:
+def unsupported_score_mod(spec: Spec) -> str | None:
     """Kernels take what a score_mod closes over number by number."""
     if spec.score_mod is None:
         return None
     from jflash._backends.mosaic_gpu.inputs import score_mod_reads
 
-    if (reason := score_mod_reads.unsupported(spec)) is not None:
-        return f"it takes no score_mod that {reason}."
-    if spec.deterministic and unsupported_backward(spec) is not None:
-        return "with deterministic=True it takes no score_mod that reads by position: xla may sum in any order."
-    return None
+    return score_mod_reads.unsupported(spec)
 
 
 def _unsupported_float32(spec: Spec, dims: str) -> str | None:
@@ -97,17 +93,6 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
     moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
     found = plan.plan_tangent(spec, moving, _platform.current().processors)
     return call.tangent(found, operands, results, tangents, hardware.HOPPER)
-
-
-def unsupported_backward(spec: Spec) -> str | None:
-    """Of a call that `forward` serves: why `backward` cannot, in words for the user; `None`: it can."""
-    if "score_mod_arrays" not in spec.operands - spec.undifferentiated:
-        return None
-    from jflash._backends.mosaic_gpu.inputs import score_mod_reads
-
-    if any(read.by_position for read in score_mod_reads.smooth(spec)):
-        return "it has no gradient of what score_mod reads by position"
-    return None
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:

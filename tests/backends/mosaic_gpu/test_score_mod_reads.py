@@ -139,12 +139,8 @@ TABLES = [
 
 @pytest.mark.parametrize("case", [TABLES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in TABLES[1:])])
 def test_tables(case: Case):
-    """Read by distance; their gradients, which the kernels do not have, are not asked for."""
-    call, name = cases.build(case), "score_mod_arrays"
-
-    def attend(**options: object):
-        got = hopper_kernels.run(call, undifferentiated=(name,), detect_races=case.key_length <= 128, **options)
-        return got._replace(gradients={**got.gradients, name: oracle.plain(call).gradients[name]})
-
-    hopper_kernels.assert_right(attend, call)
+    """Read by distance, with their gradients."""
+    call = cases.build(case)
+    races = case.key_length <= 128
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, detect_races=races), call)
     hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))

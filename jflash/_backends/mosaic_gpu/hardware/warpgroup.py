@@ -21,7 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash._backends.mosaic_gpu.hardware import dropout_words, packed_mask
+from jflash._backends.mosaic_gpu.hardware import dropout_words, packed_mask, sums_by_index
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -41,6 +41,9 @@ def rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
     """The nearest bfloat16 numbers, in what XLA compiles: it may drop a conversion there and back."""
     return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
 
+
+TABLE_STEP = 512
+"""Of a table that is summed in device memory, how many numbers a warpgroup sets to 0 at a time."""
 
 _MOST_COLUMNS = 256
 """N of the matrix unit's instruction."""
@@ -156,6 +159,20 @@ class WarpgroupOps(Protocol):
         number = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=_TILE)
         read = functools.partial(_gather, is_signed=True if jnp.issubdtype(table.dtype, jnp.integer) else None)
         return _inline(read, plgpu.RefType(), _TILE, returns=number)(table, index)
+
+    def clear(self, table: Ref) -> None:
+        """Set a table in device memory, `[numbers]`, a multiple of `TABLE_STEP`, to 0, before any thread goes on."""
+
+        def clear_part(index: Any, _: None) -> None:
+            table[pl.ds(index * TABLE_STEP, TABLE_STEP)] = self.zeros_strided((TABLE_STEP,))
+
+        lax.fori_loop(0, table.shape[0] // TABLE_STEP, clear_part, None)
+        _inline(lambda _: mgpu.warpgroup_barrier())()
+
+    def add_by_index(self, table: Ref, index: Int[Array, "rows columns"], values: Float[Array, "rows columns"]) -> None:
+        """Add a tile's numbers to those of a table in device memory, `[numbers]`, by their indices, which must be
+        inside; in any order."""
+        _inline(sums_by_index.add, plgpu.RefType(), _TILE, _TILE)(table, index, values)
 
     def warp_all_below(self, tile: Float[Array, "rows columns"], limit: float) -> Bool[Array, ""]:
         """Whether all magnitudes that a thread's warp holds of a tile are below a limit; warps may differ."""

@@ -3,7 +3,8 @@
     score_mod(logit, batch, head, query, key) = rest(logit, batch, head, query, key, array_0[index_0], ...)
 
 A kernel loads the numbers of a tile, and then does the rest elementwise. A number that positions have no part in is one
-for all of a tile; others are gathered from a table, which has to stay in the multiprocessor's cache.
+for all of a tile; others are gathered from a table, which has to stay in the multiprocessor's cache. The gradients of
+the former are sums over a head's logits, those of tables sums by index.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jflash._backends.mosaic_gpu.hardware import Ref, round_up
+from jflash._backends.mosaic_gpu.hardware.warpgroup import TABLE_STEP
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord, shared_index
 from jflash._semantics.score_mod import ScoreMod, elementwise
 from jflash._semantics.spec import Operands, Spec
@@ -162,8 +165,16 @@ def _analysis(score_mod: ScoreMod) -> tuple[tuple[Read, ...], str | None]:
 
 
 def unsupported(spec: Spec) -> str | None:
-    """What a kernel cannot do with the arrays that a call's `score_mod` closes over."""
-    return None if spec.score_mod is None else _analysis(spec.score_mod)[1]
+    """Why kernels cannot take a call's `score_mod`, in words for the user; `None`: they can."""
+    if spec.score_mod is None:
+        return None
+    if (reason := _analysis(spec.score_mod)[1]) is not None:
+        return f"it takes no score_mod that {reason}."
+    if spec.deterministic and tables(spec):
+        return (
+            "with deterministic=True it takes no score_mod that reads by position: its gradient is summed in any order."
+        )
+    return None
 
 
 def smooth(spec: Spec) -> list[Read]:
@@ -177,6 +188,20 @@ def smooth(spec: Spec) -> list[Read]:
 def summed(spec: Spec) -> list[Read]:
     """Those whose gradients are sums over positions."""
     return [read for read in smooth(spec) if not read.by_position]
+
+
+def of_tables(spec: Spec) -> list[Read]:
+    """Those whose gradients are sums by index."""
+    return [read for read in smooth(spec) if read.by_position]
+
+
+def tables(spec: Spec) -> dict[str, int]:
+    """What is read by position and has a gradient that is asked for: numbers, with room for whole steps, by name."""
+    if spec.score_mod is None or "score_mod_arrays" in spec.undifferentiated:
+        return {}
+    shapes = [array.shape for array in spec.score_mod.jaxpr.consts]
+    arrays = (read.array for read in of_tables(spec))
+    return {_array_name(array): round_up(math.prod(shapes[array]), TABLE_STEP) for array in arrays}
 
 
 def prepare(arrays: Sequence[Array | None]) -> dict[str, Array]:
@@ -204,6 +229,20 @@ def load(inputs: KernelInputs, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
         return inputs.ops.gather(ref.at[entry], index) if read.by_position else ref[entry, index]
 
     return tuple(map(number, _analysis(score_mod)[0]))
+
+
+def add_to_tables(
+    inputs: KernelInputs, tile: Tile, p: Array, cotangents: Mapping[str, Array], sums: Mapping[str, Ref]
+) -> None:
+    """Add the cotangents of what a tile reads by position, by the reads' names, to tables of sums by the arrays' names.
+
+    Where a probability is 0, what is read there counts for nothing.
+    """
+    assert inputs.spec.score_mod is not None
+    for read in of_tables(inputs.spec):
+        numbers = jnp.where(p == 0, 0.0, cotangents[read.name])
+        index = _index(inputs.spec.score_mod, read, tile)
+        inputs.ops.add_by_index(sums[_array_name(read.array)], index, numbers)
 
 
 def _index(score_mod: ScoreMod, read: Read, tile: Tile) -> Any:
@@ -268,9 +307,14 @@ def gradients(spec: Spec, operands: Operands, sums: Mapping[str, Array]) -> tupl
     """Of the arrays, `None` of those that have none.
 
     `sums` has, as d_ and a read's name, what its gradients sum to for each row of a head, `[B, N, L]`: of reads that
-    positions have no part in.
+    positions have no part in; and as d_ and the name of an array that is read by position, `[B, numbers]`, those sums.
     """
     totals: list[Any] = [None] * len(operands.score_mod_arrays)
+    for place, array in enumerate(operands.score_mod_arrays):
+        of_table = sums.get(f"d_{_array_name(place)}")
+        if of_table is not None:
+            of_table = of_table[:, : math.prod(array.shape[1:])]
+            totals[place] = of_table if array.shape[0] > 1 else of_table.sum(axis=0)
     for read in summed(spec):
         total = sums.get(f"d_{read.name}")
         if total is not None:

@@ -24,13 +24,21 @@ from jflash._backends.mosaic_gpu.inputs import (
     score_mod_reads,
     whole_dims,
 )
-from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq, backward_wide_plan
+from jflash._backends.mosaic_gpu.kernels import backward_dbias, backward_dq, backward_tables, backward_wide_plan
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
+from jflash._backends.mosaic_gpu.kernels.backward_tables import TablesPlan
 from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, RowTiles, dq_accumulator
+from jflash._backends.mosaic_gpu.schedule import (
+    BackwardSchedule,
+    DqTiles,
+    FusedTiles,
+    HeadBlocks,
+    RowTiles,
+    dq_accumulator,
+)
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -127,6 +135,8 @@ class BackwardPlan:
     """For a bias with a query and a key axis."""
     wide: tuple[WidePlan, ...] = ()
     """A kernel for each of dQ, dK and dV."""
+    tables: TablesPlan | None = None
+    """For tables that a score_mod reads by position."""
 
 
 def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
@@ -139,8 +149,10 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
     if dbias is not None:
         wanted = tuple(name for name in wanted if name != "bias")
+    tables = _plan_tables(spec, processors) if score_mod_reads.tables(spec) else None
     if is_wide(spec):
-        return BackwardPlan(spec, None, None, None, dbias, backward_wide_plan.plan_backward(spec, processors, wanted))
+        wide = backward_wide_plan.plan_backward(spec, processors, wanted)
+        return BackwardPlan(spec, None, None, None, dbias, wide, tables)
     by_keys = lambda size: dataclasses.replace(
         BackwardSchedule.of(spec.heads, spec.key_heads, pl.cdiv(spec.key_length, size), spec.batch, processors),
         partial=spec.partial,
@@ -149,7 +161,7 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     fused_tiles = None if spec.deterministic or bias_kind == "row" else choose_fused_tiles(spec)
     if fused_tiles is not None:
         fused = FusedPlan(spec, fused_tiles, by_keys(fused_tiles.keys), wanted)
-        return BackwardPlan(spec, fused, None, None, dbias)
+        return BackwardPlan(spec, fused, None, None, dbias, tables=tables)
     by_key = bias_kind == "column"
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
@@ -158,7 +170,7 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     dkv = DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key)
     if not smem.fits(dkv.launch.smem):
         dkv = dataclasses.replace(dkv, stages=1)
-    return BackwardPlan(spec, None, dq, dkv, dbias)
+    return BackwardPlan(spec, None, dq, dkv, dbias, tables=tables)
 
 
 def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
@@ -222,3 +234,13 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
         tiles = batch * heads * pl.cdiv(rows, tile.rows) * pl.cdiv(keys, tile.keys)
         each = max(1, min(tiles // (2 * processors), _MOST_DBIAS_TILES))
     return DbiasPlan(spec, tile, each)
+
+
+def _plan_tables(spec: Spec, processors: int | None) -> TablesPlan:
+    """Some tiles fit: the smallest take what dQ's kernel, or a wide bias's, takes without the room for results."""
+    sizes = [(2, 64, 2), (2, 64, 1), (1, 64, 1), *[(1, 32, 1)] * is_wide(spec)]
+    candidates = [RowTiles(*size) for size in sizes]
+    fitting = [tile for tile in candidates if smem.fits(backward_tables.shared_memory(spec, tile))]
+    tile = _tuning.choose(TuningKey("mosaic_gpu d_tables", _facts(spec)), fitting)
+    blocks = pl.cdiv(spec.query_length, tile.rows)
+    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, processors))

@@ -2,9 +2,10 @@
 
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import ForwardSchedule
+from jflash._backends.mosaic_gpu.schedule.head_blocks import HeadBlocks
 from jflash._backends.mosaic_gpu.schedule.query_tiles import QueryProducer, TileOrder
 from jflash._backends.mosaic_gpu.schedule.tile_range import TileMask, TileRange
 from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles, WalkedTiles
 
-__all__ = ["BackwardSchedule", "DqTiles", "ForwardSchedule", "FusedTiles", "QueryProducer", "RowTiles"]
+__all__ = ["BackwardSchedule", "DqTiles", "ForwardSchedule", "FusedTiles", "HeadBlocks", "QueryProducer", "RowTiles"]
 __all__ += ["TileMask", "TileOrder", "TileRange", "WalkedTiles", "WorkItem"]
