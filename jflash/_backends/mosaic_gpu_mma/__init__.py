@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
+from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
@@ -35,9 +36,7 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"it takes bfloat16 and float16. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    if "score_mod_arrays" in spec.operands:
-        return "it takes no score_mod that closes over arrays."
-    return None
+    return mosaic_gpu.unsupported_score_mod(spec)
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

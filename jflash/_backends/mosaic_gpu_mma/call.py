@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.call import finish_backward, finish_forward, packed_mask
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, prepare, row_statistics
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, prepare, row_statistics, score_mod_reads
 from jflash._backends.mosaic_gpu.schedule import tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import backward_dbias
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import backward_dkv
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import backward_dq
+from jflash._backends.mosaic_gpu_mma.kernels.backward_tables import backward_tables
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.kernels.forward import forward as launch_forward
 from jflash._backends.mosaic_gpu_mma.plan import BackwardPlan
@@ -50,6 +51,8 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     gradients |= plan.dkv[0].schedule.summed(spec, gradients, (spec.head_dim, spec.value_dim))
     if plan.dbias is not None:
         gradients["whole_d_bias"] = backward_dbias(plan.dbias, of_queries | table(plan.dbias.tile.rows), ops)
+    if plan.tables is not None:
+        gradients |= backward_tables(plan.tables, of_queries | table(plan.tables.tile.rows), ops)
     return finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, delta))
 
 
@@ -67,6 +70,7 @@ def _whole_chunks(array: Float[Array, "B L N H"]) -> Float[Array, "B L N H"]:
 
 def _others(spec: Spec, operands: Operands) -> dict[str, Array]:
     """The operands but query, key, value and a packed mask, by name. A bias of both axes is read as it is."""
-    if operands.bias is None or not bias_and_mask.has_bias_tiles(spec):
-        return prepare.operands_for_kernels(spec, operands)
-    return prepare.operands_for_kernels(spec, operands, except_bias=True) | {"bias": operands.bias}
+    has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+    found = prepare.operands_for_kernels(spec, operands, except_bias=has_bias_tiles)
+    found |= score_mod_reads.prepare(operands.score_mod_arrays)
+    return found if operands.bias is None or not has_bias_tiles else found | {"bias": operands.bias}

@@ -9,15 +9,16 @@ from jax.experimental import pallas as pl
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask
-from jflash._backends.mosaic_gpu.kernels.backward_plan import PARAMETERS
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, score_mod_reads
+from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu_mma.kernels import backward_dbias, backward_dkv, backward_dq, forward
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, HeadBlocks
+from jflash._backends.mosaic_gpu_mma.kernels import backward_dbias, backward_dkv, backward_dq, backward_tables, forward
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import DqPlan
+from jflash._backends.mosaic_gpu_mma.kernels.backward_tables import TablesPlan
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
@@ -54,6 +55,7 @@ _TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
     "d_key": {256: _tiles((1, 32, 1), (1, 32, 2, 1))},
     "d_value": {256: _tiles((1, 64, 1), (1, 32, 1, 1))},
     "d_bias": {256: _tiles((1, 64, 1), (1, 32, 1))},
+    "d_tables": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1), (1, 32, 1))},
 }
 """Each kernel's tiles up to a larger head dim; some fit in 99 KiB. First comes the fastest on an H100, causal with
 4,096 tokens, of those that were measured there. None with operands held in registers was."""
@@ -69,6 +71,8 @@ class BackwardPlan:
     """One kernel for dK and dV, or one for each."""
     dbias: DbiasPlan | None
     """For a bias with a query and a key axis."""
+    tables: TablesPlan | None
+    """For tables that a score_mod reads by position."""
 
 
 def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
@@ -84,20 +88,25 @@ def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
 
 def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     """The plan of a call's backward."""
-    wanted = tuple(name for name in PARAMETERS if name in spec.operands - spec.undifferentiated)
+    wanted = parameters(spec)
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
     of_dq = tuple(name for name in wanted if name != "bias" or bias_kind in ("row", "scalar"))
     tile = _choose(spec, platform, "dQ", lambda tile: backward_dq.shared_memory(spec, tile))
-    dq, dbias = DqPlan(spec, tile, of_dq), None
+    dq, dbias, tables = DqPlan(spec, tile, of_dq), None, None
     if bias_kind == "tile":
         tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
         dbias = DbiasPlan(spec, tile)
+    if score_mod_reads.tables(spec):
+        tile = _choose(spec, platform, "d_tables", lambda tile: backward_tables.shared_memory(spec, tile))
+        ctas = None if platform.processors is None else _CTAS * platform.processors
+        blocks = pl.cdiv(spec.query_length, tile.rows)
+        tables = TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, ctas))
     # Both sums together are more than a warpgroup has registers for.
     apart = spec.head_dim + spec.value_dim > 256
     each = [(name,) for name in backward_dkv.BOTH] if apart else [backward_dkv.BOTH]
     by_key = bias_kind == "column"
     dkv = (_plan_dkv(spec, platform, outputs, wants_bias=by_key and "d_key" in outputs) for outputs in each)
-    return BackwardPlan(spec, dq, tuple(dkv), dbias)
+    return BackwardPlan(spec, dq, tuple(dkv), dbias, tables)
 
 
 def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], *, wants_bias: bool) -> DkvPlan:
@@ -126,7 +135,8 @@ def describe(spec: Spec, platform: Platform) -> str:
     """The forward's and the backward's kernels, tiles and shared memory."""
     forward_plan, backward_plan = plan_forward(spec, platform), plan_backward(spec, platform)
     details = f"{forward_plan.packed_heads} heads packed, keys in {forward_plan.splits} splits"
-    kernels = [backward_plan.dq, *backward_plan.dkv, *([backward_plan.dbias] if backward_plan.dbias else [])]
+    others = (plan for plan in (backward_plan.dbias, backward_plan.tables) if plan is not None)
+    kernels = [backward_plan.dq, *backward_plan.dkv, *others]
     lines = ["forward:", *_kernel(forward_plan, platform), f"    {details}", "backward:"]
     return "\n".join([*lines, *(line for plan in kernels for line in _kernel(plan, platform))])
 

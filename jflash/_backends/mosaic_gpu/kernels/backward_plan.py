@@ -45,7 +45,7 @@ from jflash._tuning import TuningKey
 _MOST_DBIAS_TILES = 4
 """Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies apart."""
 
-PARAMETERS = ("scale", "alibi_slopes", "bias")
+_PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose gradients kernels sum."""
 
 
@@ -139,12 +139,16 @@ class BackwardPlan:
     """For tables that a score_mod reads by position."""
 
 
+def parameters(spec: Spec) -> tuple[str, ...]:
+    """What shapes a call's logits and has a gradient that is asked for: operands, and reads of a score_mod."""
+    asked = spec.operands - spec.undifferentiated
+    reads = score_mod_reads.summed(spec) if "score_mod_arrays" in asked else []
+    return *(name for name in _PARAMETERS if name in asked), *(read.name for read in reads)
+
+
 def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     """The plan of a call's backward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    asked = spec.operands - spec.undifferentiated
-    wanted = tuple(name for name in PARAMETERS if name in asked)
-    if "score_mod_arrays" in asked:
-        wanted += tuple(read.name for read in score_mod_reads.summed(spec))
+    wanted = parameters(spec)
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
     if dbias is not None:
