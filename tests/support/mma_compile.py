@@ -20,7 +20,7 @@ os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-from hopper_compile import CASES, DIRECTORY, LENGTH, PARTIAL, bfloat16, float32
+from hopper_compile import CASES, DIRECTORY, LENGTH, PARTIAL, bfloat16, float32, with_score_mod
 from hopper_kernels import canonical_arguments
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -32,6 +32,7 @@ CHOSEN = (
     *("d8", "d40", "d64", "d64 causal", "d128", "d128 causal", "d256", "d256 causal", "d192/128 causal", "window"),
     *("soft cap", "bias", "mask", "lengths", "alibi and scale", "d128 causal, dropout", "d256 causal, dropout"),
     *("score_mod of a bias of keys", "bias, partial"),
+    *("score_mod of a number for each head", "d64 causal, score_mod of a table", "d128 causal, score_mod of a table"),
 )
 """Cases that are compiled if none are named."""
 
@@ -81,7 +82,7 @@ def compiled(name: str, capability: str) -> dict[str, dict]:
     array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
     def both(query, key, value, d_out, d_lse, arrays):
-        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
+        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_score_mod(**arrays))
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
         forward, backward = family.plans(spec, Device.num_cores)
         out, lse = family.call.forward(forward, operands, family.ops)

@@ -200,6 +200,12 @@ class _Warp:
         index = self.memory.index(self._address(operands[0])[holds], values.shape[1])
         self.memory.bytes[index] = values[holds]
 
+    def _red(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        assert parts[1:] == ["global", "add", "f32"]
+        index = self.memory.index(self._address(operands[0])[holds], 4)
+        for place, number in zip(index, _number(self._value(operands[1], 32))[holds], strict=True):
+            self.memory.bytes[place] = (self.memory.bytes[place].view(np.float32) + number).view(np.uint8)
+
     def _cp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         match parts[2]:
             case "commit_group":
