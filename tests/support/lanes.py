@@ -23,11 +23,12 @@ class Arithmetic:
         uge=np.greater_equal,
         slt=lambda left, right: left.astype(np.int32) < right.astype(np.int32),
     )
+    CmpFPredicate = types.SimpleNamespace(UNE=np.not_equal)
     andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
     addi, muli, shli, shrui = np.add, np.multiply, np.left_shift, np.right_shift
     divui, remui = np.floor_divide, np.remainder
-    negf, select = np.negative, np.where
-    cmpi = staticmethod(lambda predicate, left, right: predicate(left, right))
+    addf, negf, select = np.add, np.negative, np.where
+    cmpi = cmpf = staticmethod(lambda predicate, left, right: predicate(left, right))
 
 
 class Numbers(LaneWords):

@@ -78,7 +78,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "`dropout_rate`": [DROPOUT],
     "`score_mod`": [dict(score_mod=lambda logit, batch, head, query, key: logit * 2)],
-    "`score_mod` that closes over arrays": [CLOSED, TABLE],
+    "`score_mod` that closes over arrays": [
+        CLOSED,
+        TABLE,
+        *(dict(**mod, derivative="backward") for mod in (CLOSED, TABLE)),
+    ],
     "`score_mod` that closes over arrays, with `deterministic=True`": [REFUSED_BY_XLA],
     "likewise, at an index computed from positions": [dict(**TABLE, deterministic=True)],
     "a head dimension of 257 to 576, not in float32": [
@@ -96,7 +100,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
     ],
     "a gradient": [dict(derivative="backward")],
-    "a gradient, where `score_mod` reads an array by position": [dict(**TABLE, derivative="backward")],
     "`jax.jvp`": [
         dict(derivative="tangent"),
         *(dict(derivative="tangent", dtype=jnp.bfloat16, head_dim=dim, value_dim=512) for dim in (257, 432)),

@@ -19,7 +19,7 @@ from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
 
-VALUES = {**ON_HARDWARE, "dtype": ("bfloat16", "float16"), "score_mod": (None, "indices")}
+VALUES = {**ON_HARDWARE, "dtype": ("bfloat16", "float16")}
 PLAIN = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
 REFUSAL = mosaic_gpu_mma.unsupported(PLAIN, _platform.current())
 

@@ -35,6 +35,8 @@ EMULATED = [
     dict(dtype="bfloat16", dims=(128, 128), causal=True, offset="end", sinks=True, key_length=140, heads=(1, 1)),
     dict(dtype="bfloat16", dims=(80, 80), soft_cap=40.0, window=(40, 10), bias="queries", batch=(), heads=(2, 2)),
     dict(dtype="float16", dims=(192, 128), mask="keys", dropout=True, bias="keys", sinks=True, batch=()),
+    dict(dtype="bfloat16", dims=(64, 64), causal=True, score_mod="arrays", heads=(2, 1)),
+    dict(dtype="float16", dims=(192, 128), score_mod="arrays", bias="full", dropout=True, lengths="both", batch=()),
     dict(dtype="bfloat16", dims=(64, 64), query_length=3, key_length=700, heads=(4, 2), lengths="keys", batch=()),
 ]
 

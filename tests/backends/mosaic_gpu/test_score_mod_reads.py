@@ -2,20 +2,28 @@
 
 import dataclasses
 import functools
+import itertools
 
 import cases
 import hopper_kernels
 import jax
 import jax.numpy as jnp
+import kernel_families
 import numpy as np
 import oracle
 import pytest
+import score_mod_tables
 from cases import Case
+from lanes import Warpgroup
+from on_hardware import with_nan_in_padding
 from plain_attention import Call
 
-from jflash._backends import mosaic_gpu
+from jflash._backends import mosaic_gpu, mosaic_gpu_mma
+from jflash._backends.mosaic_gpu.hardware import sums_by_index
+from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
 from jflash._backends.mosaic_gpu.inputs import score_mod_reads
 from jflash._semantics.score_mod import trace_score_mod
+from jflash._semantics.spec import Residuals
 
 NUMBERS = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
 SEGMENT = np.arange(300, dtype=np.int32) // 50
@@ -61,7 +69,7 @@ def test_reads(kind: str):
     spec = spec_of(made(jnp.asarray(NUMBERS)))
     assert mosaic_gpu.unsupported_call(spec) is None
     assert [read.by_position for read in score_mod_reads.smooth(spec)] == by_position
-    assert (mosaic_gpu.unsupported_backward(spec) is not None) == any(by_position)
+    assert len(score_mod_reads.tables(spec)) == any(by_position)
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -72,12 +80,15 @@ def test_refused(reason: str):
 
 
 def test_sums_in_one_order():
-    """The gradient of a table would be that of xla, which sums in any."""
+    """But for the gradients of tables, if they are asked for."""
     table = jnp.asarray(NUMBERS)
-    spec = spec_of(READS["by distance"][0](table))
-    assert mosaic_gpu.unsupported_call(dataclasses.replace(spec, deterministic=True)) is not None
-    spec = spec_of(READS["of each head"][0](table))
-    assert mosaic_gpu.unsupported_call(dataclasses.replace(spec, deterministic=True)) is None
+    for backend in (mosaic_gpu, mosaic_gpu_mma):
+        refusal = lambda kind, backend=backend, **asked: backend.unsupported_call(
+            dataclasses.replace(spec_of(READS[kind][0](table)), deterministic=True, **asked)
+        )
+        assert "in any order" in refusal("by distance")
+        assert refusal("by distance", undifferentiated=frozenset({"score_mod_arrays"})) is None
+        assert refusal("of each head") is None
 
 
 def test_the_rest_is_the_score_mod():
@@ -128,19 +139,72 @@ def test_numbers_of_heads(row):
     hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))
 
 
+NARROW = FUSED._replace(key_length=100)
 TABLES = [
-    FUSED._replace(score_mod="arrays", causal=True),
-    FUSED._replace(score_mod="arrays", query_length=1, heads=(4, 2), key_length=700),
-    FUSED._replace(score_mod="arrays", dtype="float32", window=(40, 10), offset="each", lengths="both"),
-    FUSED._replace(score_mod="arrays", bias="full", dims=(192, 128), sinks=True),
-    FUSED._replace(score_mod="arrays", dims=(257, 512), causal=True),
+    (FUSED._replace(causal=True), "three reads", "bfloat16", {}),
+    (FUSED._replace(query_length=1, heads=(4, 2), key_length=700), "clipped distance", "float32", {}),
+    # A CTA takes several blocks of several heads.
+    (NARROW._replace(heads=(4, 2), query_length=200, lengths="both"), "buckets", "float16", dict(processors=1)),
+    (FUSED._replace(dtype="float32", window=(40, 10), offset="each", lengths="both"), "three reads", "float32", {}),
+    (FUSED._replace(bias="full", dims=(192, 128), sinks=True), "clipped distance", "bfloat16", {}),
+    (FUSED._replace(dims=(257, 512), causal=True), "buckets", "float32", {}),
+    (NARROW._replace(mask="full", dropout=True, soft_cap=1.5), "where seen", "float32", {}),
+    (NARROW._replace(segments="sorted", alibi=True, scale="traced", bias="keys"), "where seen", "bfloat16", {}),
 ]
 
 
-@pytest.mark.parametrize("case", [TABLES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in TABLES[1:])])
-def test_tables(case: Case):
-    """Read by distance, with their gradients."""
-    call = cases.build(case)
-    races = case.key_length <= 128
-    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, detect_races=races), call)
+@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=pytest.mark.slow) for row in TABLES[1:])])
+def test_tables(row):
+    """Read by position, with their gradients; padding holds NaN, which must reach nothing."""
+    case, kind, dtype, options = row
+    call = score_mod_tables.call(case, kind, dtype)
+    planted, races = with_nan_in_padding(call), case.key_length <= 128
+    run = functools.partial(hopper_kernels.run, planted, detect_races=races, **options)
+    hopper_kernels.assert_right(run, call)
     hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [kernel_families.HOPPER, kernel_families.mma("8.0")], ids=["Hopper", "mma"])
+def test_a_table_for_each_batch_entry(family):
+    """As from `jax.vmap`: their gradients are not added up."""
+    call = score_mod_tables.call(NARROW, "clipped distance")
+    (table,), race_free = call.score_mod_arrays, dict(family=family, detect_races=False)
+    results = []
+    for entry in range(2):
+        alone = dataclasses.replace(
+            call,
+            **{name: getattr(call, name)[entry : entry + 1] for name in ("query", "key", "value", "d_out", "d_lse")},
+            score_mod_arrays=(table * (1 + entry),),
+        )
+        results.append(hopper_kernels.run(alone, **race_free).gradients["score_mod_arrays"][0])
+    spec, operands = hopper_kernels.canonical(call)
+    operands = operands._replace(score_mod_arrays=(jnp.stack([table, 2 * table]),))
+    forward, backward = hopper_kernels.functions(family=family)
+    out, lse = forward(spec, operands)
+    residuals = Residuals(out, lse, jnp.asarray(call.d_out), jnp.asarray(call.d_lse).transpose(0, 2, 1))
+    (got,) = backward(spec, operands, residuals).score_mod_arrays
+    np.testing.assert_allclose(got, jnp.stack(results), rtol=1e-5, atol=1e-5)
+
+
+def test_a_threads_sums():
+    """All of a thread's elements are added once; neighbours with one index by one addition."""
+    o, eights = Warpgroup(np.dtype(np.float32), 0, np.zeros(0)), 8
+    order = sums_by_index.diagonals(eights)
+    assert sorted(order) == list(itertools.product(range(eights), range(2), range(2)))
+    row, column = lambda half: o.row.astype(int) + 8 * half, lambda eight, k: 8 * eight + 2 * o.pair.astype(int) + k
+    values = [np.random.default_rng(place).standard_normal(THREADS) for place in range(len(order))]
+    values[3][:] = 0
+    indices = {
+        "distance": ([row(half) - column(eight, k) + 64 for eight, half, k in order], 2 * (eights + 1)),
+        "one": ([np.full(THREADS, 5)] * len(order), 1),
+        "drawn": (list(np.random.default_rng(0).integers(0, 96, (len(order), THREADS))), len(order)),
+    }
+    for index, most in indices.values():
+        got, want, count = np.zeros(96), np.zeros(96), np.zeros(THREADS, int)
+        for place, total, wanted in sums_by_index.totals(o, index, values):
+            np.add.at(got, place[wanted], total[wanted])
+            count += wanted
+        np.add.at(want, np.asarray(index), np.asarray(values))
+        np.testing.assert_allclose(got, want, atol=1e-12)
+        assert count.max() <= most

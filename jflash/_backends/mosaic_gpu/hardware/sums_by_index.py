@@ -13,7 +13,7 @@ Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,33 +29,33 @@ def add(_: Any, table: Any, index: Any, values: Any) -> None:
     o = LaneWords()
     long_type = _utils.ir.IntegerType.get_signless(64)
     start = _utils.llvm.ptrtoint(long_type, _utils.memref_ptr(table))
-
-    def add_total(place: Any, total: Any, condition: Any = None) -> None:
+    for place, total, condition in totals(o, in_order(o, index.registers), in_order(o, values.registers)):
         offset = o.arith.muli(o.arith.extsi(long_type, place), _utils.c(4, long_type))
-        # What is hidden adds 0.
-        wanted = o.arith.cmpf(o.arith.CmpFPredicate.UNE, total, o.zero)
-        wanted = wanted if condition is None else o.arith.andi(wanted, condition)
+        instruction = "red.global.add.f32 [$0], $1;"
         address = o.arith.addi(start, offset)
-        _utils.inline_ptx("red.global.add.f32 [$0], $1;", address, total, predicate=wanted, has_side_effects=True)
+        _utils.inline_ptx(instruction, address, total, predicate=condition, has_side_effects=True)
 
-    own = zip(_along_diagonals(o, index.registers), _along_diagonals(o, values.registers), strict=True)
-    place, total = next(own)
-    for next_place, number in own:
+
+def totals(o: LaneWords, index: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """What a thread adds where, and whether it does; not where the total is 0, as it is of what is hidden."""
+    wanted = lambda total: o.arith.cmpf(o.arith.CmpFPredicate.UNE, total, o.zero)
+    place, total = index[0], values[0]
+    for next_place, number in zip(index[1:], values[1:], strict=True):
         is_other = o.arith.cmpi(o.arith.CmpIPredicate.ne, place, next_place)
-        add_total(place, total, is_other)
+        yield place, total, o.arith.andi(wanted(total), is_other)
         total = o.arith.select(is_other, number, o.arith.addf(total, number))
         place = next_place
-    add_total(place, total)
+    yield place, total, wanted(total)
 
 
-def _along_diagonals(o: LaneWords, registers: Any) -> Iterator[Any]:
-    """A thread's elements. Of its two rows, which are 8 apart, the lower one's follow those of the upper one that are 8
-    columns before."""
+def in_order(o: LaneWords, registers: Any) -> list[Any]:
+    """A thread's elements, along diagonals."""
     pairs = {(index[1], index[4]): o.numbers(register) for index, register in np.ndenumerate(registers)}
-    eights = 1 + max(eight for eight, _ in pairs)
-    for k in range(2):
-        yield pairs[0, 1][k]
-        for eight in range(eights):
-            yield pairs[eight, 0][k]
-            if eight + 1 < eights:
-                yield pairs[eight + 1, 1][k]
+    return [pairs[eight, half][k] for eight, half, k in diagonals(len(pairs) // 2)]
+
+
+def diagonals(eights: int) -> list[tuple[int, int, int]]:
+    """Of `eights` of columns, which eight, which of the thread's two rows and which of its two columns there: each
+    element of the upper row, and then that of the lower row, 8 below it, which is 8 columns after it."""
+    rows = [(0, 1), *((eight + half, half) for eight in range(eights) for half in range(2))]
+    return [(eight, half, k) for k in range(2) for eight, half in rows if eight < eights]

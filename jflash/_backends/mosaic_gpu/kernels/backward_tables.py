@@ -135,10 +135,12 @@ class _Cta(Cta[TablesPlan]):
 
         def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Array, dict[str, Array]]:
             k, v = (operand_pieces.transposed(pieces(ring.tiles.at[slot])) for ring in (shared.k, shared.v))
+            # The compiler would spill the addresses of all columns of a wide head.
+            still = pl.ds((self.warpgroup + ops.opaque_zero(index)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
             plgpu.barrier_wait(shared.k.full.at[slot])
-            operand_pieces.mma(acc_s, pieces(shared.q.at[self.own]), k, ops)
+            operand_pieces.mma(acc_s, pieces(shared.q.at[still]), k, ops)
             plgpu.barrier_wait(shared.v.full.at[slot])
-            operand_pieces.mma(acc_dp, pieces(shared.do.at[self.own]), v, ops)
+            operand_pieces.mma(acc_dp, pieces(shared.do.at[still]), v, ops)
             if shared.bias is not None:
                 loaded["bias"] = ops.load(shared.bias.at[slot, self.own])
             s = ops.read(acc_s, pending=operand_pieces.products(spec))
