@@ -67,8 +67,9 @@ CASES = {
     ),
     **{
         f"d{d} causal, score_mod of a table": (d, d, dict(is_causal=True), dict(numbers=((4, 256), float32)))
-        for d in (64, 128)
+        for d in (64, 128, 256)
     },
+    "bias, score_mod of a table": (128, 128, {}, dict(bias=(PAIRS, bfloat16), numbers=((4, 256), float32))),
     "alibi and scale": (128, 128, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
     **{f"d{d} causal, dropout": (d, d, dict(is_causal=True, dropout_rate=0.1), DROPOUT_KEY) for d in (64, 128, 256)},
     "dropout deterministic": (128, 128, dict(dropout_rate=0.1, deterministic=True), DROPOUT_KEY),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import score_mod_tables
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kernel_values import ON_HARDWARE, drawn
@@ -130,6 +131,31 @@ def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: t
     assert (schedule.items < batch) == (batch > 100)
     assert dq_accumulator.waves_with_room(schedule) < schedule.waves
     call = cases.build(Case("bfloat16", 70, 130, heads=heads, dims=dims, batch=(batch,), **options))
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize("kind", score_mod_tables.KINDS)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [((64, 64), "float32"), ((128, 128), "bfloat16"), ((256, 256), "float16"), ((512, 512), "float32")],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True, lengths="both"),
+        dict(window=(150, 0), offset="each", soft_cap=40.0),
+        dict(bias="full", mask="full", dropout=True),
+        # A CTA takes many blocks.
+        dict(causal=True, batch=(30,), heads=(16, 4)),
+    ],
+    ids=str,
+)
+def test_tables(kind: str, dims: tuple[int, int], dtype: str, options: dict):
+    """Tables that a score_mod reads by position, and their gradients, in a dtype of their own."""
+    case = Case("bfloat16", 523, 640, (4, 2), dims, (3,))._replace(**options)
+    call = score_mod_tables.call(case, kind, dtype)
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 

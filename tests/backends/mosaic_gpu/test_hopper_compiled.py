@@ -61,12 +61,16 @@ SPILLS = {
         "takes 2.97 ms for two entries of 16 causal heads and 8,192 tokens, where another library's takes 3.98.",
     ),
     **dict.fromkeys(
-        (f"d{d} causal, score_mod of a table: forward" for d in (64, 128)),
-        (216, "It keeps the indices of a tile, and what is read there. What that costs was not measured yet."),
+        (
+            *(f"d{d} causal, score_mod of a table: forward" for d in (64, 128, 256)),
+            *(f"d256 causal, score_mod of a table: {kernel}" for kernel in ("d_query", "d_key_value", "d_tables")),
+            "bias, score_mod of a table: d_bias",
+        ),
+        (300, "It keeps the indices of a tile, and what is read there. What that costs was not measured yet."),
     ),
-    "d128 causal, score_mod of a table: tangent": (
-        572,
-        "It keeps the indices of a tile for a table and for its tangent. What that costs was not measured yet.",
+    **dict.fromkeys(
+        (f"{case}, score_mod of a table: tangent" for case in ("d128 causal", "d256 causal", "bias")),
+        (596, "It keeps the indices of a tile for a table and for its tangent. What that costs was not measured yet."),
     ),
     "soft cap and scale: tangent": (
         212,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import score_mod_tables
 from cases import Case
 from kernel_values import ON_HARDWARE, drawn
 from on_hardware import poison, with_nan_in_padding
@@ -83,6 +84,29 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
     call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
     oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.parametrize("kind", score_mod_tables.KINDS)
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((64, 64), "float32"), ((128, 128), "bfloat16"), ((256, 256), "float16")], ids=str
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True, lengths="both"),
+        dict(window=(150, 0), offset="each", soft_cap=40.0),
+        dict(bias="full", mask="full", dropout=True),
+        # A CTA takes many blocks.
+        dict(causal=True, batch=(30,), heads=(16, 4)),
+    ],
+    ids=str,
+)
+def test_tables(kind: str, dims: tuple[int, int], dtype: str, options: dict):
+    """Tables that a score_mod reads by position, and their gradients, in a dtype of their own."""
+    case = Case("bfloat16", 523, 640, (4, 2), dims, (3,))._replace(**options)
+    call = score_mod_tables.call(case, kind, dtype)
+    poison()
+    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

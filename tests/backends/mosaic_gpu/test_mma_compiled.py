@@ -24,9 +24,20 @@ SPILLS = {
         {8: 120, 9: 96, 10: 252},
         "d128, where it holds dK, dV and two tiles. With tiles of 32 queries, which spill less, it is 2% slower.",
     ),
+    **{
+        f"{case}, score_mod of a table: {kernel}": (
+            by_major,
+            "It keeps the indices of a tile, and what is read there. What that costs was not measured yet.",
+        )
+        for case, kernel, by_major in (
+            ("d64 causal", "mma_d_query", {8: 208, 9: 164, 10: 192}),
+            ("d128 causal", "mma_d_key_d_value", {8: 148, 9: 112, 10: 188}),
+            ("d128 causal", "mma_forward", {8: 280, 9: 252, 10: 488}),
+        )
+    },
 }
-"""The most bytes that a kernel may spill, by the major number of the compute capability, where that is, and what was
-measured causal (one H100, jax 0.11.2). 12.x has what 10.x has."""
+"""The most bytes that a kernel, of one case or of all, may spill, by the major number of the compute capability, where
+that is, and what was measured causal (one H100, jax 0.11.2). 12.x has what 10.x has."""
 
 EMULATED = [
     dict(dtype="bfloat16", dims=(64, 64), bias="full", mask="full", dropout=True, lengths="both", key_length=140),
@@ -52,7 +63,7 @@ def test_spills(capability: str, tmp_path: Path):
     over = {
         name: found
         for name, report in reports.items()
-        if (found := report["spills"]) > allowed.get(name.split(": ")[1], 0)
+        if (found := report["spills"]) > allowed.get(name, allowed.get(name.split(": ")[1], 0))
     }
     assert not over
 

@@ -7,9 +7,11 @@ import hopper_kernels
 import kernel_families
 import oracle
 import pytest
+import score_mod_tables
 import short_run
 from cases import Case
 from kernel_values import INTERPRETED
+from on_hardware import with_nan_in_padding
 from short_run import cover, sampled
 
 VALUES = {
@@ -116,6 +118,24 @@ def test_nothing_but_a_function_of_the_operands(options: dict):
     for closed in hopper_kernels.traced(call, family=kernel_families.mma("8.0")):
         assert not closed.consts
         assert not closed.effects
+
+
+BASE = Case("bfloat16", 131, 128, heads=(2, 1), dims=(64, 64), batch=(2,))
+TABLES = [
+    (BASE._replace(causal=True), "three reads", "bfloat16", 108),
+    (BASE._replace(heads=(4, 2), query_length=200, lengths="both"), "buckets", "float16", 1),
+    (BASE._replace(dtype="float16", query_length=1, heads=(4, 2), key_length=700), "clipped distance", "float32", 108),
+    (BASE._replace(mask="full", bias="full", dropout=True, soft_cap=1.5), "where seen", "float32", 108),
+    (BASE._replace(dims=(256, 256), segments="sorted", sinks=True), "three reads", "float32", 108),
+]
+
+
+@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=pytest.mark.slow) for row in TABLES[1:])])
+def test_tables(row):
+    """That a score_mod reads by position, with their gradients; padding holds NaN, which must reach nothing."""
+    case, kind, dtype, processors = row
+    call = score_mod_tables.call(case, kind, dtype)
+    oracle.assert_right(run(with_nan_in_padding(call), "8.6", processors), call)
 
 
 @pytest.mark.slow

@@ -140,13 +140,14 @@ def test_numbers_of_heads(row):
 
 
 NARROW = FUSED._replace(key_length=100)
+TWO_KERNELS = FUSED._replace(dims=(192, 128))
 TABLES = [
     (FUSED._replace(causal=True), "three reads", "bfloat16", {}),
     (FUSED._replace(query_length=1, heads=(4, 2), key_length=700), "clipped distance", "float32", {}),
     # A CTA takes several blocks of several heads.
-    (NARROW._replace(heads=(4, 2), query_length=200, lengths="both"), "buckets", "float16", dict(processors=1)),
+    (TWO_KERNELS._replace(heads=(4, 2), query_length=200, lengths="both"), "buckets", "float16", dict(processors=1)),
     (FUSED._replace(dtype="float32", window=(40, 10), offset="each", lengths="both"), "three reads", "float32", {}),
-    (FUSED._replace(bias="full", dims=(192, 128), sinks=True), "clipped distance", "bfloat16", {}),
+    (TWO_KERNELS._replace(bias="full", sinks=True), "clipped distance", "bfloat16", {}),
     (FUSED._replace(dims=(257, 512), causal=True), "buckets", "float32", {}),
     (NARROW._replace(mask="full", dropout=True, soft_cap=1.5), "where seen", "float32", {}),
     (NARROW._replace(segments="sorted", alibi=True, scale="traced", bias="keys"), "where seen", "bfloat16", {}),

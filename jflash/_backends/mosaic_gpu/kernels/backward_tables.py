@@ -133,7 +133,7 @@ class _Cta(Cta[TablesPlan]):
         pieces = functools.partial(operand_pieces.of_tile, spec)
         loaded = self.inputs.load_packed_mask(at, shape)
 
-        def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Array, dict[str, Array]]:
+        def add(acc_dp: Any, acc_s: Any) -> None:
             k, v = (operand_pieces.transposed(pieces(ring.tiles.at[slot])) for ring in (shared.k, shared.v))
             # The compiler would spill the addresses of all columns of a wide head.
             still = pl.ds((self.warpgroup + ops.opaque_zero(index)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -149,15 +149,15 @@ class _Cta(Cta[TablesPlan]):
             mask = TileMask(self.inputs, tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, lse)
             p, pull_back = logits.differentiate(s, mask, to_p, [read.name for read in score_mod_reads.of_tables(spec)])
+            dp = ops.read(acc_dp)
+            if shared.bias is not None:
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(shared.v.empty.at[slot])
             p = dropped.signed(self.inputs, at, p)
-            _, d_reads = pull_back(dropped.d_logits(spec, p, ops.read(acc_dp), delta))
-            return p, d_reads
+            _, d_reads = pull_back(dropped.d_logits(spec, p, dp, delta))
+            score_mod_reads.add_to_tables(self.inputs, self.inputs.tile(at, shape, loaded), p, d_reads, sums)
 
-        p, d_reads = ops.accumulators(differentiate, shape, shape)
-        if shared.bias is not None:
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.v.empty.at[slot])
-        score_mod_reads.add_to_tables(self.inputs, self.inputs.tile(at, shape, loaded), p, d_reads, sums)
+        ops.accumulators(add, shape, shape)
 
     def copy(self) -> None:
         """Copy its blocks' queries, and keys and values for each."""
