@@ -51,7 +51,7 @@ def test_every_block_is_an_item_of_one_cta(blocks: int, batch: int, entries: int
 def test_every_block_of_a_head_has_one_cta(heads: int, blocks: int, batch: int, ctas: int | None):
     schedule = HeadBlocks.of(heads, blocks, batch, ctas)
     counts = [int(schedule.count(cta)) for cta in range(schedule.ctas)]
-    assert 1 <= min(counts)
+    assert min(counts) >= 1
     assert max(counts) - min(counts) <= 1
     taken = [schedule.block(cta, index) for cta, count in enumerate(counts) for index in range(count)]
     assert sorted(tuple(map(int, one)) for one in taken) == list(itertools.product(range(heads), range(blocks)))
