@@ -37,7 +37,7 @@ def _by_three_reads(factors: Any, added: Any) -> Any:
     return score_mod
 
 
-def _where_seen(table: Any, by_head: Any) -> Any:
+def _where_seen(by_head: Any, table: Any) -> Any:
     """Keys that it hides count for nothing, whatever their table holds."""
     seen = lambda q, k: (q + 2 * k) % 5 != 0
     return lambda logit, b, h, q, k: jnp.where(seen(q, k), logit * by_head[h] + table[(q + k) & 31], -jnp.inf)
@@ -47,9 +47,9 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], list[tuple[int, ...]]
     "clipped distance": (_by_clipped_distance, lambda heads: [(heads, 128)]),
     "buckets": (_by_bucket, lambda heads: [(heads, 16)]),
     "three reads": (_by_three_reads, lambda heads: [(40,), (2, heads, 64)]),
-    "where seen": (_where_seen, lambda heads: [(32,), (heads,)]),
+    "where seen": (_where_seen, lambda heads: [(heads,), (32,)]),
 }
-"""Each with its tables' shapes for a number of heads."""
+"""Each with its tables' shapes for a number of heads, in the order in which they are read first, as a jaxpr has them."""
 
 
 def call(case: Case, kind: str, dtype: str = "float32") -> Call:

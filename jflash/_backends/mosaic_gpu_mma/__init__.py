@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
 
+
 def unsupported(spec: Spec, platform: Platform) -> str | None:
     """GPUs whose shared memory is known run these kernels."""
     capability = platform.compute_capability
