@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], list[tuple[int, ...]]
     "three reads": (_by_three_reads, lambda heads: [(40,), (2, heads, 64)]),
     "where seen": (_where_seen, lambda heads: [(heads,), (32,)]),
 }
-"""Each with its tables' shapes for a number of heads, in the order in which they are read first, as a jaxpr has them."""
+"""Each with its tables' shapes for a number of heads, in the order of the first reads, as a jaxpr has them."""
 
 
 def call(case: Case, kind: str, dtype: str = "float32") -> Call:
