@@ -8,7 +8,6 @@ import cases
 import hopper_kernels
 import jax
 import jax.numpy as jnp
-import kernel_families
 import numpy as np
 import oracle
 import pytest
@@ -166,22 +165,20 @@ def test_tables(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [kernel_families.HOPPER, kernel_families.mma("8.0")], ids=["Hopper", "mma"])
-def test_a_table_for_each_batch_entry(family):
+def test_a_table_for_each_batch_entry():
     """As from `jax.vmap`: their gradients are not added up."""
     call = score_mod_tables.call(NARROW, "clipped distance")
-    (table,), race_free = call.score_mod_arrays, dict(family=family, detect_races=False)
-    results = []
+    (table,), results = call.score_mod_arrays, []
     for entry in range(2):
         alone = dataclasses.replace(
             call,
             **{name: getattr(call, name)[entry : entry + 1] for name in ("query", "key", "value", "d_out", "d_lse")},
             score_mod_arrays=(table * (1 + entry),),
         )
-        results.append(hopper_kernels.run(alone, **race_free).gradients["score_mod_arrays"][0])
+        results.append(hopper_kernels.run(alone).gradients["score_mod_arrays"][0])
     spec, operands = hopper_kernels.canonical(call)
     operands = operands._replace(score_mod_arrays=(jnp.stack([table, 2 * table]),))
-    forward, backward = hopper_kernels.functions(family=family)
+    forward, backward = hopper_kernels.functions()
     out, lse = forward(spec, operands)
     residuals = Residuals(out, lse, jnp.asarray(call.d_out), jnp.asarray(call.d_lse).transpose(0, 2, 1))
     (got,) = backward(spec, operands, residuals).score_mod_arrays
