@@ -140,7 +140,7 @@ def attention(
       sinks: floating `[N]`, an extra logit per head that takes part in the softmax, and so in the log-sum-exp, but
         has no value (arXiv:2309.17453).
       dropout_rate: 0 <= rate < 1; drops probabilities and scales the rest by 1 / (1 - rate). Rates are multiples of
-        2**-16: another is taken for the nearest that is not 0.
+        2**-15: another is taken for the nearest that is not 0.
       dropout_key: a JAX random key. The same key drops the same (batch, head, query, key) on every backend, forward
         and backward.
       broadcast_dropout: drop the same for all batch entries and heads, as Flax's layers do.

@@ -45,9 +45,13 @@ def test_neighbours_are_independent():
     # Each pair once, and no probability with itself.
     exchanged = np.triu(np.swapaxes(signs[..., :64], 2, 3), 1)
     others["queries for keys"] = np.pad(exchanged, [(0, 0)] * 3 + [(0, 64)])
-    # The two that one word decides.
-    high = signs.reshape(*SHAPE[:3], -1, 2, 8)[..., 1, :]
-    others["halves of a word"] = np.stack([high, 0 * high], axis=4).reshape(SHAPE)
+    # Of the four that have one counter, the first with each of the others.
+    fours = signs.reshape(*SHAPE[:2], -1, 2, 8, SHAPE[3] // 16, 2, 8)
+    alone = np.zeros_like(fours)
+    for name, query, key in (("halves of a word", 0, 1), ("words of a counter", 1, 0), ("across", 1, 1)):
+        shifted = alone.copy()
+        shifted[:, :, :, 0, :, :, 0] = fours[:, :, :, query, :, :, key]
+        others[name] = shifted.reshape(SHAPE)
     for name, other in others.items():
         assert abs(np.sum(signs * other)) < SIGMAS * np.sqrt(np.sum(np.abs(other))), name
 
@@ -70,9 +74,9 @@ def test_no_shift_repeats_it(rate: float):
 
 
 def test_rates_that_exist():
-    """The nearest multiple of 2**-16, of which none is 0, and none 1."""
-    rates = {0.0: 0, 1e-9: 1, 0.1: 6554, 0.5: 32768, 1 - 1e-9: 65535}
-    assert {rate: dropout.possible_rate(rate) * 2**16 for rate in rates} == rates
+    """The nearest multiple of 2**-15, of which none is 0, and none 1."""
+    rates = {0.0: 0, 1e-9: 1, 0.1: 3277, 0.5: 16384, 1 - 1e-9: 32767}
+    assert {rate: dropout.possible_rate(rate) * 2**15 for rate in rates} == rates
 
 
 def test_broadcast_dropout(backend: str):

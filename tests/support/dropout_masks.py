@@ -35,7 +35,7 @@ def dropout_mask(
 def by_definition(shape: tuple[int, ...]) -> np.ndarray:
     """The mask by its definition, in numpy; that every backend draws this one, test_dropout.py shows."""
     *batch, N, T, S = shape
-    golden, dropped = np.uint32(0x9E3779B9), RATE * 2**16
+    golden, dropped = np.uint32(0x9E3779B9), RATE * 2**15
 
     def mix(bits: np.ndarray) -> np.ndarray:
         bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
@@ -49,8 +49,12 @@ def by_definition(shape: tuple[int, ...]) -> np.ndarray:
     second = mix(words[1] ^ mix(first + entry))
     before = mix(first + counted(N, 1, 1))
     middle = mix(second ^ before)
-    key = np.arange(S, dtype=np.uint32)
-    bits = before + counted(T, 1) + (key // 16 * 8 + key % 8)
+    query, key = np.arange(T, dtype=np.uint32)[:, None], np.arange(S, dtype=np.uint32)
+    pair = lambda index: index // 16 * 8 + index % 8
+    bits = before + pair(query) * golden + pair(key)
     bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
-    bits = (bits ^ (bits >> 15) ^ middle) * np.uint32(0x846CA68B)
-    return np.where(key // 8 % 2 == 0, bits % 2**16 >= dropped, bits // 2**16 >= dropped).reshape(shape)
+    first = (bits ^ (bits >> 15) ^ middle) * np.uint32(0x846CA68B)
+    second = (bits ^ (bits >> 13) ^ middle) * np.uint32(0xD35A2D97)
+    word = np.where(query // 8 % 2 == 0, first, second)
+    half = np.where(key // 8 % 2 == 0, word, word // 2**16)
+    return (half % 2**15 >= dropped).reshape(shape)

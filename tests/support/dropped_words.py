@@ -20,5 +20,6 @@ def drop(
     """A tile without what is dropped or, `signed`, with the sign of that changed."""
     rows, columns = (jnp.arange(size, dtype=jnp.uint32) for size in p.shape)
     query, key = (columns[None], rows[:, None]) if keys_first else (rows[:, None], columns[None])
-    counters = dropout.counter(counter, query, dropout.pair_of_keys(key))
-    return jnp.where(dropout.survives(counters, middle, key, dropped), p, -p if signed else 0.0)
+    counters = dropout.counter(counter, dropout.pair(query), dropout.pair(key))
+    keep = dropout.survives(counters, middle, query, key, dropped)
+    return jnp.where(keep, p, -p if signed else jnp.zeros_like(p))

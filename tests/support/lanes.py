@@ -43,6 +43,12 @@ class Numbers(LaneWords):
     def __call__(self, value: int) -> np.ndarray:
         return np.full(THREADS, value, np.uint32)
 
+    def bits(self, number: np.ndarray) -> np.ndarray:
+        return number.view(np.uint32)
+
+    def number(self, bits: np.ndarray) -> np.ndarray:
+        return bits.view(np.float32)
+
 
 class Warpgroup(Numbers, Lanes):
     """The threads with shared and device memory, and the instructions on whole warps as PTX defines them.

@@ -52,6 +52,14 @@ class LaneWords:
         """The two numbers of a register that holds two."""
         return [self.vector.extract(pair, [], self.ir.DenseI64ArrayAttr.get([at])) for at in range(2)]
 
+    def bits(self, number: Any) -> Any:
+        """Those of a float32."""
+        return mgpu.utils.bitcast(number, self.type)
+
+    def number(self, bits: Any) -> Any:
+        """The float32 that has them."""
+        return mgpu.utils.bitcast(bits, self.zero.type)
+
     def fields(self, bits: Any, *fields: tuple[int, int]) -> Any:
         """Masked fields of bits, each shifted right by its own amount, or-ed together."""
         return self.either(*(self.arith.andi(self.right(bits, by), self(field)) for field, by in fields))
