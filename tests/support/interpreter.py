@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import packed_masks
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles
 
 
 @dataclasses.dataclass
@@ -143,34 +145,89 @@ class Interpreter(WarpgroupOps):
         """Nothing."""
 
 
+def _arrive_and_wait(barrier: Ref) -> None:
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 class MmaInterpreter(Interpreter, MmaOps):
     """The operations of a warpgroup that is a CTA. Copies arrive at once: a wait that is missing does not show."""
 
-    def add_product(self, acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool) -> Tiles:
+    def add_product(
+        self,
+        acc: Tiles,
+        a: Tiles | Ref,
+        b: Ref,
+        *,
+        transposed: bool,
+        first_row: Any = None,
+        a_transposed: bool = False,
+    ) -> Tiles:
         rows = jnp.concatenate(a) if isinstance(a, tuple) else a[...]
-        columns = b[...].T if transposed else b[...]
+        rows = rows.T if a_transposed else rows
+        own = b[...] if first_row is None else b[pl.ds(first_row, acc[0].shape[1])]
+        columns = own.T if transposed else own
         product = jnp.dot(rows, columns, preferred_element_type=jnp.float32)
         return tuple(one + part for one, part in zip(acc, jnp.split(product, len(acc)), strict=True))
 
     def load_rows(self, ref: Ref) -> Tiles:
         return tuple(jnp.split(ref[...], ref.shape[0] // 64))
 
-    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any) -> None:
+    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
         rows = first + jnp.arange(target.shape[0])
         found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
-        target[...] = jnp.pad(found, [(0, 0), (0, target.shape[1] - found.shape[1])])
+        whole, column = (target.shape[1], 0) if part is None else (part.whole, part.first)
+        found = jnp.pad(found, [(0, 0), (0, max(whole - found.shape[1], 0))])
+        target[...] = lax.dynamic_slice_in_dim(found, column, target.shape[1], axis=1)
 
     def commit(self) -> None:
         """Nothing."""
 
-    def wait(self, pending: int = 0) -> None:
-        """Nothing."""
+    def wait(self, pending: int = 0, *, warpgroups: int = 1) -> None:
+        self.meet(warpgroups)
 
-    def store_rows(self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any) -> None:
+    def meet(self, warpgroups: int) -> None:
+        if warpgroups > 1:
+            barrier = plgpu.Barrier(num_arrivals=warpgroups)
+            pl.run_scoped(_arrive_and_wait, barrier, collective_axes="warpgroup")
+
+    def store_tile(self, values: Tiles, target: Ref, first_column: Any) -> None:
+        target[:, pl.ds(first_column, values[0].shape[1])] = jnp.concatenate(values)
+
+    def store_rows(
+        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None
+    ) -> None:
         rows = first + jnp.arange(values.shape[0])
         rows = jnp.where(rows < limit, rows, target.shape[0])
-        own = values[:, : target.shape[1]].astype(target.dtype)
-        target[...] = target[...].at[rows].set(own, mode="drop")
+        width, columns = values.shape[1], target.shape[1]
+
+        def store(column: int) -> None:
+            # These columns alone: other warpgroups store others.
+            own = target.at[:, pl.ds(column, min(width, columns - column))]
+            own[...] = own[...].at[rows].set(values[:, : own.shape[1]].astype(target.dtype), mode="drop")
+
+        for column in range(0, columns, width):
+            if part is None:
+                assert column == 0
+                store(column)
+            else:
+                pl.when(part.first == column)(functools.partial(store, column))
+
+    def add_rows(self, values: Float[Array, "64 columns"], target: Ref, row: Any, column: Any, together: int) -> None:
+        groups, units = values.shape[0] // 8, values.shape[1] // 16
+        # Group, row; unit, eight, pair, neighbour.
+        numbers = values.reshape(groups, 8, units, 2, 4, 2)
+        order = (0, 2, 1, 4, 3, 5) if together == 4 else (0, 2, 3, 5, 1, 4)
+        own = target.at[pl.ds(lax.div(row, 8), groups), pl.ds(lax.div(column, 16), units)]
+        own[...] = own[...] + numbers.transpose(order).reshape(groups, units, 128)
+
+    def load_sums(self, source: Ref, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
+        found = source[pl.ds(lax.div(row, 8), 8)]
+        if together == 4:
+            rows = found.reshape(8, columns // 16, 8, 4, 2, 2).transpose(0, 2, 1, 4, 3, 5)
+        else:
+            rows = found.reshape(8, columns // 16, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3)
+        return rows.reshape(64, columns)
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
         rows, columns = (

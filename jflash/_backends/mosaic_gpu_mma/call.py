@@ -11,6 +11,7 @@ from jflash._backends.mosaic_gpu.call import finish_backward, finish_forward, pa
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, prepare, row_statistics, score_mod_reads
 from jflash._backends.mosaic_gpu.schedule import tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
+from jflash._backends.mosaic_gpu_mma.kernels.backward import backward as launch_fused
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import backward_dbias
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import backward_dkv
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import backward_dq
@@ -44,11 +45,19 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     rows = row_statistics.subtrahends(spec, lse, delta)
     arrays = {name: _whole_chunks(array) for name, array in arrays.items()} | _others(spec, operands) | rows
     of_queries = arrays | packed_mask(spec, operands, ops)
-    gradients = backward_dq(plan.dq, of_queries | table(plan.dq.tile.rows), ops)
-    for one in plan.dkv:
-        of_keys = arrays | packed_mask(spec, operands, ops, keys_first=True) | table(one.tile.rows, of_keys=True)
-        gradients |= backward_dkv(one, of_keys, ops)
-    gradients |= plan.dkv[0].schedule.summed(spec, gradients, (spec.head_dim, spec.value_dim))
+    by_keys = lambda tile: (
+        arrays | packed_mask(spec, operands, ops, keys_first=True) | table(tile.rows, of_keys=True)
+    )
+    dims = spec.head_dim, spec.value_dim
+    if plan.fused is not None:
+        gradients = launch_fused(plan.fused, by_keys(plan.fused.tile), ops)
+        gradients |= plan.fused.schedule.summed(spec, gradients, dims)
+    else:
+        assert plan.dq is not None
+        gradients = backward_dq(plan.dq, of_queries | table(plan.dq.tile.rows), ops)
+        for one in plan.dkv:
+            gradients |= backward_dkv(one, by_keys(one.tile), ops)
+        gradients |= plan.dkv[0].schedule.summed(spec, gradients, dims)
     if plan.dbias is not None:
         gradients["whole_d_bias"] = backward_dbias(plan.dbias, of_queries | table(plan.dbias.tile.rows), ops)
     if plan.tables is not None:

@@ -12,14 +12,22 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
-from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, HeadBlocks
-from jflash._backends.mosaic_gpu_mma.kernels import backward_dbias, backward_dkv, backward_dq, backward_tables, forward
+from jflash._backends.mosaic_gpu_mma.hardware import sums
+from jflash._backends.mosaic_gpu_mma.kernels import (
+    backward,
+    backward_dbias,
+    backward_dkv,
+    backward_dq,
+    backward_tables,
+    forward,
+)
+from jflash._backends.mosaic_gpu_mma.kernels.backward import FusedPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_tables import TablesPlan
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile, TiledPlan
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
 from jflash._platform import Platform
@@ -41,6 +49,11 @@ _TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
         256: _tiles((1, 64, 1), (1, 32, 2, 1)),
     },
     "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1))},
+    "backward": {
+        64: _tiles((2, 128, 1, 0, 2), (2, 64, 2, 0, 2), (2, 64, 1, 0, 2), (1, 64, 2), (1, 64, 1)),
+        128: _tiles((2, 64, 2, 0, 2), (2, 64, 1, 0, 2), (1, 64, 2), (1, 64, 1)),
+        256: _tiles((1, 64, 1, 0, 2),),
+    },
     "dQ": {
         64: _tiles((2, 64, 2), (2, 32, 2, 1), (1, 64, 2, 2)),
         128: _tiles((2, 32, 2), (1, 64, 2, 2), (1, 64, 2)),
@@ -66,13 +79,20 @@ class BackwardPlan:
     """A call's backward, known before any array."""
 
     spec: Spec
-    dq: DqPlan
+    fused: FusedPlan | None
+    """One kernel for dQ, dK and dV; or else those that follow."""
+    dq: DqPlan | None
     dkv: tuple[DkvPlan, ...]
     """One kernel for dK and dV, or one for each."""
     dbias: DbiasPlan | None
     """For a bias with a query and a key axis."""
     tables: TablesPlan | None
     """For tables that a score_mod reads by position."""
+
+    @property
+    def kernels(self) -> tuple[TiledPlan, ...]:
+        """All that there are, with tiles, in their order."""
+        return tuple(one for one in (self.fused, self.dq, *self.dkv, self.dbias, self.tables) if one is not None)
 
 
 def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
@@ -89,41 +109,71 @@ def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
 def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     """The plan of a call's backward."""
     wanted = parameters(spec)
-    bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
-    of_dq = tuple(name for name in wanted if name != "bias" or bias_kind in ("row", "scalar"))
-    tile = _choose(spec, platform, "dQ", lambda tile: backward_dq.shared_memory(spec, tile))
-    dq, dbias, tables = DqPlan(spec, tile, of_dq), None, None
+    bias_kind, dbias = bias_and_mask.bias_kind(spec) if "bias" in wanted else None, None
     if bias_kind == "tile":
         tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
         dbias = DbiasPlan(spec, tile)
-    if score_mod_reads.tables(spec):
-        tile = _choose(spec, platform, "d_tables", lambda tile: backward_tables.shared_memory(spec, tile))
-        ctas = None if platform.processors is None else _CTAS * platform.processors
-        blocks = pl.cdiv(spec.query_length, tile.rows)
-        tables = TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, ctas))
+        wanted = tuple(name for name in wanted if name != "bias")
+    tables = _plan_tables(spec, platform) if score_mod_reads.tables(spec) else None
+    # Each sum over keys, and with deterministic=True every sum, has an owner in the other kernels alone.
+    if not spec.deterministic and bias_kind != "row" and (fused := _plan_fused(spec, platform, wanted)):
+        return BackwardPlan(spec, fused, None, (), dbias, tables)
+    of_dq = tuple(name for name in wanted if name != "bias" or bias_kind in ("row", "scalar"))
+    tile = _choose(spec, platform, "dQ", lambda tile: backward_dq.shared_memory(spec, tile))
+    dq = DqPlan(spec, tile, of_dq)
     # Both sums together are more than a warpgroup has registers for.
     apart = spec.head_dim + spec.value_dim > 256
     each = [(name,) for name in backward_dkv.BOTH] if apart else [backward_dkv.BOTH]
     by_key = bias_kind == "column"
     dkv = (_plan_dkv(spec, platform, outputs, wants_bias=by_key and "d_key" in outputs) for outputs in each)
-    return BackwardPlan(spec, dq, tuple(dkv), dbias, tables)
+    return BackwardPlan(spec, None, dq, tuple(dkv), dbias, tables)
+
+
+def _plan_tables(spec: Spec, platform: Platform) -> TablesPlan:
+    tile = _choose(spec, platform, "d_tables", lambda tile: backward_tables.shared_memory(spec, tile))
+    ctas = None if platform.processors is None else _CTAS * platform.processors
+    blocks = pl.cdiv(spec.query_length, tile.rows)
+    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, ctas))
+
+
+def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> FusedPlan | None:
+    """If a tile of its own fits."""
+    shared_memory = lambda tile: backward.shared_memory(spec, tile)
+    if not _fitting(spec, platform, "backward", shared_memory):
+        return None
+    tile = _choose(spec, platform, "backward", shared_memory)
+    assert platform.compute_capability is not None
+    together = sums.together(platform.compute_capability)
+    return FusedPlan(spec, tile, _schedule(spec, platform, tile), wanted, together)
+
+
+def _schedule(spec: Spec, platform: Platform, tile: Tile) -> BackwardSchedule:
+    """Of a kernel whose CTAs own keys."""
+    blocks, processors = pl.cdiv(spec.key_length, tile.rows), platform.processors
+    ctas = None if processors is None else _CTAS * processors // tile.warpgroups
+    schedule = BackwardSchedule.of(spec.heads, spec.key_heads, blocks, spec.batch, ctas)
+    return dataclasses.replace(schedule, partial=spec.partial)
 
 
 def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], *, wants_bias: bool) -> DkvPlan:
     shared_memory = lambda tile: backward_dkv.shared_memory(spec, tile, outputs)
     tile = _choose(spec, platform, " ".join(outputs), shared_memory)
-    blocks, processors = pl.cdiv(spec.key_length, tile.rows), platform.processors
-    ctas = None if processors is None else _CTAS * processors
-    schedule = BackwardSchedule.of(spec.heads, spec.key_heads, blocks, spec.batch, ctas)
-    return DkvPlan(spec, tile, dataclasses.replace(schedule, partial=spec.partial), outputs, wants_bias)
+    return DkvPlan(spec, tile, _schedule(spec, platform, tile), outputs, wants_bias)
 
 
 def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> Tile:
     """The fastest of a kernel's tiles that fit in shared memory."""
+    fitting = _fitting(spec, platform, kernel, shared_memory)
+    return _tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", (spec.head_dim, spec.value_dim)), fitting)
+
+
+def _fitting(
+    spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]
+) -> list[Tile]:
+    """A kernel's tiles that fit in shared memory."""
     widest = max(spec.head_dim, spec.value_dim)
     listed = next(tiles for most, tiles in _TILES[kernel].items() if widest <= most)
-    fitting = [tile for tile in listed if smem.size(shared_memory(tile)) <= _capacity(platform)]
-    return _tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", (spec.head_dim, spec.value_dim)), fitting)
+    return [tile for tile in listed if smem.size(shared_memory(tile)) <= _capacity(platform)]
 
 
 def _capacity(platform: Platform) -> int:
@@ -135,18 +185,16 @@ def describe(spec: Spec, platform: Platform) -> str:
     """The forward's and the backward's kernels, tiles and shared memory."""
     forward_plan, backward_plan = plan_forward(spec, platform), plan_backward(spec, platform)
     details = f"{forward_plan.packed_heads} heads packed, keys in {forward_plan.splits} splits"
-    others = (plan for plan in (backward_plan.dbias, backward_plan.tables) if plan is not None)
-    kernels = [backward_plan.dq, *backward_plan.dkv, *others]
     lines = ["forward:", *_kernel(forward_plan, platform), f"    {details}", "backward:"]
-    return "\n".join([*lines, *(line for plan in kernels for line in _kernel(plan, platform))])
+    return "\n".join([*lines, *(line for plan in backward_plan.kernels for line in _kernel(plan, platform))])
 
 
-def _kernel(plan: KernelPlan, platform: Platform) -> list[str]:
+def _kernel(plan: TiledPlan, platform: Platform) -> list[str]:
     """A kernel's name, grid, shared memory and tile."""
     launch = plan.launch
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
     return [
         f"  {launch.name}: grid {grid}",
         f"    {smem.size(launch.smem) / KIB:.1f} of {_capacity(platform) / KIB:.1f} KiB of shared memory",
-        f"    {vars(plan)['tile']}",
+        f"    {plan.tile}",
     ]

@@ -50,18 +50,9 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
 
     `dq_acc` holds zeros.
     """
-    launch, schedule = plan.launch, plan.schedule
-
-    def store(refs: Any) -> None:
-        results, written = refs
-        made = _Cta.launch(plan, {**arrays, **written}, ops)
-        for name, ref in results.items():
-            ref[...] = made[name]
-
-    # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
-    states = {name: jnp.zeros(result.shape, result.dtype) for name, result in launch.results.items()}
-    written = dict(dq_acc=dq_acc, counters=jnp.zeros(dq_accumulator.counters(schedule), jnp.int32))
-    made, written = pl.run_state(store)((states, written))
+    schedule = plan.schedule
+    states = dict(dq_acc=dq_acc, counters=jnp.zeros(dq_accumulator.counters(schedule), jnp.int32))
+    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
     of_keys = schedule.summed(plan.spec, made, whole_dims(plan.spec))
     if schedule.partial:
         d_query = dq_accumulator.unrounded(schedule, written["dq_acc"]) * sums_scale(plan.spec)

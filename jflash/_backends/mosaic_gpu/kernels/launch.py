@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -71,6 +72,21 @@ class Launch:
         # Pallas keeps each kernel's references, which the check for leaked tracers takes for a leak.
         with jax.check_tracer_leaks(False):
             return dict(zip(self.results, run(*arrays.values()), strict=True))
+
+    def update(
+        self, body: Callable[[Refs], None], arrays: Mapping[str, Array], states: Mapping[str, Array], ops: WarpgroupOps
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Launch `body` on arrays, and on states that it changes; the results and the states, by name."""
+
+        def store(refs: Any) -> None:
+            results, changed = refs
+            made = self.run(body, {**arrays, **changed}, ops)
+            for name, ref in results.items():
+                ref[...] = made[name]
+
+        # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
+        unset = {name: jnp.zeros(result.shape, result.dtype) for name, result in self.results.items()}
+        return pl.run_state(store)((unset, dict(states)))
 
 
 @dataclasses.dataclass(frozen=True)

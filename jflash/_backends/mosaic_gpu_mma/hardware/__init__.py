@@ -1,6 +1,8 @@
 """What the kernels ask of any NVIDIA GPU since Ampere."""
 
+from jflash._backends.mosaic_gpu_mma.hardware import sums
+from jflash._backends.mosaic_gpu_mma.hardware.copies import Part
 from jflash._backends.mosaic_gpu_mma.hardware.ops import MMA, MmaOps
 from jflash._backends.mosaic_gpu_mma.hardware.products import Tiles
 
-__all__ = ["MMA", "MmaOps", "Tiles"]
+__all__ = ["MMA", "MmaOps", "Part", "Tiles", "sums"]

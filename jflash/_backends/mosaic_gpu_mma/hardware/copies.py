@@ -6,6 +6,7 @@ rows past a limit and columns past an array's. So padding may hold anything, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import Ref
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
 from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
+from jflash._backends.mosaic_gpu_mma.hardware.products import words
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -24,26 +26,43 @@ _TILE = plgpu.Layout.WGMMA
 _utils: Any = mgpu.utils
 
 
-def copy_rows(source: Ref, target: Ref, first: Any, limit: Any) -> None:
-    """Begin to copy rows `[L, H]`, from `first` on, to a tile; zeros for those from `limit` on, which is at most L."""
+class Part(NamedTuple):
+    """Some columns of a tile's `whole` number: those from `first` on, a multiple of 8."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR))
-    def copy(_: Any, source: Any, target: Any, first: Any, limit: Any) -> None:
+    first: Any
+    whole: int
+
+
+def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+    """Begin to copy rows `[L, H]`, from `first` on, to a tile; zeros for those from `limit` on, which is at most L.
+
+    The tile may have a part of the columns alone.
+    """
+    given = [] if part is None else [jnp.int32(part.first)]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, *[_SCALAR] * len(given)))
+    def copy(_: Any, source: Any, target: Any, first: Any, limit: Any, *column: Any) -> None:
         o = Lanes()
         base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
         tile = SmemTile(*_utils.ir.MemRefType(target.type).shape)
-        copy_tile(o, Rows.of(o, source), tile, base, first.registers.item(), limit.registers.item())
+        own = None if part is None else Part(column[0].registers.item(), part.whole)
+        copy_tile(o, Rows.of(o, source), tile, base, first.registers.item(), limit.registers.item(), own)
 
     call: Any = copy
-    call(source, target, jnp.int32(first), jnp.int32(limit))
+    call(source, target, jnp.int32(first), jnp.int32(limit), *given)
 
 
-def copy_tile(o: Lanes, rows: Rows, tile: SmemTile, base: Any, first: Any, limit: Any) -> None:
+def copy_tile(
+    o: Lanes, rows: Rows, tile: SmemTile, base: Any, first: Any, limit: Any, part: Part | None = None
+) -> None:
     """Begin the copies of a tile; a thread copies the same chunk of a panel's rows that are a fixed number apart."""
     thread, together = o.add(o.times(o.warp, 32), o.lane), THREADS // tile.chunks
     own_row, own_chunk = o.arith.divui(thread, o(tile.chunks)), o.arith.remui(thread, o(tile.chunks))
     row = o.add(first, own_row)
     target = o.add(base, o.times(own_row, tile.pitch), tile.permuted(o, own_row, own_chunk))
+    other_columns = 0
+    if part is not None:
+        own_chunk, other_columns = o.add(own_chunk, o.right(part.first, 3)), part.whole - tile.columns
     source = rows.address(o, row, o.times(own_chunk, CHUNK))
     for index in range(0, tile.rows, together):
         is_there = o.below(o.add(row, o(index)), limit)
@@ -51,7 +70,7 @@ def copy_tile(o: Lanes, rows: Rows, tile: SmemTile, base: Any, first: Any, limit
         is_in_tile = o.below(own_row, o(tile.rows - index)) if index + together > tile.rows else None
         for chunk in range(0, tile.panels * tile.chunks, tile.chunks):
             is_inside = is_there
-            if (chunk + tile.chunks) * CHUNK > rows.columns:
+            if (chunk + tile.chunks) * CHUNK + other_columns > rows.columns:
                 has_column = o.below(o.add(own_chunk, o(chunk)), o(rows.columns // CHUNK))
                 is_inside = o.arith.andi(is_there, has_column)
             size = o.arith.select(is_inside, o(16), o(0))
@@ -64,35 +83,78 @@ def commit() -> None:
     _instruction("cp.async.commit_group;")
 
 
-def wait(pending: int) -> None:
-    """Wait until this warpgroup's copies are done but for those of the last `pending` groups, and see those of all its
-    threads; and until all its threads are here."""
+def wait(pending: int, warpgroups: int) -> None:
+    """Wait until a thread's copies are done but for those of the last `pending` groups, and `meet`: then those of all
+    threads are seen."""
     _instruction(f"cp.async.wait_group {pending};")
-    plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
+    meet(warpgroups)
 
 
-def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any) -> None:
-    """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, which is even."""
+def meet(warpgroups: int) -> None:
+    """Wait until all threads of the CTA are here, and see what they wrote to shared memory."""
+    if warpgroups == 1:
+        plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
+    else:
+        plgpu.inline_mgpu()(lambda _: _utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True))()
 
-    @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR))
-    def store(_: Any, values: Any, target: Any, first: Any, limit: Any) -> None:
+
+def store_tile(values: Sequence[Float[Array, "64 columns"]], target: Ref, first_column: Any) -> None:
+    """Store blocks of 64 rows of 16-bit numbers in a tile `[rows, M]` of shared memory, from a column on."""
+
+    @plgpu.inline_mgpu(arg_types=((_TILE,) * len(values), plgpu.RefType(), _SCALAR))
+    def store(_: Any, values: Any, target: Any, first: Any) -> None:
+        o = Lanes()
+        base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
+        tile = SmemTile(*_utils.ir.MemRefType(target.type).shape)
+        store_words(o, tile, base, list(map(words, values)), first.registers.item())
+
+    call: Any = store
+    call(tuple(values), target, jnp.int32(first_column))
+
+
+def store_words(o: Lanes, tile: SmemTile, base: Any, blocks: Sequence[Sequence[Any]], first: Any) -> None:
+    """Store each block's words, in the order of an accumulator's registers, in a tile whose panels have 64 columns; from
+    a column on that is a multiple of theirs, which are whole panels or the half or a quarter of one."""
+    first_chunk = o.right(first, 3)
+    panel, own_chunk = o.right(first_chunk, 3), o.arith.andi(first_chunk, o(7))
+    row = o.add(o.times(o.warp, 16), o.row)
+    start = o.add(base, o.times(panel, tile.rows * tile.pitch), o.times(row, tile.pitch), o.left(o.pair, 2))
+    places: dict[int, Any] = {}
+    for block, words_of_block in enumerate(blocks):
+        for index, word in enumerate(words_of_block):
+            eight, half = divmod(index, 2)
+            chunk = eight % tile.chunks
+            if chunk not in places:
+                places[chunk] = o.add(start, tile.permuted(o, row, o.arith.ori(own_chunk, o(chunk))))
+            o.store_word(places[chunk], tile.place(block * WARPGROUP_ROWS + 8 * half, eight - chunk), word)
+
+
+def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+    """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, which is even. They may
+    have a part of the columns alone."""
+    given = [] if part is None else [jnp.int32(part.first)]
+    other_columns = 0 if part is None else part.whole - values.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR, *[_SCALAR] * len(given)))
+    def store(_: Any, values: Any, target: Any, first: Any, limit: Any, *first_column: Any) -> None:
         o = Lanes()
         rows = Rows.of(o, target)
         row, column = o.add(first.registers.item(), o.times(o.warp, 16), o.row), o.times(o.pair, 2)
+        column = o.add(column, *(one.registers.item() for one in first_column))
         start = rows.address(o, row, column)
         is_there = [o.below(o.add(row, o(8 * half)), limit.registers.item()) for half in range(2)]
         kind, word = ("b32", o.type) if rows.item_bytes == 2 else ("b64", o.long_type)
         for index, pair in np.ndenumerate(values.registers):
             _, eight, _, _, half, *_ = index
             is_inside = is_there[half]
-            if 8 * eight + 8 > rows.columns:
+            if 8 * eight + 8 + other_columns > rows.columns:
                 is_inside = o.arith.andi(is_inside, o.below(o.add(column, o(8 * eight)), o(rows.columns)))
             offset = 8 * half * rows.pitch + 8 * eight * rows.item_bytes
             one = f"st.global.{kind} [$0 + {offset}], $1;"
             _utils.inline_ptx(one, start, _utils.bitcast(pair, word), predicate=is_inside, has_side_effects=True)
 
     call: Any = store
-    call(values, target, jnp.int32(first), jnp.int32(limit))
+    call(values, target, jnp.int32(first), jnp.int32(limit), *given)
 
 
 def load_tile(

@@ -1,6 +1,6 @@
 """The instructions that a warpgroup's threads issue together, each on words of its own.
 
-Source: PTX ISA, ldmatrix, mma.m16n8k16 and cp.async.
+Source: PTX ISA, ldmatrix, mma.m16n8k16, cp.async and red.
 """
 
 from __future__ import annotations
@@ -51,3 +51,14 @@ class Lanes(LaneWords):
         both addresses; lanes for which a `condition` does not hold copy nothing and write nothing."""
         copy = f"cp.async.cg.shared.global [$0 + {offsets[0]}], [$1 + {offsets[1]}], 16, $2;"
         _utils.inline_ptx(copy, target, source, size, predicate=condition, has_side_effects=True)
+
+    def store_word(self, address: Any, offset: int, word: Any) -> None:
+        """Store two numbers of 16 bits in shared memory."""
+        _utils.inline_ptx(f"st.shared.b32 [$0 + {offset}], $1;", address, word, has_side_effects=True)
+
+    def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any], condition: Any) -> None:
+        """Add neighbouring float32 numbers, one or four, to device memory, where a condition holds."""
+        names = ", ".join(f"${index}" for index in range(1, 1 + len(numbers)))
+        kind, values = ("f32", names) if len(numbers) == 1 else (f"v{len(numbers)}.f32", f"{{{names}}}")
+        add = f"red.relaxed.gpu.global.add.{kind} [$0 + {offset}], {values};"
+        _utils.inline_ptx(add, address, *numbers, predicate=condition, has_side_effects=True)

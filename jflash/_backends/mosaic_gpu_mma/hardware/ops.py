@@ -7,8 +7,10 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps
-from jflash._backends.mosaic_gpu_mma.hardware import copies, products
+from jflash._backends.mosaic_gpu_mma.hardware import copies, products, sums
+from jflash._backends.mosaic_gpu_mma.hardware.copies import Part
 from jflash._backends.mosaic_gpu_mma.hardware.products import Tiles
+from jflash._backends.mosaic_gpu_mma.hardware.sums import Sums
 
 
 class MmaOps(WarpgroupOps, Protocol):
@@ -17,29 +19,60 @@ class MmaOps(WarpgroupOps, Protocol):
     Tiles of logits have the layout of Hopper's, so that what Hopper's operations do with them is the same.
     """
 
-    def add_product(self, acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool) -> Tiles:
-        """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory."""
-        return products.add_product(acc, a, b, transposed=transposed)
+    def add_product(
+        self,
+        acc: Tiles,
+        a: Tiles | Ref,
+        b: Ref,
+        *,
+        transposed: bool,
+        first_row: Any = None,
+        a_transposed: bool = False,
+    ) -> Tiles:
+        """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory. Of a
+        transposed b rows count from `first_row` on; with `a_transposed` it is a.T, in shared memory."""
+        options = dict(transposed=transposed, first_row=first_row, a_transposed=a_transposed)
+        return products.add_product(acc, a, b, **options)
 
     def load_rows(self, ref: Ref) -> Tiles:
         """Rows in shared memory as blocks of 64 in registers."""
         return products.load_rows(ref)
 
-    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any) -> None:
-        """Begin to copy rows of `[L, H]`, from `first` on, to shared memory; zeros for those from `limit` on."""
-        copies.copy_rows(source, target, first, limit)
+    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+        """Begin to copy rows of `[L, H]`, from `first` on, or a part of their columns, to shared memory; zeros for those
+        from `limit` on."""
+        copies.copy_rows(source, target, first, limit, part)
 
     def commit(self) -> None:
         """Make a group of the copies that began since the last one."""
         copies.commit()
 
-    def wait(self, pending: int = 0) -> None:
+    def wait(self, pending: int = 0, *, warpgroups: int = 1) -> None:
         """Wait until all copies but those of the last `pending` groups have arrived, and all threads are here."""
-        copies.wait(pending)
+        copies.wait(pending, warpgroups)
 
-    def store_rows(self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any) -> None:
-        """Store rows in `[L, D]`, from `first` on, as far as they are below `limit`, in the array's dtype."""
-        copies.store_rows(values.astype(target.dtype), target, first, limit)
+    def meet(self, warpgroups: int) -> None:
+        """Wait until all threads of the CTA, of so many warpgroups, are here, and see what they stored."""
+        copies.meet(warpgroups)
+
+    def store_tile(self, values: Tiles, target: Ref, first_column: Any) -> None:
+        """Store blocks of rows in a tile of shared memory, `[rows, M]`, from a column on; after them all threads meet."""
+        copies.store_tile(values, target, first_column)
+
+    def store_rows(
+        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None
+    ) -> None:
+        """Store rows, or a part of their columns, in `[L, D]`, from `first` on, as far as they are below `limit`, in the
+        array's dtype."""
+        copies.store_rows(values.astype(target.dtype), target, first, limit, part)
+
+    def add_rows(self, values: Float[Array, "64 columns"], target: Sums, row: Any, column: Any, together: int) -> None:
+        """Add rows to sums in device memory, from a row and a column on; not past the last row."""
+        sums.add_rows(values, target, row, column, together)
+
+    def load_sums(self, source: Sums, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
+        """Rows of sums in device memory, from a row on; any numbers past the last."""
+        return sums.load_rows(source, row, columns, together)
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
         """A tile of `[L, M]` in device memory, or its transpose, 0 past the array's ends."""

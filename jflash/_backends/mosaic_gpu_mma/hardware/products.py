@@ -22,15 +22,18 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref
 from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
+from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
 
 Tiles = tuple[Float[Array, "64 columns"], ...]
 
 _LAYOUT = plgpu.Layout.WGMMA
+_SCALAR = plgpu.Layout.WG_SPLAT(())
 _utils: Any = mgpu.utils
 
 
-def add_product(acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool) -> Tiles:
+def add_product(
+    acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool, first_row: Any = None, a_transposed: bool = False
+) -> Tiles:
     """acc + a @ b, or with `transposed` acc + a @ b.T.
 
     Args:
@@ -38,24 +41,31 @@ def add_product(acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool) -> Tile
       a: the same rows, in registers, or `[rows, K]` in shared memory.
       b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed.
       transposed: whether it is b's transpose that `a` is multiplied with.
+      first_row: a multiple of 16, from which on the rows of a transposed b count; `None` if it is 0.
+      a_transposed: whether `a` is `[K, rows]`, in shared memory.
     """
     in_registers = isinstance(a, tuple)
     layouts = (_LAYOUT,) * len(acc)
+    given = [] if first_row is None else [jnp.int32(first_row)]
 
     @plgpu.inline_mgpu(
-        arg_types=(layouts, layouts if in_registers else plgpu.RefType(), plgpu.RefType()),
+        arg_types=(layouts, layouts if in_registers else plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * len(given)),
         return_type=_results([one.shape for one in acc], jnp.float32),
     )
-    def made(_: Any, acc: Any, a: Any, b: Any) -> Any:
+    def made(_: Any, acc: Any, a: Any, b: Any, *first: Any) -> Any:
         o = Lanes()
-        left = RegisterOperand([_words(block) for block in a]) if in_registers else _smem_operand(o, a, by_warps=True)
+        if a_transposed:
+            left = TransposedOperand(o, *_place(o, a))
+        else:
+            left = RegisterOperand([words(block) for block in a]) if in_registers else _smem_operand(o, a, by_warps=True)
         sums = [[o.numbers(pair) for pair in block.registers.flat] for block in acc]
         dtype = _utils.ir.MemRefType(b.type).element_type
-        multiply(o, dtype, sums, left, _smem_operand(o, b, by_warps=False), transposed=transposed)
+        right = _smem_operand(o, b, by_warps=False, first_row=first[0].registers.item() if first else None)
+        multiply(o, dtype, sums, left, right, transposed=transposed)
         return tuple(_array(o, block.shape, o.number_type, of_block) for block, of_block in zip(acc, sums, strict=True))
 
     call: Any = made
-    return call(acc, a, b)
+    return call(acc, a, b, *given)
 
 
 def load_rows(ref: Ref) -> Tiles:
@@ -101,6 +111,8 @@ class SmemOperand:
         """Of A each warp reads its own rows, `by_warps`; of B all read the same."""
         self.o, self.tile = o, tile
         self.base = o.add(base, o.times(o.warp, 16 * tile.pitch)) if by_warps else base
+        self.first_chunk = None
+        """That of the lane's warp, if it has chunks of its own."""
         self.addresses: dict[tuple[int, bool], Any] = {}
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
@@ -122,9 +134,22 @@ class SmemOperand:
             low, high = o.arith.andi(matrix, o(1)), o.right(matrix, 1)
             below, beside = (low, high) if rows_first else (high, low)
             own_row, own_chunk = o.add(row, o.left(below, 3)), o.arith.ori(beside, o(key[0]))
+            if self.first_chunk is not None:
+                own_chunk = o.arith.ori(own_chunk, self.first_chunk)
             places = o.times(own_row, self.tile.pitch), self.tile.permuted(o, row, own_chunk)
             self.addresses[key] = o.add(self.base, *places)
         return self.addresses[key]
+
+
+class TransposedOperand(SmemOperand):
+    """A tile `[K, rows]` in shared memory as A, of which each warp reads its own columns, 16 of every 64."""
+
+    def __init__(self, o: Lanes, tile: SmemTile, base: Any) -> None:
+        super().__init__(o, tile, base, by_warps=False)
+        self.first_chunk = o.times(o.warp, 2)
+
+    def fragment(self, block: int, index: int) -> Sequence[Any]:
+        return self.matrices(16 * index, block * WARPGROUP_ROWS // CHUNK, rows_first=False, transpose=True)
 
 
 def multiply(
@@ -137,8 +162,7 @@ def multiply(
     transposed: bool,
 ) -> None:
     """Add a product to each block's sums, a list of pairs of neighbours in the order of an accumulator's registers."""
-    tile = right.tile
-    depth, columns = (tile.columns, tile.rows) if transposed else (tile.rows, tile.columns)
+    depth, columns = right.tile.columns if transposed else right.tile.rows, 4 * len(sums[0])
     for k in range(depth // 16):
         fragments = [left.fragment(block, k) for block in range(len(sums))]
         for n in range(columns // 16):
@@ -151,16 +175,24 @@ def multiply(
                     block[at : at + 2] = made[:2], made[2:]
 
 
-def _smem_operand(o: Lanes, ref: Any, *, by_warps: bool) -> SmemOperand:
+def _smem_operand(o: Lanes, ref: Any, *, by_warps: bool, first_row: Any = None) -> SmemOperand:
+    tile, base = _place(o, ref)
+    base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
+    return SmemOperand(o, tile, base, by_warps=by_warps)
+
+
+def _place(o: Lanes, ref: Any) -> tuple[SmemTile, Any]:
+    """A tile in shared memory, and where it begins."""
     base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(ref))
-    return SmemOperand(o, SmemTile(*_utils.ir.MemRefType(ref.type).shape), base, by_warps=by_warps)
+    return SmemTile(*_utils.ir.MemRefType(ref.type).shape), base
 
 
 def _results(shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Any, ...]:
     return tuple(plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_LAYOUT) for shape in shapes)
 
 
-def _words(block: Any) -> list[Any]:
+def words(block: Any) -> list[Any]:
+    """A tile's registers in their order, of two neighbours each, as words."""
     word = _utils.ir.IntegerType.get_signless(32)
     return [_utils.bitcast(pair, word) for pair in block.registers.flat]
 

@@ -33,7 +33,7 @@ from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, rows_of_head
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, gradient_of_keys
 from jflash._semantics.spec import Spec
 
 BOTH: tuple[str, ...] = ("d_key", "d_value")
@@ -124,11 +124,7 @@ class _Cta(Cta[DkvPlan]):
                 self._store(name, scaled, keys.start)
 
     def _store(self, name: str, total: Array, first: Any) -> None:
-        result, item = self.refs.results[name], self.item
-        if self.plan.schedule.stores_sums:
-            target = rows_of_head(result, item.batch, item.head_group, heads_first=True)
-        else:
-            target = rows_of_head(result, item.batch, item.key_head)
+        target = gradient_of_keys(self.refs.results[name], self.plan.schedule, self.item)
         self.ops.store_rows(total, target, first, target.shape[0])
 
     def _copy_tile(self, step: Array) -> None:

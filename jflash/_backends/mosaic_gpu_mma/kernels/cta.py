@@ -1,4 +1,4 @@
-"""What the kernels' CTAs have in common: one warpgroup, which copies for itself and computes."""
+"""What the kernels' CTAs have in common: one warpgroup, or two, which copy for themselves and compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, round_up
 from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask
 from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Refs
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WorkItem
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles
 from jflash._semantics.spec import Spec
 
 
@@ -32,6 +33,8 @@ class Tile:
     held: int = 0
     """Operands of its own rows, of those that the kernel names first, that the CTA holds in registers. From shared
     memory they are read again for every tile."""
+    warpgroups: int = 1
+    """Of the CTA, which share its rows; two in the fused backward alone."""
 
     @property
     def rows(self) -> int:
@@ -73,13 +76,14 @@ class Cta[Plan: TiledPlan]:
         """What the CTA does."""
         raise NotImplementedError
 
-    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:
-        """Begin to copy rows of queries, keys, values or d_out, with zeros for padding: 0 * NaN is NaN."""
+    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, part: Part | None = None) -> None:
+        """Begin to copy rows of queries, keys, values or d_out, or a part of their columns, with zeros for padding:
+        0 * NaN is NaN."""
         array, packed = self.refs.arrays[name], self.inputs.packed_heads if name == "query" else 1
         source = rows_of_head(array, batch, head, heads_first=packed > 1)
         length: Any = self.inputs.value(LENGTHS[name], batch)
         limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
-        self.ops.copy_rows(source, target, first, limit)
+        self.ops.copy_rows(source, target, first, limit, part)
 
     def slot(self, index: Any) -> Any:
         """Where in shared memory the tile is that is visited after `index` others."""
@@ -90,7 +94,7 @@ class Cta[Plan: TiledPlan]:
         """Those of the CTA's own rows, of which the first may be held in registers; when they have arrived."""
         held = self.plan.tile.held
         if held:
-            self.ops.wait()
+            self.ops.wait(warpgroups=self.plan.tile.warpgroups)
         return [*map(self.ops.load_rows, rows[:held]), *rows[held:]]
 
     def zeros(self, blocks: int, width: int) -> Tiles:
@@ -105,6 +109,13 @@ class Cta[Plan: TiledPlan]:
             return loaded | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
         part = inputs.part("bias", at.batch, at.head)
         return loaded | {"bias": self.ops.load_tile(part, at.query, at.key, shape, transposed=inputs.keys_first)}
+
+
+def gradient_of_keys(result: Ref, schedule: BackwardSchedule, item: WorkItem) -> Ref:
+    """Where the gradient of a work item's keys or values is stored, `[L, H]`."""
+    if schedule.stores_sums:
+        return rows_of_head(result, item.batch, item.head_group, heads_first=True)
+    return rows_of_head(result, item.batch, item.key_head)
 
 
 def rows_of_head(array: Ref, batch: Any, head: Any, *, heads_first: bool = False) -> Ref:

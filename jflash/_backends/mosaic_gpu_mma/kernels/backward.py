@@ -1,0 +1,240 @@
+"""Backward, fused: a CTA owns some keys and walks over the tiles of queries that can see them.
+
+    K, V = the keys'
+    for each query head that shares them and each tile of queries, i:
+      each warpgroup, for its part of the tile's queries:
+        S^T  = K Q_i^T                  copies of the next tile run beside all of this, if there is room for two
+        P^T  = exp(S^T - lse_i)
+        dP^T = V dO_i^T
+        dS^T = P^T (dP^T - delta_i)     both into shared memory
+      when all threads are here, each warpgroup, for its part of the columns:
+        dV   = dV + P^T dO_i
+        dQ_i = dS K                     added to what is in device memory
+        dK   = dK + dS^T Q_i
+    dQ is rounded when all CTAs are done (`round_dq`)
+
+Five products, where kernels of which every CTA owns what it sums make seven or eight. Additions to dQ come in any order.
+A CTA of two warpgroups shares out a tile's queries for the first half of a step and columns for the second: of all
+products each warp makes 32 rows (of two blocks of keys), so that what it reads of B serves twice, and sums of 128 keys
+and 128 columns still fit in registers. One warpgroup holds P^T and dS^T in registers, and only dQ reads shared memory.
+
+Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jflash._backends.mosaic_gpu import exponent, logits
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_columns, round_up
+from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles, sums
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, gradient_of_keys
+from jflash._backends.mosaic_gpu_mma.kernels.round_dq import RoundDqPlan, round_dq
+from jflash._semantics.spec import Spec
+
+Totals = tuple[tuple[Array, ...], ...]
+"""Of each block of keys, the sums of parameters' gradients for one head."""
+
+Carry = tuple[Tiles, Tiles, Totals]
+"""dK and dV of each block of keys, in the warpgroup's columns; and the sums of parameters' gradients."""
+
+
+def part_columns(dim: int, warpgroups: int) -> int:
+    """Columns of tiles of rows of H or D numbers that are one warpgroup's."""
+    return round_up(pl.cdiv(dim, warpgroups), 16)
+
+
+def shared_memory(spec: Spec, tile: Tile) -> Buffers:
+    """The kernel's buffers: tiles of queries, keys and values have one of each warpgroup's columns."""
+    parts = tile.warpgroups
+    head_columns, value_columns = part_columns(spec.head_dim, parts), part_columns(spec.value_dim, parts)
+    return Buffers(
+        k=buffer(spec, parts, tile.rows, head_columns),
+        v=buffer(spec, parts, tile.rows, value_columns),
+        q=buffer(spec, tile.stages, parts, tile.size, head_columns),
+        do=buffer(spec, tile.stages, parts, tile.size, value_columns),
+        p=buffer(spec, tile.rows, tile.size) if parts > 1 else None,
+        ds=buffer(spec, tile.rows, tile.size),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedPlan(TiledPlan):
+    """The kernel for dQ, dK and dV, before any array."""
+
+    schedule: BackwardSchedule
+    wanted: tuple[str, ...]
+    """Parameters whose gradients the kernel sums over queries."""
+    together: int
+    """Numbers of dQ that one instruction adds."""
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel's grid, results and shared memory."""
+        spec, schedule, parts = self.spec, self.schedule, self.tile.warpgroups
+        keys = schedule.blocks * self.tile.rows
+        dims = round_up(spec.head_dim, 8), round_up(spec.value_dim, 8)
+        totals = jax.ShapeDtypeStruct((spec.batch, spec.heads, parts, keys), jnp.float32)
+        return Launch(
+            name=f"jflash_mma_backward_{spec.head_dim}_{spec.value_dim}",
+            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            results=dict(
+                d_key=schedule.gradient(spec, keys, dims[0], dims[0]),
+                d_value=schedule.gradient(spec, keys, dims[1], dims[1]),
+                **{f"d_{name}": totals for name in self.wanted},
+            ),
+            smem=shared_memory(spec, self.tile),
+            warpgroups=parts if parts > 1 else None,
+        )
+
+    @property
+    def rounding(self) -> RoundDqPlan:
+        """The kernel that rounds what this one adds up."""
+        return RoundDqPlan(self.spec, self.tile.warpgroups * part_columns(self.spec.head_dim, self.tile.warpgroups), self.together)
+
+
+def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
+    """Launch the kernels; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient over queries
+    `[B, N, L]`."""
+    dq_acc = jnp.zeros(plan.rounding.sums(ops.margin), jnp.float32)
+    made, changed = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, dict(dq_acc=dq_acc), ops)
+    # What each warpgroup summed.
+    totals = {f"d_{name}": made[f"d_{name}"].sum(axis=2) for name in plan.wanted}
+    return made | totals | round_dq(plan.rounding, changed["dq_acc"], ops)
+
+
+class _Cta(Cta[FusedPlan]):
+    def __init__(self, plan: FusedPlan, refs: Refs, ops: MmaOps) -> None:
+        super().__init__(plan, refs, ops, keys_first=True)
+        wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
+        self.item = plan.schedule.item(wave, item)
+        first = block * plan.tile.rows
+        self.keys = [pl.ds(first + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in range(plan.tile.blocks)]
+        tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.rows, plan.tile.size)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
+        self.warpgroup: Any = lax.axis_index("warpgroup") if plan.tile.warpgroups > 1 else 0
+        self.queries = plan.tile.size // plan.tile.warpgroups
+        """Of a tile, that are this warpgroup's."""
+
+    def run(self) -> None:
+        """Walk over the tiles of queries, and store dK and dV."""
+        plan, ops, shared, results = self.plan, self.ops, self.smem, self.refs.results
+        self._copy_part("key", self.item.key_head, self.keys[0].start, shared.k)
+        self._copy_part("value", self.item.key_head, self.keys[0].start, shared.v)
+        self._copy_tile(jnp.int32(0))
+        nothing = lambda: tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self.keys)
+
+        def finish_head(head: Any, carry: Carry) -> Carry:
+            acc_dk, acc_dv, totals = carry
+            for keys, of_keys in zip(self.keys, totals, strict=True):
+                for name, total in zip(plan.wanted, of_keys, strict=True):
+                    results[f"d_{name}"][self.item.batch, self.item.first_head + head, self.warpgroup, keys] = total
+            return acc_dk, acc_dv, nothing()
+
+        start = *(self.zeros(plan.tile.blocks, ring.shape[-1]) for ring in (shared.q, shared.do)), nothing()
+        parts = range(plan.tile.warpgroups)
+        own = self.own_operands(*(tiles.at[part] for tiles in (shared.k, shared.v) for part in parts))
+        visit = lambda *place_and_carry: self._visit(own, *place_and_carry)
+        acc_dk, acc_dv, _ = self.order.each(visit, start, finish_head)
+        self._store("d_key", acc_dk, exponent.sums_scale(plan.spec))
+        self._store("d_value", acc_dv, float(dropped.scaled(plan.spec, 1.0)))
+
+    def _store(self, name: str, acc: Tiles, scale: float) -> None:
+        target = gradient_of_keys(self.refs.results[name], self.plan.schedule, self.item)
+        for keys, total in zip(self.keys, acc, strict=True):
+            part = self._part(total.shape[1])
+            self.ops.store_rows(total * scale, target, keys.start, target.shape[0], part)
+
+    def _part(self, width: int) -> Part | None:
+        """This warpgroup's columns, of all that have this width together."""
+        parts = self.plan.tile.warpgroups
+        return Part(self.warpgroup * width, parts * width) if parts > 1 else None
+
+    def _copy_part(self, name: str, head: Any, first: Any, target: Ref) -> None:
+        """Begin to copy this warpgroup's columns of some rows."""
+        self.copy(name, self.item.batch, head, first, target.at[self.warpgroup], self._part(target.shape[-1]))
+
+    def _copy_tile(self, step: Array) -> None:
+        count = self.order.tiles.count
+
+        @pl.when(step < count * self.order.heads)
+        def _() -> None:
+            head, index = self.order.at(step, count)
+            place = self.item.first_head + head, self.order.tiles.start(index)
+            self._copy_part("query", *place, self.smem.q.at[self.slot(step)])
+            self._copy_part("d_out", *place, self.smem.do.at[self.slot(step)])
+
+        self.ops.commit()
+
+    def _products(self, own: Sequence[Tiles | Ref], tiles: Ref) -> Tiles:
+        """Products of the own keys' rows and those of this warpgroup's queries, of all columns."""
+        acc, first = self.zeros(self.plan.tile.blocks, self.queries), None
+        if self.plan.tile.warpgroups > 1:
+            first = self.warpgroup * self.queries
+        for part, rows in enumerate(own):
+            acc = self.ops.add_product(acc, rows, tiles.at[part], transposed=True, first_row=first)
+        return acc
+
+    def _visit(self, own: Sequence[Tiles | Ref], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+        """Add one tile's part to the sums."""
+        acc_dk, acc_dv, totals = carry
+        plan, spec, tile, shared, ops = self.plan, self.plan.spec, self.plan.tile, self.smem, self.ops
+        parts, shape, blocks = tile.warpgroups, (WARPGROUP_ROWS, self.queries), range(tile.blocks)
+        batch, own_head, start = self.item.batch, self.item.first_head + head, self.order.tiles.start(index)
+        first = start + self.warpgroup * self.queries
+        at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
+        q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
+        ops.wait(warpgroups=parts)
+        if tile.stages > 1:
+            self._copy_tile(step + 1)
+        rows = batch, own_head, pl.ds(first, self.queries)
+        lse, delta = (along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape) for name in ("lse", "delta"))
+        to_p = lambda logits: exponent.exponent(spec)(logits, lse)
+        loaded = [self.load(one, shape) for one in at]
+        s = self._products(own[:parts], q)
+        masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
+        differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
+        p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
+        kept = tuple(dropped.kept_of_signed(spec, one).astype(spec.dtype) for one in p)
+        if parts > 1:
+            ops.store_tile(kept, shared.p, self.warpgroup * self.queries)
+        else:
+            acc_dv = ops.add_product(acc_dv, kept, do.at[0], transposed=False)
+        dp = self._products(own[parts:], do)
+        pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
+        totals = tuple(
+            tuple(total + more[name].sum(axis=1) for name, total in zip(plan.wanted, of_keys, strict=True))
+            for of_keys, (_, more) in zip(totals, pulled, strict=True)
+        )
+        ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
+        ops.store_tile(ds, shared.ds, self.warpgroup * self.queries)
+        ops.meet(parts)
+        if parts > 1:
+            acc_dv = ops.add_product(acc_dv, shared.p, do.at[self.warpgroup], transposed=False)
+        self._add_dq(own_head, start)
+        acc_dk = ops.add_product(acc_dk, shared.ds if parts > 1 else ds, q.at[self.warpgroup], transposed=False)
+        if tile.stages == 1:
+            ops.meet(parts)
+            self._copy_tile(step + 1)
+        return acc_dk, acc_dv, totals
+
+    def _add_dq(self, head: Any, first: Any) -> None:
+        """Add this warpgroup's columns of a tile's dQ to what is in device memory."""
+        k, target = self.smem.k.at[self.warpgroup], self.refs.arrays["dq_acc"].at[self.item.batch, head]
+        width = k.shape[-1]
+        zeros = self.zeros(self.plan.tile.size // WARPGROUP_ROWS, width)
+        dq = self.ops.add_product(zeros, self.smem.ds, k, transposed=False, a_transposed=True)
+        for block, rows in enumerate(dq):
+            place = first + block * WARPGROUP_ROWS, self.warpgroup * width
+            self.ops.add_rows(rows, target, *place, self.plan.together)
