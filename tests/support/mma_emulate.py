@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
@@ -36,10 +36,26 @@ CAPABILITY = sys.argv[2]
 _launched = Launch.run
 
 
+def updated(
+    self: Launch,
+    body: Callable[[Refs], None],
+    arrays: Mapping[str, Any],
+    states: Mapping[str, Any],
+    ops: WarpgroupOps,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A kernel's results, and what it made of its states, in the place of `Launch.update`."""
+    made = emulated(self, body, {**arrays, **states}, ops, tuple(states))
+    return {name: made[name] for name in self.results}, {name: made[name] for name in states}
+
+
 def emulated(
-    self: Launch, body: Callable[[Refs], None], arrays: Mapping[str, Any], ops: WarpgroupOps
+    self: Launch,
+    body: Callable[[Refs], None],
+    arrays: Mapping[str, Any],
+    ops: WarpgroupOps,
+    changed: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A kernel's results, in the place of `Launch.run`."""
+    """A kernel's results, and the arrays that it changed, in the place of `Launch.run`."""
     for path in DIRECTORY.iterdir():
         path.unlink()
     names = list(arrays)
@@ -54,7 +70,8 @@ def emulated(
     order = [buffers[index] for index in _parameters(passes.read_text())]
     given = {name: np.asarray(array) for name, array in arrays.items()}
     size = max(smem.size(self.smem), 1)
-    made = ptx_emulator.run(ptx.read_text(), list(self.grid.values()), given, self.results, order, size)
+    options = dict(warpgroups=self.warpgroups or 1, changed=changed)
+    made = ptx_emulator.run(ptx.read_text(), list(self.grid.values()), given, self.results, order, size, **options)
     return {name: jnp.asarray(array) for name, array in made.items()}
 
 
@@ -103,7 +120,7 @@ def wrong(case: Case) -> str:
 
 def main(rows: list[str]) -> None:
     """Every case."""
-    Launch.run = emulated
+    Launch.run, Launch.update = emulated, updated
     as_tuples = lambda row: {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     print(json.dumps([wrong(Case(**as_tuples(json.loads(row)))) for row in rows]))
 

@@ -42,8 +42,14 @@ def run(
     results: Mapping[str, Any],
     order: Sequence[str],
     shared_bytes: int,
+    *,
+    warpgroups: int = 1,
+    changed: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
-    """A kernel's results; `order` is that of its parameters, the names of arrays and results."""
+    """A kernel's results, and those arrays that it `changed`.
+
+    `order` is that of its parameters, the names of arrays and results.
+    """
     kernel, memory = _Kernel(ptx), _Memory()
     unset = {name: np.full(result.shape, 0, result.dtype) for name, result in results.items()}
     for array in unset.values():
@@ -54,13 +60,15 @@ def run(
     chosen = random.Random(0)
     for index in itertools.product(range(grid[-1]), range(grid[-2]), range(math.prod(grid[:-2]))):
         shared = np.full(shared_bytes, 0xFF, np.uint8)
-        warps = [_Warp(number, dict(zip("xyz", index, strict=True)), parameters, memory, shared) for number in range(4)]
+        place = dict(zip("xyz", index, strict=True))
+        warps = [_Warp(number, place, parameters, memory, shared) for number in range(4 * warpgroups)]
         running = [warp.run(kernel) for warp in warps]
         at_barrier = [True]
         while any(at_barrier):
             at_barrier = [next(one, False) for one in chosen.sample(running, len(running))]
             assert all(at_barrier) or not any(at_barrier)
-    return {name: memory.read(places[name], array) for name, array in unset.items()}
+    made = unset | {name: arrays[name] for name in changed}
+    return {name: memory.read(places[name], array) for name, array in made.items()}
 
 
 class _Kernel:
@@ -197,14 +205,25 @@ class _Warp:
     def _st(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         width = int(parts[-1][1:])
         values = np.stack([self._value(name, width) for name in _names(operands[1])], axis=1).view(np.uint8)
+        if parts[1] == "shared":
+            addresses = self._address(operands[0])[holds] - SHARED
+            assert not (addresses % values.shape[1]).any(), "misaligned"
+            inside = (addresses >= 0) & (addresses <= self.shared.size - values.shape[1])
+            assert inside.all(), "outside of shared memory"
+            self.shared[addresses[:, None] + np.arange(values.shape[1])] = values[holds]
+            return
         index = self.memory.index(self._address(operands[0])[holds], values.shape[1])
         self.memory.bytes[index] = values[holds]
 
     def _red(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
-        assert parts[1:] == ["global", "add", "f32"]
-        index = self.memory.index(self._address(operands[0])[holds], 4)
-        for place, number in zip(index, _number(self._value(operands[1], 32))[holds], strict=True):
-            self.memory.bytes[place] = (self.memory.bytes[place].view(np.float32) + number).view(np.uint8)
+        assert "add" in parts
+        assert parts[-1] == "f32"
+        values = np.stack([_number(self._value(name, 32)) for name in _names(operands[1])], axis=1)
+        index = self.memory.index(self._address(operands[0])[holds], 4 * values.shape[1])
+        # Lanes one by one: two may add to the same numbers.
+        for where, numbers in zip(index, values[holds], strict=True):
+            before = np.ascontiguousarray(self.memory.bytes[where]).view(np.float32)
+            self.memory.bytes[where] = (before + numbers).view(np.uint8)
 
     def _cp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         match parts[2]:
@@ -251,7 +270,15 @@ class _Warp:
         self.registers.update(zip(_names(operands[0]), each, strict=True))
 
     def _shfl(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
-        self.registers[operands[0]] = self._value(operands[1], 32)[LANES ^ int(operands[2])]
+        source = {"bfly": LANES ^ int(operands[2]), "idx": np.full(32, int(operands[2]))}[parts[2]]
+        self.registers[operands[0]] = self._value(operands[1], 32)[source]
+
+    def _elect(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        lane, is_elected = operands[0].split("|")
+        self.registers[lane], self.registers[is_elected] = np.zeros(32, np.uint32), LANES == 0
+
+    def _fence(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
+        """Nothing: what is written is seen."""
 
     def _vote(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         votes = self.registers[operands[1]]

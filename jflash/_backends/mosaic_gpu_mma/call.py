@@ -45,9 +45,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     rows = row_statistics.subtrahends(spec, lse, delta)
     arrays = {name: _whole_chunks(array) for name, array in arrays.items()} | _others(spec, operands) | rows
     of_queries = arrays | packed_mask(spec, operands, ops)
-    by_keys = lambda tile: (
-        arrays | packed_mask(spec, operands, ops, keys_first=True) | table(tile.rows, of_keys=True)
-    )
+    by_keys = lambda tile: arrays | packed_mask(spec, operands, ops, keys_first=True) | table(tile.rows, of_keys=True)
     dims = spec.head_dim, spec.value_dim
     if plan.fused is not None:
         gradients = launch_fused(plan.fused, by_keys(plan.fused.tile), ops)

@@ -50,9 +50,9 @@ _TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
     },
     "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1))},
     "backward": {
-        64: _tiles((2, 128, 1, 0, 2), (2, 64, 2, 0, 2), (2, 64, 1, 0, 2), (1, 64, 2), (1, 64, 1)),
-        128: _tiles((2, 64, 2, 0, 2), (2, 64, 1, 0, 2), (1, 64, 2), (1, 64, 1)),
-        256: _tiles((1, 64, 1, 0, 2),),
+        64: _tiles((2, 128, 2, 0, 2), (2, 128, 1, 0, 2), (2, 64, 2, 0, 2), (2, 64, 1, 0, 2), (1, 64, 2), (1, 64, 1)),
+        128: _tiles((2, 64, 2, 0, 2), (2, 64, 1, 0, 2), (1, 64, 2), (1, 64, 1, 0, 2), (1, 64, 1)),
+        256: _tiles((1, 64, 2, 0, 2), (1, 64, 1, 0, 2)),
     },
     "dQ": {
         64: _tiles((2, 64, 2), (2, 32, 2, 1), (1, 64, 2, 2)),
@@ -167,9 +167,7 @@ def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable
     return _tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", (spec.head_dim, spec.value_dim)), fitting)
 
 
-def _fitting(
-    spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]
-) -> list[Tile]:
+def _fitting(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> list[Tile]:
     """A kernel's tiles that fit in shared memory."""
     widest = max(spec.head_dim, spec.value_dim)
     listed = next(tiles for most, tiles in _TILES[kernel].items() if widest <= most)

@@ -113,8 +113,10 @@ def store_tile(values: Sequence[Float[Array, "64 columns"]], target: Ref, first_
 
 
 def store_words(o: Lanes, tile: SmemTile, base: Any, blocks: Sequence[Sequence[Any]], first: Any) -> None:
-    """Store each block's words, in the order of an accumulator's registers, in a tile whose panels have 64 columns; from
-    a column on that is a multiple of theirs, which are whole panels or the half or a quarter of one."""
+    """Store each block's words, in the order of an accumulator's registers, in a tile whose panels have 64 columns.
+
+    They have whole panels' columns, or half of one's; the first is a multiple of their number.
+    """
     first_chunk = o.right(first, 3)
     panel, own_chunk = o.right(first_chunk, 3), o.arith.andi(first_chunk, o(7))
     row = o.add(o.times(o.warp, 16), o.row)
@@ -130,8 +132,10 @@ def store_words(o: Lanes, tile: SmemTile, base: Any, blocks: Sequence[Sequence[A
 
 
 def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
-    """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, which is even. They may
-    have a part of the columns alone."""
+    """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, which is even.
+
+    They may have a part of the columns alone.
+    """
     given = [] if part is None else [jnp.int32(part.first)]
     other_columns = 0 if part is None else part.whole - values.shape[1]
 

@@ -29,18 +29,21 @@ class MmaOps(WarpgroupOps, Protocol):
         first_row: Any = None,
         a_transposed: bool = False,
     ) -> Tiles:
-        """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory. Of a
-        transposed b rows count from `first_row` on; with `a_transposed` it is a.T, in shared memory."""
-        options = dict(transposed=transposed, first_row=first_row, a_transposed=a_transposed)
-        return products.add_product(acc, a, b, **options)
+        """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory.
+
+        Of a transposed b rows count from `first_row` on. With `a_transposed` it is a.T @ b, and `a` in shared memory.
+        """
+        return products.add_product(acc, a, b, transposed=transposed, first_row=first_row, a_transposed=a_transposed)
 
     def load_rows(self, ref: Ref) -> Tiles:
         """Rows in shared memory as blocks of 64 in registers."""
         return products.load_rows(ref)
 
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
-        """Begin to copy rows of `[L, H]`, from `first` on, or a part of their columns, to shared memory; zeros for those
-        from `limit` on."""
+        """Begin to copy rows of `[L, H]`, from `first` on, or a part of their columns, to shared memory.
+
+        In the place of rows from `limit` on come zeros.
+        """
         copies.copy_rows(source, target, first, limit, part)
 
     def commit(self) -> None:
@@ -56,14 +59,13 @@ class MmaOps(WarpgroupOps, Protocol):
         copies.meet(warpgroups)
 
     def store_tile(self, values: Tiles, target: Ref, first_column: Any) -> None:
-        """Store blocks of rows in a tile of shared memory, `[rows, M]`, from a column on; after them all threads meet."""
+        """Store blocks of rows in a tile of shared memory, `[rows, M]`, from a column on."""
         copies.store_tile(values, target, first_column)
 
     def store_rows(
         self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None
     ) -> None:
-        """Store rows, or a part of their columns, in `[L, D]`, from `first` on, as far as they are below `limit`, in the
-        array's dtype."""
+        """Store rows, or a part of their columns, in `[L, D]`, in the array's dtype: from `first` to below `limit`."""
         copies.store_rows(values.astype(target.dtype), target, first, limit, part)
 
     def add_rows(self, values: Float[Array, "64 columns"], target: Sums, row: Any, column: Any, together: int) -> None:

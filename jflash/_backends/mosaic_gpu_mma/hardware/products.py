@@ -54,10 +54,10 @@ def add_product(
     )
     def made(_: Any, acc: Any, a: Any, b: Any, *first: Any) -> Any:
         o = Lanes()
-        if a_transposed:
-            left = TransposedOperand(o, *_place(o, a))
+        if in_registers:
+            left = RegisterOperand(list(map(words, a)))
         else:
-            left = RegisterOperand([words(block) for block in a]) if in_registers else _smem_operand(o, a, by_warps=True)
+            left = TransposedOperand(o, *_place(o, a)) if a_transposed else _smem_operand(o, a, by_warps=True)
         sums = [[o.numbers(pair) for pair in block.registers.flat] for block in acc]
         dtype = _utils.ir.MemRefType(b.type).element_type
         right = _smem_operand(o, b, by_warps=False, first_row=first[0].registers.item() if first else None)

@@ -95,9 +95,7 @@ def load_rows(source: Sums, row: Any, columns: int, together: int) -> Float[Arra
 class Places:
     """Where a thread's numbers are in sums, of 64 rows from a row on and of columns from one on."""
 
-    def __init__(
-        self, o: Lanes, first: Any, shape: tuple[int, int, int], row: Any, column: Any, together: int
-    ) -> None:
+    def __init__(self, o: Lanes, first: Any, shape: tuple[int, int, int], row: Any, column: Any, together: int) -> None:
         groups, self.units, _ = shape
         self.first, self.together = first, together
         group = o.add(o.right(row, 3), o.times(o.warp, 2))

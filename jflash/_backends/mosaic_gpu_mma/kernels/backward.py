@@ -13,12 +13,14 @@
         dK   = dK + dS^T Q_i
     dQ is rounded when all CTAs are done (`round_dq`)
 
-Five products, where kernels of which every CTA owns what it sums make seven or eight. Additions to dQ come in any order.
-A CTA of two warpgroups shares out a tile's queries for the first half of a step and columns for the second: of all
-products each warp makes 32 rows (of two blocks of keys), so that what it reads of B serves twice, and sums of 128 keys
-and 128 columns still fit in registers. One warpgroup holds P^T and dS^T in registers, and only dQ reads shared memory.
+These are five products, where kernels in which a CTA owns all that it sums make seven or eight. Additions to dQ come in
+any order: for calls that ask for one, those kernels are there.
 
-Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2.
+Two warpgroups share queries in the first half of a step and columns in the second. So each can make products of two
+blocks of 64 keys, for which what is read of B serves twice, and the sums of 128 keys and 128 columns still fit in their
+registers. One warpgroup alone has P^T and dS^T in registers as they are needed for dV and dK.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, a
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles, sums
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, gradient_of_keys
 from jflash._backends.mosaic_gpu_mma.kernels.round_dq import RoundDqPlan, round_dq
 from jflash._semantics.spec import Spec
@@ -101,7 +103,8 @@ class FusedPlan(TiledPlan):
     @property
     def rounding(self) -> RoundDqPlan:
         """The kernel that rounds what this one adds up."""
-        return RoundDqPlan(self.spec, self.tile.warpgroups * part_columns(self.spec.head_dim, self.tile.warpgroups), self.together)
+        parts = self.tile.warpgroups
+        return RoundDqPlan(self.spec, parts * part_columns(self.spec.head_dim, parts), self.together)
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
@@ -142,19 +145,20 @@ class _Cta(Cta[FusedPlan]):
                     results[f"d_{name}"][self.item.batch, self.item.first_head + head, self.warpgroup, keys] = total
             return acc_dk, acc_dv, nothing()
 
-        start = *(self.zeros(plan.tile.blocks, ring.shape[-1]) for ring in (shared.q, shared.do)), nothing()
+        acc_dk, acc_dv = (self.zeros(plan.tile.blocks, ring.shape[-1]) for ring in (shared.q, shared.do))
         parts = range(plan.tile.warpgroups)
         own = self.own_operands(*(tiles.at[part] for tiles in (shared.k, shared.v) for part in parts))
         visit = lambda *place_and_carry: self._visit(own, *place_and_carry)
-        acc_dk, acc_dv, _ = self.order.each(visit, start, finish_head)
-        self._store("d_key", acc_dk, exponent.sums_scale(plan.spec))
-        self._store("d_value", acc_dv, float(dropped.scaled(plan.spec, 1.0)))
+        acc_dk, acc_dv, _ = self.order.each(visit, (acc_dk, acc_dv, nothing()), finish_head)
+        scale = exponent.sums_scale(plan.spec)
+        self._store("d_key", tuple(total * scale for total in acc_dk))
+        self._store("d_value", tuple(dropped.scaled(plan.spec, total) for total in acc_dv))
 
-    def _store(self, name: str, acc: Tiles, scale: float) -> None:
+    def _store(self, name: str, acc: Tiles) -> None:
         target = gradient_of_keys(self.refs.results[name], self.plan.schedule, self.item)
         for keys, total in zip(self.keys, acc, strict=True):
             part = self._part(total.shape[1])
-            self.ops.store_rows(total * scale, target, keys.start, target.shape[0], part)
+            self.ops.store_rows(total, target, keys.start, target.shape[0], part)
 
     def _part(self, width: int) -> Part | None:
         """This warpgroup's columns, of all that have this width together."""
