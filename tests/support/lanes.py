@@ -12,6 +12,7 @@ from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
 from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 
 THREAD = np.arange(THREADS, dtype=np.uint32)
+LANE = np.arange(32)
 
 
 class Arithmetic:
@@ -74,6 +75,28 @@ class Warpgroup(Numbers, Lanes):
             if count:
                 assert 0 <= start <= self.device.size - count
                 self.shared[to : to + count] = self.device[start : start + count]
+
+    def store_word(self, address: Any, offset: int, word: Any) -> None:
+        places = address.astype(int) + offset
+        assert not (places % 4).any()
+        assert ((places >= 0) & (places <= self.shared.size - 4)).all()
+        # Each warp's 32 words lie in different banks.
+        banks = places.reshape(4, 32) // 4 % 32
+        assert (np.sort(banks, axis=1) == np.arange(32)).all()
+        self.shared[places[:, None] + np.arange(4)] = np.ascontiguousarray(word).view(np.uint8).reshape(THREADS, 4)
+
+    def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any], condition: Any) -> None:
+        size, device = 4 * len(numbers), self.device.view(np.float32)
+        places = address.astype(int) + offset
+        assert not (places % size).any()
+        # What a warp adds to lies side by side.
+        assert (np.sort(places.reshape(4, 32), axis=1) == places.reshape(4, 32).min(1)[:, None] + size * LANE).all()
+        given = places[condition]
+        assert ((given >= 0) & (given <= self.device.size - size)).all()
+        np.add.at(device, given[:, None] // 4 + np.arange(len(numbers)), np.stack(numbers, axis=-1)[condition])
+
+    def numbers(self, pair: Any) -> list[np.ndarray]:
+        return [pair[:, 0], pair[:, 1]]
 
     def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[np.ndarray]:
         places = address.astype(int)[:, None] + offset + np.arange(16)

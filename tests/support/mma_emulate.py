@@ -2,7 +2,8 @@
 
     python mma_emulate.py DIRECTORY COMPUTE_CAPABILITY CASE...
 
-A case is those fields of `Case` that are not its own, as JSON. Prints what is wrong with each, "" for nothing, as JSON.
+A case is those fields of `Case` that are not its own, as JSON, and "deterministic" if it is that. Prints what is wrong
+with each, "" for nothing, as JSON.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ def _parameters(passes: str) -> list[int]:
     return [places.get(loads[name], 0) for name in re.findall(r"(%\w+) :", arguments)]
 
 
-def wrong(case: Case) -> str:
+def wrong(case: Case, **options: object) -> str:
     """What is wrong with a call's results, with both directions emulated."""
     call = cases.build(case)
-    spec, operands = canonical(call)
+    spec, operands = canonical(call, **options)
     family = mma(CAPABILITY)
     forward, backward = family.plans(spec, Device.num_cores)
     out, lse = family.call.forward(forward, operands, family.ops)
@@ -122,7 +123,11 @@ def main(rows: list[str]) -> None:
     """Every case."""
     Launch.run, Launch.update = emulated, updated
     as_tuples = lambda row: {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    print(json.dumps([wrong(Case(**as_tuples(json.loads(row)))) for row in rows]))
+    found: list[str] = []
+    for row in map(json.loads, rows):
+        options = {"deterministic": row.pop("deterministic", False)}
+        found.append(wrong(Case(**as_tuples(row)), **options))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

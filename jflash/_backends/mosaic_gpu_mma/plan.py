@@ -42,7 +42,7 @@ def _tiles(*fields: tuple[int, ...]) -> tuple[Tile, ...]:
 _CTAS = 2
 """CTAs that a multiprocessor runs at a time, about."""
 
-_TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
+TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
     "forward": {
         64: _tiles((2, 64, 1), (2, 64, 2), (2, 64, 1, 1)),
         128: _tiles((2, 64, 1), (2, 64, 2), (1, 64, 2, 1)),
@@ -170,7 +170,7 @@ def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable
 def _fitting(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> list[Tile]:
     """A kernel's tiles that fit in shared memory."""
     widest = max(spec.head_dim, spec.value_dim)
-    listed = next(tiles for most, tiles in _TILES[kernel].items() if widest <= most)
+    listed = next(tiles for most, tiles in TILES[kernel].items() if widest <= most)
     return [tile for tile in listed if smem.size(shared_memory(tile)) <= _capacity(platform)]
 
 

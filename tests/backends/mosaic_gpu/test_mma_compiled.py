@@ -45,6 +45,7 @@ EMULATED = [
     dict(dtype="bfloat16", dims=(256, 256), mask="full", causal=True, score_mod="indices", bias="full", batch=()),
     dict(dtype="bfloat16", dims=(128, 128), causal=True, offset="end", sinks=True, key_length=140, heads=(1, 1)),
     dict(dtype="bfloat16", dims=(80, 80), soft_cap=40.0, window=(40, 10), bias="queries", batch=(), heads=(2, 2)),
+    dict(dtype="float16", dims=(64, 64), causal=True, bias="keys", segments="sorted", deterministic=True),
     dict(dtype="float16", dims=(192, 128), mask="keys", dropout=True, bias="keys", sinks=True, batch=()),
     dict(dtype="bfloat16", dims=(64, 64), causal=True, score_mod="arrays", heads=(2, 1)),
     dict(dtype="float16", dims=(192, 128), score_mod="arrays", bias="full", dropout=True, lengths="both", batch=()),
@@ -69,9 +70,9 @@ def test_spills(capability: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["8.0", "8.6"])
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0"])
 def test_emulated(capability: str, tmp_path: Path):
-    """Two budgets of shared memory."""
+    """Three budgets of shared memory; four numbers are added at once on the last."""
     rows = [dict(query_length=70, key_length=100) | row for row in EMULATED]
     found = compilers_wheels.run("mma_emulate.py", tmp_path, capability, *map(json.dumps, rows))
     assert not {str(row): message for row, message in zip(EMULATED, found, strict=True) if message}

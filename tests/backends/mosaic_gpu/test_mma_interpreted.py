@@ -14,6 +14,10 @@ from kernel_values import INTERPRETED
 from on_hardware import with_nan_in_padding
 from short_run import cover, sampled
 
+from jflash import _tuning
+from jflash._backends.mosaic_gpu_mma import plan
+from jflash._tuning import TuningKey
+
 VALUES = {
     **INTERPRETED,
     "dtype": ("bfloat16", "float16"),
@@ -32,10 +36,10 @@ def forms(case: Case) -> dict[str, object]:
 IN_SHORT_RUN = [CASES[index] for index in short_run.covering([forms(case) for case in CASES], 1)]
 
 
-def run(call: cases.Call, capability: str = "8.0", processors: int = 108) -> oracle.Results:
-    """No races are looked for: a CTA is one warpgroup, whose threads are one to the interpreter."""
+def run(call: cases.Call, capability: str = "8.0", processors: int = 108, **options: object) -> oracle.Results:
+    """No races are looked for: CTAs add to the same dQ, and a warpgroup's threads are one to the interpreter."""
     family = kernel_families.mma(capability)
-    return hopper_kernels.run(call, processors, family=family, detect_races=False)
+    return hopper_kernels.run(call, processors, family=family, detect_races=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,38 @@ def test_right(case: Case):
     oracle.assert_right(run(call), call)
 
 
+@sampled(12)
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_deterministic(case: Case):
+    """By kernels of which every CTA owns what it sums."""
+    call = cases.build(case)
+    oracle.assert_right(run(call, deterministic=True), call)
+
+
+@sampled(8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True, offset="end", lengths="both"),
+        dict(bias="keys", alibi=True, scale="traced", dropout=True, heads=(4, 2)),
+        dict(mask="full", bias="full", segments="sorted"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("place", range(6))
+def test_fused_tiles(place: int, dim: int, options: dict):
+    """All that a search might choose on some GPU, of one warpgroup and two; each adds four numbers or one at a time."""
+    tiles = plan.TILES["backward"][dim]
+    if place >= len(tiles):
+        pytest.skip(f"There are {len(tiles)} tiles.")
+    call = cases.build(Case("bfloat16", 140, 150, dims=(dim, dim - 8), **(dict(heads=(2, 1), batch=()) | options)))
+    key = TuningKey("mosaic_gpu_mma backward", (dim, dim - 8))
+    with _tuning.trying({key: tiles[place]}) as trial:
+        oracle.assert_right(run(call, "9.0" if place % 2 else "8.0"), call)
+    assert key in trial.asked
+
+
 @sampled(4)
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0"])
 @pytest.mark.parametrize(
@@ -53,7 +89,7 @@ def test_right(case: Case):
     [
         ((64, 64), dict(causal=True, offset="end")),
         ((128, 128), dict(window=(40, 10), lengths="both")),
-        # Tiles of 32 keys, where there is least shared memory; dK and dV come from two kernels.
+        # Where there is least shared memory, dQ, dK and dV come from a kernel each, with tiles of 32.
         ((256, 256), dict(mask="full", bias="full")),
         ((256, 256), dict(bias="keys", dropout=True, segments="sorted")),
     ],

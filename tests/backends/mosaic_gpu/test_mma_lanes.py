@@ -1,13 +1,21 @@
 """Copies and products by `mma.sync`, thread by thread: what they do with instructions as PTX defines them."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from lanes import Warpgroup
 
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
-from jflash._backends.mosaic_gpu_mma.hardware.copies import Rows, copy_tile
-from jflash._backends.mosaic_gpu_mma.hardware.products import RegisterOperand, SmemOperand, multiply
+from jflash._backends.mosaic_gpu_mma.hardware import sums
+from jflash._backends.mosaic_gpu_mma.hardware.copies import Part, Rows, copy_tile, store_words
+from jflash._backends.mosaic_gpu_mma.hardware.products import (
+    RegisterOperand,
+    SmemOperand,
+    TransposedOperand,
+    multiply,
+)
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
 
 DTYPE = np.dtype(jnp.bfloat16)
@@ -15,7 +23,14 @@ COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 BASE = 1024
 
 
-def copied(array: np.ndarray, tile: SmemTile, first: int = 0, limit: int | None = None, base: int = 0) -> Warpgroup:
+def copied(
+    array: np.ndarray,
+    tile: SmemTile,
+    first: int = 0,
+    limit: int | None = None,
+    base: int = 0,
+    part: tuple[int, int] | None = None,
+) -> Warpgroup:
     """Shared memory with a tile of rows `[length, H]` of the second of three heads."""
     length, columns = array.shape
     device = np.full((length, 3, columns), np.nan, DTYPE)
@@ -23,7 +38,8 @@ def copied(array: np.ndarray, tile: SmemTile, first: int = 0, limit: int | None 
     o = Warpgroup(DTYPE, base + tile.rows * tile.columns * 2, device)
     item = DTYPE.itemsize
     rows = Rows(columns * item, length, columns, 3 * columns * item, item)
-    copy_tile(o, rows, tile, o(base), o(first), o(length if limit is None else limit))
+    own = None if part is None else Part(o(part[0]), part[1])
+    copy_tile(o, rows, tile, o(base), o(first), o(length if limit is None else limit), own)
     return o
 
 
@@ -71,6 +87,76 @@ def test_copies_of_fewer_rows(size: int):
                 # Of the first warp: chunk, half, row, pair, neighbour.
                 got = words[:, :32].reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, 16)
                 np.testing.assert_array_equal(got, array[row : row + 16, 8 * chunk : 8 * chunk + 16])
+
+
+@pytest.mark.parametrize("columns", [16, 48, 64, 128])
+@pytest.mark.parametrize("missing", [0, 8, 24])
+@pytest.mark.parametrize("number", [0, 1])
+def test_copies_of_a_part(columns: int, missing: int, number: int):
+    """One of two parts of the columns, of which the array may lack the last."""
+    array, tile = normal(150, 2 * columns - missing), SmemTile(64, columns)
+    got = rows_of(copied(array, tile, first=5, limit=40, part=(number * columns, 2 * columns)), tile)
+    whole = np.zeros((64, 2 * columns), DTYPE)
+    whole[:35, : 2 * columns - missing] = array[5:40]
+    np.testing.assert_array_equal(got, whole[:, number * columns :][:, :columns])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_stores(columns: int, blocks: int, parts: int):
+    """Each warpgroup's columns of a tile, as they are read for A, and with rows and columns exchanged."""
+    array, tile = normal(64 * blocks, columns), SmemTile(64 * blocks, columns)
+    o, width = Warpgroup(DTYPE, BASE + array.nbytes, np.zeros(1, DTYPE)), columns // parts
+    for first in range(0, columns, width):
+        own = array[:, first : first + width].reshape(blocks, 4, 2, 8, width // 8, 4, 2)
+        # Block; eight, half; warp, row, pair; neighbour.
+        words_of_blocks = own.transpose(0, 4, 2, 1, 3, 5, 6).reshape(blocks, -1, 128, 2)
+        store_words(o, tile, o(BASE), words_of_blocks, o(first))
+    np.testing.assert_array_equal(rows_of(o, tile, BASE), array)
+    transposed = TransposedOperand(o, tile, o(BASE))
+    for block in range(columns // 64):
+        words = [word for index in range(tile.rows // 16) for word in transposed.fragment(block, index)]
+        np.testing.assert_array_equal(tile_of(np.asarray(words)), array.T[64 * block :][:64])
+
+
+@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("column", [0, 32])
+@pytest.mark.parametrize("row", [0, 24, 64])
+def test_sums(row: int, column: int, together: int):
+    """Rows up to the last, added to what is there."""
+    rows, columns, width = 90, 80, 48
+    shape = sums.shape(rows, columns)
+    assert math.prod(shape) == 96 * columns
+    o = Warpgroup(DTYPE, 0, np.ones(shape, np.float32))
+    added = normal(64, width).astype(np.float32)
+    pairs = added.reshape(4, 2, 8, width // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(-1, 128, 2)
+    places = sums.Places(o, o.distance(o(0), 1), shape, o(row), o(column), together)
+    sums.add_numbers(o, places, list(pairs))
+    got = o.device.view(np.float32).reshape(12, 5, 128)
+    # Group, row; unit, eight, pair, neighbour.
+    if together == 4:
+        got = got.reshape(12, 5, 8, 4, 2, 2).transpose(0, 2, 1, 4, 3, 5)
+    else:
+        got = got.reshape(12, 5, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3)
+    want = np.ones((160, columns), np.float32)
+    want[row : row + 64, column : column + width] += added
+    np.testing.assert_array_equal(got.reshape(96, columns), want[:96])
+
+
+@pytest.mark.parametrize("first", [0, 32])
+def test_products_of_some_rows(first: int):
+    """Of b's rows those from a row on."""
+    left, right = normal(64, 48), normal(64, 48)
+    left_tile, right_tile = SmemTile(64, 48), SmemTile(64, 48)
+    o = copied(left, left_tile)
+    o.shared = np.concatenate([o.shared, copied(right, right_tile).shared])
+    b = SmemOperand(o, right_tile, o(left.nbytes + first * right_tile.pitch), by_warps=False)
+    block = [[np.zeros(THREADS, np.float32)] * 2 for _ in range(8)]
+    multiply(o, DTYPE, [block], SmemOperand(o, left_tile, o(0), by_warps=True), b, transposed=True)
+    got = tile_of(np.stack([np.stack(pair, axis=-1) for pair in block]))
+    want = left.astype(np.float64) @ right[first : first + 32].astype(np.float64).T
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
