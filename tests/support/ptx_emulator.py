@@ -207,23 +207,17 @@ class _Warp:
         values = np.stack([self._value(name, width) for name in _names(operands[1])], axis=1).view(np.uint8)
         if parts[1] == "shared":
             addresses = self._address(operands[0])[holds] - SHARED
-            assert not (addresses % values.shape[1]).any(), "misaligned"
-            inside = (addresses >= 0) & (addresses <= self.shared.size - values.shape[1])
-            assert inside.all(), "outside of shared memory"
-            self.shared[addresses[:, None] + np.arange(values.shape[1])] = values[holds]
+            self.shared[self._chunks(addresses, values.shape[1])] = values[holds]
             return
         index = self.memory.index(self._address(operands[0])[holds], values.shape[1])
         self.memory.bytes[index] = values[holds]
 
     def _red(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         assert "add" in parts
-        assert parts[-1] == "f32"
         values = np.stack([_number(self._value(name, 32)) for name in _names(operands[1])], axis=1)
         index = self.memory.index(self._address(operands[0])[holds], 4 * values.shape[1])
-        # Lanes one by one: two may add to the same numbers.
         for where, numbers in zip(index, values[holds], strict=True):
-            before = np.ascontiguousarray(self.memory.bytes[where]).view(np.float32)
-            self.memory.bytes[where] = (before + numbers).view(np.uint8)
+            self.memory.bytes[where] = (self.memory.bytes[where].view(np.float32) + numbers).view(np.uint8)
 
     def _cp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         match parts[2]:
@@ -247,10 +241,10 @@ class _Warp:
                 (index,) = self.memory.index(np.array([start]), count)
                 self.shared[to : to + count] = self.memory.bytes[index]
 
-    def _chunks(self, addresses: np.ndarray) -> np.ndarray:
-        assert not (addresses % 16).any()
-        assert ((addresses >= 0) & (addresses <= self.shared.size - 16)).all(), "outside of shared memory"
-        return addresses[:, None] + np.arange(16)
+    def _chunks(self, addresses: np.ndarray, size: int = 16) -> np.ndarray:
+        assert not (addresses % size).any(), "misaligned"
+        assert ((addresses >= 0) & (addresses <= self.shared.size - size)).all(), "outside of shared memory"
+        return addresses[:, None] + np.arange(size)
 
     def _ldmatrix(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         matrices = self.shared[self._chunks(self._address(operands[1]) - SHARED)].view(np.uint16).reshape(4, 8, 8)

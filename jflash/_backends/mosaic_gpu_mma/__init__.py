@@ -4,6 +4,10 @@ They are `mosaic_gpu`'s second family: the Spec's plan, the inputs, masks, logit
 unit and the copies are what every GPU since compute capability 8.0 has. Where both can serve, on a Hopper, `mosaic_gpu`
 is asked first.
 
+A backward is one kernel for dQ, dK and dV, with five products, which adds dQ up in device memory (`kernels.backward`).
+Where every sum must have one order, where a bias has one value for each query, or where its tiles do not fit in shared
+memory, there are two or three kernels, in which a CTA owns all that it sums.
+
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """
 

@@ -12,6 +12,7 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, HeadBlocks
 from jflash._backends.mosaic_gpu_mma.hardware import sums
 from jflash._backends.mosaic_gpu_mma.kernels import (
@@ -71,7 +72,7 @@ TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
     "d_tables": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1), (1, 32, 1))},
 }
 """Each kernel's tiles up to a larger head dim; some fit in 99 KiB. First comes the fastest on an H100, causal with
-4,096 tokens, of those that were measured there. None with operands held in registers was."""
+4,096 tokens, of those that were measured there. None with operands held in registers was, and none of "backward"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +91,11 @@ class BackwardPlan:
     """For tables that a score_mod reads by position."""
 
     @property
-    def kernels(self) -> tuple[TiledPlan, ...]:
-        """All that there are, with tiles, in their order."""
-        return tuple(one for one in (self.fused, self.dq, *self.dkv, self.dbias, self.tables) if one is not None)
+    def kernels(self) -> tuple[KernelPlan, ...]:
+        """All that there are, in their order."""
+        fused = () if self.fused is None else (self.fused, self.fused.rounding)
+        others = self.dq, *self.dkv, self.dbias, self.tables
+        return tuple(one for one in (*fused, *others) if one is not None)
 
 
 def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
@@ -187,12 +190,12 @@ def describe(spec: Spec, platform: Platform) -> str:
     return "\n".join([*lines, *(line for plan in backward_plan.kernels for line in _kernel(plan, platform))])
 
 
-def _kernel(plan: TiledPlan, platform: Platform) -> list[str]:
-    """A kernel's name, grid, shared memory and tile."""
+def _kernel(plan: KernelPlan, platform: Platform) -> list[str]:
+    """A kernel's name, grid and shared memory, and if it has one its tile."""
     launch = plan.launch
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
     return [
         f"  {launch.name}: grid {grid}",
         f"    {smem.size(launch.smem) / KIB:.1f} of {_capacity(platform) / KIB:.1f} KiB of shared memory",
-        f"    {plan.tile}",
+        *([f"    {plan.tile}"] if isinstance(plan, TiledPlan) else []),
     ]

@@ -6,7 +6,7 @@
       P  = exp(S - lse)
       dB = dB + P (dP - delta)
 
-Two products again, of the backward's seven. They cost less than adding up, in device memory, an array of the bias's
+Two of the backward's products are made again. They cost less than adding up, in device memory, an array of the bias's
 size in float32 for every batch entry. A tile has one owner, so every sum has one order.
 """
 

@@ -1,4 +1,4 @@
-"""Backward, the second kernel: a CTA owns some keys and walks over the tiles of queries that can see them.
+"""Backward, two kernels, the second: a CTA owns some keys and walks over the tiles of queries that can see them.
 
     K, V = the keys'
     for each query head that shares them and each tile of queries, i:

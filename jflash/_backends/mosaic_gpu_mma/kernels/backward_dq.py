@@ -1,4 +1,4 @@
-"""Backward, the first kernel: a CTA owns some rows of queries and walks over the tiles of keys that they can see.
+"""Backward, two kernels, the first: a CTA owns some rows of queries and walks over the tiles of keys that they can see.
 
     Q, dO, lse, delta = the rows'
     for each tile of keys, j:
@@ -8,7 +8,7 @@
       dS = P (dP - delta)
       dQ = dQ + dS K_j
 
-A CTA alone owns what it sums, so every sum has one order.
+A CTA alone owns what it sums, so every sum has one order. `backward` makes fewer products, for calls that need none.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchanged.
 """
