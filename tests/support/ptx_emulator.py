@@ -46,10 +46,7 @@ def run(
     warpgroups: int = 1,
     changed: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
-    """A kernel's results, and those arrays that it `changed`.
-
-    `order` is that of its parameters, the names of arrays and results.
-    """
+    """A kernel's results, and arrays that it `changed`; `order` has the names of all arrays, as its parameters come."""
     kernel, memory = _Kernel(ptx), _Memory()
     unset = {name: np.full(result.shape, 0, result.dtype) for name, result in results.items()}
     for array in unset.values():
