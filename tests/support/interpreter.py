@@ -145,6 +145,11 @@ class Interpreter(WarpgroupOps):
         """Nothing."""
 
 
+def _joined(pair: Tiles) -> Float[Array, "64 columns"]:
+    """The rows of which a pair of blocks consists."""
+    return jnp.stack(pair).reshape(2, 2, 2, 16, -1).transpose(1, 0, 3, 2, 4).reshape(64, -1)
+
+
 def _arrive_and_wait(barrier: Ref) -> None:
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
@@ -169,6 +174,13 @@ class MmaInterpreter(Interpreter, MmaOps):
         columns = own.T if transposed else own
         product = jnp.dot(rows, columns, preferred_element_type=jnp.float32)
         return tuple(one + part for one, part in zip(acc, jnp.split(product, len(acc)), strict=True))
+
+    def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
+        rows = a[...].T if a_transposed else a[...]
+        made = _joined(acc) + jnp.dot(rows, b[...], preferred_element_type=jnp.float32)
+        # Rows: two warps', block, 16. Columns: which of the two.
+        parts = made.reshape(2, 2, 16, 2, -1).transpose(1, 0, 3, 2, 4)
+        return tuple(parts.reshape(2, 64, -1))
 
     def load_rows(self, ref: Ref) -> Tiles:
         return tuple(jnp.split(ref[...], ref.shape[0] // 64))
@@ -212,6 +224,12 @@ class MmaInterpreter(Interpreter, MmaOps):
                 store(column)
             else:
                 pl.when(part.first == column)(functools.partial(store, column))
+
+    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part) -> None:
+        self.store_rows(_joined(pair), target, first, limit, part)
+
+    def add_pair(self, pair: Tiles, target: Ref, row: Any, column: Any, together: int) -> None:
+        self.add_rows(_joined(pair), target, row, column, together)
 
     def add_rows(self, values: Float[Array, "64 columns"], target: Ref, row: Any, column: Any, together: int) -> None:
         groups, units = values.shape[0] // 8, values.shape[1] // 16

@@ -11,10 +11,14 @@ from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
 from jflash._backends.mosaic_gpu_mma.hardware import sums
 from jflash._backends.mosaic_gpu_mma.hardware.copies import Part, Rows, copy_tile, store_words
 from jflash._backends.mosaic_gpu_mma.hardware.products import (
+    LeftOperand,
+    PairedColumns,
     RegisterOperand,
     SmemOperand,
     TransposedOperand,
+    can_pair,
     multiply,
+    own_place,
 )
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
 
@@ -45,12 +49,24 @@ def copied(
 
 def rows_of(o: Warpgroup, tile: SmemTile, base: int = 0) -> np.ndarray:
     """A tile as `ldmatrix` reads it, for A."""
-    operand = SmemOperand(o, tile, o(base), by_warps=True)
+    operand = LeftOperand(o, tile, o(base))
     blocks = []
     for block in range(tile.rows // 64):
         words = [word for index in range(tile.columns // 16) for word in operand.fragment(block, index)]
         blocks.append(tile_of(np.asarray(words)))
     return np.concatenate(blocks)
+
+
+def rows_of_pair(o: Warpgroup, pair: list[np.ndarray]) -> np.ndarray:
+    """64 rows of two blocks, where each of a warp's 16 rows is said to be."""
+    columns = pair[0].shape[1]
+    rows = np.full((64, 2 * columns), np.nan)
+    for number, block in enumerate(pair):
+        first_row, (first_column,) = own_place(o, columns, number)
+        for warp in range(4):
+            row, column = int(first_row[32 * warp]), int(first_column[32 * warp])
+            rows[row : row + 16, column : column + columns] = block[16 * warp : 16 * warp + 16]
+    return rows
 
 
 def tile_of(pairs: np.ndarray) -> np.ndarray:
@@ -80,7 +96,7 @@ def test_copies_of_fewer_rows(size: int):
     for columns in (16, 64, 256):
         array, tile = normal(size, columns), SmemTile(size, columns)
         o = copied(array, tile)
-        matrices = SmemOperand(o, tile, o(0), by_warps=False)
+        matrices = SmemOperand(o, tile, o(0))
         for row in range(0, size, 16):
             for chunk in range(0, columns // 8, 2):
                 words = np.asarray(matrices.matrices(row, chunk, rows_first=True, transpose=False))
@@ -131,7 +147,8 @@ def test_sums(row: int, column: int, together: int):
     o = Warpgroup(DTYPE, 0, np.ones(shape, np.float32))
     added = normal(64, width).astype(np.float32)
     pairs = added.reshape(4, 2, 8, width // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(-1, 128, 2)
-    places = sums.Places(o, o.distance(o(0), 1), shape, o(row), o(column), together)
+    first = o.add(o(row), own_place(o, width, None)[0])
+    places = sums.Places(o, o.distance(o(0), 1), shape, first, o(column), together)
     sums.add_numbers(o, places, list(pairs))
     got = o.device.view(np.float32).reshape(12, 5, 128)
     # Group, row; unit, eight, pair, neighbour.
@@ -151,9 +168,9 @@ def test_products_of_some_rows(first: int):
     left_tile, right_tile = SmemTile(64, 48), SmemTile(64, 48)
     o = copied(left, left_tile)
     o.shared = np.concatenate([o.shared, copied(right, right_tile).shared])
-    b = SmemOperand(o, right_tile, o(left.nbytes + first * right_tile.pitch), by_warps=False)
+    b = SmemOperand(o, right_tile, o(left.nbytes + first * right_tile.pitch))
     block = [[np.zeros(THREADS, np.float32)] * 2 for _ in range(8)]
-    multiply(o, DTYPE, [block], SmemOperand(o, left_tile, o(0), by_warps=True), b, transposed=True)
+    multiply(o, DTYPE, [block], LeftOperand(o, left_tile, o(0)), b, transposed=True)
     got = tile_of(np.stack([np.stack(pair, axis=-1) for pair in block]))
     want = left.astype(np.float64) @ right[first : first + 32].astype(np.float64).T
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -171,16 +188,36 @@ def test_products(columns: int, transposed: bool, blocks: int, in_registers: boo
     left_tile, right_tile = SmemTile(*a.shape), SmemTile(*right.shape)
     o, size = copied(a, left_tile), a.nbytes
     o.shared = np.concatenate([o.shared, copied(right, right_tile).shared])
-    left = SmemOperand(o, left_tile, o(0), by_warps=True)
+    left = LeftOperand(o, left_tile, o(0))
     if in_registers:
         indices = range(a.shape[1] // 16)
         left = RegisterOperand([[w for i in indices for w in left.fragment(block, i)] for block in range(blocks)])
     pairs = 2 * b.shape[1] // 8
     sums = [[[np.full(THREADS, block + 1, np.float32)] * 2 for _ in range(pairs)] for block in range(blocks)]
-    multiply(o, DTYPE, sums, left, SmemOperand(o, right_tile, o(size), by_warps=False), transposed=transposed)
+    multiply(o, DTYPE, sums, left, SmemOperand(o, right_tile, o(size)), transposed=transposed)
     got = np.concatenate([tile_of(np.stack([np.stack(pair, axis=-1) for pair in block])) for block in sums])
     want = a.astype(np.float64) @ b.astype(np.float64) + np.repeat(np.arange(blocks) + 1, 64)[:, None]
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [columns for columns in COLUMNS if can_pair(columns)])
+@pytest.mark.parametrize("a_transposed", [True, False])
+def test_products_of_a_pair(columns: int, a_transposed: bool):
+    """Two blocks of a's 64 rows, each with half of the columns."""
+    a, b = normal(64, 64), normal(64, columns)
+    tiles = SmemTile(64, 64), SmemTile(64, columns)
+    o = copied(a, tiles[0])
+    o.shared = np.concatenate([o.shared, copied(b, tiles[1]).shared])
+    left = (TransposedOperand if a_transposed else LeftOperand)(o, tiles[0], o(0), paired=True)
+    pair = [[[np.zeros(THREADS, np.float32)] * 2 for _ in range(columns // 8)] for _ in range(2)]
+    multiply(o, DTYPE, pair, left, PairedColumns(o, tiles[1], o(a.nbytes)), transposed=False)
+    blocks = [tile_of(np.stack([np.stack(two, axis=-1) for two in block])) for block in pair]
+    want = (a.T if a_transposed else a).astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(rows_of_pair(o, blocks), want, atol=1e-4)
+
+
+def test_columns_of_pairs():
+    assert [columns for columns in COLUMNS if can_pair(columns)] == [32, 64, 128, 256]
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -190,7 +227,7 @@ def test_no_bank_conflicts(columns: int):
     o = Warpgroup(DTYPE, 64 * columns * 2, np.zeros(1, DTYPE))
     seen = []
     o.load_matrices = lambda address, offset, transpose: seen.append(address.astype(int) + offset)
-    operand = SmemOperand(o, tile, o(0), by_warps=False)
+    operand = SmemOperand(o, tile, o(0))
     for chunk in range(0, columns // 8, 2):
         operand.matrices(16, chunk, rows_first=False, transpose=False)
     for addresses in np.asarray(seen).reshape(-1, 8):

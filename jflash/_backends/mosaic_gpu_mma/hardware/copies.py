@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
 from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.hardware.products import words
+from jflash._backends.mosaic_gpu_mma.hardware.products import own_place, words
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -131,10 +131,17 @@ def store_words(o: Lanes, tile: SmemTile, base: Any, blocks: Sequence[Sequence[A
             o.store_word(places[chunk], tile.place(block * WARPGROUP_ROWS + 8 * half, eight - chunk), word)
 
 
-def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+def store_rows(
+    values: Float[Array, "64 D"],
+    target: Ref,
+    first: Any,
+    limit: Any,
+    part: Part | None = None,
+    of_pair: int | None = None,
+) -> None:
     """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, which is even.
 
-    They may have a part of the columns alone.
+    They may have a part of the columns alone, and be one block `of_pair`.
     """
     given = [] if part is None else [jnp.int32(part.first)]
     other_columns = 0 if part is None else part.whole - values.shape[1]
@@ -143,8 +150,9 @@ def store_rows(values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any
     def store(_: Any, values: Any, target: Any, first: Any, limit: Any, *first_column: Any) -> None:
         o = Lanes()
         rows = Rows.of(o, target)
-        row, column = o.add(first.registers.item(), o.times(o.warp, 16), o.row), o.times(o.pair, 2)
-        column = o.add(column, *(one.registers.item() for one in first_column))
+        below, beside = own_place(o, values.shape[1], of_pair)
+        row, column = o.add(first.registers.item(), below, o.row), o.times(o.pair, 2)
+        column = o.add(column, *(one.registers.item() for one in first_column), *beside)
         start = rows.address(o, row, column)
         is_there = [o.below(o.add(row, o(8 * half)), limit.registers.item()) for half in range(2)]
         kind, word = ("b32", o.type) if rows.item_bytes == 2 else ("b64", o.long_type)

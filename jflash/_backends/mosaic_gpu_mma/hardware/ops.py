@@ -35,6 +35,10 @@ class MmaOps(WarpgroupOps, Protocol):
         """
         return products.add_product(acc, a, b, transposed=transposed, first_row=first_row, a_transposed=a_transposed)
 
+    def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
+        """acc + a @ b, or a.T @ b, for a pair of blocks (`products`): of 64 rows, and each of half of the columns."""
+        return products.add_product(acc, a, b, transposed=False, a_transposed=a_transposed, paired=True)
+
     def load_rows(self, ref: Ref) -> Tiles:
         """Rows in shared memory as blocks of 64 in registers."""
         return products.load_rows(ref)
@@ -68,9 +72,19 @@ class MmaOps(WarpgroupOps, Protocol):
         """Store rows, or a part of their columns, in `[L, D]`, in the array's dtype: from `first` to below `limit`."""
         copies.store_rows(values.astype(target.dtype), target, first, limit, part)
 
+    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part) -> None:
+        """Store a part of some rows' columns, of which a pair of blocks has each half, likewise."""
+        for number, values in enumerate(pair):
+            copies.store_rows(values.astype(target.dtype), target, first, limit, part, number)
+
     def add_rows(self, values: Float[Array, "64 columns"], target: Sums, row: Any, column: Any, together: int) -> None:
         """Add rows to sums in device memory, from a row and a column on; not past the last row."""
         sums.add_rows(values, target, row, column, together)
+
+    def add_pair(self, pair: Tiles, target: Sums, row: Any, column: Any, together: int) -> None:
+        """Add a pair of blocks, likewise."""
+        for number, values in enumerate(pair):
+            sums.add_rows(values, target, row, column, together, number)
 
     def load_sums(self, source: Sums, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
         """Rows of sums in device memory, from a row on; any numbers past the last."""

@@ -7,6 +7,10 @@ of row lane / 4 and of the row 8 below: for a warpgroup that is the layout of wg
 B's fragments come from `ldmatrix`, two of 8 columns at once, and serve all 64-row blocks. What a multiprocessor reads
 from shared memory for them takes longer than the products of one block, and less than those of two; so does what it
 reads for A, unless A is held in registers.
+
+Where A is in shared memory and has 64 rows alone, two blocks can be had of half of the columns: a pair. Of its first
+block warp w has the rows 32 (w / 2) to 32 (w / 2) + 15, of the second the 16 that follow; and of the columns the first
+half if w is even, else the second.
 """
 
 from __future__ import annotations
@@ -31,8 +35,21 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 _utils: Any = mgpu.utils
 
 
+def can_pair(columns: int) -> bool:
+    """Whether a pair of blocks may have the columns of a tile of B: each half of them whole panels, or half of one."""
+    panel, half = SmemTile(16, columns).chunks * CHUNK, columns // 2
+    return half % 16 == 0 and (half % panel == 0 or 2 * half == panel)
+
+
 def add_product(
-    acc: Tiles, a: Tiles | Ref, b: Ref, *, transposed: bool, first_row: Any = None, a_transposed: bool = False
+    acc: Tiles,
+    a: Tiles | Ref,
+    b: Ref,
+    *,
+    transposed: bool,
+    first_row: Any = None,
+    a_transposed: bool = False,
+    paired: bool = False,
 ) -> Tiles:
     """acc + a @ b, or with `transposed` acc + a @ b.T.
 
@@ -43,6 +60,7 @@ def add_product(
       transposed: whether it is b's transpose that `a` is multiplied with.
       first_row: a multiple of 16, from which on the rows of a transposed b count; `None` if it is 0.
       a_transposed: whether `a` is `[K, rows]`, in shared memory.
+      paired: whether `acc` is a pair, and `a` in shared memory.
     """
     in_registers = isinstance(a, tuple)
     layouts = (_LAYOUT,) * len(acc)
@@ -57,10 +75,12 @@ def add_product(
         if in_registers:
             left = RegisterOperand(list(map(words, a)))
         else:
-            left = TransposedOperand(o, *_place(o, a)) if a_transposed else _smem_operand(o, a, by_warps=True)
+            left = (TransposedOperand if a_transposed else LeftOperand)(o, *_place(o, a), paired=paired)
         sums = [[o.numbers(pair) for pair in block.registers.flat] for block in acc]
         dtype = _utils.ir.MemRefType(b.type).element_type
-        right = _smem_operand(o, b, by_warps=False, first_row=first[0].registers.item() if first else None)
+        (tile, base), first_row = _place(o, b), first[0].registers.item() if first else None
+        base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
+        right = PairedColumns(o, tile, base) if paired else SmemOperand(o, tile, base)
         multiply(o, dtype, sums, left, right, transposed=transposed)
         return tuple(_array(o, block.shape, o.number_type, of_block) for block, of_block in zip(acc, sums, strict=True))
 
@@ -78,7 +98,7 @@ def load_rows(ref: Ref) -> Tiles:
     )
     def loaded(_: Any, ref: Any) -> Any:
         o = Lanes()
-        operand, dtype = _smem_operand(o, ref, by_warps=True), _utils.ir.MemRefType(ref.type).element_type
+        operand, dtype = LeftOperand(o, *_place(o, ref)), _utils.ir.MemRefType(ref.type).element_type
         pair = _utils.ir.VectorType.get((2,), dtype)
 
         def block(number: int) -> Any:
@@ -91,6 +111,15 @@ def load_rows(ref: Ref) -> Tiles:
 
     call: Any = loaded
     return call(ref)
+
+
+def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, list[Any]]:
+    """The first row of a lane's warp in a block, or in one block of a pair of so many columns; and the first column, if
+    it is not the block's."""
+    if of_pair is None:
+        return o.times(o.warp, 16), []
+    first = o.add(o.times(o.right(o.warp, 1), 32), o(16 * of_pair))
+    return first, [o.times(o.arith.andi(o.warp, o(1)), columns)]
 
 
 class RegisterOperand:
@@ -107,17 +136,10 @@ class RegisterOperand:
 class SmemOperand:
     """A tile in shared memory."""
 
-    def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, by_warps: bool) -> None:
-        """Of A each warp reads its own rows, `by_warps`; of B all read the same."""
-        self.o, self.tile = o, tile
-        self.base = o.add(base, o.times(o.warp, 16 * tile.pitch)) if by_warps else base
-        self.first_chunk = None
-        """That of the lane's warp, if it has chunks of its own."""
+    def __init__(self, o: Lanes, tile: SmemTile, base: Any, first_chunk: Any = None) -> None:
+        """`first_chunk` is that of the lane's warp, if it has chunks of its own in a panel."""
+        self.o, self.tile, self.base, self.first_chunk = o, tile, base, first_chunk
         self.addresses: dict[tuple[int, bool], Any] = {}
-
-    def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """Of A: the four words of 16 columns of a block of 64 rows."""
-        return self.matrices(block * WARPGROUP_ROWS, 2 * index, rows_first=True, transpose=False)
 
     def matrices(self, row: int, chunk: int, *, rows_first: bool, transpose: bool) -> Sequence[Any]:
         """Four 8 x 8 matrices, which make 16 rows, from `row` on, of two chunks; in the order of rows, both chunks of
@@ -141,22 +163,47 @@ class SmemOperand:
         return self.addresses[key]
 
 
-class TransposedOperand(SmemOperand):
-    """A tile `[K, rows]` in shared memory as A, of which each warp reads its own columns, 16 of every 64."""
+class LeftOperand(SmemOperand):
+    """A tile `[rows, K]` as A, of which each warp reads its own rows: 16 of every 64, or if `paired` 32 of 64."""
 
-    def __init__(self, o: Lanes, tile: SmemTile, base: Any) -> None:
-        super().__init__(o, tile, base, by_warps=False)
-        self.first_chunk = o.times(o.warp, 2)
+    def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
+        own = o.times(o.right(o.warp, 1), 32 * tile.pitch) if paired else o.times(o.warp, 16 * tile.pitch)
+        super().__init__(o, tile, o.add(base, own))
+        self.rows = 16 if paired else WARPGROUP_ROWS
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
-        return self.matrices(16 * index, block * WARPGROUP_ROWS // CHUNK, rows_first=False, transpose=True)
+        """The four words of 16 columns of a block."""
+        return self.matrices(block * self.rows, 2 * index, rows_first=True, transpose=False)
+
+
+class TransposedOperand(SmemOperand):
+    """A tile `[K, rows]` as A, likewise; its panels have 64 columns."""
+
+    def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
+        super().__init__(o, tile, base, o.times(o.right(o.warp, 1), 4) if paired else o.times(o.warp, 2))
+        self.chunks = (16 if paired else WARPGROUP_ROWS) // CHUNK
+
+    def fragment(self, block: int, index: int) -> Sequence[Any]:
+        """The four words of 16 rows of a block."""
+        return self.matrices(16 * index, block * self.chunks, rows_first=False, transpose=True)
+
+
+class PairedColumns(SmemOperand):
+    """A tile `[K, columns]` as B, of which each warp reads half of the columns."""
+
+    def __init__(self, o: Lanes, tile: SmemTile, base: Any) -> None:
+        odd, half = o.arith.andi(o.warp, o(1)), tile.columns // CHUNK // 2
+        if half < tile.chunks:
+            super().__init__(o, tile, base, o.times(odd, half))
+        else:
+            super().__init__(o, tile, o.add(base, o.times(odd, tile.place(0, half))))
 
 
 def multiply(
     o: Lanes,
     dtype: Any,
     sums: Sequence[list[Any]],
-    left: RegisterOperand | SmemOperand,
+    left: RegisterOperand | LeftOperand | TransposedOperand,
     right: SmemOperand,
     *,
     transposed: bool,
@@ -173,12 +220,6 @@ def multiply(
                 for block, a in zip(sums, fragments, strict=True):
                     made = o.multiply(dtype, a, words[2 * eight : 2 * eight + 2], [*block[at], *block[at + 1]])
                     block[at : at + 2] = made[:2], made[2:]
-
-
-def _smem_operand(o: Lanes, ref: Any, *, by_warps: bool, first_row: Any = None) -> SmemOperand:
-    tile, base = _place(o, ref)
-    base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
-    return SmemOperand(o, tile, base, by_warps=by_warps)
 
 
 def _place(o: Lanes, ref: Any) -> tuple[SmemTile, Any]:

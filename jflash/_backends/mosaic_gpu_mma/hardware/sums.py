@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import Ref, round_up
 from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
+from jflash._backends.mosaic_gpu_mma.hardware.products import own_place
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _TILE = plgpu.Layout.WGMMA
@@ -39,13 +40,20 @@ def together(compute_capability: str) -> int:
     return 4 if float(compute_capability) >= 9 else 1
 
 
-def add_rows(values: Float[Array, "64 columns"], target: Sums, row: Any, column: Any, together: int) -> None:
-    """Add to rows from `row` on, a multiple of 8, and columns from `column` on, a multiple of 16; not past the last."""
+def add_rows(
+    values: Float[Array, "64 columns"], target: Sums, row: Any, column: Any, together: int, of_pair: int | None = None
+) -> None:
+    """Add to rows from `row` on, a multiple of 8, and columns from `column` on, a multiple of 16.
+
+    Rows past the last are left out. The values may be one block `of_pair`.
+    """
 
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR))
     def add(_: Any, values: Any, target: Any, row: Any, column: Any) -> None:
         o = Lanes()
-        places = Places(o, *_place(o, target), row.registers.item(), column.registers.item(), together)
+        below, beside = own_place(o, values.shape[1], of_pair)
+        first = o.add(row.registers.item(), below), o.add(column.registers.item(), *beside)
+        places = Places(o, *_place(o, target), *first, together)
         add_numbers(o, places, list(values.registers.flat))
 
     call: Any = add
@@ -69,7 +77,8 @@ def load_rows(source: Sums, row: Any, columns: int, together: int) -> Float[Arra
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=result)
     def load(_: Any, source: Any, row: Any) -> Any:
         o = Lanes()
-        places = Places(o, *_place(o, source), row.registers.item(), o(0), together)
+        first = o.add(row.registers.item(), own_place(o, columns, None)[0])
+        places = Places(o, *_place(o, source), first, o(0), together)
         pair_type, some_type = (_utils.ir.VectorType.get((size,), o.number_type) for size in (2, together))
         registers = np.empty(columns // 4, dtype=object)
         element = lambda some, at: o.vector.extract(some, [], o.ir.DenseI64ArrayAttr.get([at]))
@@ -93,12 +102,12 @@ def load_rows(source: Sums, row: Any, columns: int, together: int) -> Float[Arra
 
 
 class Places:
-    """Where a thread's numbers are in sums, of 64 rows from a row on and of columns from one on."""
+    """Where a thread's numbers are in sums, of 16 rows of its warp's from a row on and of columns from one on."""
 
     def __init__(self, o: Lanes, first: Any, shape: tuple[int, int, int], row: Any, column: Any, together: int) -> None:
         groups, self.units, _ = shape
         self.first, self.together = first, together
-        group = o.add(o.right(row, 3), o.times(o.warp, 2))
+        group = o.right(row, 3)
         self.is_there = [o.below(o.add(group, o(half)), o(groups)) for half in range(2)]
         unit = o.add(o.times(group, self.units), o.right(column, 4))
         number = o.add(o.times(unit, _UNIT), o.times(o.lane, together))

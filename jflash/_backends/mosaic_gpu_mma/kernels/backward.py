@@ -40,7 +40,7 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, a
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles, can_pair
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, gradient_of_keys
 from jflash._backends.mosaic_gpu_mma.kernels.round_dq import RoundDqPlan, round_dq
 from jflash._semantics.spec import Spec
@@ -145,7 +145,7 @@ class _Cta(Cta[FusedPlan]):
                     results[f"d_{name}"][self.item.batch, self.item.first_head + head, self.warpgroup, keys] = total
             return acc_dk, acc_dv, nothing()
 
-        acc_dk, acc_dv = (self.zeros(plan.tile.blocks, ring.shape[-1]) for ring in (shared.q, shared.do))
+        acc_dk, acc_dv = (self._accumulators(plan.tile.rows, ring.shape[-1]) for ring in (shared.q, shared.do))
         parts = range(plan.tile.warpgroups)
         own = self.own_operands(*(tiles.at[part] for tiles in (shared.k, shared.v) for part in parts))
         visit = lambda *place_and_carry: self._visit(own, *place_and_carry)
@@ -156,9 +156,28 @@ class _Cta(Cta[FusedPlan]):
 
     def _store(self, name: str, acc: Tiles) -> None:
         target = gradient_of_keys(self.refs.results[name], self.plan.schedule, self.item)
+        if len(acc) > len(self.keys):
+            part = self._part(2 * acc[0].shape[1])
+            assert part is not None
+            self.ops.store_pair(acc, target, self.keys[0].start, target.shape[0], part)
+            return
         for keys, total in zip(self.keys, acc, strict=True):
-            part = self._part(total.shape[1])
-            self.ops.store_rows(total, target, keys.start, target.shape[0], part)
+            self.ops.store_rows(total, target, keys.start, target.shape[0], self._part(total.shape[1]))
+
+    def _accumulators(self, rows: int, width: int) -> Tiles:
+        """For products of so many rows in shared memory: blocks of 64, or of that number alone a pair, if it can be."""
+        if self._are_paired(rows, width):
+            return self.zeros(2, width // 2)
+        return self.zeros(rows // WARPGROUP_ROWS, width)
+
+    def _are_paired(self, rows: int, width: int) -> bool:
+        return rows == WARPGROUP_ROWS and self.plan.tile.warpgroups > 1 and can_pair(width)
+
+    def _add_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
+        """acc + a @ b, or a.T @ b, for such accumulators."""
+        if self._are_paired(a.shape[a_transposed], b.shape[1]):
+            return self.ops.add_pair_product(acc, a, b, a_transposed=a_transposed)
+        return self.ops.add_product(acc, a, b, transposed=False, a_transposed=a_transposed)
 
     def _part(self, width: int) -> Part | None:
         """This warpgroup's columns, of all that have this width together."""
@@ -225,9 +244,12 @@ class _Cta(Cta[FusedPlan]):
         ops.store_tile(ds, shared.ds, self.warpgroup * self.queries)
         ops.meet(parts)
         if parts > 1:
-            acc_dv = ops.add_product(acc_dv, shared.p, do.at[self.warpgroup], transposed=False)
+            acc_dv = self._add_product(acc_dv, shared.p, do.at[self.warpgroup])
         self._add_dq(own_head, start)
-        acc_dk = ops.add_product(acc_dk, shared.ds if parts > 1 else ds, q.at[self.warpgroup], transposed=False)
+        if parts > 1:
+            acc_dk = self._add_product(acc_dk, shared.ds, q.at[self.warpgroup])
+        else:
+            acc_dk = ops.add_product(acc_dk, ds, q.at[0], transposed=False)
         if tile.stages == 1:
             ops.meet(parts)
             self._copy_tile(step + 1)
@@ -236,9 +258,10 @@ class _Cta(Cta[FusedPlan]):
     def _add_dq(self, head: Any, first: Any) -> None:
         """Add this warpgroup's columns of a tile's dQ to what is in device memory."""
         k, target = self.smem.k.at[self.warpgroup], self.refs.arrays["dq_acc"].at[self.item.batch, head]
-        width = k.shape[-1]
-        zeros = self.zeros(self.plan.tile.size // WARPGROUP_ROWS, width)
-        dq = self.ops.add_product(zeros, self.smem.ds, k, transposed=False, a_transposed=True)
+        size, column, together = self.plan.tile.size, self.warpgroup * k.shape[-1], self.plan.together
+        dq = self._add_product(self._accumulators(size, k.shape[-1]), self.smem.ds, k, a_transposed=True)
+        if self._are_paired(size, k.shape[-1]):
+            self.ops.add_pair(dq, target, first, column, together)
+            return
         for block, rows in enumerate(dq):
-            place = first + block * WARPGROUP_ROWS, self.warpgroup * width
-            self.ops.add_rows(rows, target, *place, self.plan.together)
+            self.ops.add_rows(rows, target, first + block * WARPGROUP_ROWS, column, together)
