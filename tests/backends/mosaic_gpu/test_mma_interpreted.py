@@ -16,6 +16,7 @@ from short_run import cover, sampled
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu_mma import plan
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
 from jflash._tuning import TuningKey
 
 VALUES = {
@@ -25,6 +26,7 @@ VALUES = {
     "dims": ((40, 24), (64, 64), (80, 80), (33, 100), (192, 128), (1, 5)),
 }
 CASES = [Case(batch=(2,), **row) for row in cases.product(VALUES, 2)]
+FUSED_TILES = plan.TILES["backward"]
 
 
 def forms(case: Case) -> dict[str, object]:
@@ -58,7 +60,7 @@ def test_deterministic(case: Case):
     oracle.assert_right(run(call, deterministic=True), call)
 
 
-@sampled(8)
+@sampled(12)
 @pytest.mark.parametrize(
     "options",
     [
@@ -68,17 +70,15 @@ def test_deterministic(case: Case):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("place", range(6))
-def test_fused_tiles(place: int, dim: int, options: dict):
-    """All that a search might choose on some GPU, of one warpgroup and two; each adds four numbers or one at a time."""
-    tiles = plan.TILES["backward"][dim]
-    if place >= len(tiles):
-        pytest.skip(f"There are {len(tiles)} tiles.")
+@pytest.mark.parametrize(
+    ("dim", "tile"), [(dim, tile) for dim, tiles in FUSED_TILES.items() for tile in tiles], ids=str
+)
+def test_fused_tiles(dim: int, tile: Tile, options: dict):
+    """All that a search might choose on some GPU; numbers are added four at a time, or one by one."""
     call = cases.build(Case("bfloat16", 140, 150, dims=(dim, dim - 8), **(dict(heads=(2, 1), batch=()) | options)))
     key = TuningKey("mosaic_gpu_mma backward", (dim, dim - 8))
-    with _tuning.trying({key: tiles[place]}) as trial:
-        oracle.assert_right(run(call, "9.0" if place % 2 else "8.0"), call)
+    with _tuning.trying({key: tile}) as trial:
+        oracle.assert_right(run(call, "8.0" if tile.stages == 1 else "9.0"), call)
     assert key in trial.asked
 
 
