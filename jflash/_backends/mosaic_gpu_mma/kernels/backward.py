@@ -9,8 +9,8 @@
         dS^T = P^T (dP^T - delta_i)     both into shared memory
       when all threads are here, each warpgroup, for its part of the columns:
         dV   = dV + P^T dO_i
-        dQ_i = dS K                     added to what is in device memory
         dK   = dK + dS^T Q_i
+        dQ_i = dS K                     added to what is in device memory
     dQ is rounded when all CTAs are done (`round_dq`)
 
 These are five products, where kernels in which a CTA owns all that it sums make seven or eight. Additions to dQ come in
@@ -18,7 +18,8 @@ any order: for calls that ask for one, those kernels are there.
 
 Two warpgroups share queries in the first half of a step and columns in the second. So each can make products of two
 blocks of 64 keys, for which what is read of B serves twice, and the sums of 128 keys and 128 columns still fit in their
-registers. One warpgroup alone has P^T and dS^T in registers as they are needed for dV and dK.
+registers. Of 64 rows alone they make pairs (`hardware.products`). One warpgroup has P^T and dS^T in registers as they are
+needed for dV and dK.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -242,14 +243,14 @@ class _Cta(Cta[FusedPlan]):
         )
         ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
         ops.store_tile(ds, shared.ds, self.warpgroup * self.queries)
+        if parts == 1:
+            acc_dk = ops.add_product(acc_dk, ds, q.at[0], transposed=False)
         ops.meet(parts)
         if parts > 1:
             acc_dv = self._add_product(acc_dv, shared.p, do.at[self.warpgroup])
-        self._add_dq(own_head, start)
-        if parts > 1:
             acc_dk = self._add_product(acc_dk, shared.ds, q.at[self.warpgroup])
-        else:
-            acc_dk = ops.add_product(acc_dk, ds, q.at[0], transposed=False)
+        # After the others: before dK, the compiler has too few registers at 256 columns.
+        self._add_dq(own_head, start)
         if tile.stages == 1:
             ops.meet(parts)
             self._copy_tile(step + 1)
