@@ -16,6 +16,10 @@ SPILLS = {
         {8: 240, 9: 240, 10: 364},
         "d128, where it holds O and S of two blocks of 64 rows. With one, which spills nothing, it is 3% slower.",
     ),
+    "mma_backward": (
+        {8: 500, 9: 444, 10: 520},
+        "d128, where it holds dK, dV, two tiles, and the gradients of ALiBi's slopes and of the scale. Not measured.",
+    ),
     "mma_d_query": (
         {8: 112, 9: 128, 10: 384},
         "d128, likewise dQ and two tiles of two blocks. With one block, which spills nothing, it is 1% slower.",

@@ -18,8 +18,8 @@ any order: for calls that ask for one, those kernels are there.
 
 Two warpgroups share queries in the first half of a step and columns in the second. So each can make products of two
 blocks of 64 keys, for which what is read of B serves twice, and the sums of 128 keys and 128 columns still fit in their
-registers. Of 64 rows alone they make pairs (`hardware.products`). One warpgroup has P^T and dS^T in registers as they are
-needed for dV and dK.
+registers. Of 64 rows alone they make pairs (`hardware.products`). One warpgroup has P^T and dS^T in registers as they
+are needed for dV and dK.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
