@@ -302,6 +302,7 @@ def explain(
       >>> print(jflash.explain(*arrays, is_causal=True))
       xla serves this call on cpu.
         mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
+        mosaic_gpu_mma: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
       >>> print(jflash.explain(*arrays, implementation="metal", dropout_rate=0.1, dropout_key=jax.random.key(0)))
       No implementation can serve this call on cpu.
         metal: it has no dropout.
