@@ -40,7 +40,7 @@ test-all: test test-rest
 .venv/installed-test: csrc/CMakeLists.txt $(wildcard csrc/*.cc csrc/*.h csrc/*.mm csrc/emulator/*.* csrc/emulator/include/*)
 ifeq ($(shell command -v $(CXX)),)
 .venv/installed-test: .venv/zig
-.venv/installed-test: export CXX = $(CURDIR)/$(shell echo .venv/lib/python*/site-packages/ziglang/zig) c++
+export CXX = $(CURDIR)/$(shell echo .venv/lib/python*/site-packages/ziglang/zig) c++
 endif
 
 .venv/zig:
