@@ -29,10 +29,13 @@ def _by_bucket(table: Any) -> Any:
 
 
 def _by_three_reads(factors: Any, added: Any) -> Any:
-    """Of two tables, one of them twice; from before the first number, which counts from the last, to past the last."""
+    """Of two tables, one of them twice; from before the first number, which counts from the last, to past the last.
+
+    Numbers of 16 bits meet the logit first: among themselves they would be rounded to 16 bits.
+    """
 
     def score_mod(logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return logit * (1 + 0.25 * factors[q - k]) + added[b & 1, h, k - 30] + factors[k]
+        return logit + 0.25 * logit * factors[q - k] + added[b & 1, h, k - 30] + factors[k]
 
     return score_mod
 
