@@ -140,8 +140,8 @@ def assert_tangents_right(call: Call, along: dict[str, Any], **options: object) 
             oracle.assert_tangents_right(got, call, along, as_tf32=not precision)
 
 
-def assert_right(attend: Callable[..., Results], call: Call) -> None:
-    """A call is right in each precision in which the kernels take it, which is an option of `attend`.
+def assert_right(attend: Callable[..., Results], call: Call, backend: Any = mosaic_gpu) -> None:
+    """A call is right in each precision in which a backend's kernels take it, which is an option of `attend`.
 
     float32 has its own rule with six products of pieces for one, and that of TF32 with three.
     """
@@ -149,9 +149,9 @@ def assert_right(attend: Callable[..., Results], call: Call) -> None:
         oracle.assert_right(attend(), call)
         return
     both = ({}, dict(precision="highest"))
-    reasons = [mosaic_gpu.unsupported_call(canonical(call, **options)[0]) for options in both]
+    reasons = [backend.unsupported_call(canonical(call, **options)[0]) for options in both]
     if None not in reasons:
-        raise unittest.SkipTest(f"mosaic_gpu: {reasons[0]}")
+        raise unittest.SkipTest(f"{backend.__name__.split('.')[-1]}: {reasons[0]}")
     for options, reason in zip(both, reasons, strict=True):
         if reason is None:
             oracle.assert_right(attend(**options), call, as_tf32=not options)

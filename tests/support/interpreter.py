@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dropped_words
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
 
 
 @dataclasses.dataclass
@@ -145,6 +146,11 @@ class Interpreter(WarpgroupOps):
         """Nothing."""
 
 
+def _pieces(ref: Ref) -> Array:
+    """An operand's pieces, `[pieces, rows, columns]`; or itself as one."""
+    return ref[...].reshape(-1, *ref.shape[-2:])
+
+
 def _joined(pair: Tiles) -> Float[Array, "64 columns"]:
     """The rows of which a pair of blocks consists."""
     return jnp.stack(pair).reshape(2, 2, 2, 16, -1).transpose(1, 0, 3, 2, 4).reshape(64, -1)
@@ -161,19 +167,25 @@ class MmaInterpreter(Interpreter, MmaOps):
     def add_product(
         self,
         acc: Tiles,
-        a: Tiles | Ref,
+        a: Operand,
         b: Ref,
+        order: Sequence[tuple[int, int]],
         *,
         transposed: bool,
         first_row: Any = None,
         a_transposed: bool = False,
     ) -> Tiles:
-        rows = jnp.concatenate(a) if isinstance(a, tuple) else a[...]
-        rows = rows.T if a_transposed else rows
-        own = b[...] if first_row is None else b[pl.ds(first_row, acc[0].shape[1])]
-        columns = own.T if transposed else own
-        product = jnp.dot(rows, columns, preferred_element_type=jnp.float32)
-        return tuple(one + part for one, part in zip(acc, jnp.split(product, len(acc)), strict=True))
+        left = list(map(jnp.concatenate, a)) if isinstance(a, tuple) else _pieces(a)
+        right = _pieces(b)
+        for of_a, of_b in order:
+            rows = left[of_a].T if a_transposed else left[of_a]
+            own = right[of_b]
+            if first_row is not None:
+                own = lax.dynamic_slice_in_dim(own, first_row, acc[0].shape[1])
+            columns = own.T if transposed else own
+            product = jnp.dot(rows, columns, preferred_element_type=jnp.float32)
+            acc = tuple(one + part for one, part in zip(acc, jnp.split(product, len(acc)), strict=True))
+        return acc
 
     def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
         rows = a[...].T if a_transposed else a[...]
@@ -182,15 +194,16 @@ class MmaInterpreter(Interpreter, MmaOps):
         parts = made.reshape(2, 2, 16, 2, -1).transpose(1, 0, 3, 2, 4)
         return tuple(parts.reshape(2, 64, -1))
 
-    def load_rows(self, ref: Ref) -> Tiles:
-        return tuple(jnp.split(ref[...], ref.shape[0] // 64))
+    def load_rows(self, ref: Ref) -> tuple[Tiles, ...]:
+        return tuple(tuple(jnp.split(piece, len(piece) // 64)) for piece in _pieces(ref))
 
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
-        rows = first + jnp.arange(target.shape[0])
+        rows, number, width = first + jnp.arange(target.shape[-2]), math.prod(target.shape[:-2]), target.shape[-1]
         found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
-        whole, column = (target.shape[1], 0) if part is None else (part.whole, part.first)
-        found = jnp.pad(found, [(0, 0), (0, max(whole - found.shape[1], 0))])
-        target[...] = lax.dynamic_slice_in_dim(found, column, target.shape[1], axis=1)
+        pieces = found.reshape(len(rows), number, -1).swapaxes(0, 1)
+        whole, column = (width, 0) if part is None else (part.whole, part.first)
+        pieces = jnp.pad(pieces, [(0, 0), (0, 0), (0, max(whole - pieces.shape[2], 0))])
+        target[...] = lax.dynamic_slice_in_dim(pieces, column, width, axis=2).reshape(target.shape)
 
     def commit(self) -> None:
         """Nothing."""

@@ -20,7 +20,7 @@ os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-from hopper_compile import CASES, DIRECTORY, LENGTH, PARTIAL, bfloat16, float32, with_score_mod
+from hopper_compile import CASES, DIRECTORY, FLOAT32, LENGTH, PAIRS, PARTIAL, bfloat16, float32, with_score_mod
 from hopper_kernels import canonical_arguments
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -28,10 +28,20 @@ from kernel_families import mma
 
 from jflash._semantics.spec import Residuals
 
+LARGEST_FLOAT32 = {
+    "float32 d192 causal, bias": (192, 192, dict(is_causal=True), dict(bias=(PAIRS, float32))),
+    "float32 d128, highest, bias": (128, 128, dict(precision="highest"), dict(bias=(PAIRS, float32))),
+    "float32 d192/64, highest": (192, 64, dict(precision="highest"), {}),
+    **{
+        f"float32 d128{name}, score_mod of a table": (128, 128, options, dict(numbers=((4, 256), float32)))
+        for name, options in (("", {}), (", highest", dict(precision="highest")))
+    },
+}
+"""Heads as wide as are served, which have tiles of their own."""
 CHOSEN = (
     *("d8", "d40", "d64", "d64 causal", "d128", "d128 causal", "d256", "d256 causal", "d192/128 causal", "window"),
     *("soft cap", "bias", "mask", "lengths", "alibi and scale", "d128 causal, dropout", "d256 causal, dropout"),
-    *("score_mod of a bias of keys", "bias, partial"),
+    *("score_mod of a bias of keys", "bias, partial", *FLOAT32, *LARGEST_FLOAT32),
     *("score_mod of a number for each head", "d64 causal, score_mod of a table", "d128 causal, score_mod of a table"),
 )
 """Cases that are compiled if none are named."""
@@ -77,22 +87,22 @@ def sharding(capability: str) -> NamedSharding:
 
 def compiled(name: str, capability: str) -> dict[str, dict]:
     """What ptxas says of each kernel of a case."""
-    head_dim, value_dim, options, arrays = CASES[name]
+    head_dim, value_dim, options, arrays = (CASES | LARGEST_FLOAT32)[name]
     family, placed = mma(capability), sharding(capability)
-    array = lambda shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+    own_dtype = float32 if name in (*FLOAT32, *LARGEST_FLOAT32) else bfloat16
+    array = lambda shape, dtype=own_dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_score_mod(**arrays))
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
         forward, backward = family.plans(spec, Device.num_cores)
-        # The kernels of which every CTA owns what it sums, too.
-        _, by_owners = family.plans(dataclasses.replace(spec, deterministic=True), Device.num_cores)
+        plans = [backward]
+        if backward.fused is not None:
+            # The kernels of which every CTA owns what it sums, too.
+            plans += family.plans(dataclasses.replace(spec, deterministic=True), Device.num_cores)[1:]
         out, lse = family.call.forward(forward, operands, family.ops)
         residuals = Residuals(out.astype(spec.dtype), lse, d_out, d_lse)
-        gradients = [
-            family.call.backward(plan, operands, residuals, family.ops) for plan in {backward: None, by_owners: None}
-        ]
-        return out, gradients
+        return out, [family.call.backward(plan, operands, residuals, family.ops) for plan in plans]
 
     for path in DIRECTORY.iterdir():
         path.unlink()

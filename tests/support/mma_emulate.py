@@ -2,8 +2,8 @@
 
     python mma_emulate.py DIRECTORY COMPUTE_CAPABILITY CASE...
 
-A case is those fields of `Case` that are not its own, as JSON, and "deterministic" if it is that. Prints what is wrong
-with each, "" for nothing, as JSON.
+A case is those fields of `Case` that are not its own, as JSON, and if it has them "deterministic" and "precision", of
+float32. Prints what is wrong with each, "" for nothing, as JSON.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _parameters(passes: str) -> list[int]:
     return [places.get(loads[name], 0) for name in re.findall(r"(%\w+) :", arguments)]
 
 
-def wrong(case: Case, **options: object) -> str:
+def wrong(case: Case, **options: Any) -> str:
     """What is wrong with a call's results, with both directions emulated."""
     call = cases.build(case)
     spec, operands = canonical(call, **options)
@@ -113,7 +113,7 @@ def wrong(case: Case, **options: object) -> str:
         {name: shaped_as(getattr(gradients, name), array) for name, array in smooth.items()},
     )
     try:
-        oracle.assert_right(results, call)
+        oracle.assert_right(results, call, as_tf32=case.dtype == "float32" and "precision" not in options)
     except AssertionError as error:
         return str(error)
     return ""
@@ -125,7 +125,7 @@ def main(rows: list[str]) -> None:
     as_tuples = lambda row: {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     found: list[str] = []
     for row in map(json.loads, rows):
-        options = {"deterministic": row.pop("deterministic", False)}
+        options = {name: row.pop(name) for name in ("deterministic", "precision") if name in row}
         found.append(wrong(Case(**as_tuples(row)), **options))
     print(json.dumps(found))
 

@@ -141,6 +141,9 @@ class _Warp:
                     at = kernel.labels[one.operands[0]] if holds.any() else at
                 case "ret":
                     return
+                case "bar" if "warp" in one.parts:
+                    # The lanes of a warp are together always.
+                    pass
                 case "bar":
                     yield True
                 case _:

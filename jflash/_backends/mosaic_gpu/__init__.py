@@ -56,11 +56,10 @@ def _unsupported_float32(spec: Spec, dims: str) -> str | None:
 
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"it takes float32 with H and D of at most 256. Got {dims}."
-    if (precision := operand_pieces.unsupported_precision(spec)) is not None:
-        return f"it has no float32 products of precision {precision}."
-    if (pieces := operand_pieces.number(spec)) == 3 and spec.logits_soft_cap is not None:
-        return "its soft cap has a relative error of 1e-6, which is more than float32's own precision allows."
+    if (reason := operand_pieces.unsupported(spec)) is not None:
+        return reason
     if not _fits(spec):
+        pieces = operand_pieces.number(spec)
         return f"it takes float32 as {pieces} bfloat16 pieces; with {dims} their tiles do not fit in shared memory."
     return None
 

@@ -5,8 +5,8 @@ unit and the copies are what every GPU since compute capability 8.0 has. Where b
 is asked first.
 
 A backward is one kernel for dQ, dK and dV, with five products, which adds dQ up in device memory (`kernels.backward`).
-Where every sum must have one order, where a bias has one value for each query, or where its tiles do not fit in shared
-memory, there are two or three kernels, in which a CTA owns all that it sums.
+In float32, where every sum must have one order, where a bias has one value for each query, or where its tiles do not
+fit in shared memory, there are two or three kernels, in which a CTA owns all that it sums.
 
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jflash import _platform
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
+from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -37,11 +37,29 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """What the kernels cannot do on any machine."""
-    if spec.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16. Got {spec.dtype}."
+    if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    return mosaic_gpu.unsupported_score_mod(spec)
+    if (reason := mosaic_gpu.unsupported_score_mod(spec)) is not None:
+        return reason
+    return _unsupported_float32(spec) if spec.dtype == jnp.float32 else None
+
+
+def _unsupported_float32(spec: Spec) -> str | None:
+    """float32 operands take the room of as many of 16 bits as the precision asks for."""
+    from jflash._backends.mosaic_gpu.inputs import operand_pieces
+    from jflash._backends.mosaic_gpu_mma import plan
+
+    if (reason := operand_pieces.unsupported(spec)) is not None:
+        return reason
+    if not plan.fits(spec):
+        pieces, dims = operand_pieces.number(spec), f"H={spec.head_dim} and D={spec.value_dim}"
+        return (
+            f"it takes float32 as {pieces} bfloat16 pieces; with {dims} their tiles do not fit in "
+            f"{min(SHARED_MEMORY.values()) // KIB} KiB of shared memory, which is what every GPU has."
+        )
+    return None
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

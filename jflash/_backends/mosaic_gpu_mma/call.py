@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.call import finish_backward, finish_forward, packed_mask
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, prepare, row_statistics, score_mod_reads
+from jflash._backends.mosaic_gpu.inputs import (
+    bias_and_mask,
+    operand_pieces,
+    prepare,
+    row_statistics,
+    score_mod_reads,
+)
 from jflash._backends.mosaic_gpu.schedule import tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
 from jflash._backends.mosaic_gpu_mma.kernels.backward import backward as launch_fused
@@ -30,7 +36,7 @@ def forward(
     spec, packed = plan.spec, plan.packed_heads
     query = operands.query if packed == 1 else prepare.pack_heads(operands.query, packed)
     arrays = dict(query=query, key=operands.key, value=operands.value)
-    arrays = {name: _whole_chunks(array) for name, array in arrays.items()} | _others(spec, operands)
+    arrays = {name: _in_chunks(spec, array) for name, array in arrays.items()} | _others(spec, operands)
     arrays |= packed_mask(spec, operands, ops) | tile_range.table(spec, operands, max(plan.tile.rows // packed, 1))
     made = launch_forward(plan, arrays, ops)
     return finish_forward(spec, operands, made, packed_heads=packed, splits=plan.splits)
@@ -43,7 +49,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     delta = _delta(residuals)
     lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
     rows = row_statistics.subtrahends(spec, lse, delta)
-    arrays = {name: _whole_chunks(array) for name, array in arrays.items()} | _others(spec, operands) | rows
+    arrays = {name: _in_chunks(spec, array) for name, array in arrays.items()} | _others(spec, operands) | rows
     of_queries = arrays | packed_mask(spec, operands, ops)
     by_keys = lambda tile: arrays | packed_mask(spec, operands, ops, keys_first=True) | table(tile.rows, of_keys=True)
     dims = spec.head_dim, spec.value_dim
@@ -70,9 +76,9 @@ def _delta(residuals: Residuals) -> Float[Array, "B N T"]:
     return jnp.where(residuals.lse == -jnp.inf, 0, delta)
 
 
-def _whole_chunks(array: Float[Array, "B L N H"]) -> Float[Array, "B L N H"]:
-    """With H a multiple of 8: copies take 16 bytes at a time."""
-    return jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[3] % 8)])
+def _in_chunks(spec: Spec, array: Float[Array, "B L N H"]) -> Float[Array, "B L N columns"]:
+    """In pieces, with H a multiple of 8: copies take 16 bytes at a time."""
+    return operand_pieces.split_array(spec, jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[3] % 8)]))
 
 
 def _others(spec: Spec, operands: Operands) -> dict[str, Array]:

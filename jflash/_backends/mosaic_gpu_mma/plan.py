@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, score_mod_reads
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, HeadBlocks
+from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
 from jflash._backends.mosaic_gpu_mma.hardware import sums
 from jflash._backends.mosaic_gpu_mma.kernels import (
     backward,
@@ -124,9 +126,7 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     of_dq = tuple(name for name in wanted if name != "bias" or bias_kind in ("row", "scalar"))
     tile = _choose(spec, platform, "dQ", lambda tile: backward_dq.shared_memory(spec, tile))
     dq = DqPlan(spec, tile, of_dq)
-    # Both sums together are more than a warpgroup has registers for.
-    apart = spec.head_dim + spec.value_dim > 256
-    each = [(name,) for name in backward_dkv.BOTH] if apart else [backward_dkv.BOTH]
+    each = _outputs_of_dkv(spec)
     by_key = bias_kind == "column"
     dkv = (_plan_dkv(spec, platform, outputs, wants_bias=by_key and "d_key" in outputs) for outputs in each)
     return BackwardPlan(spec, None, dq, tuple(dkv), dbias, tables)
@@ -140,9 +140,9 @@ def _plan_tables(spec: Spec, platform: Platform) -> TablesPlan:
 
 
 def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> FusedPlan | None:
-    """If a tile of its own fits."""
+    """If its operands are of 16 bits, and a tile of its own fits."""
     shared_memory = lambda tile: backward.shared_memory(spec, tile)
-    if not _fitting(spec, platform, "backward", shared_memory):
+    if spec.dtype == jnp.float32 or not _fitting(spec, _capacity(platform), "backward", shared_memory):
         return None
     tile = _choose(spec, platform, "backward", shared_memory)
     assert platform.compute_capability is not None
@@ -166,15 +166,38 @@ def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], *, wants
 
 def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> Tile:
     """The fastest of a kernel's tiles that fit in shared memory."""
-    fitting = _fitting(spec, platform, kernel, shared_memory)
-    return _tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", (spec.head_dim, spec.value_dim)), fitting)
+    fitting = _fitting(spec, _capacity(platform), kernel, shared_memory)
+    facts = spec.head_dim, spec.value_dim, *operand_pieces.facts(spec)
+    return _tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", facts), fitting)
 
 
-def _fitting(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> list[Tile]:
+def _fitting(spec: Spec, capacity: int, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> list[Tile]:
     """A kernel's tiles that fit in shared memory."""
-    widest = max(spec.head_dim, spec.value_dim)
-    listed = next(tiles for most, tiles in TILES[kernel].items() if widest <= most)
-    return [tile for tile in listed if smem.size(shared_memory(tile)) <= _capacity(platform)]
+    widest, listed = max(spec.head_dim, spec.value_dim), FLOAT32_TILES.get(operand_pieces.number(spec), TILES)[kernel]
+    tiles = next(tiles for most, tiles in listed.items() if widest <= most)
+    return [tile for tile in tiles if smem.size(shared_memory(tile)) <= capacity]
+
+
+def _outputs_of_dkv(spec: Spec) -> list[tuple[str, ...]]:
+    """What each kernel of dK and dV makes: both sums together may be more than a warpgroup has registers for."""
+    apart = spec.head_dim + spec.value_dim > 256
+    return [(name,) for name in backward_dkv.BOTH] if apart else [backward_dkv.BOTH]
+
+
+def fits(spec: Spec) -> bool:
+    """Whether every kernel of a float32 call, whatever its options, has tiles that fit in the shared memory of every
+    GPU."""
+    kernels: dict[str, Callable[[Tile], Buffers]] = {
+        "forward": lambda tile: forward.shared_memory(spec, tile),
+        "short": lambda tile: forward.shared_memory(spec, tile),
+        "dQ": lambda tile: backward_dq.shared_memory(spec, tile),
+        "d_bias": lambda tile: backward_dbias.shared_memory(spec, tile),
+        "d_tables": lambda tile: backward_tables.shared_memory(spec, tile),
+    }
+    for outputs in _outputs_of_dkv(spec):
+        kernels[" ".join(outputs)] = lambda tile, outputs=outputs: backward_dkv.shared_memory(spec, tile, outputs)
+    least = min(SHARED_MEMORY.values())
+    return all(_fitting(spec, least, kernel, shared_memory) for kernel, shared_memory in kernels.items())
 
 
 def _capacity(platform: Platform) -> int:

@@ -3,6 +3,7 @@
 import functools
 
 import cases
+import hopper_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,15 +21,14 @@ from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
 
-VALUES = {**ON_HARDWARE, "dtype": ("bfloat16", "float16")}
 PLAIN = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
 REFUSAL = mosaic_gpu_mma.unsupported(PLAIN, _platform.current())
 
 # Elsewhere all of them would be skipped with one reason: one of them says it.
-PRODUCT = list(cases.product(VALUES, 2)) if REFUSAL is None else [{}]
+PRODUCT = list(cases.product(ON_HARDWARE, 2)) if REFUSAL is None else [{}]
 CASES = [
     *(Case(**row) for row in PRODUCT),
-    *(pytest.param(drawn(VALUES, seed), marks=pytest.mark.slow) for seed in range(400 if REFUSAL is None else 0)),
+    *(pytest.param(drawn(ON_HARDWARE, seed), marks=pytest.mark.slow) for seed in range(400 if REFUSAL is None else 0)),
 ]
 
 
@@ -47,17 +47,29 @@ def test_exact(case: Case):
     """Padding holds NaN, which must reach nothing."""
     call = cases.build(case)
     poison()
-    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+    planted = with_nan_in_padding(call)
+    run = lambda **options: oracle.run(in_precision(**options), planted)
+    hopper_kernels.assert_right(run, call, mosaic_gpu_mma)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@functools.cache
+def in_precision(**options):
+    """One function for each precision, whose compilation the next such call finds."""
+    return functools.partial(attention, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [*(("bfloat16", (dim, dim)) for dim in (64, 128, 256)), ("float32", (64, 64)), ("float32", (192, 192))],
+    ids=str,
+)
 @pytest.mark.parametrize("options", [{}, dict(bias="full"), dict(bias="keys", soft_cap=1.5), dict(sinks=True)], ids=str)
-def test_deterministic(dims, options):
+def test_deterministic(dims, options, dtype):
     """The same bits on every run, with enough blocks that their order varies."""
-    case = Case("bfloat16", 1024, 1100, heads=(8, 2), dims=dims, batch=(3,), causal=True, **options)
+    case = Case(dtype, 1024, 1100, heads=(8, 2), dims=dims, batch=(3,), causal=True, **options)
     call = cases.build(case)
     first, *others = [jax.tree.map(np.asarray, oracle.run(deterministic, call)) for _ in range(4)]
-    oracle.assert_right(first, call)
+    oracle.assert_right(first, call, as_tf32=dtype == "float32")
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
 
@@ -88,7 +100,15 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
 
 @pytest.mark.parametrize("kind", score_mod_tables.KINDS)
 @pytest.mark.parametrize(
-    ("dims", "dtype"), [((64, 64), "float32"), ((128, 128), "bfloat16"), ((256, 256), "float16")], ids=str
+    ("operands", "dims", "dtype"),
+    [
+        ("bfloat16", (64, 64), "float32"),
+        ("bfloat16", (128, 128), "bfloat16"),
+        ("bfloat16", (256, 256), "float16"),
+        ("float32", (64, 64), "float32"),
+        ("float32", (128, 128), "float32"),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "options",
@@ -101,22 +121,24 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     ],
     ids=str,
 )
-def test_tables(kind: str, dims: tuple[int, int], dtype: str, options: dict):
+def test_tables(kind: str, operands: str, dims: tuple[int, int], dtype: str, options: dict):
     """Tables that a score_mod reads by position, and their gradients, in a dtype of their own."""
-    case = Case("bfloat16", 523, 640, (4, 2), dims, (3,))._replace(**options)
+    case = Case(operands, 523, 640, (4, 2), dims, (3,))._replace(**options)
     call = score_mod_tables.call(case, kind, dtype)
     poison()
-    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+    planted = with_nan_in_padding(call)
+    run = lambda **options: oracle.run(functools.partial(attention, **options), planted)
+    hopper_kernels.assert_right(run, call, mosaic_gpu_mma)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("lengths", [None, "keys"])
 @pytest.mark.parametrize("query_length", [1, 3, 16])
 def test_decoding(query_length: int, lengths: str | None, dtype: str):
     """Heads packed into rows, and keys in several parts."""
     case = Case(dtype, query_length, 5000, heads=(8, 2), dims=(128, 128), lengths=lengths, batch=(3,))
     call = cases.build(case)
-    oracle.assert_right(oracle.run(attention, call), call)
+    hopper_kernels.assert_right(lambda **options: oracle.run(in_precision(**options), call), call, mosaic_gpu_mma)
 
 
 def mapped(query, key, value, **options):
@@ -138,3 +160,4 @@ def test_is_the_default_but_on_hopper():
     query = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     first = "mosaic_gpu" if _platform.current().compute_capability == "9.0" else "mosaic_gpu_mma"
     assert jflash.explain(query, query, query).startswith(f"{first} serves")
+    assert jflash.explain(*[query.astype(jnp.float32)] * 3).startswith(f"{first} serves")

@@ -43,6 +43,15 @@ SPILLS = {
 """The most bytes that a kernel, of one case or of all, may spill, by the major number of the compute capability, where
 that is, and what was measured causal (one H100, jax 0.11.2). 12.x has what 10.x has."""
 
+SPILLS_OF_FLOAT32 = {
+    "mma_forward": {8: 72, 9: 72, 10: 144},
+    "mma_d_query": {8: 476, 9: 84, 10: 668},
+    "mma_d_key_d_value": {8: 404, 9: 56, 10: 736},
+    "mma_d_key": {8: 160, 9: 0, 10: 572},
+}
+"""Likewise in float32, of which nothing was measured: most with heads so wide that operands are held in registers, for
+want of shared memory."""
+
 EMULATED = [
     dict(dtype="bfloat16", dims=(64, 64), bias="full", mask="full", dropout=True, lengths="both", key_length=140),
     dict(dtype="float16", dims=(33, 40), bias="keys", soft_cap=1.5, segments="sorted", alibi=True, scale="traced"),
@@ -54,6 +63,12 @@ EMULATED = [
     dict(dtype="bfloat16", dims=(64, 64), causal=True, score_mod="arrays", heads=(2, 1)),
     dict(dtype="float16", dims=(192, 128), score_mod="arrays", bias="full", dropout=True, lengths="both", batch=()),
     dict(dtype="bfloat16", dims=(64, 64), query_length=3, key_length=700, heads=(4, 2), lengths="keys", batch=()),
+    dict(dtype="float32", dims=(64, 64), bias="full", mask="full", dropout=True, causal=True, batch=()),
+    dict(dtype="float32", dims=(33, 40), bias="keys", soft_cap=1.5, lengths="both", score_mod="indices", batch=()),
+    dict(dtype="float32", dims=(40, 64), precision="highest", segments="sorted", bias="queries", alibi=True, batch=()),
+    # Where there is least shared memory, what is held in registers lends its own.
+    dict(dtype="float32", dims=(128, 128), precision="highest", bias="full", heads=(1, 1), batch=()),
+    dict(dtype="float32", dims=(128, 128), precision="highest", score_mod="arrays", heads=(1, 1), batch=()),
 ]
 
 
@@ -64,12 +79,14 @@ def test_spills(capability: str, tmp_path: Path):
     targets = {report["target"].rstrip("a") for report in reports.values()}
     assert targets == {f"sm_{capability.replace('.', '')}"}
     major = min(int(capability.split(".")[0]), 10)
-    allowed = {kernel: by_major[major] for kernel, (by_major, _) in SPILLS.items()}
-    over = {
-        name: found
-        for name, report in reports.items()
-        if (found := report["spills"]) > allowed.get(name, allowed.get(name.split(": ")[1], 0))
-    }
+    listed = {kernel: by_major[major] for kernel, (by_major, _) in SPILLS.items()}
+    listed_of_float32 = {kernel: by_major[major] for kernel, by_major in SPILLS_OF_FLOAT32.items()}
+    over: dict[str, int] = {}
+    for name, report in reports.items():
+        case, kernel = name.split(": ")
+        allowed = listed_of_float32 if case.startswith("float32") else listed
+        if report["spills"] > allowed.get(name, allowed.get(kernel, 0)):
+            over[name] = report["spills"]
     assert not over
 
 

@@ -34,22 +34,23 @@ def copied(
     limit: int | None = None,
     base: int = 0,
     part: tuple[int, int] | None = None,
+    pieces: int = 1,
 ) -> Warpgroup:
-    """Shared memory with a tile of rows `[length, H]` of the second of three heads."""
+    """Shared memory with a tile of rows `[length, H]` of the second of three heads; or with the tiles of its pieces."""
     length, columns = array.shape
     device = np.full((length, 3, columns), np.nan, DTYPE)
     device[:, 1] = array
-    o = Warpgroup(DTYPE, base + tile.rows * tile.columns * 2, device)
+    o = Warpgroup(DTYPE, base + pieces * tile.bytes, device)
     item = DTYPE.itemsize
     rows = Rows(columns * item, length, columns, 3 * columns * item, item)
     own = None if part is None else Part(o(part[0]), part[1])
-    copy_tile(o, rows, tile, o(base), o(first), o(length if limit is None else limit), own)
+    copy_tile(o, rows, tile, o(base), o(first), o(length if limit is None else limit), own, pieces)
     return o
 
 
-def rows_of(o: Warpgroup, tile: SmemTile, base: int = 0) -> np.ndarray:
+def rows_of(o: Warpgroup, tile: SmemTile, base: int = 0, piece: int = 0) -> np.ndarray:
     """A tile as `ldmatrix` reads it, for A."""
-    operand = LeftOperand(o, tile, o(base))
+    operand = LeftOperand(o, tile, o(base)).pieces(piece + 1)[piece]
     blocks = []
     for block in range(tile.rows // 64):
         words = [word for index in range(tile.columns // 16) for word in operand.fragment(block, index)]
@@ -90,7 +91,19 @@ def test_copies(columns: int, missing: int):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("columns", [16, 80, 192])
+@pytest.mark.parametrize("missing", [0, 8])
+def test_copies_of_pieces(columns: int, missing: int):
+    """They lie side by side in rows, and one behind the other in shared memory."""
+    array, tile = normal(150, 3 * (columns - missing)), SmemTile(64, columns)
+    o = copied(array, tile, first=5, limit=40, base=BASE, pieces=3)
+    for piece, own in enumerate(np.split(array, 3, axis=1)):
+        want = np.zeros((64, columns), DTYPE)
+        want[:35, : columns - missing] = own[5:40]
+        np.testing.assert_array_equal(rows_of(o, tile, BASE, piece), want)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_copies_of_fewer_rows(size: int):
     """Those of all tiles that kernels visit, in the narrowest panels too."""
     for columns in (16, 64, 256):

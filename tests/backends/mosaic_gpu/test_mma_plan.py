@@ -8,28 +8,56 @@ import jax.numpy as jnp
 import kernel_families
 import pytest
 
+from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu_mma.plan import BackwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
+from jflash._semantics.spec import Spec
 
 DIMS = (1, 8, 64, 72, 128, 136, 192, 256)
+TABLE = jnp.zeros(100)
+
+
+def spec_of(head_dim: int, value_dim: int, dtype=jnp.bfloat16, **options: object) -> Spec:
+    query, value = (jnp.zeros((1, 100, 1, dim), dtype) for dim in (head_dim, value_dim))
+    options |= dict(bias=jnp.zeros((100, 100), dtype), score_mod=lambda logit, b, h, q, k: logit + TABLE[q - k])
+    return hopper_kernels.canonical_arguments(query=query, key=query, value=value, **options)[0]
+
+
+def assert_every_kernel_fits(spec: Spec, capability: str) -> None:
+    forward, backward = kernel_families.mma(capability).plans(spec, 108)
+    assert None not in (backward.dbias, backward.tables)
+    for plan in (forward, *backward.kernels):
+        assert smem.size(plan.launch.smem) <= SHARED_MEMORY[capability], plan
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_kernel_fits(capability: str):
     for head_dim, value_dim in itertools.product(DIMS, DIMS):
-        query, value = (jnp.zeros((1, 100, 1, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
-        spec, _ = hopper_kernels.canonical_arguments(
-            query=query, key=query, value=value, bias=jnp.zeros((100, 100), jnp.bfloat16)
-        )
-        forward, backward = kernel_families.mma(capability).plans(spec, 108)
-        _, by_owners = kernel_families.mma(capability).plans(dataclasses.replace(spec, deterministic=True), 108)
-        for plan in (forward, *backward.kernels, *by_owners.kernels):
-            assert smem.size(plan.launch.smem) <= SHARED_MEMORY[capability], plan
+        spec = spec_of(head_dim, value_dim)
+        for one in (spec, dataclasses.replace(spec, deterministic=True)):
+            assert_every_kernel_fits(one, capability)
 
 
-def plans(capability: str, dim: int, **arguments: object) -> BackwardPlan:
-    query = jnp.zeros((1, 100, 2, dim), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("precision", "most", "together"), [("BF16_BF16_F32", 256, 512), (None, 256, 384), ("highest", 192, 256)]
+)
+def test_every_kernel_of_float32_fits(precision: str | None, most: int, together: int):
+    """Head dims, in multiples of 16, of at most so many and so many together are served, on every GPU alike."""
+    for dims in itertools.product((*DIMS, 144, 208), repeat=2):
+        spec = spec_of(*dims, jnp.float32, precision=precision)
+        whole = [-(-dim // 16) * 16 for dim in dims]
+        reason = mosaic_gpu_mma.unsupported_call(spec)
+        assert (reason is None) == (max(whole) <= most and sum(whole) <= together), dims
+        if reason is None:
+            for capability in SHARED_MEMORY:
+                assert_every_kernel_fits(spec, capability)
+        else:
+            assert f"with H={dims[0]} and D={dims[1]} their tiles do not fit in 99 KiB of shared memory" in reason
+
+
+def plans(capability: str, dim: int, dtype=jnp.bfloat16, **arguments: object) -> BackwardPlan:
+    query = jnp.zeros((1, 100, 2, dim), dtype)
     spec, _ = hopper_kernels.canonical_arguments(query=query, key=query, value=query, **arguments)
     return kernel_families.mma(capability).plans(spec, 108)[1]
 
@@ -43,10 +71,17 @@ def test_one_kernel_where_it_fits(dim: int, capability: str):
 
 
 @pytest.mark.parametrize(
-    "arguments", [dict(deterministic=True), dict(bias=jnp.zeros((1, 2, 100, 1), jnp.bfloat16))], ids=["order", "rows"]
+    "arguments",
+    [
+        dict(deterministic=True),
+        dict(bias=jnp.zeros((1, 2, 100, 1), jnp.bfloat16)),
+        dict(dtype=jnp.float32),
+        dict(dtype=jnp.float32, precision="BF16_BF16_F32"),
+    ],
+    ids=["order", "rows", "float32", "float32 as bfloat16"],
 )
 def test_sums_with_an_owner(arguments: dict):
-    """With deterministic=True every sum has an owner, and each that is over keys needs one."""
+    """With deterministic=True every sum has an owner, each that is over keys needs one, and in float32 all have."""
     found = plans("8.0", 64, **arguments)
     assert found.fused is None
     assert found.dq is not None

@@ -12,7 +12,7 @@ from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.lax import DotAlgorithmPreset
 
-from jflash._backends import mosaic_gpu
+from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import operand_pieces
@@ -93,15 +93,20 @@ def test_the_default_precision_is_that_of_jax():
         assert operand_pieces.products(spec_of(precision="high")) == 3
 
 
+BOTH = pytest.mark.parametrize("backend", [mosaic_gpu, mosaic_gpu_mma], ids=lambda backend: backend.__name__)
+
+
+@BOTH
 @pytest.mark.parametrize("precision", ["F32_F32_F32", "BF16_BF16_F32_X9", DotAlgorithmPreset.F16_F16_F32], ids=str)
-def test_other_precisions_are_refused_by_name(precision: Any):
-    reason = mosaic_gpu.unsupported_call(spec_of(precision=precision))
+def test_other_precisions_are_refused_by_name(precision: Any, backend: Any):
+    reason = backend.unsupported_call(spec_of(precision=precision))
     assert reason == f"it has no float32 products of precision {getattr(precision, 'name', precision)}."
 
 
-def test_a_soft_cap_is_not_exact_enough_for_float32():
-    assert mosaic_gpu.unsupported_call(spec_of(logits_soft_cap=5.0)) is None
-    assert "its soft cap" in str(mosaic_gpu.unsupported_call(spec_of(logits_soft_cap=5.0, precision="highest")))
+@BOTH
+def test_a_soft_cap_is_not_exact_enough_for_float32(backend: Any):
+    assert backend.unsupported_call(spec_of(logits_soft_cap=5.0)) is None
+    assert "its soft cap" in str(backend.unsupported_call(spec_of(logits_soft_cap=5.0, precision="highest")))
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -35,11 +35,15 @@ _BY_PRECISION = {
 """How many pieces float32 operands have, by the precision's name."""
 
 
-def unsupported_precision(spec: Spec) -> str | None:
-    """The name of a float32 call's precision that pieces cannot have."""
+def unsupported(spec: Spec) -> str | None:
+    """Why products of pieces are not a call's, in words for the user; `None`: they are."""
     if spec.dtype != jnp.float32:
         return None
-    return next((name for name in _precisions(spec) if name not in _BY_PRECISION), None)
+    if (unknown := next((name for name in _precisions(spec) if name not in _BY_PRECISION), None)) is not None:
+        return f"it has no float32 products of precision {unknown}."
+    if number(spec) == 3 and spec.logits_soft_cap is not None:
+        return "its soft cap has a relative error of 1e-6, which is more than float32's own precision allows."
+    return None
 
 
 def number(spec: Spec) -> int:
@@ -73,8 +77,7 @@ def dtype(spec: Spec) -> np.dtype[Any]:
 
 def products(spec: Spec) -> int:
     """How many products of the matrix unit one of a call's products is."""
-    count = number(spec)
-    return count * (count + 1) // 2
+    return len(order(number(spec)))
 
 
 def split_array(spec: Spec, array: Float[Array, "... H"]) -> Float[Array, "... columns"]:
@@ -134,12 +137,16 @@ def split(spec: Spec, values: Float[Array, "rows columns"], ops: WarpgroupOps) -
     return tuple(piece.astype(dtype(spec)) for piece in bf16_pieces.split(values, ops.rounded, number(spec)))
 
 
+def order(count: int) -> list[tuple[int, int]]:
+    """Which pieces of two operands are multiplied, in the order in which their products are added: the smallest first,
+    as what is added to zeros is rounded least."""
+    return [(left, total - left) for total in reversed(range(count)) for left in range(total + 1)]
+
+
 def mma(accumulator: Any, a: Pieces, b: Pieces, ops: WarpgroupOps) -> None:
-    """Issue accumulator += a @ b; the smallest products first, as what is added to zeros is rounded least."""
-    count = len(a)
-    for order in reversed(range(count)):
-        for index in range(order + 1):
-            ops.mma(accumulator, a[index], b[order - index])
+    """Issue accumulator += a @ b."""
+    for left, right in order(len(a)):
+        ops.mma(accumulator, a[left], b[right])
 
 
 def matmul(a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps) -> Float[Array, "rows columns"]:

@@ -6,6 +6,7 @@ rows past a limit and columns past an array's. So padding may hold anything, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,9 +35,11 @@ class Part(NamedTuple):
 
 
 def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
-    """Begin to copy rows `[L, H]`, from `first` on, to a tile; zeros for those from `limit` on, which is at most L.
+    """Begin to copy rows `[L, H]`, from `first` on, to a tile `[rows, columns]`; zeros for those from `limit` on, which
+    is at most L.
 
-    The tile may have a part of the columns alone.
+    The tile may have a part of the columns alone. Pieces lie side by side in rows, and are tiles of `[pieces, rows,
+    columns]`.
     """
     given = [] if part is None else [jnp.int32(part.first)]
 
@@ -44,18 +47,27 @@ def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, part: Part | Non
     def copy(_: Any, source: Any, target: Any, first: Any, limit: Any, *column: Any) -> None:
         o = Lanes()
         base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
-        tile = SmemTile(*_utils.ir.MemRefType(target.type).shape)
+        *pieces, length, columns = _utils.ir.MemRefType(target.type).shape
+        tile, number = SmemTile(length, columns), math.prod(pieces)
         own = None if part is None else Part(column[0].registers.item(), part.whole)
-        copy_tile(o, Rows.of(o, source), tile, base, first.registers.item(), limit.registers.item(), own)
+        copy_tile(o, Rows.of(o, source), tile, base, first.registers.item(), limit.registers.item(), own, number)
 
     call: Any = copy
     call(source, target, jnp.int32(first), jnp.int32(limit), *given)
 
 
 def copy_tile(
-    o: Lanes, rows: Rows, tile: SmemTile, base: Any, first: Any, limit: Any, part: Part | None = None
+    o: Lanes,
+    rows: Rows,
+    tile: SmemTile,
+    base: Any,
+    first: Any,
+    limit: Any,
+    part: Part | None = None,
+    pieces: int = 1,
 ) -> None:
-    """Begin the copies of a tile; a thread copies the same chunk of a panel's rows that are a fixed number apart."""
+    """Begin the copies of a tile, or of its pieces; a thread copies the same chunk of a panel's rows that are a fixed
+    number apart."""
     thread, together = o.add(o.times(o.warp, 32), o.lane), THREADS // tile.chunks
     own_row, own_chunk = o.arith.divui(thread, o(tile.chunks)), o.arith.remui(thread, o(tile.chunks))
     row = o.add(first, own_row)
@@ -63,19 +75,21 @@ def copy_tile(
     other_columns = 0
     if part is not None:
         own_chunk, other_columns = o.add(own_chunk, o.right(part.first, 3)), part.whole - tile.columns
-    source = rows.address(o, row, o.times(own_chunk, CHUNK))
+    source, columns = rows.address(o, row, o.times(own_chunk, CHUNK)), rows.columns // pieces
     for index in range(0, tile.rows, together):
         is_there = o.below(o.add(row, o(index)), limit)
         # A copy of nothing writes zeros: past the tile there must be none.
         is_in_tile = o.below(own_row, o(tile.rows - index)) if index + together > tile.rows else None
         for chunk in range(0, tile.panels * tile.chunks, tile.chunks):
             is_inside = is_there
-            if (chunk + tile.chunks) * CHUNK + other_columns > rows.columns:
-                has_column = o.below(o.add(own_chunk, o(chunk)), o(rows.columns // CHUNK))
+            if (chunk + tile.chunks) * CHUNK + other_columns > columns:
+                has_column = o.below(o.add(own_chunk, o(chunk)), o(columns // CHUNK))
                 is_inside = o.arith.andi(is_there, has_column)
             size = o.arith.select(is_inside, o(16), o(0))
-            offsets = tile.place(index, chunk), index * rows.pitch + 16 * chunk
-            o.copy_chunk(target, source, offsets, size, is_in_tile)
+            for piece in range(pieces):
+                place = piece * tile.bytes + tile.place(index, chunk)
+                at = index * rows.pitch + 16 * chunk + piece * columns * rows.item_bytes
+                o.copy_chunk(target, source, (place, at), size, is_in_tile)
 
 
 def commit() -> None:

@@ -37,6 +37,10 @@ class Lanes(LaneWords):
         words = [self.type] * 4
         return _utils.inline_ptx(load, address, result_types=words, has_side_effects=True, convergent=True)
 
+    def order_loads(self) -> None:
+        """Keep the compiler from loading before this what comes after it: it does so until registers are spilled."""
+        _utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+
     def multiply(self, dtype: Any, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Any]:
         """a @ b + c, of 16 x 16 and 16 x 8 numbers."""
         instruction = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxtyping import Array, Float
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu_mma.hardware import copies, products, sums
 from jflash._backends.mosaic_gpu_mma.hardware.copies import Part
-from jflash._backends.mosaic_gpu_mma.hardware.products import Tiles
+from jflash._backends.mosaic_gpu_mma.hardware.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.hardware.sums import Sums
 
 
@@ -22,31 +23,36 @@ class MmaOps(WarpgroupOps, Protocol):
     def add_product(
         self,
         acc: Tiles,
-        a: Tiles | Ref,
+        a: Operand,
         b: Ref,
+        order: Sequence[tuple[int, int]],
         *,
         transposed: bool,
         first_row: Any = None,
         a_transposed: bool = False,
     ) -> Tiles:
-        """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory.
+        """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory, and
+        of those pieces of both that `order` has.
 
         Of a transposed b rows count from `first_row` on. With `a_transposed` it is a.T @ b, and `a` in shared memory.
         """
-        return products.add_product(acc, a, b, transposed=transposed, first_row=first_row, a_transposed=a_transposed)
+        options = dict(transposed=transposed, a_transposed=a_transposed)
+        return products.add_product(acc, a, b, order, first_row=first_row, **options)
 
     def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
-        """acc + a @ b, or a.T @ b, for a pair of blocks (`products`): of 64 rows, and each of half of the columns."""
-        return products.add_product(acc, a, b, transposed=False, a_transposed=a_transposed, paired=True)
+        """acc + a @ b, or a.T @ b, for a pair of blocks (`products`): of 64 rows, and each of half of the columns; and
+        of one piece."""
+        return products.add_product(acc, a, b, [(0, 0)], transposed=False, a_transposed=a_transposed, paired=True)
 
-    def load_rows(self, ref: Ref) -> Tiles:
-        """Rows in shared memory as blocks of 64 in registers."""
+    def load_rows(self, ref: Ref) -> tuple[Tiles, ...]:
+        """Rows in shared memory in registers, of each piece blocks of 64."""
         return products.load_rows(ref)
 
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
         """Begin to copy rows of `[L, H]`, from `first` on, or a part of their columns, to shared memory.
 
-        In the place of rows from `limit` on come zeros.
+        In the place of rows from `limit` on come zeros. Pieces, which lie side by side in rows, are tiles there,
+        `[pieces, rows, columns]`.
         """
         copies.copy_rows(source, target, first, limit, part)
 

@@ -15,8 +15,11 @@ half if w is even, else the second.
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +32,8 @@ from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
 
 Tiles = tuple[Float[Array, "64 columns"], ...]
+Operand = tuple[Tiles, ...] | Ref
+"""A: in registers, of each piece its blocks of 64 rows; or in shared memory `[rows, K]`, or `[pieces, rows, K]`."""
 
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -43,8 +48,9 @@ def can_pair(columns: int) -> bool:
 
 def add_product(
     acc: Tiles,
-    a: Tiles | Ref,
+    a: Operand,
     b: Ref,
+    order: Sequence[tuple[int, int]],
     *,
     transposed: bool,
     first_row: Any = None,
@@ -55,8 +61,9 @@ def add_product(
 
     Args:
       acc: blocks of 64 rows, in float32.
-      a: the same rows, in registers, or `[rows, K]` in shared memory.
-      b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed.
+      a: the same rows.
+      b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before.
+      order: which pieces of a and of b are multiplied, in the order in which their products are added.
       transposed: whether it is b's transpose that `a` is multiplied with.
       first_row: a multiple of 16, from which on the rows of a transposed b count; `None` if it is 0.
       a_transposed: whether `a` is `[K, rows]`, in shared memory.
@@ -67,50 +74,60 @@ def add_product(
     given = [] if first_row is None else [jnp.int32(first_row)]
 
     @plgpu.inline_mgpu(
-        arg_types=(layouts, layouts if in_registers else plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * len(given)),
+        arg_types=(
+            layouts,
+            (layouts,) * len(a) if in_registers else plgpu.RefType(),
+            plgpu.RefType(),
+            *[_SCALAR] * len(given),
+        ),
         return_type=_results([one.shape for one in acc], jnp.float32),
     )
     def made(_: Any, acc: Any, a: Any, b: Any, *first: Any) -> Any:
         o = Lanes()
+        left: Sequence[RegisterOperand | LeftOperand | TransposedOperand]
         if in_registers:
-            left = RegisterOperand(list(map(words, a)))
+            left = [RegisterOperand(list(map(words, tiles))) for tiles in a]
         else:
-            left = (TransposedOperand if a_transposed else LeftOperand)(o, *_place(o, a), paired=paired)
+            tile, base, pieces = _place(o, a)
+            left = (TransposedOperand if a_transposed else LeftOperand)(o, tile, base, paired=paired).pieces(pieces)
         sums = [[o.numbers(pair) for pair in block.registers.flat] for block in acc]
         dtype = _utils.ir.MemRefType(b.type).element_type
-        (tile, base), first_row = _place(o, b), first[0].registers.item() if first else None
+        (tile, base, pieces), first_row = _place(o, b), first[0].registers.item() if first else None
         base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
-        right = PairedColumns(o, tile, base) if paired else SmemOperand(o, tile, base)
-        multiply(o, dtype, sums, left, right, transposed=transposed)
+        right = (PairedColumns(o, tile, base) if paired else SmemOperand(o, tile, base)).pieces(pieces)
+        for number, (of_a, of_b) in enumerate(order):
+            if number:
+                o.order_loads()
+            multiply(o, dtype, sums, left[of_a], right[of_b], transposed=transposed)
         return tuple(_array(o, block.shape, o.number_type, of_block) for block, of_block in zip(acc, sums, strict=True))
 
     call: Any = made
     return call(acc, a, b, *given)
 
 
-def load_rows(ref: Ref) -> Tiles:
-    """Rows of A from shared memory, in blocks of 64."""
-    rows, columns = ref.shape
+def load_rows(ref: Ref) -> tuple[Tiles, ...]:
+    """Rows of A from shared memory: of each piece its blocks of 64."""
+    *pieces, rows, columns = ref.shape
     blocks = rows // WARPGROUP_ROWS
+    shapes = [(WARPGROUP_ROWS, columns)] * blocks * math.prod(pieces)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=_results([(WARPGROUP_ROWS, columns)] * blocks, ref.dtype)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_results(shapes, ref.dtype))
     def loaded(_: Any, ref: Any) -> Any:
         o = Lanes()
-        operand, dtype = LeftOperand(o, *_place(o, ref)), _utils.ir.MemRefType(ref.type).element_type
+        (tile, base, count), dtype = _place(o, ref), _utils.ir.MemRefType(ref.type).element_type
+        operands = LeftOperand(o, tile, base).pieces(count)
         pair = _utils.ir.VectorType.get((2,), dtype)
 
-        def block(number: int) -> Any:
+        def block(operand: LeftOperand, number: int) -> Any:
             words = [word for index in range(columns // 16) for word in operand.fragment(number, index)]
             return _array(
                 o, (WARPGROUP_ROWS, columns), dtype, [o.numbers(_utils.bitcast(word, pair)) for word in words]
             )
 
-        return tuple(map(block, range(blocks)))
+        return tuple(block(operand, number) for operand in operands for number in range(blocks))
 
     call: Any = loaded
-    return call(ref)
+    return tuple(itertools.batched(call(ref), blocks))
 
 
 def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, list[Any]]:
@@ -140,12 +157,20 @@ class SmemOperand:
         """`first_chunk` is that of the lane's warp, if it has chunks of its own in a panel."""
         self.o, self.tile, self.base, self.first_chunk = o, tile, base, first_chunk
         self.addresses: dict[tuple[int, bool], Any] = {}
+        self.offset = 0
+
+    def pieces(self, number: int) -> list[Self]:
+        """This tile and those that lie behind it, so many in all, which share its addresses."""
+        every = [copy.copy(self) for _ in range(number)]
+        for place, one in enumerate(every):
+            one.offset = place * self.tile.bytes
+        return every
 
     def matrices(self, row: int, chunk: int, *, rows_first: bool, transpose: bool) -> Sequence[Any]:
         """Four 8 x 8 matrices, which make 16 rows, from `row` on, of two chunks; in the order of rows, both chunks of
         each eight, or with `rows_first` in that of chunks."""
         address, offset = self._address(chunk, rows_first), self.tile.place(row, chunk)
-        return self.o.load_matrices(address, offset, transpose=transpose)
+        return self.o.load_matrices(address, self.offset + offset, transpose=transpose)
 
     def _address(self, chunk: int, rows_first: bool) -> Any:
         """Where a lane's row of the matrices begins, but for what is the same for all lanes."""
@@ -222,10 +247,11 @@ def multiply(
                     block[at : at + 2] = made[:2], made[2:]
 
 
-def _place(o: Lanes, ref: Any) -> tuple[SmemTile, Any]:
-    """A tile in shared memory, and where it begins."""
+def _place(o: Lanes, ref: Any) -> tuple[SmemTile, Any, int]:
+    """A tile in shared memory, or the first of its pieces; where it begins; and how many pieces there are."""
     base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(ref))
-    return SmemTile(*_utils.ir.MemRefType(ref.type).shape), base
+    *pieces, rows, columns = _utils.ir.MemRefType(ref.type).shape
+    return SmemTile(rows, columns), base, math.prod(pieces)
 
 
 def _results(shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Any, ...]:

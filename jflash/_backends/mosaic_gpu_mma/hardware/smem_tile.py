@@ -38,6 +38,11 @@ class SmemTile:
         """Bytes from one row to the next."""
         return self.chunks * 16
 
+    @property
+    def bytes(self) -> int:
+        """Of the tile."""
+        return self.rows * self.panels * self.pitch
+
     def place(self, row: int, chunk: int) -> int:
         """Where a chunk would be if nothing were permuted, in bytes. Eight rows from a multiple of 8 on have one
         permutation each, wherever they are."""

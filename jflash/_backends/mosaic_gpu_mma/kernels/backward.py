@@ -41,7 +41,7 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, a
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles, can_pair
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles, can_pair
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, gradient_of_keys
 from jflash._backends.mosaic_gpu_mma.kernels.round_dq import RoundDqPlan, round_dq
 from jflash._semantics.spec import Spec
@@ -174,11 +174,11 @@ class _Cta(Cta[FusedPlan]):
     def _are_paired(self, rows: int, width: int) -> bool:
         return rows == WARPGROUP_ROWS and self.plan.tile.warpgroups > 1 and can_pair(width)
 
-    def _add_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
+    def _add_tiles(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
         """acc + a @ b, or a.T @ b, for such accumulators."""
         if self._are_paired(a.shape[a_transposed], b.shape[1]):
             return self.ops.add_pair_product(acc, a, b, a_transposed=a_transposed)
-        return self.ops.add_product(acc, a, b, transposed=False, a_transposed=a_transposed)
+        return self.add_product(acc, a, b, transposed=False, a_transposed=a_transposed)
 
     def _part(self, width: int) -> Part | None:
         """This warpgroup's columns, of all that have this width together."""
@@ -201,16 +201,16 @@ class _Cta(Cta[FusedPlan]):
 
         self.ops.commit()
 
-    def _products(self, own: Sequence[Tiles | Ref], tiles: Ref) -> Tiles:
+    def _products(self, own: Sequence[Operand], tiles: Ref) -> Tiles:
         """Products of the own keys' rows and those of this warpgroup's queries, of all columns."""
         acc, first = self.zeros(self.plan.tile.blocks, self.queries), None
         if self.plan.tile.warpgroups > 1:
             first = self.warpgroup * self.queries
         for part, rows in enumerate(own):
-            acc = self.ops.add_product(acc, rows, tiles.at[part], transposed=True, first_row=first)
+            acc = self.add_product(acc, rows, tiles.at[part], transposed=True, first_row=first)
         return acc
 
-    def _visit(self, own: Sequence[Tiles | Ref], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+    def _visit(self, own: Sequence[Operand], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         """Add one tile's part to the sums."""
         acc_dk, acc_dv, totals = carry
         plan, spec, tile, shared, ops = self.plan, self.plan.spec, self.plan.tile, self.smem, self.ops
@@ -234,7 +234,7 @@ class _Cta(Cta[FusedPlan]):
         if parts > 1:
             ops.store_tile(kept, shared.p, self.warpgroup * self.queries)
         else:
-            acc_dv = ops.add_product(acc_dv, kept, do.at[0], transposed=False)
+            acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False)
         dp = self._products(own[parts:], do)
         pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
         totals = tuple(
@@ -244,11 +244,11 @@ class _Cta(Cta[FusedPlan]):
         ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
         ops.store_tile(ds, shared.ds, self.warpgroup * self.queries)
         if parts == 1:
-            acc_dk = ops.add_product(acc_dk, ds, q.at[0], transposed=False)
+            acc_dk = self.add_product(acc_dk, (ds,), q.at[0], transposed=False)
         ops.meet(parts)
         if parts > 1:
-            acc_dv = self._add_product(acc_dv, shared.p, do.at[self.warpgroup])
-            acc_dk = self._add_product(acc_dk, shared.ds, q.at[self.warpgroup])
+            acc_dv = self._add_tiles(acc_dv, shared.p, do.at[self.warpgroup])
+            acc_dk = self._add_tiles(acc_dk, shared.ds, q.at[self.warpgroup])
         # After the others: before dK, the compiler has too few registers at 256 columns.
         self._add_dq(own_head, start)
         if tile.stages == 1:
@@ -260,7 +260,7 @@ class _Cta(Cta[FusedPlan]):
         """Add this warpgroup's columns of a tile's dQ to what is in device memory."""
         k, target = self.smem.k.at[self.warpgroup], self.refs.arrays["dq_acc"].at[self.item.batch, head]
         size, column, together = self.plan.tile.size, self.warpgroup * k.shape[-1], self.plan.together
-        dq = self._add_product(self._accumulators(size, k.shape[-1]), self.smem.ds, k, a_transposed=True)
+        dq = self._add_tiles(self._accumulators(size, k.shape[-1]), self.smem.ds, k, a_transposed=True)
         if self._are_paired(size, k.shape[-1]):
             self.ops.add_pair(dq, target, first, column, together)
             return

@@ -29,13 +29,14 @@ from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
 from jflash._backends.mosaic_gpu_mma.kernels import backward_dq
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, lending
 from jflash._semantics.spec import Spec
 
 
 def shared_memory(spec: Spec, tile: Tile) -> Buffers:
     """The kernel's buffers."""
-    return backward_dq.shared_memory(spec, tile)
+    whole = backward_dq.shared_memory(spec, dataclasses.replace(tile, lends=False))
+    return lending(whole, ("q", "k"), ("do", "v")) if tile.lends else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,19 +102,28 @@ class _Cta(Cta[DbiasPlan]):
 
     def _part(self, at: TileCoord, tiles: Any, bias: Array) -> Array:
         shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.plan.tile.size)
-        key_head = lax.div(at.head, spec.group)
+        key_head, lends = lax.div(at.head, spec.group), self.plan.tile.lends
         ops.wait()
         self.copy("query", at.batch, at.head, at.query, shared.q)
         self.copy("key", at.batch, key_head, at.key, shared.k.at[0])
-        self.copy("d_out", at.batch, at.head, at.query, shared.do)
-        self.copy("value", at.batch, key_head, at.key, shared.v.at[0])
+        copy_others = lambda: (
+            self.copy("d_out", at.batch, at.head, at.query, shared.do),
+            self.copy("value", at.batch, key_head, at.key, shared.v.at[0]),
+        )
+        if not lends:
+            copy_others()
         ops.commit()
         rows = at.batch, at.head, self.rows
         lse, delta = (along_rows(ops.load(self.refs.arrays[name].at[rows], 0), shape) for name in ("lse", "delta"))
         loaded = self.inputs.load_packed_mask(at, shape) | {"bias": bias}
         ops.wait()
-        (s,) = ops.add_product(self.zeros(1, shape[1]), shared.q, shared.k.at[0], transposed=True)
-        (dp,) = ops.add_product(self.zeros(1, shape[1]), shared.do, shared.v.at[0], transposed=True)
+        (s,) = self.add_product(self.zeros(1, shape[1]), shared.q, shared.k.at[0], transposed=True)
+        if lends:
+            ops.wait()
+            copy_others()
+            ops.commit()
+            ops.wait()
+        (dp,) = self.add_product(self.zeros(1, shape[1]), shared.do, shared.v.at[0], transposed=True)
         mask = TileMask(self.inputs, tiles, jnp.int32(0), at, loaded)
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         p, pull_back = logits.differentiate(s, mask, to_p, ("bias",))

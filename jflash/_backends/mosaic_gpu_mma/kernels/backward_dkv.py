@@ -28,12 +28,21 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_columns, round_up
-from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_columns, round_up
+from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, operand_pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, gradient_of_keys
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.kernels.cta import (
+    Cta,
+    Tile,
+    TiledPlan,
+    buffer,
+    by_piece,
+    columns,
+    gradient_of_keys,
+    lending,
+)
 from jflash._semantics.spec import Spec
 
 BOTH: tuple[str, ...] = ("d_key", "d_value")
@@ -45,12 +54,13 @@ Carry = tuple[dict[str, Tiles], tuple[Array, ...]]
 def shared_memory(spec: Spec, tile: Tile, outputs: tuple[str, ...] = BOTH) -> Buffers:
     """The kernel's buffers."""
     head_columns, value_columns = columns(spec.head_dim), columns(spec.value_dim)
-    return Buffers(
+    whole = Buffers(
         k=buffer(spec, tile.rows, head_columns),
         v=buffer(spec, tile.rows, value_columns) if "d_key" in outputs else None,
         q=buffer(spec, tile.stages, tile.size, head_columns),
         do=buffer(spec, tile.stages, tile.size, value_columns),
     )
+    return lending(whole, ("k", "v")[: tile.held], ("q", "do")) if tile.lends else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +114,8 @@ class _Cta(Cta[DkvPlan]):
         self.copy("key", batch, self.item.key_head, self.keys[0].start, self.smem.k)
         if self.smem.v is not None:
             self.copy("value", batch, self.item.key_head, self.keys[0].start, self.smem.v)
+        rows = [ref for ref in (self.smem.k, self.smem.v) if ref is not None]
+        own = self.lent_operands(*rows)
         self._copy_tile(jnp.int32(0))
         nothing = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.keys if plan.wants_bias)
 
@@ -115,7 +127,7 @@ class _Cta(Cta[DkvPlan]):
 
         dims = dict(zip(BOTH, (spec.head_dim, spec.value_dim), strict=True))
         start = {name: self.zeros(blocks, columns(dims[name])) for name in plan.outputs}
-        own = self.own_operands(*(ref for ref in (self.smem.k, self.smem.v) if ref is not None))
+        own = own or self.own_operands(*rows)
         visit = lambda *place_and_carry: self._visit(own, *place_and_carry)
         acc, _ = self.order.each(visit, (start, nothing()), finish_head)
         for name, sums in acc.items():
@@ -139,7 +151,7 @@ class _Cta(Cta[DkvPlan]):
 
         self.ops.commit()
 
-    def _visit(self, own: Sequence[Tiles | Ref], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+    def _visit(self, own: Sequence[Operand], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         """Add one tile's part to the sums."""
         acc, sums = dict(carry[0]), carry[1]
         plan, spec, tile, shared, ops = self.plan, self.plan.spec, self.plan.tile, self.smem, self.ops
@@ -155,19 +167,19 @@ class _Cta(Cta[DkvPlan]):
         lse, delta = (along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape) for name in ("lse", "delta"))
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         loaded = [self.load(one, shape) for one in at]
-        s = ops.add_product(self.zeros(tile.blocks, tile.size), own[0], q, transposed=True)
+        s = self.add_product(self.zeros(tile.blocks, tile.size), own[0], q, transposed=True)
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, wanted) for block in blocks]
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
         if "d_value" in acc:
-            kept = tuple(dropped.kept_of_signed(spec, one).astype(spec.dtype) for one in p)
-            acc["d_value"] = ops.add_product(acc["d_value"], kept, do, transposed=False)
+            kept = by_piece(operand_pieces.split(spec, dropped.kept_of_signed(spec, one), ops) for one in p)
+            acc["d_value"] = self.add_product(acc["d_value"], kept, do, transposed=False)
         if "d_key" in acc:
-            dp = ops.add_product(self.zeros(tile.blocks, tile.size), own[1], do, transposed=True)
+            dp = self.add_product(self.zeros(tile.blocks, tile.size), own[1], do, transposed=True)
             pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
             sums = tuple(total + more["bias"].sum(axis=1) for total, (_, more) in zip(sums, pulled, strict=False))
-            ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
-            acc["d_key"] = ops.add_product(acc["d_key"], ds, q, transposed=False)
+            ds = by_piece(operand_pieces.split(spec, one, ops) for one, _ in pulled)
+            acc["d_key"] = self.add_product(acc["d_key"], ds, q, transposed=False)
         if tile.stages == 1:
             ops.wait()
             self._copy_tile(step + 1)

@@ -26,12 +26,22 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_rows, round_up
-from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_rows, round_up
+from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, operand_pieces
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, rows_of_head
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.kernels.cta import (
+    Cta,
+    Tile,
+    TiledPlan,
+    buffer,
+    by_piece,
+    columns,
+    lending,
+    rows_of_head,
+)
 from jflash._semantics.spec import Spec
 
 Carry = tuple[Tiles, tuple[tuple[Array, ...], ...]]
@@ -41,12 +51,13 @@ Carry = tuple[Tiles, tuple[tuple[Array, ...], ...]]
 def shared_memory(spec: Spec, tile: Tile) -> Buffers:
     """The kernel's buffers."""
     head_columns, value_columns = columns(spec.head_dim), columns(spec.value_dim)
-    return Buffers(
+    whole = Buffers(
         q=buffer(spec, tile.rows, head_columns),
         do=buffer(spec, tile.rows, value_columns),
         k=buffer(spec, tile.stages, tile.size, head_columns),
         v=buffer(spec, tile.stages, tile.size, value_columns),
     )
+    return lending(whole, ("q", "do")[: tile.held], ("k", "v")) if tile.lends else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +104,7 @@ class _Cta(Cta[DqPlan]):
         plan, spec, ops, results = self.plan, self.plan.spec, self.ops, self.refs.results
         self.copy("query", self.batch, self.head, self.rows[0].start, self.smem.q)
         self.copy("d_out", self.batch, self.head, self.rows[0].start, self.smem.do)
+        own = self.lent_operands(self.smem.q, self.smem.do)
         self._copy_tile(0)
         statistics = [
             [ops.load(self.refs.arrays[name].at[self.batch, self.head, rows], 0) for name in ("lse", "delta")]
@@ -100,7 +112,7 @@ class _Cta(Cta[DqPlan]):
         ]
         sums = tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self._blocks)
         start = self.zeros(plan.tile.blocks, columns(spec.head_dim)), sums
-        own = self.own_operands(self.smem.q, self.smem.do)
+        own = own or self.own_operands(self.smem.q, self.smem.do)
         visit = lambda index, carry: self._visit(index, own, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
         target = rows_of_head(results["d_query"], self.batch, self.head)
@@ -118,7 +130,7 @@ class _Cta(Cta[DqPlan]):
 
         self.ops.commit()
 
-    def _visit(self, index: Any, own: Sequence[Tiles | Ref], statistics: Any, carry: Carry) -> Carry:
+    def _visit(self, index: Any, own: Sequence[Operand], statistics: Any, carry: Carry) -> Carry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
         tile, spec, shared, ops, wanted = self.plan.tile, self.plan.spec, self.smem, self.ops, self.plan.wanted
@@ -128,9 +140,9 @@ class _Cta(Cta[DqPlan]):
         if tile.stages > 1:
             self._copy_tile(index + 1)
         loaded = [self.load(one, shape) for one in at]
-        every_s = ops.add_product(self.zeros(tile.blocks, tile.size), own[0], shared.k.at[slot], transposed=True)
-        every_dp = ops.add_product(self.zeros(tile.blocks, tile.size), own[1], shared.v.at[slot], transposed=True)
-        every_ds: list[Array] = []
+        every_s = self.add_product(self.zeros(tile.blocks, tile.size), own[0], shared.k.at[slot], transposed=True)
+        every_dp = self.add_product(self.zeros(tile.blocks, tile.size), own[1], shared.v.at[slot], transposed=True)
+        every_ds: list[Pieces] = []
         totals: list[tuple[Array, ...]] = []
         for block, (one, s, dp) in enumerate(zip(at, every_s, every_dp, strict=True)):
             lse, delta = (along_rows(statistic, shape) for statistic in statistics[block])
@@ -141,8 +153,8 @@ class _Cta(Cta[DqPlan]):
             ds, d_parameters = pull_back(dropped.d_logits(spec, p, dp, delta))
             added = [d_parameters[name].sum(axis=1) for name in wanted]
             totals.append(tuple(total + more for total, more in zip(sums[block], added, strict=True)))
-            every_ds.append(ds.astype(spec.dtype))
-        acc_dq = ops.add_product(acc_dq, tuple(every_ds), shared.k.at[slot], transposed=False)
+            every_ds.append(operand_pieces.split(spec, ds, ops))
+        acc_dq = self.add_product(acc_dq, by_piece(every_ds), shared.k.at[slot], transposed=False)
         if tile.stages == 1:
             ops.wait()
             self._copy_tile(index + 1)

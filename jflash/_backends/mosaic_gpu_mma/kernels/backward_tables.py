@@ -28,7 +28,7 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import HeadBlocks, TileMask, TileRange, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand
 from jflash._backends.mosaic_gpu_mma.kernels import backward_dq
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan
 from jflash._semantics.spec import Spec
@@ -86,9 +86,11 @@ class _Cta(Cta[TablesPlan]):
         ops.wait()
         self.copy("query", self.batch, head, at.query, self.smem.q)
         self.copy("d_out", self.batch, head, at.query, self.smem.do)
+        own = self.lent_operands(self.smem.q, self.smem.do)
         self._copy_tile(head, tiles, 0)
         statistics = [ops.load(arrays[name].at[rows], 0) for name in ("lse", "delta")]
-        lax.fori_loop(0, tiles.count, lambda number, _: self._visit(number, tiles, at, statistics), None)
+        own = own or self.own_operands(self.smem.q, self.smem.do)
+        lax.fori_loop(0, tiles.count, lambda number, _: self._visit(number, tiles, at, own, statistics), None)
 
     def _copy_tile(self, head: Any, tiles: TileRange, index: Any) -> None:
         @pl.when(index < tiles.count)
@@ -99,7 +101,9 @@ class _Cta(Cta[TablesPlan]):
 
         self.ops.commit()
 
-    def _visit(self, index: Any, tiles: TileRange, first: TileCoord, statistics: Sequence[Array]) -> None:
+    def _visit(
+        self, index: Any, tiles: TileRange, first: TileCoord, own: Sequence[Operand], statistics: Sequence[Array]
+    ) -> None:
         """Add one tile's part."""
         tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.ops
         slot, shape = self.slot(index), (WARPGROUP_ROWS, tile.size)
@@ -108,8 +112,8 @@ class _Cta(Cta[TablesPlan]):
         if tile.stages > 1:
             self._copy_tile(at.head, tiles, index + 1)
         loaded = self.load(at, shape)
-        (s,) = ops.add_product(self.zeros(1, tile.size), shared.q, shared.k.at[slot], transposed=True)
-        (dp,) = ops.add_product(self.zeros(1, tile.size), shared.do, shared.v.at[slot], transposed=True)
+        (s,) = self.add_product(self.zeros(1, tile.size), own[0], shared.k.at[slot], transposed=True)
+        (dp,) = self.add_product(self.zeros(1, tile.size), own[1], shared.v.at[slot], transposed=True)
         if tile.stages == 1:
             ops.wait()
             self._copy_tile(at.head, tiles, index + 1)

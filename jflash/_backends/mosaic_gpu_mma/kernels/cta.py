@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +11,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, round_up
-from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, round_up
+from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and_mask, operand_pieces
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WorkItem
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Part, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
 from jflash._semantics.spec import Spec
 
 
@@ -35,6 +36,9 @@ class Tile:
     memory they are read again for every tile."""
     warpgroups: int = 1
     """Of the CTA, which share its rows; two in the fused backward alone."""
+    lends: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether operands leave their shared memory to others when they are not read there any more: those held, to the
+    tiles that are visited; or if nothing is held, those of the first product to those of the second."""
 
     @property
     def rows(self) -> int:
@@ -48,8 +52,17 @@ def columns(dim: int) -> int:
 
 
 def buffer(spec: Spec, *shape: int) -> Any:
-    """Shared memory for tiles `[..., rows, columns]` of an operand."""
-    return plgpu.SMEM(shape, spec.dtype)
+    """Shared memory for tiles `[..., rows, columns]` of an operand; of more than one piece, `[..., pieces, rows,
+    columns]`."""
+    pieces = operand_pieces.number(spec)
+    return plgpu.SMEM((*shape[:-2], *[pieces] * (pieces > 1), *shape[-2:]), operand_pieces.dtype(spec))
+
+
+def lending(buffers: Buffers, first: Sequence[str], then: Sequence[str]) -> Buffers:
+    """Shared memory in which some buffers take the place of others that were used first."""
+    some = lambda names: Buffers(**{name: buffer for name, buffer in vars(buffers).items() if name in names})
+    others = vars(buffers).keys() - {*first, *then}
+    return Buffers(lent=plgpu.RefUnion(some(first), some(then)), **vars(some(others)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +78,9 @@ class Cta[Plan: TiledPlan]:
     def __init__(self, plan: Plan, refs: Refs, ops: MmaOps, **options: Any) -> None:
         """`options` are those of `KernelInputs`."""
         self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
+        if plan.tile.lends:
+            first, then = refs.smem.lent
+            self.smem = Buffers(**vars(refs.smem), **vars(first), **vars(then))
         self.inputs = KernelInputs(plan.spec, ops, refs.arrays, **options)
 
     @classmethod
@@ -85,12 +101,28 @@ class Cta[Plan: TiledPlan]:
         limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
         self.ops.copy_rows(source, target, first, limit, part)
 
+    def add_product(self, acc: Tiles, a: Operand, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
+        """acc + a @ b, or with `transposed` acc + a @ b.T, of a tile in shared memory; `options` are those of the
+        operation."""
+        order = operand_pieces.order(operand_pieces.number(self.plan.spec))
+        return self.ops.add_product(acc, a, b, order, transposed=transposed, **options)
+
     def slot(self, index: Any) -> Any:
         """Where in shared memory the tile is that is visited after `index` others."""
         stages = self.plan.tile.stages
         return lax.rem(index, stages) if stages > 1 else 0
 
-    def own_operands(self, *rows: Ref) -> list[Tiles | Ref]:
+    def lent_operands(self, *rows: Ref) -> list[Operand]:
+        """`own_operands`, if tiles that are then copied take the place of some; else none."""
+        if not self.plan.tile.lends:
+            return []
+        self.ops.commit()
+        own = self.own_operands(*rows)
+        # All threads have loaded what is held.
+        self.ops.wait()
+        return own
+
+    def own_operands(self, *rows: Ref) -> list[Operand]:
         """Those of the CTA's own rows, of which the first may be held in registers; when they have arrived."""
         held = self.plan.tile.held
         if held:
@@ -109,6 +141,11 @@ class Cta[Plan: TiledPlan]:
             return loaded | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
         part = inputs.part("bias", at.batch, at.head)
         return loaded | {"bias": self.ops.load_tile(part, at.query, at.key, shape, transposed=inputs.keys_first)}
+
+
+def by_piece(blocks: Iterable[Pieces]) -> Operand:
+    """An operand in registers, of blocks of 64 rows in pieces: each of its pieces is of all blocks."""
+    return tuple(zip(*blocks, strict=True))
 
 
 def gradient_of_keys(result: Ref, schedule: BackwardSchedule, item: WorkItem) -> Ref:

@@ -10,6 +10,8 @@
 With one stage in shared memory V_j is copied beside Q K_j^T and K_(j+1) beside P V_j. With two, both of the next tile
 are copied beside all of this one. Other CTAs of the multiprocessor compute where this one waits.
 
+Products of float32 are those of its pieces (`mosaic_gpu.inputs.operand_pieces`), here and in the backward.
+
 Source: FlashAttention-2, arXiv:2307.08691, sections 3.1 and 3.3.
 """
 
@@ -26,14 +28,22 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import logits, online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, round_up
-from jflash._backends.mosaic_gpu.inputs import TileCoord
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.mosaic_gpu.inputs import TileCoord, operand_pieces
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardShape
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, columns, rows_of_head
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand
+from jflash._backends.mosaic_gpu_mma.kernels.cta import (
+    Cta,
+    Tile,
+    TiledPlan,
+    buffer,
+    by_piece,
+    columns,
+    rows_of_head,
+)
 from jflash._semantics.spec import Spec
 
 
@@ -145,7 +155,7 @@ class _Cta(Cta[ForwardPlan]):
 
         self.ops.commit()
 
-    def _visit(self, index: Any, q: Tiles | Ref, every: tuple[_Rows, ...]) -> tuple[_Rows, ...]:
+    def _visit(self, index: Any, q: Operand, every: tuple[_Rows, ...]) -> tuple[_Rows, ...]:
         plan, ops, shared = self.plan, self.ops, self.smem
         tile = plan.tile
         slot = self.slot(index)
@@ -160,7 +170,7 @@ class _Cta(Cta[ForwardPlan]):
             self._copy_tile("value", index)
             ops.commit()
         loaded = [self.load(one, (WARPGROUP_ROWS, tile.size)) for one in at]
-        s = ops.add_product(self.zeros(tile.blocks, tile.size), q, shared.k.at[slot], transposed=True)
+        s = self.add_product(self.zeros(tile.blocks, tile.size), q, shared.k.at[slot], transposed=True)
         if tile.stages == 1:
             ops.wait()
             self._copy_next(index, "key")
@@ -171,5 +181,6 @@ class _Cta(Cta[ForwardPlan]):
         acc_o = tuple(
             self.form.rescaled(self.inputs, state, before.acc_o) for state, before in zip(states, every, strict=True)
         )
-        acc_o = ops.add_product(acc_o, tuple(state.p for state in states), shared.v.at[slot], transposed=False)
+        p = by_piece(operand_pieces.split(plan.spec, state.p, ops) for state in states)
+        acc_o = self.add_product(acc_o, p, shared.v.at[slot], transposed=False)
         return tuple(_Rows(state.m, state.l, acc) for state, acc in zip(states, acc_o, strict=True))
