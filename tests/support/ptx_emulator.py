@@ -141,11 +141,9 @@ class _Warp:
                     at = kernel.labels[one.operands[0]] if holds.any() else at
                 case "ret":
                     return
-                case "bar" if "warp" in one.parts:
-                    # The lanes of a warp are together always.
-                    pass
                 case "bar":
-                    yield True
+                    if "warp" not in one.parts:  # The lanes of a warp are together always.
+                        yield True
                 case _:
                     self._step(one.parts, one.operands, holds)
 
