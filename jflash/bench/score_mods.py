@@ -28,7 +28,7 @@ class ScoreMod:
     function: Callable[..., Any]
     """`f(numbers, captured, logit, head, query, key)`; `numbers` is jax.numpy or torch."""
     captured: Callable[[int], dict[str, Array]]
-    """The arrays, for so many heads. Those in `cases.DIFFERENTIATED` are learned."""
+    """The arrays, from the number of heads. Those in `cases.DIFFERENTIATED` are learned."""
     stand_in: Form
     """What computes the same in a library without `score_mod`. A bias is made from the arrays in the timed call."""
 

@@ -54,6 +54,15 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], list[tuple[int, ...]]
 }
 """Each with its tables' shapes for a number of heads, in the order of the first reads, as a jaxpr has them."""
 
+ON_HARDWARE = [
+    dict(causal=True, lengths="both"),
+    dict(window=(150, 0), offset="each", soft_cap=40.0),
+    dict(bias="full", mask="full", dropout=True),
+    # A CTA takes many blocks.
+    dict(causal=True, batch=(30,), heads=(16, 4)),
+]
+"""Options beside which they are tested on a GPU."""
+
 
 def call(case: Case, kind: str, dtype: str = "float32") -> Call:
     """A case with a function of a kind, and its tables."""

@@ -232,7 +232,7 @@ def test_flex_attention_has_what_a_score_mod_needs(stand_in):
     assert {case.name for case in CASES if case.score_mod is not None} <= taken
     assert {"full", "causal, grouped heads", "decoding, latent, keys of 576, values of 512"} <= taken
     assert {"bias per pair", "causal, window", "causal, sinks", "dropout of 0.1"} <= lacking(flex).keys()
-    # torch counts how often one code object was compiled.
+    # torch has a limit of compilations for one function.
     stand_in.compiled.clear()
     for case in CASES[:2]:
         flex.prepare(case, "fwd", cases.data(case))

@@ -52,16 +52,15 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     arrays = {name: _in_chunks(spec, array) for name, array in arrays.items()} | _others(spec, operands) | rows
     of_queries = arrays | packed_mask(spec, operands, ops)
     by_keys = lambda tile: arrays | packed_mask(spec, operands, ops, keys_first=True) | table(tile.rows, of_keys=True)
-    dims = spec.head_dim, spec.value_dim
     if plan.fused is not None:
-        gradients = launch_fused(plan.fused, by_keys(plan.fused.tile), ops)
-        gradients |= plan.fused.schedule.summed(spec, gradients, dims)
+        gradients, schedule = launch_fused(plan.fused, by_keys(plan.fused.tile), ops), plan.fused.schedule
     else:
         assert plan.dq is not None
         gradients = backward_dq(plan.dq, of_queries | table(plan.dq.tile.rows), ops)
         for one in plan.dkv:
             gradients |= backward_dkv(one, by_keys(one.tile), ops)
-        gradients |= plan.dkv[0].schedule.summed(spec, gradients, dims)
+        schedule = plan.dkv[0].schedule
+    gradients |= schedule.summed(spec, gradients, (spec.head_dim, spec.value_dim))
     if plan.dbias is not None:
         gradients["whole_d_bias"] = backward_dbias(plan.dbias, of_queries | table(plan.dbias.tile.rows), ops)
     if plan.tables is not None:

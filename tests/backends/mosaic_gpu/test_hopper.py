@@ -141,17 +141,7 @@ def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: t
     [((64, 64), "float32"), ((128, 128), "bfloat16"), ((256, 256), "float16"), ((512, 512), "float32")],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(causal=True, lengths="both"),
-        dict(window=(150, 0), offset="each", soft_cap=40.0),
-        dict(bias="full", mask="full", dropout=True),
-        # A CTA takes many blocks.
-        dict(causal=True, batch=(30,), heads=(16, 4)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", score_mod_tables.ON_HARDWARE, ids=str)
 def test_tables(kind: str, dims: tuple[int, int], dtype: str, options: dict):
     """Tables that a score_mod reads by position, and their gradients, in a dtype of their own."""
     case = Case("bfloat16", 523, 640, (4, 2), dims, (3,))._replace(**options)

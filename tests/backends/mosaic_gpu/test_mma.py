@@ -114,17 +114,7 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(causal=True, lengths="both"),
-        dict(window=(150, 0), offset="each", soft_cap=40.0),
-        dict(bias="full", mask="full", dropout=True),
-        # A CTA takes many blocks.
-        dict(causal=True, batch=(30,), heads=(16, 4)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", score_mod_tables.ON_HARDWARE, ids=str)
 def test_tables(kind: str, operands: str, dims: tuple[int, int], dtype: str, options: dict):
     """Tables that a score_mod reads by position, and their gradients, in a dtype of their own."""
     case = Case(operands, 523, 640, (4, 2), dims, (3,))._replace(**options)

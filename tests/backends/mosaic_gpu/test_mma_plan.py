@@ -44,7 +44,7 @@ def test_every_kernel_fits(capability: str):
     ("precision", "most", "together"), [("BF16_BF16_F32", 256, 512), (None, 256, 384), ("highest", 192, 256)]
 )
 def test_every_kernel_of_float32_fits(precision: str | None, most: int, together: int):
-    """Head dims, in multiples of 16, of at most so many and so many together are served, on every GPU alike."""
+    """Head dims, in multiples of 16, are served up to `most` and together up to `together`, on every GPU alike."""
     for dims in itertools.product((*DIMS, 144, 208), repeat=2):
         spec = spec_of(*dims, jnp.float32, precision=precision)
         whole = [-(-dim // 16) * 16 for dim in dims]

@@ -57,12 +57,11 @@ def _drop(inputs: KernelInputs, at: TileCoord, p: Tile, *, signed: bool) -> Tile
     head: Any = value("head_index", at.batch, at.head)
     seed = dropout.head_seed(spec, (words[entry, 0], words[entry, 1]), head)
     first_query, first_key = (value(name, at.batch) for name in ("first_query", "first_key"))
-    query: Any = at.query
     if first_query is None and first_key is None:
         # A tile begins at multiples of 16.
-        counter = dropout.counter(seed.before, lax.div(query, 2), lax.div(at.key, 2))
+        counter = dropout.counter(seed.before, lax.div(at.query, 2), lax.div(at.key, 2))
         return ops.drop(p, counter, seed.middle, dropout.dropped(spec), keys_first=inputs.keys_first, signed=signed)
     queries, keys = (ops.iota(p.shape, int(axis)) for axis in (inputs.keys_first, not inputs.keys_first))
-    query, key = (x if first is None else x + first for x, first in ((query, first_query), (at.key, first_key)))
+    query, key = (x if first is None else x + first for x, first in ((at.query, first_query), (at.key, first_key)))
     keep = dropout.keep(spec, seed, queries + query, keys + key)
     return jnp.where(keep, p, -p if signed else 0.0)

@@ -65,7 +65,7 @@ class MmaOps(WarpgroupOps, Protocol):
         copies.wait(pending, warpgroups)
 
     def meet(self, warpgroups: int) -> None:
-        """Wait until all threads of the CTA, of so many warpgroups, are here, and see what they stored."""
+        """Wait until all threads of the CTA, which has `warpgroups`, are here, and see what they stored."""
         copies.meet(warpgroups)
 
     def store_tile(self, values: Tiles, target: Ref, first_column: Any) -> None:

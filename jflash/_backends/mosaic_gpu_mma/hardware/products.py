@@ -131,8 +131,8 @@ def load_rows(ref: Ref) -> tuple[Tiles, ...]:
 
 
 def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, list[Any]]:
-    """The first row of a lane's warp in a block, or in one block of a pair of so many columns; and the first column, if
-    it is not the block's."""
+    """The first row of a lane's warp in a block, or in block `of_pair` of a pair, each with `columns`; and the warp's
+    first column, if it is not the block's."""
     if of_pair is None:
         return o.times(o.warp, 16), []
     first = o.add(o.times(o.right(o.warp, 1), 32), o(16 * of_pair))
@@ -160,7 +160,7 @@ class SmemOperand:
         self.offset = 0
 
     def pieces(self, number: int) -> list[Self]:
-        """This tile and those that lie behind it, so many in all, which share its addresses."""
+        """`number` tiles, this one and those that lie behind it, which share its addresses."""
         every = [copy.copy(self) for _ in range(number)]
         for place, one in enumerate(every):
             one.offset = place * self.tile.bytes

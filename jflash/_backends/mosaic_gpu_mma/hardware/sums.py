@@ -31,7 +31,7 @@ Sums = Ref
 
 
 def shape(rows: int, columns: int) -> tuple[int, int, int]:
-    """Of the sums of so many rows and columns, a multiple of 16."""
+    """That of the sums of a tile; `columns` is a multiple of 16."""
     return round_up(rows, _ROWS) // _ROWS, columns // _COLUMNS, _UNIT
 
 

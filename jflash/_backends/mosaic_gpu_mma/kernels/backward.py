@@ -14,7 +14,7 @@
     dQ is rounded when all CTAs are done (`round_dq`)
 
 These are five products, where kernels in which a CTA owns all that it sums make seven or eight. Additions to dQ come in
-any order: for calls that ask for one, those kernels are there.
+any order: a deterministic call takes the other kernels.
 
 Two warpgroups share queries in the first half of a step and columns in the second. So each can make products of two
 blocks of 64 keys, for which what is read of B serves twice, and the sums of 128 keys and 128 columns still fit in their
@@ -40,9 +40,10 @@ from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_columns, round_up
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
+from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles, can_pair
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, buffer, gradient_of_keys
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer
+from jflash._backends.mosaic_gpu_mma.kernels.own_keys import KeysPlan
 from jflash._backends.mosaic_gpu_mma.kernels.round_dq import RoundDqPlan, round_dq
 from jflash._semantics.spec import Spec
 
@@ -73,10 +74,9 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedPlan(TiledPlan):
+class FusedPlan(KeysPlan):
     """The kernel for dQ, dK and dV, before any array."""
 
-    schedule: BackwardSchedule
     wanted: tuple[str, ...]
     """Parameters whose gradients the kernel sums over queries."""
     together: int
@@ -85,18 +85,12 @@ class FusedPlan(TiledPlan):
     @property
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory."""
-        spec, schedule, parts = self.spec, self.schedule, self.tile.warpgroups
-        keys = schedule.blocks * self.tile.rows
-        dims = round_up(spec.head_dim, 8), round_up(spec.value_dim, 8)
-        totals = jax.ShapeDtypeStruct((spec.batch, spec.heads, parts, keys), jnp.float32)
+        spec, parts = self.spec, self.tile.warpgroups
+        totals = jax.ShapeDtypeStruct((spec.batch, spec.heads, parts, self.key_rows), jnp.float32)
         return Launch(
             name=f"jflash_mma_backward_{spec.head_dim}_{spec.value_dim}",
-            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
-            results=dict(
-                d_key=schedule.gradient(spec, keys, dims[0], dims[0]),
-                d_value=schedule.gradient(spec, keys, dims[1], dims[1]),
-                **{f"d_{name}": totals for name in self.wanted},
-            ),
+            grid=self.grid,
+            results=self.gradients | {f"d_{name}": totals for name in self.wanted},
             smem=shared_memory(spec, self.tile),
             warpgroups=parts if parts > 1 else None,
         )
@@ -156,7 +150,7 @@ class _Cta(Cta[FusedPlan]):
         self._store("d_value", tuple(dropped.scaled(plan.spec, total) for total in acc_dv))
 
     def _store(self, name: str, acc: Tiles) -> None:
-        target = gradient_of_keys(self.refs.results[name], self.plan.schedule, self.item)
+        target = self.plan.gradient_of(self.refs.results[name], self.item)
         if len(acc) > len(self.keys):
             part = self._part(2 * acc[0].shape[1])
             assert part is not None
@@ -166,7 +160,7 @@ class _Cta(Cta[FusedPlan]):
             self.ops.store_rows(total, target, keys.start, target.shape[0], self._part(total.shape[1]))
 
     def _accumulators(self, rows: int, width: int) -> Tiles:
-        """For products of so many rows in shared memory: blocks of 64, or of that number alone a pair, if it can be."""
+        """For products of `rows` in shared memory: blocks of 64, or for 64 rows a pair, if columns can be halved."""
         if self._are_paired(rows, width):
             return self.zeros(2, width // 2)
         return self.zeros(rows // WARPGROUP_ROWS, width)

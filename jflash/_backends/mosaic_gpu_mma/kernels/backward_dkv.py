@@ -28,21 +28,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_columns, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_columns
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, operand_pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, TileMask, TileOrder, tile_range
+from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import (
-    Cta,
-    Tile,
-    TiledPlan,
-    buffer,
-    by_piece,
-    columns,
-    gradient_of_keys,
-    lending,
-)
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer, by_piece, columns, lending
+from jflash._backends.mosaic_gpu_mma.kernels.own_keys import KeysPlan
 from jflash._semantics.spec import Spec
 
 BOTH: tuple[str, ...] = ("d_key", "d_value")
@@ -64,10 +56,9 @@ def shared_memory(spec: Spec, tile: Tile, outputs: tuple[str, ...] = BOTH) -> Bu
 
 
 @dataclasses.dataclass(frozen=True)
-class DkvPlan(TiledPlan):
+class DkvPlan(KeysPlan):
     """A kernel for dK and dV, or one of them, before any array."""
 
-    schedule: BackwardSchedule
     outputs: tuple[str, ...]
     wants_bias: bool
     """Whether it sums the gradient of a bias of keys over queries."""
@@ -75,18 +66,13 @@ class DkvPlan(TiledPlan):
     @property
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory."""
-        spec, schedule = self.spec, self.schedule
-        keys = schedule.blocks * self.tile.rows
-        results = {
-            name: schedule.gradient(spec, keys, round_up(dim, 8), round_up(dim, 8))
-            for name, dim in zip(BOTH, (spec.head_dim, spec.value_dim), strict=True)
-            if name in self.outputs
-        }
+        spec = self.spec
+        results = {name: gradient for name, gradient in self.gradients.items() if name in self.outputs}
         if self.wants_bias:
-            results["d_bias"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, keys), jnp.float32)
+            results["d_bias"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, self.key_rows), jnp.float32)
         return Launch(
             name=f"jflash_mma_{'_'.join(self.outputs)}_{spec.head_dim}_{spec.value_dim}",
-            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            grid=self.grid,
             results=results,
             smem=shared_memory(spec, self.tile, self.outputs),
         )
@@ -136,7 +122,7 @@ class _Cta(Cta[DkvPlan]):
                 self._store(name, scaled, keys.start)
 
     def _store(self, name: str, total: Array, first: Any) -> None:
-        target = gradient_of_keys(self.refs.results[name], self.plan.schedule, self.item)
+        target = self.plan.gradient_of(self.refs.results[name], self.item)
         self.ops.store_rows(total, target, first, target.shape[0])
 
     def _copy_tile(self, step: Array) -> None:

@@ -16,7 +16,6 @@ from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Refs
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WorkItem
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
 from jflash._semantics.spec import Spec
 
@@ -146,13 +145,6 @@ class Cta[Plan: TiledPlan]:
 def by_piece(blocks: Iterable[Pieces]) -> Operand:
     """An operand in registers, of blocks of 64 rows in pieces: each of its pieces is of all blocks."""
     return tuple(zip(*blocks, strict=True))
-
-
-def gradient_of_keys(result: Ref, schedule: BackwardSchedule, item: WorkItem) -> Ref:
-    """Where the gradient of a work item's keys or values is stored, `[L, H]`."""
-    if schedule.stores_sums:
-        return rows_of_head(result, item.batch, item.head_group, heads_first=True)
-    return rows_of_head(result, item.batch, item.key_head)
 
 
 def rows_of_head(array: Ref, batch: Any, head: Any, *, heads_first: bool = False) -> Ref:
