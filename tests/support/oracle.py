@@ -71,7 +71,8 @@ def tolerances(call: Call) -> Results:
     out, lse, _ = zip(truth, yardstick, recomputed, sizes, strict=True)
     return Results(
         allowed(*out, features=call.value.shape[-1]),
-        allowed(*lse, dtype=accumulator),
+        # Each of the terms is the exponential of a sum itself.
+        allowed(*lse, features=call.key.shape[-1], dtype=accumulator),
         {name: gradient(name) for name in truth.gradients},
     )
 
