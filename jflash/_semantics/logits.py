@@ -39,7 +39,7 @@ def modify_logits(
     if parameters.bias is not None:
         logits = logits + parameters.bias.astype(logits.dtype)
     if parameters.alibi_slopes is not None:
-        distance = jnp.abs(tile.position - tile.key).astype(logits.dtype)
+        distance = jnp.abs(tile.distance).astype(logits.dtype)
         logits = logits - parameters.alibi_slopes * distance
     if spec.score_mod is not None:
         assert tile.batch is not None

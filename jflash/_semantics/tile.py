@@ -49,6 +49,13 @@ class Tile(NamedTuple):
     query_segments: Int[Array, "#b 1 1 i 1"] | None
     key_segments: Int[Array, "#b 1 1 1 j"] | None
     dropout_seed: UInt32[Array, "b 2"] | None
+    made_distance: Float[Array, "#b 1 1 i j"] | None = None
+    """`distance`, where it is not made of positions and keys."""
+
+    @property
+    def distance(self) -> Float[Array, "#b 1 1 i j"] | Int[Array, "#b 1 1 i j"]:
+        """From the key to the query's position."""
+        return self.position - self.key if self.made_distance is None else self.made_distance
 
     @property
     def indices(self) -> tuple[Int[Array, "#b 1 1 i 1"], Int[Array, "#b 1 1 1 j"]]:

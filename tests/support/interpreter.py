@@ -51,6 +51,10 @@ class Interpreter(WarpgroupOps):
     def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
 
+    def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
+        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+        return (first + (column - row if keys_first else row - column)).astype(jnp.float32)
+
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         return ref[...]
 

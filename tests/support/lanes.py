@@ -26,7 +26,7 @@ class Arithmetic:
     )
     CmpFPredicate = types.SimpleNamespace(UNE=np.not_equal)
     andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
-    addi, muli, shli, shrui = np.add, np.multiply, np.left_shift, np.right_shift
+    addi, subi, muli, shli, shrui = np.add, np.subtract, np.multiply, np.left_shift, np.right_shift
     divui, remui = np.floor_divide, np.remainder
     addf, negf, select = np.add, np.negative, np.where
     cmpi = cmpf = staticmethod(lambda predicate, left, right: predicate(left, right))
@@ -43,6 +43,12 @@ class Numbers(LaneWords):
 
     def __call__(self, value: int) -> np.ndarray:
         return np.full(THREADS, value, np.uint32)
+
+    def float32(self, number: np.ndarray) -> np.ndarray:
+        return number.view(np.int32).astype(np.float32)
+
+    def plus(self, number: np.ndarray, constant: float) -> np.ndarray:
+        return number + np.float32(constant)
 
     def bits(self, number: np.ndarray) -> np.ndarray:
         return number.view(np.uint32)

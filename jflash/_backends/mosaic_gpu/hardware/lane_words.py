@@ -38,6 +38,17 @@ class LaneWords:
     def add(self, *numbers: Any) -> Any:
         return functools.reduce(self.arith.addi, numbers)
 
+    def subtract(self, number: Any, other: Any) -> Any:
+        return self.arith.subi(number, other)
+
+    def float32(self, number: Any) -> Any:
+        """The float32 nearest to a signed number."""
+        return self.arith.sitofp(self.zero.type, number)
+
+    def plus(self, number: Any, constant: float) -> Any:
+        """A float32 and a constant."""
+        return self.arith.addf(number, mgpu.utils.c(constant, self.zero.type))
+
     def left(self, bits: Any, by: Any) -> Any:
         return self.arith.shli(bits, self(by) if isinstance(by, int) else by)
 

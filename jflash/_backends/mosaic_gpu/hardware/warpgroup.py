@@ -21,7 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash._backends.mosaic_gpu.hardware import dropout_words, packed_mask, sums_by_index
+from jflash._backends.mosaic_gpu.hardware import distances, dropout_words, packed_mask, sums_by_index
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -69,6 +69,10 @@ class WarpgroupOps(Protocol):
     def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
         """Each element's index along `axis`."""
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_TILE)
+
+    def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
+        """Of each row from each column, `first` being that of the tile's corner; or if rows are keys, the reverse."""
+        return distances.make(shape, first, keys_first=keys_first)
 
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         """A tile; or a vector along a tile's rows (axis 0) or columns (1)."""

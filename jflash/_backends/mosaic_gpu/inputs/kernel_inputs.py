@@ -136,6 +136,9 @@ class KernelInputs:
         else:
             numbers = read("mask")
             mask = None if numbers is None else numbers != 0
+        distance = None
+        if "alibi_slopes" in spec.operands:
+            distance = ops.distances(shape, at.query + offset - at.key, keys_first=self.keys_first)
         return Tile(
             parameters=self.parameters(at, shape, loaded),
             query=query,
@@ -151,6 +154,7 @@ class KernelInputs:
             query_segments=read("query_segments"),
             key_segments=read("key_segments"),
             dropout_seed=None,
+            made_distance=distance,
         )
 
     def visible(self, tile: Tile) -> Array:
