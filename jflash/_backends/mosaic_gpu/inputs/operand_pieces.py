@@ -12,6 +12,7 @@ Source: Henry, Tang and Heinecke, arXiv:1904.06376, section II.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -159,9 +160,23 @@ def matmul(a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps) -> F
     return ops.accumulators(multiply, shape)
 
 
+def accumulate[Results](
+    spec: Spec, body: Callable[..., Results], *acc: Float[Array, "rows columns"], like: Results, ops: WarpgroupOps
+) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
+    """`ops.accumulate`, as exact as the call's pieces are.
+
+    The matrix unit truncates where it adds, so that a long sum drifts towards zero: with six products and 500 keys by
+    3e-6. So the products of three pieces begin at zero in every tile, and registers add them up, which rounds.
+    """
+    if number(spec) < 3:
+        return ops.accumulate(body, *acc, like=like)
+    results, made = ops.accumulate(body, *(ops.full(array.shape, 0) for array in acc), like=like)
+    return results, tuple(array + more for array, more in zip(acc, made, strict=True))
+
+
 def add_matmul(
-    acc: Float[Array, "rows columns"], a: Pieces, b: Pieces, ops: WarpgroupOps
+    spec: Spec, acc: Float[Array, "rows columns"], a: Pieces, b: Pieces, ops: WarpgroupOps
 ) -> Float[Array, "rows columns"]:
     """acc + a @ b."""
-    _, (acc,) = ops.accumulate(lambda ref: mma(ref, a, b, ops), acc, like=None)
+    _, (acc,) = accumulate(spec, lambda ref: mma(ref, a, b, ops), acc, like=None, ops=ops)
     return acc

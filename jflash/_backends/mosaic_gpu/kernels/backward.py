@@ -251,7 +251,7 @@ class _Cta(Cta[FusedPlan]):
             ops.cond(step > 0, lambda: self._add_dq(step - 1, before, free), free)
             return totals
 
-        sums, (dk, dv) = ops.accumulate(add, acc.dk, acc.dv, like=sums)
+        sums, (dk, dv) = operand_pieces.accumulate(spec, add, acc.dk, acc.dv, like=sums, ops=ops)
         return _Accumulators(dk, dv), sums, _Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
 
     def _hand_over(self, ds: Array, parity: Array) -> Pieces:

@@ -167,7 +167,7 @@ class _Cta(Cta[DkvPlan]):
         plgpu.barrier_wait(shared.do.full.at[slot])
         kept = operand_pieces.split(spec, dropped.kept_of_signed(spec, p), ops)
         do = operand_pieces.of_tile(spec, shared.do.tiles.at[slot])
-        acc_dv = operand_pieces.add_matmul(acc_dv, kept, do, ops)
+        acc_dv = operand_pieces.add_matmul(spec, acc_dv, kept, do, ops)
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         return acc_dv
 
@@ -209,7 +209,7 @@ class _Cta(Cta[DkvPlan]):
         plgpu.barrier_arrive(shared.p_empty)
         plgpu.barrier_wait(shared.q.full.at[slot])
         q = operand_pieces.of_tile(spec, shared.q.tiles.at[slot])
-        acc_dk = operand_pieces.add_matmul(acc_dk, operand_pieces.split(spec, ds, ops), q, ops)
+        acc_dk = operand_pieces.add_matmul(spec, acc_dk, operand_pieces.split(spec, ds, ops), q, ops)
         plgpu.barrier_arrive(shared.q.empty.at[slot])
         return acc_dk, *sums
 

@@ -176,7 +176,7 @@ class _Cta(Cta[DqPlan]):
         if shared.bias is not None:
             plgpu.commit_smem()
         plgpu.barrier_arrive(shared.v.empty.at[value_slot])
-        acc_dq = operand_pieces.add_matmul(acc_dq, ds, k, ops)
+        acc_dq = operand_pieces.add_matmul(spec, acc_dq, ds, k, ops)
         plgpu.barrier_arrive(shared.k.empty.at[key_slot])
         return acc_dq, tuple(total + more for total, more in zip(sums, added, strict=True))
 

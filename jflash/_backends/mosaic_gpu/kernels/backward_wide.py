@@ -197,7 +197,7 @@ class _Cta(Cta[WidePlan]):
         """A warpgroup's half of the gradient, with what a tile adds to it."""
         ring, width = self.smem.walked[self.plan.kind.summed], acc.shape[1]
         weighed = ring.tiles.at[slot].at[:, pl.ds(half * width, width)]
-        acc = operand_pieces.add_matmul(acc, (weights,), (weighed,), self.ops)
+        acc = operand_pieces.add_matmul(self.plan.spec, acc, (weights,), (weighed,), self.ops)
         plgpu.barrier_arrive(ring.empty.at[slot])
         return acc
 

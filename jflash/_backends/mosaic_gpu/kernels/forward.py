@@ -289,7 +289,7 @@ class MainLoop:
 
             return ops.accumulators(overlap, cta.shape)
 
-        state, (acc_o,) = ops.accumulate(attend_tile, acc_o, like=state)
+        state, (acc_o,) = operand_pieces.accumulate(cta.plan.spec, attend_tile, acc_o, like=state, ops=ops)
         plgpu.barrier_arrive(cta.v.empty.at[last])
         self.hand_over(state)
         return state, cta.form.rescaled(cta.inputs, state, acc_o)
@@ -297,7 +297,7 @@ class MainLoop:
     def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         v, last = self.cta.v, self._slot(stop - 1)
         plgpu.barrier_wait(v.full.at[last])
-        acc_o = operand_pieces.add_matmul(acc_o, self.p(state), self._v(last), self.cta.ops)
+        acc_o = operand_pieces.add_matmul(self.cta.plan.spec, acc_o, self.p(state), self._v(last), self.cta.ops)
         plgpu.barrier_arrive(v.empty.at[last])
         return acc_o
 

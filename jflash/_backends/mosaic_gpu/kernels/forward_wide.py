@@ -165,7 +165,7 @@ class _Cta(ForwardCta):
         plgpu.barrier_arrive(shared.p_empty)
         acc_o = self.form.rescaled(self.inputs, Softmax(p=p, m=rescale, l=rescale, rescale=rescale), acc_o)
         plgpu.barrier_wait(v.full.at[slot])
-        acc_o = operand_pieces.add_matmul(acc_o, (p,), (v.tiles.at[slot],), ops)
+        acc_o = operand_pieces.add_matmul(self.plan.spec, acc_o, (p,), (v.tiles.at[slot],), ops)
         plgpu.barrier_arrive(v.empty.at[slot])
         return acc_o
 

@@ -160,7 +160,7 @@ class _Cta(Cta[TangentPlan]):
             if "t_value" in v:
                 operand_pieces.mma(acc_t_out, weights, v["t_value"], ops)
 
-        _, (t_out, out) = ops.accumulate(weigh, t_out, sums.out, like=None)
+        _, (t_out, out) = operand_pieces.accumulate(spec, weigh, t_out, sums.out, like=None, ops=ops)
         plgpu.barrier_arrive(shared.v.empty.at[slot])
         return new._replace(t_out=t_out, out=out)
 
