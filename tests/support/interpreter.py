@@ -11,6 +11,7 @@ from typing import Any
 import dropped_words
 import jax
 import jax.numpy as jnp
+import matrix_unit
 import packed_masks
 from jax import lax
 from jax.experimental import pallas as pl
@@ -92,7 +93,7 @@ class Interpreter(WarpgroupOps):
             accumulator, a, b = self.pending.pop(0)
             left, right = a if isinstance(a, jax.Array) else a[...], b[...]
             plgpu.commit_smem()
-            accumulator.value += jnp.dot(left, right, preferred_element_type=jnp.float32)
+            accumulator.value = matrix_unit.add_product(accumulator.value, left, right)
 
     def reduce_add(self, destination: Ref, source: Ref) -> None:
         destination[...] = destination[...] + source[...]

@@ -231,6 +231,13 @@ def test_weights_of_large_logits(options: dict):
     oracle.assert_right(hopper_kernels.run(call, processors=1, precision="highest"), call)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(640, 64), slow(64, 640)])
+def test_long_sums_of_float32(queries: int, keys: int):
+    """Where the matrix unit adds, what is below the last place is cut off: sums over many tiles must not drift."""
+    call = cases.build(Case("float32", queries, keys, heads=(1, 1), dims=(64, 64), batch=()))
+    oracle.assert_right(hopper_kernels.run(call, precision="highest"), call)
+
+
 @cover(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
