@@ -44,8 +44,8 @@ SPILLS = {
     **{
         f"float32 d128, highest: {kernel}": (
             most,
-            "It has a second accumulator, in which a tile's sum begins at zero. The forward takes 1.04 to 1.16 times as "
-            "long as with one accumulator and 220 bytes, which is not exact; with the gradient 1.03 to 1.14 (an H100).",
+            "It has a second accumulator, in which a tile's sum begins at zero. The forward takes 1.04 to 1.16 times "
+            "as long as with one and 220 bytes, which is not exact; with the gradient 1.03 to 1.14 (an H100).",
         )
         for kernel, most in (("forward", 620), ("d_key_value", 580), ("d_query", 76))
     },
