@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware.products import STEPS_OF_PIECES
 
 
 @dataclasses.dataclass
@@ -156,6 +157,24 @@ def _pieces(ref: Ref) -> Array:
     return ref[...].reshape(-1, *ref.shape[-2:])
 
 
+def _add_products(acc: Array, left: Array, right: Array, order: Sequence[tuple[int, int]]) -> Array:
+    """Of pieces, as the kernels make them: those of a few steps of K are one sum of the matrix unit's."""
+    steps, depth = STEPS_OF_PIECES, matrix_unit.DEPTH
+    missing = -left.shape[2] % (steps * depth)
+    a, b = (jnp.stack(chosen) for chosen in zip(*((left[i], right[j]) for i, j in order), strict=True))
+    a = jnp.pad(a, [(0, 0), (0, 0), (0, missing)]).reshape(len(order), a.shape[1], -1, steps, depth)
+    b = jnp.pad(b, [(0, 0), (0, missing), (0, 0)]).reshape(len(order), -1, steps, depth, b.shape[2])
+    # Each sum's steps, in their order.
+    a = a.transpose(2, 0, 3, 1, 4).reshape(a.shape[2], -1, a.shape[1], depth)
+    b = b.swapaxes(0, 1).reshape(b.shape[1], -1, depth, b.shape[4])
+    nothing = jnp.zeros((a.shape[2], b.shape[3]), jnp.float32)
+
+    def add_step(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+        return matrix_unit.add(total, jnp.dot(*pair, preferred_element_type=jnp.float32)), None
+
+    return lax.scan(lambda acc, pairs: (acc + lax.scan(add_step, nothing, pairs)[0], None), acc, (a, b))[0]
+
+
 def _joined(pair: Tiles) -> Float[Array, "64 columns"]:
     """The rows of which a pair of blocks consists."""
     return jnp.stack(pair).reshape(2, 2, 2, 16, -1).transpose(1, 0, 3, 2, 4).reshape(64, -1)
@@ -180,17 +199,19 @@ class MmaInterpreter(Interpreter, MmaOps):
         first_row: Any = None,
         a_transposed: bool = False,
     ) -> Tiles:
-        left = list(map(jnp.concatenate, a)) if isinstance(a, tuple) else _pieces(a)
+        left = jnp.stack(list(map(jnp.concatenate, a))) if isinstance(a, tuple) else _pieces(a)
         right = _pieces(b)
-        for of_a, of_b in order:
-            rows = left[of_a].T if a_transposed else left[of_a]
-            own = right[of_b]
-            if first_row is not None:
-                own = lax.dynamic_slice_in_dim(own, first_row, acc[0].shape[1])
-            columns = own.T if transposed else own
-            product = jnp.dot(rows, columns, preferred_element_type=jnp.float32)
-            acc = tuple(one + part for one, part in zip(acc, jnp.split(product, len(acc)), strict=True))
-        return acc
+        if first_row is not None:
+            right = lax.dynamic_slice_in_dim(right, first_row, acc[0].shape[1], axis=1)
+        left = left.mT if a_transposed else left
+        right = right.mT if transposed else right
+        total = jnp.concatenate(acc)
+        if len(order) == 1:
+            # What the matrix unit cuts off from a sum is less than what 16 bits cut off from an operand.
+            total += jnp.dot(left[0], right[0], preferred_element_type=jnp.float32)
+        else:
+            total = _add_products(total, left, right, order)
+        return tuple(jnp.split(total, len(acc)))
 
     def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
         rows = a[...].T if a_transposed else a[...]

@@ -6,6 +6,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import matrix_unit
 import numpy as np
 
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
@@ -113,12 +114,15 @@ class Warpgroup(Numbers, Lanes):
         # A lane has two neighbours of row lane / 4.
         return list(matrices.transpose(1, 0, 2, 3).reshape(4, THREADS, 2))
 
-    def multiply(self, dtype: Any, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[np.ndarray]:
+    def multiply(self, dtype: Any, factors: Sequence[tuple[Any, Any]], c: Sequence[Any]) -> list[np.ndarray]:
         # Quarters of 8 x 8: warp, row, pair, neighbour.
         quarter = lambda words: np.asarray(words, np.float32).reshape(4, 8, 8)
-        left = np.block([[quarter(a[0]), quarter(a[2])], [quarter(a[1]), quarter(a[3])]])
-        # Of B a lane has two neighbours of column lane / 4.
-        right = np.concatenate([quarter(word).swapaxes(1, 2) for word in b], axis=1)
         before = np.concatenate([quarter(np.stack(c[at : at + 2], axis=-1)) for at in (0, 2)], axis=1)
-        made = (before + left @ right).reshape(4, 2, 8, 4, 2)
+        made = before if len(factors) == 1 else np.zeros_like(before)
+        for a, b in factors:
+            left = np.block([[quarter(a[0]), quarter(a[2])], [quarter(a[1]), quarter(a[3])]])
+            # Of B a lane has two neighbours of column lane / 4.
+            right = np.concatenate([quarter(word).swapaxes(1, 2) for word in b], axis=1)
+            made = matrix_unit.add(made, left @ right)
+        made = (made if len(factors) == 1 else before + made).reshape(4, 2, 8, 4, 2)
         return [made[:, half, :, :, neighbour].reshape(THREADS) for half in range(2) for neighbour in range(2)]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import matrix_unit
 import ml_dtypes
 import numpy as np
 
@@ -257,7 +258,7 @@ class _Warp:
         left = np.block([[quarter(a[0]), quarter(a[2])], [quarter(a[1]), quarter(a[3])]])
         right = np.concatenate([quarter(word).T for word in b])
         before = np.stack(list(map(_number, c)), axis=-1).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
-        made = _bits((left @ right + before).astype(np.float32)).reshape(2, 8, 4, 2)
+        made = _bits(matrix_unit.add(before, (left @ right).astype(np.float32))).reshape(2, 8, 4, 2)
         each = [made[half, :, :, neighbour].reshape(32) for half in range(2) for neighbour in range(2)]
         self.registers.update(zip(_names(operands[0]), each, strict=True))
 

@@ -15,41 +15,35 @@ _BY_ROWS = (Tile(1, 32, 1), Tile(1, 32, 1, held=1, lends=True), Tile(1, 16, 1), 
 """Of kernels with two operands of their own rows and wide heads: the first is held where shared memory is short."""
 _DKV = (Tile(1, 32, 1), Tile(1, 16, 1), Tile(1, 16, 1, held=1, lends=True))
 """Of the kernel with the most sums, likewise: registers have no room for an operand beside larger tiles."""
-_DBIAS = (Tile(1, 64, 1), *(Tile(1, size, 1, lends=True) for size in (64, 32, 16)))
+_DBIAS = (Tile(1, 32, 1), Tile(1, 64, 1), *(Tile(1, size, 1, lends=True) for size in (32, 16)))
 """Of the kernel with no sums, and all operands visited once."""
 
 FLOAT32_TILES: Mapping[int, Mapping[str, Mapping[int, Sequence[Tile]]]] = {
     2: {
         "forward": {
-            64: _tiles((2, 32, 1), (2, 64, 1), (1, 64, 1)),
-            128: _tiles((2, 32, 1), (1, 64, 1), (1, 32, 1)),
-            256: _tiles((1, 64, 1), (1, 32, 1), (1, 16, 1)),
+            64: _tiles((1, 64, 1), (1, 32, 2), (2, 32, 1)),
+            128: _tiles((1, 32, 1), (1, 64, 1), (1, 32, 2)),
+            256: _tiles((1, 32, 1), (1, 64, 1), (1, 16, 1)),
         },
         "short": {256: _tiles((1, 64, 1), (1, 32, 1), (1, 16, 1))},
-        "dQ": {64: _tiles((2, 32, 1), (1, 64, 1), (1, 32, 2)), 256: _BY_ROWS},
-        "d_key d_value": {
-            64: _tiles((1, 64, 1), (2, 32, 1), (1, 32, 2)),
-            256: _DKV,
-        },
+        "dQ": {64: _tiles((1, 64, 1), (1, 32, 2), (2, 32, 1)), 256: _BY_ROWS},
+        "d_key d_value": {64: _tiles((1, 32, 2), (1, 64, 1)), 256: _DKV},
         "d_key": {256: _BY_ROWS},
-        "d_value": {256: _tiles((1, 64, 1), (1, 32, 1), (1, 16, 1))},
+        "d_value": {256: _tiles((1, 32, 1), (1, 64, 1), (1, 16, 1))},
         "d_bias": {256: _DBIAS},
         "d_tables": {64: _tiles((1, 64, 1), (1, 32, 2)), 256: _BY_ROWS},
     },
     3: {
         "forward": {
-            64: _tiles((2, 32, 1), (2, 64, 1), (1, 64, 1)),
-            128: _tiles((2, 32, 1), (1, 64, 1), (1, 32, 1)),
+            64: _tiles((1, 64, 1), (1, 32, 1), (2, 32, 1)),
+            128: _tiles((1, 32, 1), (1, 64, 1)),
             256: _tiles((1, 32, 1), (1, 16, 1)),
         },
         "short": {128: _tiles((1, 64, 1), (1, 32, 1)), 256: _tiles((1, 32, 1), (1, 16, 1))},
-        "dQ": {64: _tiles((2, 32, 1), (1, 64, 1), (1, 32, 1)), 256: _BY_ROWS},
-        "d_key d_value": {
-            64: _tiles((1, 64, 1), (1, 32, 1)),
-            256: _DKV,
-        },
+        "dQ": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _BY_ROWS},
+        "d_key d_value": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _DKV},
         "d_bias": {256: _DBIAS},
-        "d_tables": {64: _tiles((1, 64, 1), (1, 32, 1)), 256: _BY_ROWS},
+        "d_tables": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _BY_ROWS},
     },
 }
 """By the number of pieces: each kernel's tiles up to a larger head dim, of which some fit in 99 KiB. First come those

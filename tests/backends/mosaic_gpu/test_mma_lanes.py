@@ -25,6 +25,8 @@ from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
 DTYPE = np.dtype(jnp.bfloat16)
 COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 BASE = 1024
+ONE = [(0, 0)]
+"""The product of operands of one piece."""
 
 
 def copied(
@@ -183,7 +185,7 @@ def test_products_of_some_rows(first: int):
     o.shared = np.concatenate([o.shared, copied(right, right_tile).shared])
     b = SmemOperand(o, right_tile, o(left.nbytes + first * right_tile.pitch))
     block = [[np.zeros(THREADS, np.float32)] * 2 for _ in range(8)]
-    multiply(o, DTYPE, [block], LeftOperand(o, left_tile, o(0)), b, transposed=True)
+    multiply(o, DTYPE, [block], [LeftOperand(o, left_tile, o(0))], [b], ONE, transposed=True)
     got = tile_of(np.stack([np.stack(pair, axis=-1) for pair in block]))
     want = left.astype(np.float64) @ right[first : first + 32].astype(np.float64).T
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -207,7 +209,7 @@ def test_products(columns: int, transposed: bool, blocks: int, in_registers: boo
         left = RegisterOperand([[w for i in indices for w in left.fragment(block, i)] for block in range(blocks)])
     pairs = 2 * b.shape[1] // 8
     sums = [[[np.full(THREADS, block + 1, np.float32)] * 2 for _ in range(pairs)] for block in range(blocks)]
-    multiply(o, DTYPE, sums, left, SmemOperand(o, right_tile, o(size)), transposed=transposed)
+    multiply(o, DTYPE, sums, [left], [SmemOperand(o, right_tile, o(size))], ONE, transposed=transposed)
     got = np.concatenate([tile_of(np.stack([np.stack(pair, axis=-1) for pair in block])) for block in sums])
     want = a.astype(np.float64) @ b.astype(np.float64) + np.repeat(np.arange(blocks) + 1, 64)[:, None]
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -223,7 +225,7 @@ def test_products_of_a_pair(columns: int, a_transposed: bool):
     o.shared = np.concatenate([o.shared, copied(b, tiles[1]).shared])
     left = (TransposedOperand if a_transposed else LeftOperand)(o, tiles[0], o(0), paired=True)
     pair = [[[np.zeros(THREADS, np.float32)] * 2 for _ in range(columns // 8)] for _ in range(2)]
-    multiply(o, DTYPE, pair, left, PairedColumns(o, tiles[1], o(a.nbytes)), transposed=False)
+    multiply(o, DTYPE, pair, [left], [PairedColumns(o, tiles[1], o(a.nbytes))], ONE, transposed=False)
     blocks = [tile_of(np.stack([np.stack(two, axis=-1) for two in block])) for block in pair]
     want = (a.T if a_transposed else a).astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(rows_of_pair(o, blocks), want, atol=1e-4)

@@ -5,6 +5,7 @@ Source: PTX ISA, ldmatrix, mma.m16n8k16, cp.async and red.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,18 +38,36 @@ class Lanes(LaneWords):
         words = [self.type] * 4
         return _utils.inline_ptx(load, address, result_types=words, has_side_effects=True, convergent=True)
 
-    def order_loads(self) -> None:
-        """Keep the compiler from loading before this what comes after it: it does so until registers are spilled."""
-        _utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+    def multiply(self, dtype: Any, factors: Sequence[tuple[Any, Any]], c: Sequence[Any]) -> list[Any]:
+        """c + the sum of a @ b over some a and b, of 16 x 16 and 16 x 8 numbers.
 
-    def multiply(self, dtype: Any, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Any]:
-        """a @ b + c, of 16 x 16 and 16 x 8 numbers."""
-        instruction = (
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
-            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-        )
+        The matrix unit adds toward zero, so what is summed there loses half a unit in the last place with each
+        addition. Beside the rounding of 16-bit operands that is nothing. Where there are several factors, pieces of
+        more exact operands, their sum begins at zero, and to c it is added outside of the matrix unit, to the nearest.
+
+        Source: Ootomo and Yokota, arXiv:2203.03341, section III.
+        """
+        mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+        places = (f"${index}" for index in itertools.count())
+        take = lambda count: list(itertools.islice(places, count))
+        listed = lambda names: f"{{{', '.join(names)}}}"
+        made, operands, before = take(4), [(listed(take(4)), listed(take(2))) for _ in factors], take(4)
+        if len(factors) == 1:
+            code = f"{mma} {listed(made)}, {', '.join(operands[0])}, {listed(before)};"
+        else:
+            # All in one: of additions that it sees LLVM moves the last ones past the end of a loop, which then carries
+            # both numbers of each.
+            total = [f"total{index}" for index in range(4)]
+            starts = [["0f00000000"] * 4, *[total] * (len(factors) - 1)]
+            products = [
+                f"{mma} {listed(total)}, {a}, {b}, {listed(start)};"
+                for (a, b), start in zip(operands, starts, strict=True)
+            ]
+            sums = [f"add.f32 {', '.join(three)};" for three in zip(made, before, total, strict=True)]
+            code = "\n".join(["{", ".reg .f32 total<4>;", *products, *sums, "}"])
+        given = [word for pair in factors for operand in pair for word in operand]
         numbers = [self.number_type] * 4
-        return list(_utils.inline_ptx(instruction, *a, *b, *c, result_types=numbers, convergent=True))
+        return list(_utils.inline_ptx(code, *given, *c, result_types=numbers, convergent=True))
 
     def copy_chunk(self, target: Any, source: Any, offsets: tuple[int, int], size: Any, condition: Any = None) -> None:
         """Begin to copy 16 bytes to shared memory: `size` from device memory, then zeros. `offsets` are to be added to

@@ -35,6 +35,10 @@ Tiles = tuple[Float[Array, "64 columns"], ...]
 Operand = tuple[Tiles, ...] | Ref
 """A: in registers, of each piece its blocks of 64 rows; or in shared memory `[rows, K]`, or `[pieces, rows, K]`."""
 
+STEPS_OF_PIECES = 2
+"""Steps of 16 in K whose products of pieces are one sum. With one, there are twice as many additions, which the
+compiler puts off until registers are spilled; with four, what is read takes more registers than are left."""
+
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _utils: Any = mgpu.utils
@@ -95,10 +99,7 @@ def add_product(
         (tile, base, pieces), first_row = _place(o, b), first[0].registers.item() if first else None
         base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
         right = (PairedColumns(o, tile, base) if paired else SmemOperand(o, tile, base)).pieces(pieces)
-        for number, (of_a, of_b) in enumerate(order):
-            if number:
-                o.order_loads()
-            multiply(o, dtype, sums, left[of_a], right[of_b], transposed=transposed)
+        multiply(o, dtype, sums, left, right, order, transposed=transposed)
         return tuple(_array(o, block.shape, o.number_type, of_block) for block, of_block in zip(acc, sums, strict=True))
 
     call: Any = made
@@ -228,22 +229,30 @@ def multiply(
     o: Lanes,
     dtype: Any,
     sums: Sequence[list[Any]],
-    left: RegisterOperand | LeftOperand | TransposedOperand,
-    right: SmemOperand,
+    left: Sequence[RegisterOperand | LeftOperand | TransposedOperand],
+    right: Sequence[SmemOperand],
+    order: Sequence[tuple[int, int]],
     *,
     transposed: bool,
 ) -> None:
-    """Add a product to each block's sums, a list of pairs of neighbours in the order of an accumulator's registers."""
-    depth, columns = right.tile.columns if transposed else right.tile.rows, 4 * len(sums[0])
-    for k in range(depth // 16):
-        fragments = [left.fragment(block, k) for block in range(len(sums))]
+    """Add a product to each block's sums, a list of pairs of neighbours in the order of an accumulator's registers.
+
+    Of operands in pieces, all products of a few steps of K are one sum, which is added to the others
+    (`Lanes.multiply`): so what is read of each piece serves them all.
+    """
+    columns, depth = 4 * len(sums[0]), right[0].tile.columns if transposed else right[0].tile.rows
+    for steps in itertools.batched(range(depth // 16), STEPS_OF_PIECES if len(order) > 1 else 1):
+        fragments = [[[one.fragment(block, k) for one in left] for k in steps] for block in range(len(sums))]
         for n in range(columns // 16):
-            row, chunk = (16 * n, 2 * k) if transposed else (16 * k, 2 * n)
-            words = right.matrices(row, chunk, rows_first=not transposed, transpose=not transposed)
+            places = [(16 * n, 2 * k) if transposed else (16 * k, 2 * n) for k in steps]
+            turned = dict(rows_first=not transposed, transpose=not transposed)
+            words = [[one.matrices(*place, **turned) for one in right] for place in places]
             for eight in range(2):
-                at = 4 * n + 2 * eight
-                for block, a in zip(sums, fragments, strict=True):
-                    made = o.multiply(dtype, a, words[2 * eight : 2 * eight + 2], [*block[at], *block[at + 1]])
+                at, own = 4 * n + 2 * eight, slice(2 * eight, 2 * eight + 2)
+                for block, of_block in zip(sums, fragments, strict=True):
+                    both = list(zip(of_block, words, strict=True))
+                    factors = [(a[of_a], b[of_b][own]) for of_a, of_b in order for a, b in both]
+                    made = o.multiply(dtype, factors, [*block[at], *block[at + 1]])
                     block[at : at + 2] = made[:2], made[2:]
 
 
