@@ -65,6 +65,13 @@ def test_right(case: Case):
     assert_right(cases.build(case))
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(640, 64), slow(64, 640)])
+def test_long_sums_of_float32(queries: int, keys: int):
+    """Where the matrix unit adds, what is below the last place is cut off: sums over many tiles must not drift."""
+    call = cases.build(Case("float32", queries, keys, heads=(1, 1), dims=(64, 64), batch=()))
+    oracle.assert_right(run(call, precision="highest"), call)
+
+
 @sampled(12)
 @pytest.mark.parametrize("case", OF_16_BITS[::2], ids=str)
 def test_deterministic(case: Case):
