@@ -146,8 +146,8 @@ def attention(
       broadcast_dropout: drop the same for all batch entries and heads, as Flax's layers do.
       precision: of the matrix products, as `jax.lax.dot_general` takes it. In the kernels for NVIDIA GPUs, float32 has
         three products of bfloat16 pieces for one, more exact than TF32 (None, "default", "high", TF32_TF32_F32,
-        BF16_BF16_F32_X3); six, as exact as float32 ("highest", BF16_BF16_F32_X6; on Hopper, elsewhere `xla` serves); or
-        one (BF16_BF16_F32). 16-bit operands have one in any.
+        BF16_BF16_F32_X3); six, as exact as float32 ("highest", BF16_BF16_F32_X6); or one (BF16_BF16_F32). 16-bit
+        operands have one in any.
       deterministic: promise the same bits on every run, on machines where that costs speed.
       sequence_axis: inside `jax.shard_map`, the mesh axes over which T and S are split. Each device passes its chunk
         of query, key, value and `segment_ids`, in the order of the devices; `bias` and `mask` for its own queries and

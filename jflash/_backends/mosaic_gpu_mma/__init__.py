@@ -32,18 +32,7 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
         return f"it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is {platform}."
     if capability not in SHARED_MEMORY:
         return f"it has no tiles for compute capability {capability}, of {platform}."
-    return unsupported_call(spec) or _inexact(spec)
-
-
-def _inexact(spec: Spec) -> str | None:
-    """What is right in the interpreter and in the emulator, and was not on an H100."""
-    if spec.dtype != jnp.float32:
-        return None
-    from jflash._backends.mosaic_gpu.inputs import operand_pieces
-
-    if operand_pieces.number(spec) == 3:
-        return "in this precision its gradients were off by up to twice what float32's own are allowed, on an H100."
-    return None
+    return unsupported_call(spec)
 
 
 def unsupported_call(spec: Spec) -> str | None:

@@ -1,7 +1,6 @@
 """The kernels by `mma.sync` on a GPU that runs them, by name: the same questions as everywhere, over what they take."""
 
 import functools
-import types
 
 import cases
 import hopper_kernels
@@ -39,9 +38,6 @@ def _on_hardware():
         pytest.skip(f"mosaic_gpu_mma: {REFUSAL}")
 
 
-HERE = types.SimpleNamespace(unsupported_call=lambda spec: mosaic_gpu_mma.unsupported(spec, _platform.current()))
-"""The backend on this machine, which refuses more than on any."""
-
 attention = functools.partial(jflash.attention, implementation="mosaic_gpu_mma")
 deterministic = functools.partial(attention, deterministic=True)
 
@@ -53,7 +49,7 @@ def test_exact(case: Case):
     poison()
     planted = with_nan_in_padding(call)
     run = lambda **options: oracle.run(in_precision(**options), planted)
-    hopper_kernels.assert_right(run, call, HERE)
+    hopper_kernels.assert_right(run, call, mosaic_gpu_mma)
 
 
 @functools.cache
@@ -122,7 +118,7 @@ def test_tables(kind: str, operands: str, dims: tuple[int, int], dtype: str, opt
     poison()
     planted = with_nan_in_padding(call)
     run = lambda **options: oracle.run(functools.partial(attention, **options), planted)
-    hopper_kernels.assert_right(run, call, HERE)
+    hopper_kernels.assert_right(run, call, mosaic_gpu_mma)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -132,7 +128,7 @@ def test_decoding(query_length: int, lengths: str | None, dtype: str):
     """Heads packed into rows, and keys in several parts."""
     case = Case(dtype, query_length, 5000, heads=(8, 2), dims=(128, 128), lengths=lengths, batch=(3,))
     call = cases.build(case)
-    hopper_kernels.assert_right(lambda **options: oracle.run(in_precision(**options), call), call, HERE)
+    hopper_kernels.assert_right(lambda **options: oracle.run(in_precision(**options), call), call, mosaic_gpu_mma)
 
 
 def mapped(query, key, value, **options):

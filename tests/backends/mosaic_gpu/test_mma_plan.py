@@ -12,7 +12,6 @@ from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu_mma.plan import BackwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
-from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 
 DIMS = (1, 8, 64, 72, 128, 136, 192, 256)
@@ -92,12 +91,3 @@ def test_sums_with_an_owner(arguments: dict):
 def test_additions(capability: str, together: int):
     """`red` of vectors of float32 came with compute capability 9.0."""
     assert plans(capability, 64).fused.together == together
-
-
-def test_what_was_not_exact_enough_is_refused():
-    """On a GPU; the interpreter and the emulator run it."""
-    gpu = Platform("gpu", "NVIDIA A100", "8.0", 108)
-    for precision, refused in (("default", False), ("highest", True)):
-        spec = spec_of(64, 64, jnp.float32, precision=precision)
-        assert mosaic_gpu_mma.unsupported_call(spec) is None
-        assert (mosaic_gpu_mma.unsupported(spec, gpu) is not None) == refused
