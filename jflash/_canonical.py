@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int32
 
 from jflash import _arguments
 from jflash._semantics import dropout
@@ -94,15 +95,17 @@ def canonicalize(
         if dropout_rate > 0:
             entry = jnp.zeros_like(batch_index) if broadcast_dropout else batch_index
             seed = dropout.seeds(dropout_key, entry)
-    segments = (None, None) if segment_ids is None else (_segments(ids, batch_axes) for ids in segment_ids)
-    query_segments, key_segments = segments
+    query_segments = key_segments = None
+    if segment_ids is not None:
+        ids: Any = [_merge_batch(ids, batch_axes) for ids in segment_ids]
+        query_segments, key_segments = _segments(ids, sequence_axes if devices > 1 else ())
     scale_is_array, offset_is_array = _arguments.is_array(scale), _arguments.is_array(query_offset)
     limit = _arguments.OFFSET_LIMIT
     operands = Operands(
         query=_merge_batch(query, batch_axes),
         key=_merge_batch(key, batch_axes),
         value=_merge_batch(value, batch_axes),
-        bias=_pairs(bias, batch_axes),
+        bias=_bias(_pairs(bias, batch_axes), accumulator),
         mask=_pairs(mask, batch_axes),
         scale=jnp.asarray(scale).astype(accumulator)[None] if scale_is_array else None,
         alibi_slopes=_shared(alibi_slopes, accumulator),
@@ -150,10 +153,37 @@ def _shared(array: Any, dtype: np.dtype[Any]) -> Array | None:
     return None if array is None else jnp.asarray(array).astype(dtype)[None]
 
 
-def _segments(ids: Any, batch_axes: tuple[int, ...]) -> Int[Array, "#B L"]:
-    """Wrapping an unsigned id to int32 keeps different ids different, which is all that is asked of them."""
-    ids = jnp.asarray(ids)
-    return _merge_batch(ids if ids.dtype.itemsize > 4 else ids.astype(jnp.int32), batch_axes)
+def _bias(bias: Array | None, accumulator: np.dtype[Any]) -> Array | None:
+    """In a dtype that queries may have, and no wider than the logits that it is added to."""
+    if bias is None or (bias.dtype.name in _arguments.DTYPES and bias.dtype.itemsize <= accumulator.itemsize):
+        return bias
+    return bias.astype(accumulator)
+
+
+def _segments(ids: list[Array], sequence_axes: tuple[str, ...]) -> list[Int32[Array, "#B L"]]:
+    """The queries' and the keys' ids in 32 bits: equal where they were, which is all that is asked of them.
+
+    Wider ids become their places among all ids of their batch entry in order, those on other devices too. To wrap an
+    unsigned id keeps different ids different.
+    """
+    if max(array.dtype.itemsize for array in ids) <= 4:
+        return [array.astype(jnp.int32) for array in ids]
+    # Arrays of 64 bits outlive the context in which JAX makes them.
+    with jax.enable_x64(True):
+        ids = [array.astype(jnp.int64) for array in ids]
+        every = [lax.all_gather(array, sequence_axes, axis=1, tiled=True) for array in ids] if sequence_axes else ids
+        in_order = jnp.sort(jnp.concatenate(every, axis=1), axis=1)
+        return [jax.vmap(_place)(in_order, array) for array in ids]
+
+
+def _place(in_order: Int[Array, "n"], ids: Int[Array, "L"]) -> Int32[Array, "L"]:
+    """How many numbers come before each id. `jnp.searchsorted` fails in a `shard_map` over some axes (jax 0.12)."""
+    count, before = len(in_order), jnp.zeros_like(ids, jnp.int32)
+    for bit in reversed(range(count.bit_length())):
+        further = before + 2**bit
+        is_before = (further <= count) & (in_order[jnp.minimum(further, count) - 1] < ids)
+        before = jnp.where(is_before, further, before)
+    return before
 
 
 def _lengths(lengths: Any, most: int) -> Int[Array, "B"] | None:

@@ -6,14 +6,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int32
 
 from jflash import _mesh
 from jflash._semantics.spec import Operands, Residuals
 from jflash_metal import _ffi
 from jflash_metal._blocks import THREADS
 from jflash_metal._parameters import with_batch_strides
-from jflash_metal._plan import OPERANDS, SCALARS, Plan
+from jflash_metal._plan import OPERANDS, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +25,14 @@ class Arrays:
 
 
 def prepare(plan: Plan, operands: Operands, residuals: Residuals | None = None) -> Arrays:
-    """The arrays in dtypes that Metal has: a float64 bias in float32, 64-bit segment ids counted from 0."""
+    """The arrays as the kernels take them."""
     names = (*OPERANDS, "sinks")
     arrays = {name: array for name, array in operands._asdict().items() if name in names and array is not None}
     if residuals is not None:
         arrays |= residuals._asdict()
-    if operands.bias is not None and operands.bias.dtype.name not in SCALARS:
-        arrays["bias"] = operands.bias.astype(jnp.float32)
-    queries, keys = operands.query_segments, operands.key_segments
-    if queries is not None and keys is not None:
-        if max(queries.dtype.itemsize, keys.dtype.itemsize) > 4:
-            ids = jnp.sort(jnp.concatenate([queries.ravel(), keys.ravel()]))
-            queries, keys = (jnp.searchsorted(ids, array).astype(jnp.int32) for array in (queries, keys))
-        arrays |= dict(query_segments=queries, key_segments=keys)
-        arrays |= dict(query_segment_ranges=_ranges(queries), key_segment_ranges=_ranges(keys))
+    for side in ("query", "key"):
+        if f"{side}_segments" in arrays:
+            arrays[f"{side}_segment_ranges"] = _ranges(arrays[f"{side}_segments"])
     # A kernel binds something in the place of an operand that the call does not have, and does not read it.
     placeholders = dict.fromkeys(names, jnp.zeros(1, jnp.int32))
     return Arrays(placeholders | arrays, with_batch_strides(plan.parameters, arrays))
@@ -59,7 +53,7 @@ def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:
     return results
 
 
-def _ranges(segments: Int[Array, "#B L"]) -> Int[Array, "#B L8 2"]:
+def _ranges(segments: Int32[Array, "#B L"]) -> Int32[Array, "#B L8 2"]:
     """The smallest and the largest segment of each eight in turn."""
     padded = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % 8)), mode="edge")
     eights = padded.reshape(segments.shape[0], -1, 8)

@@ -209,12 +209,8 @@ def plan_backward(spec: Spec) -> Plan:
 
 def copies(spec: Spec) -> list[str]:
     """In words, what a launch copies or computes before the kernels run."""
-    found: list[str] = []
-    if spec.bias_dtype is not None and spec.bias_dtype != _bias_dtype(spec):
-        found.append(f"the bias, from {spec.bias_dtype} to {_bias_dtype(spec)}")
-    if "query_segments" in spec.operands:
-        found.append("the smallest and the largest segment of every 8 queries and keys; 64-bit segment ids to 32 bits")
-    return found
+    has_segments = "query_segments" in spec.operands
+    return ["the smallest and the largest segment of every 8 queries and keys"] if has_segments else []
 
 
 def _wanted(spec: Spec) -> Wanted:
@@ -262,9 +258,8 @@ def _features(spec: Spec) -> dict[str, str | int]:
 
 
 def _bias_dtype(spec: Spec) -> np.dtype[Any]:
-    """The kernels' dtype of the bias: its own if Metal has it, else float32."""
-    own = spec.bias_dtype
-    return own if own is not None and own.name in SCALARS else np.dtype(np.float32)
+    """The dtype of the bias; any, if the call has none."""
+    return np.dtype(np.float32) if spec.bias_dtype is None else spec.bias_dtype
 
 
 def _d_bias_dtype(spec: Spec) -> np.dtype[Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jflash._semantics.score_mod import ScoreMod
 
@@ -29,21 +29,21 @@ class Operands(NamedTuple):
     scale: Float[Array, "#B"] | None = None
     alibi_slopes: Float[Array, "#B N"] | None = None
     sinks: Float[Array, "#B N"] | None = None
-    query_offset: Int[Array, "#B"] | None = None
-    query_lengths: Int[Array, "#B"] | None = None
-    key_lengths: Int[Array, "#B"] | None = None
-    query_segments: Int[Array, "#B T"] | None = None
-    key_segments: Int[Array, "#B S"] | None = None
-    batch_index: Int[Array, "B"] | None = None
+    query_offset: Int32[Array, "#B"] | None = None
+    query_lengths: Int32[Array, "#B"] | None = None
+    key_lengths: Int32[Array, "#B"] | None = None
+    query_segments: Int32[Array, "#B T"] | None = None
+    key_segments: Int32[Array, "#B S"] | None = None
+    batch_index: Int32[Array, "B"] | None = None
     """Which batch entry a row of the arrays belongs to: it stays true when B is folded or sharded."""
-    head_index: Int[Array, "#B N"] | None = None
+    head_index: Int32[Array, "#B N"] | None = None
     """Likewise for the heads."""
-    first_query: Int[Array, "#B"] | None = None
+    first_query: Int32[Array, "#B"] | None = None
     """Where in its sequence the first of these queries is, by `score_mod`'s and dropout's count; `None`: at 0.
 
     Only they have it from here. Offsets and lengths are told as those of these queries and keys.
     """
-    first_key: Int[Array, "#B"] | None = None
+    first_key: Int32[Array, "#B"] | None = None
     """Likewise for the keys."""
     dropout_seed: UInt32[Array, "B 2"] | None = None
     score_mod_arrays: tuple[Array, ...] = ()

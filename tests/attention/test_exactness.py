@@ -106,6 +106,25 @@ def test_exact_in_float64(attention: Callable[..., Any], case: Case):
         assert_exact(attention, case._replace(dtype="float64"))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        EVERYTHING._replace(query_length=40, key_length=50),
+        pytest.param(EVERYTHING._replace(bias="keys", score_mod="indices"), marks=pytest.mark.slow),
+    ],
+    ids=["everything", "score_mod"],
+)
+def test_exact_beside_64_bits(attention: Callable[..., Any], backend: str, case: Case):
+    """With `jax_enable_x64`, and whatever may have 64 bits having them. Gradients have their arguments' dtypes."""
+    call = build(cases.served(case, backend)._replace(segments="far apart"))
+    wide = cases.with_64_bits(call)
+    with jax.enable_x64(True):
+        got = oracle.run(attention, wide)
+    oracle.assert_right(got, call)
+    for name, gradient in got.gradients.items():
+        assert gradient.dtype == getattr(wide, name).dtype
+
+
 @cover(1)
 @pytest.mark.parametrize(
     "options", [dict(deterministic=True), dict(precision="highest"), dict(precision=jax.lax.Precision.HIGH)], ids=str

@@ -235,10 +235,11 @@ def build(case: Case) -> Call:
     boundaries = np.sort(integers(0, min(T, S), (*batch, 1, 2)))
 
     def segments(length: int) -> np.ndarray:
-        """Three in turn, or two all mixed."""
-        if case.segments == "sorted":
-            return np.sum(np.arange(length)[:, None] >= boundaries, axis=-1, dtype=np.int32)
-        return integers(0, 1, (*batch, length))
+        """Three in turn, or two all mixed; far apart they differ in bits past the 32nd."""
+        if case.segments == "unsorted":
+            return integers(0, 1, (*batch, length))
+        ids = np.sum(np.arange(length)[:, None] >= boundaries, axis=-1, dtype=np.int32)
+        return ids.astype(np.int64) << 32 if case.segments == "far apart" else ids
 
     score_mods = {None: (None, ()), "indices": (_by_indices, ()), "arrays": (_by_arrays, (normal(N), normal(64)))}
     score_mod, score_mod_arrays = score_mods[case.score_mod]
@@ -287,6 +288,14 @@ def _by_arrays(by_head: Any, by_distance: Any) -> Any:
         return logit + by_head[head] + by_distance[(query - key) & 63]
 
     return score_mod
+
+
+def with_64_bits(call: Call) -> Call:
+    """The call with whatever may have another dtype than queries in 64 bits, but for what a score_mod closes over."""
+    names = "bias", "scale", "alibi_slopes", "sinks", "query_offset", "query_seq_lengths", "key_value_seq_lengths"
+    arrays = {name: array for name in names if isinstance(array := getattr(call, name), np.ndarray)}
+    dtype = lambda array: np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else np.int64
+    return dataclasses.replace(call, **{name: array.astype(dtype(array)) for name, array in arrays.items()})
 
 
 _LEAST = np.finfo(np.float32).min

@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         causal=True, window=(40, 0), lengths="both", segments="sorted", soft_cap=1.5, sinks=True, scale="traced",
         alibi=True, bias="full", mask="full", score_mod="arrays", dropout=True, offset="each",
     ),
+    "segments far apart": dict(causal=True, segments="far apart"),
 }  # fmt: skip
 """In the words of `Case`."""
 

@@ -63,6 +63,7 @@ BY_HAND = [
     *itertools.product(("causal", "bias and mask", "soft cap, sinks, traced scale"), ("ring", "all_to_all", "gather")),
     ("everything", "ring"),
     ("documents", "ring"),
+    ("segments far apart", "ring"),
     ("lengths", "gather"),
     ("dropout", "ring"),
     ("dropout", "all_to_all"),

@@ -75,8 +75,6 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     for name in (*scalars, *indices, *segments):
         array = getattr(operands, name)
         if array is not None:
-            dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
-            array = array.astype(dtype)
             prepared[name] = with_margin(array, (1,)) if name in segments else array
     for name, kind in bias_and_mask.kinds(spec).items():
         array = getattr(operands, name)
