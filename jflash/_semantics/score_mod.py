@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 from jaxtyping import Array, Int
 
 ScoreModFunction = Callable[[Array, Array, Array, Array, Array], Array]
@@ -93,13 +93,11 @@ def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[S
         raise TypeError(
             f"`score_mod` is called as f(logit, batch, head, query_index, key_index). Got {function!r}: {error}."
         ) from None
-    index = jax.ShapeDtypeStruct((), jnp.int32)
     try:
-        # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
-        once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
-        # A jaxpr remembers the mesh that it was traced under, and this one is run under others.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            closed, shape = once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
+        closed, shape = _traced(function, dtype)
+        if dtype.itemsize <= 4 and _may_have_32_bits(closed):
+            with jax.enable_x64(False):
+                closed, shape = _traced(function, dtype)
     except Exception as error:
         error.add_note(f"This happened while `score_mod` was traced: {function!r}.")
         if isinstance(error, jax.errors.ConcretizationTypeError):
@@ -120,6 +118,40 @@ def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[S
     shapes: Any = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     jaxpr = ClosedJaxpr(closed.jaxpr, shapes)
     return ScoreMod(_reference(function), str(closed.jaxpr), jaxpr), arrays
+
+
+def _traced(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ClosedJaxpr, Any]:
+    """The program of `function`, and what it returns."""
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
+    once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
+    # A jaxpr remembers the mesh that it was traced under, and this one is run under others.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
+
+
+def values_of_64_bits(jaxpr: Jaxpr) -> Iterator[Any]:
+    """What a program, or one inside of it, has of 64 bits: variables and literals."""
+    for equation in jaxpr.eqns:
+        values: list[Any] = [*equation.invars, *equation.outvars]
+        yield from (value for value in values if value.aval.dtype.itemsize > 4)
+        for inner in jaxprs_in_params(equation.params):
+            yield from values_of_64_bits(inner)
+
+
+def _may_have_32_bits(closed: ClosedJaxpr) -> bool:
+    """Whether a program has 64 bits for no other reason than that Python's numbers have them, with `jax_enable_x64`.
+
+    They get as many as the logit then: `0.5 * (query - key)` is float32 beside a float32 one, as it is without.
+    """
+
+    def of_python(value: Any) -> bool:
+        aval, number = value.aval, value.val if isinstance(value, Literal) else 0
+        largest = 2**31 - 1 if jnp.issubdtype(aval.dtype, jnp.integer) else float(np.finfo(np.float32).max)
+        return aval.weak_type and not largest < abs(number) < np.inf
+
+    wide = list(values_of_64_bits(closed.jaxpr))
+    return len(wide) > 0 and all(map(of_python, wide))
 
 
 def _reference(function: Any) -> weakref.ref[Any]:

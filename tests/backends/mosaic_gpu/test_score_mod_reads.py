@@ -78,6 +78,43 @@ def test_refused(reason: str):
     assert reason in refusal
 
 
+PYTHONS_NUMBERS = {
+    "of positions": lambda logit, b, h, q, k: logit - 0.5 * (q - k),
+    "chosen": lambda logit, b, h, q, k: logit + jnp.where(q > k, 0, -1000) + jnp.where(h > 0, 0.5, -jnp.inf),
+    "in functions": lambda logit, b, h, q, k: logit * jnp.exp(-0.1 * jnp.clip(q - k, -9, 9)) + (q // 16 == k % 5) * 0.5,
+    "in a loop": lambda logit, *_: jax.lax.fori_loop(0, 3, lambda _, x: 1.5 * x, logit),
+}
+WIDE = {
+    "an array of float64": lambda logit, b, h, q, k: logit + jnp.asarray(NUMBERS, jnp.float64)[0, 0, k],
+    "an array of int64": lambda logit, b, h, q, k: logit + jnp.asarray(NUMBERS, jnp.int64)[0, 0, k],
+    "computes in float64": lambda logit, *_: logit / np.sqrt(64),
+    "computes in int64": lambda logit, b, h, q, k: logit + ((q - k).astype(int) * 2**40 > 5),
+    "in float64; x.astype(logit.dtype)": lambda logit, b, h, q, k: logit + jnp.where(q > k, 0.0, -1e300),
+    "in int64; x.astype(logit.dtype)": lambda logit, b, h, q, k: logit + jnp.where(q > k, 0, 2**40),
+}
+
+
+@pytest.mark.parametrize("kind", [*PYTHONS_NUMBERS, *READS])
+def test_pythons_numbers_have_the_logits_bits(kind: str):
+    """With `jax_enable_x64` too, on every backend."""
+    score_mod = PYTHONS_NUMBERS[kind] if kind in PYTHONS_NUMBERS else READS[kind][0](jnp.asarray(NUMBERS))
+    want = spec_of(score_mod)
+    with jax.enable_x64(True):
+        got = spec_of(score_mod)
+        assert mosaic_gpu.unsupported_call(got) is None
+    assert got.score_mod.program == want.score_mod.program
+
+
+@pytest.mark.parametrize("reason", WIDE)
+def test_other_numbers_of_64_bits_are_refused(reason: str):
+    """They are not rounded, nor cut off."""
+    with jax.enable_x64(True):
+        score_mod = WIDE[reason]
+        spec = spec_of(lambda logit, *indices: score_mod(logit, *indices).astype(logit.dtype))
+        assert reason in mosaic_gpu.unsupported_call(spec)
+        assert mosaic_gpu_mma.unsupported_call(spec) == mosaic_gpu.unsupported_call(spec)
+
+
 def test_sums_in_one_order():
     """But for the gradients of tables, if they are asked for."""
     table = jnp.asarray(NUMBERS)

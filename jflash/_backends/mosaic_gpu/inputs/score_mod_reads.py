@@ -24,7 +24,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu.hardware import Ref, round_up
 from jflash._backends.mosaic_gpu.hardware.warpgroup import TABLE_STEP
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord, shared_index
-from jflash._semantics.score_mod import ScoreMod, elementwise
+from jflash._semantics.score_mod import ScoreMod, elementwise, values_of_64_bits
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Tile
 
@@ -161,6 +161,8 @@ def _analysis(score_mod: ScoreMod) -> tuple[tuple[Read, ...], str | None]:
             reasons.append(f"reads an array of {array.dtype}")
         if found.by_position and 4 * math.prod(array.shape) > MOST_BYTES:
             reasons.append(f"reads by position an array of more than {MOST_BYTES // 1024} KiB in float32")
+    wide = values_of_64_bits(score_mod.jaxpr.jaxpr)
+    reasons += [f"computes in {value.aval.dtype}; x.astype(logit.dtype) makes fewer bits of an x" for value in wide]
     return tuple(reads), reasons[0] if reasons else None
 
 
