@@ -7,7 +7,7 @@ what they return is given the call's shapes and dtypes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,21 @@ from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 
+def in_32_bits[**Arguments, Made](function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """`function`, traced where Python's numbers have 32 bits, as those of kernels have.
+
+    With `jax_enable_x64` they have 64, and make of an int32 that they meet an int64.
+    """
+
+    @functools.wraps(function)
+    def traced(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        with jax.enable_x64(False):
+            return function(*args, **kwargs)
+
+    return traced
+
+
+@in_32_bits
 def forward(
     plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
@@ -100,6 +115,7 @@ def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
     return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
 
 
+@in_32_bits
 def tangent(
     plan: TangentPlan | ForwardPlan, operands: Operands, results: Results, tangents: Operands, ops: WarpgroupOps
 ) -> Results:
@@ -144,6 +160,7 @@ def _in_parts(plan: TangentPlan, operands: Operands) -> Operands:
     return operands._replace(value=jax.tree.map(split, operands.value)) if plan.parts > 1 else operands
 
 
+@in_32_bits
 def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
     spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)

@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.call import finish_backward, finish_forward, packed_mask
+from jflash._backends.mosaic_gpu.call import finish_backward, finish_forward, in_32_bits, packed_mask
 from jflash._backends.mosaic_gpu.inputs import (
     bias_and_mask,
     operand_pieces,
@@ -29,6 +29,7 @@ from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 
+@in_32_bits
 def forward(
     plan: ForwardPlan, operands: Operands, ops: MmaOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
@@ -42,6 +43,7 @@ def forward(
     return finish_forward(spec, operands, made, packed_heads=packed, splits=plan.splits)
 
 
+@in_32_bits
 def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: MmaOps) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
     spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
