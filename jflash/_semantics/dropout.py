@@ -96,9 +96,21 @@ def survives(
     dropped: int,
 ) -> Bool[Array, "..."]:
     """Whether a query's and key's bits of the counter's words are none of the `dropped` values."""
+    first, second = words(counter, middle)
+    return keeps(jnp.where((query >> 3 & 1) == 0, first, second), key, dropped)
+
+
+def words(
+    counter: UInt32[Array, "..."], middle: UInt32[Array, "..."]
+) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    """The words of a counter: for the first query of four, and for the second."""
     mixed = (counter ^ (counter >> 16)) * jnp.uint32(FACTORS[0])
     first, second = ((mixed ^ (mixed >> shift) ^ middle) * jnp.uint32(factor) for shift, factor in SHIFTS_AND_FACTORS)
-    word = jnp.where((query >> 3 & 1) == 0, first, second)
+    return first, second
+
+
+def keeps(word: UInt32[Array, "..."], key: Int[Array, "..."], dropped: int) -> Bool[Array, "..."]:
+    """Whether a word's bits for a key are none of the `dropped` values."""
     bits = word >> ((key >> 3 & 1).astype(jnp.uint32) * 16) & jnp.uint32(RATES - 1)
     return bits >= jnp.uint32(dropped)
 

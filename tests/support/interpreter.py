@@ -16,7 +16,7 @@ import packed_masks
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
@@ -105,17 +105,21 @@ class Interpreter(WarpgroupOps):
     def expand_mask(self, words: Int[Array, "tiles 128"], shape: tuple[int, ...]) -> Bool[Array, "rows columns"]:
         return packed_masks.expand(words, shape)
 
+    def dropout_words(
+        self, counter: Any, middle: Any, shape: tuple[int, ...], *, keys_first: bool
+    ) -> UInt32[Array, "rows half_the_columns"]:
+        return dropped_words.words(counter, middle, shape, keys_first=keys_first)
+
     def drop(
         self,
         p: Float[Array, "rows columns"],
-        counter: Any,
-        middle: Any,
+        words: UInt32[Array, "rows half_the_columns"],
         dropped: int,
         *,
         keys_first: bool,
         signed: bool,
     ) -> Float[Array, "rows columns"]:
-        return dropped_words.drop(p, counter, middle, dropped, keys_first=keys_first, signed=signed)
+        return dropped_words.drop(p, words, dropped, keys_first=keys_first, signed=signed)
 
     def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
         return table[...][index]

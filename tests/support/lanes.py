@@ -51,6 +51,14 @@ class Numbers(LaneWords):
     def plus(self, number: np.ndarray, constant: float) -> np.ndarray:
         return number + np.float32(constant)
 
+    def change_where(
+        self, change: str, comparison: str, word: np.ndarray, limit: int, numbers: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        sizes, limit = np.abs(word.view(np.float16).reshape(-1, 2)), np.uint16(limit).view(np.float16)
+        where = {"lt": sizes < limit, "gtu": ~(sizes <= limit)}[comparison]
+        changed = {"clear": lambda x: x * np.float32(0), "negate": np.negative}[change]
+        return [np.where(where[:, half], changed(number), number) for half, number in enumerate(numbers)]
+
     def bits(self, number: np.ndarray) -> np.ndarray:
         return number.view(np.uint32)
 

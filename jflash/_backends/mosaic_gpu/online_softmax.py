@@ -55,9 +55,9 @@ def step(
     p = jnp.exp2(scaled - along_rows(subtrahend, shape))
     l = p.sum(axis=1)
     if before is None:
-        return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, l, l)
+        return Softmax(dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, l)
     rescale = exponent.rescaling(before.m, reference)
-    return Softmax(dropped.kept(inputs, mask.at, p).astype(dtype), m, before.l * rescale + l, rescale)
+    return Softmax(dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), m, before.l * rescale + l, rescale)
 
 
 def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None) -> Softmax:
@@ -99,7 +99,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
 
     def exponentiate(exponents: Array) -> tuple[Array, Array]:
         p = jnp.exp2(exponents)
-        return dropped.kept(inputs, mask.at, p).astype(dtype), p.sum(axis=1)
+        return dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), p.sum(axis=1)
 
     def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
         # One basic block, in which exponentials are made beside the polynomials.

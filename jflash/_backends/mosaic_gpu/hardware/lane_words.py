@@ -6,6 +6,7 @@ Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -62,6 +63,25 @@ class LaneWords:
     def numbers(self, pair: Any) -> list[Any]:
         """The two numbers of a register that holds two."""
         return [self.vector.extract(pair, [], self.ir.DenseI64ArrayAttr.get([at])) for at in range(2)]
+
+    def pair_of(self, numbers: Sequence[Any]) -> Any:
+        """A register that holds two numbers."""
+        return self.vector.from_elements(self.ir.VectorType.get((2,), numbers[0].type), list(numbers))
+
+    def change_where(
+        self, change: str, comparison: str, word: Any, limit: int, numbers: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Two float32 numbers, each changed, to 0 or ("negate") in its sign, where a comparison holds of its half of a
+        word, the lower half for the first: without its sign, as a number in half precision, with that of bits `limit`.
+        """
+        instruction = {"clear": "mul.f32 {0}, {0}, 0f00000000;", "negate": "neg.f32 {0}, {0};"}[change]
+        changed = " ".join(f"@{half} {instruction.format(f'${at}')}" for at, half in enumerate(("low", "high")))
+        ptx = (
+            "{ .reg .pred low, high; .reg .b32 size; abs.f16x2 size, $4; "
+            f"setp.{comparison}.f16x2 low|high, size, $5; mov.f32 $0, $2; mov.f32 $1, $3; {changed} }}"
+        )
+        both = self(limit | limit << 16)
+        return mgpu.utils.inline_ptx(ptx, *numbers, word, both, result_types=[self.zero.type] * 2)
 
     def bits(self, number: Any) -> Any:
         """Those of a float32."""

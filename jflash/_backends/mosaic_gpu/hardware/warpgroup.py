@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jflash._backends.mosaic_gpu.hardware import distances, dropout_words, packed_mask, sums_by_index
 
@@ -145,18 +145,24 @@ class WarpgroupOps(Protocol):
         """A tile of booleans from its words."""
         return packed_mask.expand(words, shape)
 
+    def dropout_words(
+        self, counter: Any, middle: Any, shape: tuple[int, ...], *, keys_first: bool
+    ) -> UInt32[Array, "rows half_the_columns"]:
+        """A tile's words of dropout, from the counter of its first query and key and the head's word that joins in the
+        middle."""
+        return dropout_words.words(counter, middle, shape, keys_first=keys_first)
+
     def drop(
         self,
         p: Float[Array, "rows columns"],
-        counter: Any,
-        middle: Any,
+        words: UInt32[Array, "rows half_the_columns"],
         dropped: int,
         *,
         keys_first: bool,
         signed: bool,
     ) -> Float[Array, "rows columns"]:
-        """A tile of probabilities without what dropout drops or, `signed`, with the sign of that changed."""
-        return dropout_words.drop(p, counter, middle, dropped, keys_first=keys_first, signed=signed)
+        """A tile of probabilities without what its words drop or, `signed`, with the sign of that changed."""
+        return dropout_words.drop(p, words, dropped, keys_first=keys_first, signed=signed)
 
     def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
         """A tile of numbers of a table in device memory, `[numbers]`, by their indices, which must be inside."""

@@ -16,21 +16,41 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord, shared_index
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, Loaded, TileCoord, shared_index
 from jflash._semantics import dropout
+from jflash._semantics.dropout import HeadSeed
 from jflash._semantics.spec import Spec
 
 Tile = Float[Array, "rows columns"]
 
 
-def kept(inputs: KernelInputs, at: TileCoord, p: Tile) -> Tile:
-    """P kept."""
-    return p if inputs.spec.dropout_rate == 0 else _drop(inputs, at, p, signed=False)
+def head_seed(inputs: KernelInputs, at: TileCoord) -> HeadSeed | None:
+    """The seed of a tile's head; `None` without dropout."""
+    if inputs.spec.dropout_rate == 0:
+        return None
+    words = inputs.refs["dropout_seed"]
+    entry = shared_index(words, at.batch, None)[0]
+    head: Any = inputs.value("head_index", at.batch, at.head)
+    return dropout.head_seed(inputs.spec, (words[entry, 0], words[entry, 1]), head)
+
+
+def tile_words(inputs: KernelInputs, at: TileCoord, shape: tuple[int, ...], seed: HeadSeed | None) -> dict[str, Array]:
+    """The words of a tile, by name; none without dropout, or where tiles may not begin at multiples of 16 of the whole
+    call's sequence."""
+    if seed is None or not inputs.refs.keys().isdisjoint(("first_query", "first_key")):
+        return {}
+    counter = dropout.counter(seed.before, lax.div(at.query, 2), lax.div(at.key, 2))
+    return {"dropout": inputs.ops.dropout_words(counter, seed.middle, shape, keys_first=inputs.keys_first)}
+
+
+def kept(inputs: KernelInputs, at: TileCoord, p: Tile, loaded: Loaded | None = None) -> Tile:
+    """P kept; by the tile's words if they are among what is `loaded`."""
+    return p if inputs.spec.dropout_rate == 0 else _drop(inputs, at, p, loaded or {}, signed=False)
 
 
 def signed(inputs: KernelInputs, at: TileCoord, p: Tile) -> Tile:
     """Signed P; P itself without dropout."""
-    return p if inputs.spec.dropout_rate == 0 else _drop(inputs, at, p, signed=True)
+    return p if inputs.spec.dropout_rate == 0 else _drop(inputs, at, p, {}, signed=True)
 
 
 def kept_of_signed(spec: Spec, p: Tile) -> Tile:
@@ -50,18 +70,15 @@ def scaled(spec: Spec, values: Float[Array, "..."]) -> Float[Array, "..."]:
     return values if spec.dropout_rate == 0 else values * (1 / (1 - spec.dropout_rate))
 
 
-def _drop(inputs: KernelInputs, at: TileCoord, p: Tile, *, signed: bool) -> Tile:
-    spec, ops, value = inputs.spec, inputs.ops, inputs.value
-    words = inputs.refs["dropout_seed"]
-    entry = shared_index(words, at.batch, None)[0]
-    head: Any = value("head_index", at.batch, at.head)
-    seed = dropout.head_seed(spec, (words[entry, 0], words[entry, 1]), head)
-    first_query, first_key = (value(name, at.batch) for name in ("first_query", "first_key"))
-    if first_query is None and first_key is None:
-        # A tile begins at multiples of 16.
-        counter = dropout.counter(seed.before, lax.div(at.query, 2), lax.div(at.key, 2))
-        return ops.drop(p, counter, seed.middle, dropout.dropped(spec), keys_first=inputs.keys_first, signed=signed)
-    queries, keys = (ops.iota(p.shape, int(axis)) for axis in (inputs.keys_first, not inputs.keys_first))
+def _drop(inputs: KernelInputs, at: TileCoord, p: Tile, loaded: Loaded, *, signed: bool) -> Tile:
+    spec, ops, keys_first = inputs.spec, inputs.ops, inputs.keys_first
+    seed = None if "dropout" in loaded else head_seed(inputs, at)
+    words = loaded if seed is None else tile_words(inputs, at, p.shape, seed)
+    if words:
+        return ops.drop(p, words["dropout"], dropout.dropped(spec), keys_first=keys_first, signed=signed)
+    assert seed is not None
+    queries, keys = (ops.iota(p.shape, int(axis)) for axis in (keys_first, not keys_first))
+    first_query, first_key = (inputs.value(name, at.batch) for name in ("first_query", "first_key"))
     query, key = (x if first is None else x + first for x, first in ((at.query, first_query), (at.key, first_key)))
     keep = dropout.keep(spec, seed, queries + query, keys + key)
     return jnp.where(keep, p, -p if signed else 0.0)

@@ -22,7 +22,7 @@ from jflash._semantics.tile import Parameters, Tile
 _SEGMENTS: dict[str, bias_and_mask.Kind] = {"query_segments": "row", "key_segments": "column"}
 
 Loaded = Mapping[str, Array]
-"""What a kernel has loaded of a tile's bias and packed mask, by name."""
+"""What a kernel has loaded of a tile's bias and packed mask, and made of its words of dropout, by name."""
 
 
 class TileCoord(NamedTuple):

@@ -31,12 +31,13 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import logits, online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, operand_pieces
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, dropped, operand_pieces
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
+from jflash._semantics.dropout import HeadSeed
 
 
 def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
@@ -194,16 +195,19 @@ class MainLoop:
     tiles: TileRange
     at: TileCoord
     visited: Int[Array, ""] | int
+    seed: HeadSeed | None = None
+    """That of the head's dropout, from `run` on."""
 
     def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
         """The softmax's state, and O, after all tiles; `q_read` is called when the queries are not needed any more."""
         plan, ops = self.cta.plan, self.cta.ops
-        start, stop, loop = 0, self.tiles.count, self
+        seed = dropped.head_seed(self.cta.inputs, self.at)
+        start, stop, loop = 0, self.tiles.count, dataclasses.replace(self, seed=seed)
         # A warpgroup leaves out tiles that only other rows of its CTA see.
         skips = plan.skips_tiles
         if skips:
             start, stop, own = tile_range.own_key_tiles(self.cta.inputs, self.tiles, self.at)
-            loop = dataclasses.replace(self, tiles=own)
+            loop = dataclasses.replace(loop, tiles=own)
             lax.fori_loop(0, start, self._leave, None)
         state = loop._first_tile(start)
         acc_o = ops.full((WARPGROUP_ROWS, plan.columns), 0)
@@ -247,6 +251,7 @@ class MainLoop:
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
         plgpu.barrier_arrive(shared.k.empty.at[slot])
+        loaded = loaded | dropped.tile_words(self.cta.inputs, at, self.cta.shape, self.seed)
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
         return self.cta.form.step(s, mask, before)
 
