@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import matrix_unit
 import ml_dtypes
 import numpy as np
+from ptx_arithmetic import COMPARISONS, FLOATS, INTEGERS, PREDICATES, bits, number, typed, unsigned
 
 LANES = np.arange(32)
 GLOBAL, SHARED = 1 << 33, 2048
@@ -81,7 +82,7 @@ class _Kernel:
             line = re.sub(r"//.*", "", raw).strip()
             if label := re.fullmatch(r"(\$?\w+):", line):
                 self.labels[label[1]] = len(self.instructions)
-            elif found := re.fullmatch(r"(?:@(!?%p\d+)\s+)?([a-z][\w.:]*)\s*(.*);", line):
+            elif found := re.fullmatch(r"(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*(.*);", line):
                 operands = [text.strip() for text in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s{[][^,]*", found[3])]
                 self.instructions.append(
                     Instruction(found[1], found[2].split("."), [text for text in operands if text])
@@ -161,9 +162,11 @@ class _Warp:
             return
         target, *sources = operands
         if parts[-1] == "pred":
-            made = _PREDICATES[parts[0]](*(self._predicate(source) for source in sources))
+            made = PREDICATES[parts[0]](*(self._predicate(source) for source in sources))
+        elif parts[-1] == "f16x2":
+            made = FLOATS[parts[0]](*self._pairs(sources)).view(np.uint32)[:, 0]
         elif parts[-1] == "f32":
-            made = _bits(self._float(parts, [_number(self._value(source, 32)) for source in sources]))
+            made = bits(self._float(parts, [number(self._value(source, 32)) for source in sources]))
         else:
             made = self._integer(parts, sources)
         self._set(target, made, holds)
@@ -175,11 +178,11 @@ class _Warp:
     def _value(self, text: str, width: int) -> np.ndarray:
         """A register's bits, or a constant's."""
         if text in self.registers:
-            return self.registers[text].astype(_unsigned(width))
+            return self.registers[text].astype(unsigned(width))
         if text.startswith("0f"):
             return np.full(32, int(text[2:], 16), np.uint32)
         number = SHARED if text.startswith("__dynamic_shmem") else int(text, 0)
-        return np.full(32, number & ((1 << width) - 1), _unsigned(width))
+        return np.full(32, number & ((1 << width) - 1), unsigned(width))
 
     def _predicate(self, text: str) -> np.ndarray:
         return self.registers[text] if text in self.registers else np.full(32, int(text) != 0)
@@ -197,9 +200,9 @@ class _Warp:
             return
         width, targets = int(parts[-1][1:]), _names(target)
         index = self.memory.index(self._address(source), width // 8 * len(targets))
-        found = np.ascontiguousarray(self.memory.bytes[index]).view(_unsigned(width))
-        for number, name in enumerate(targets):
-            self._set(name, found[:, number], holds)
+        found = np.ascontiguousarray(self.memory.bytes[index]).view(unsigned(width))
+        for place, name in enumerate(targets):
+            self._set(name, found[:, place], holds)
 
     def _st(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         width = int(parts[-1][1:])
@@ -213,7 +216,7 @@ class _Warp:
 
     def _red(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         assert "add" in parts
-        values = np.stack([_number(self._value(name, 32)) for name in _names(operands[1])], axis=1)
+        values = np.stack([number(self._value(name, 32)) for name in _names(operands[1])], axis=1)
         index = self.memory.index(self._address(operands[0])[holds], 4 * values.shape[1])
         for where, numbers in zip(index, values[holds], strict=True):
             self.memory.bytes[where] = (self.memory.bytes[where].view(np.float32) + numbers).view(np.uint8)
@@ -257,8 +260,8 @@ class _Warp:
         quarter = lambda words: words.view(np.uint16).view(dtype).astype(np.float64).reshape(8, 8)
         left = np.block([[quarter(a[0]), quarter(a[2])], [quarter(a[1]), quarter(a[3])]])
         right = np.concatenate([quarter(word).T for word in b])
-        before = np.stack(list(map(_number, c)), axis=-1).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
-        made = _bits(matrix_unit.add(before, (left @ right).astype(np.float32))).reshape(2, 8, 4, 2)
+        before = np.stack(list(map(number, c)), axis=-1).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+        made = bits(matrix_unit.add(before, (left @ right).astype(np.float32))).reshape(2, 8, 4, 2)
         each = [made[half, :, :, neighbour].reshape(32) for half in range(2) for neighbour in range(2)]
         self.registers.update(zip(_names(operands[0]), each, strict=True))
 
@@ -286,11 +289,11 @@ class _Warp:
         width, names = int(parts[-1][1:]), _names(source if source.startswith("{") else target)
         if source.startswith("{"):
             halves = [self._value(name, width // len(names)) for name in names]
-            self._set(target, np.stack(halves, axis=1).view(_unsigned(width))[:, 0], holds)
+            self._set(target, np.stack(halves, axis=1).view(unsigned(width))[:, 0], holds)
             return
-        halves = self._value(source, width)[:, None].view(_unsigned(width // len(names)))
-        for number, name in enumerate(names):
-            self._set(name, halves[:, number], holds)
+        halves = self._value(source, width)[:, None].view(unsigned(width // len(names)))
+        for place, name in enumerate(names):
+            self._set(name, halves[:, place], holds)
 
     def _cvta(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         self._set(operands[0], self._value(operands[1], 64), holds)
@@ -299,25 +302,28 @@ class _Warp:
         to, source = parts[-2:]
         target, *texts = operands
         if to.endswith("x2"):
-            high, low = (_number(self._value(text, 32)).astype(_HALVES[to[:-2]]).view(np.uint16) for text in texts)
+            high, low = (number(self._value(text, 32)).astype(_HALVES[to[:-2]]).view(np.uint16) for text in texts)
             made = np.stack([low, high], axis=1).view(np.uint32)[:, 0]
         elif to in _HALVES:
-            made = _number(self._value(texts[0], 32)).astype(_HALVES[to]).view(np.uint16)
+            made = number(self._value(texts[0], 32)).astype(_HALVES[to]).view(np.uint16)
         elif source in _HALVES:
-            made = _bits(self._value(texts[0], 16).view(_HALVES[source]).astype(np.float32))
+            made = bits(self._value(texts[0], 16).view(_HALVES[source]).astype(np.float32))
         elif to == "f32":
-            made = _bits(_typed(self._value(texts[0], 32), source).astype(np.float32))
+            made = bits(typed(self._value(texts[0], 32), source).astype(np.float32))
         else:
             width = int(to[1:])
-            made = (
-                _typed(self._value(texts[0], int(source[1:])), source).astype(f"i{width // 8}").view(_unsigned(width))
-            )
+            made = typed(self._value(texts[0], int(source[1:])), source).astype(f"i{width // 8}").view(unsigned(width))
         self._set(target, made, holds)
 
     def _setp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         target, *texts = operands
-        left, right = (_typed(self._value(text, int(parts[-1][1:])), parts[-1]) for text in texts)
-        self._set(target, _COMPARISONS[parts[1]](left, right), holds)
+        if parts[-1] == "f16x2":
+            both = COMPARISONS[parts[1]](*self._pairs(texts))
+            for half, name in enumerate(target.split("|")):
+                self._set(name, both[:, half], holds)
+            return
+        left, right = (typed(self._value(text, int(parts[-1][1:])), parts[-1]) for text in texts)
+        self._set(target, COMPARISONS[parts[1]](left, right), holds)
 
     def _selp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         target, yes, no, which = operands
@@ -326,76 +332,37 @@ class _Warp:
 
     # The others, by their type.
 
+    def _pairs(self, texts: list[str]) -> list[np.ndarray]:
+        """Each word as two numbers in half precision."""
+        return [np.ascontiguousarray(self._value(text, 32)).view(np.float16).reshape(-1, 2) for text in texts]
+
     @staticmethod
     def _float(parts: list[str], x: list[np.ndarray]) -> np.ndarray:
         with np.errstate(all="ignore"):
             if parts[0] in ("max", "min"):
                 names = "maximum" if parts[0] == "max" else "minimum", f"f{parts[0]}"
                 return getattr(np, names["NaN" not in parts])(*x)
-            return np.asarray(_FLOATS[parts[0]](*x), np.float32)
+            return np.asarray(FLOATS[parts[0]](*x), np.float32)
 
     def _integer(self, parts: list[str], sources: list[str]) -> np.ndarray:
         kind, width = parts[-1], int(parts[-1][1:])
         if "wide" in parts:
             values = [
-                _typed(self._value(text, width), kind).astype(f"{kind[0].replace('s', 'i')}{width // 4}")
+                typed(self._value(text, width), kind).astype(f"{kind[0].replace('s', 'i')}{width // 4}")
                 for text in sources
             ]
-            return np.multiply(*values).view(_unsigned(2 * width))
+            return np.multiply(*values).view(unsigned(2 * width))
         values = [self._value(text, width) for text in sources]
         if parts[0] in ("shl", "shr"):
-            by = np.minimum(values[1], _unsigned(width)(width - 1)).astype(values[0].dtype)
+            by = np.minimum(values[1], unsigned(width)(width - 1)).astype(values[0].dtype)
             assert (values[1] < width).all()
             shift = np.left_shift if parts[0] == "shl" else np.right_shift
-            return shift(_typed(values[0], kind), _typed(by, kind)).view(_unsigned(width))
+            return shift(typed(values[0], kind), typed(by, kind)).view(unsigned(width))
         with np.errstate(over="ignore"):
-            made = _INTEGERS[parts[0]](*(_typed(value, kind) for value in values))
-        return np.asarray(made).view(_unsigned(width))
+            made = INTEGERS[parts[0]](*(typed(value, kind) for value in values))
+        return np.asarray(made).view(unsigned(width))
 
 
 def _names(text: str) -> list[str]:
     """Of one register or several."""
     return [name.strip() for name in text.strip("{}").split(",")]
-
-
-def _unsigned(width: int) -> Any:
-    return {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[width]
-
-
-def _typed(bits: np.ndarray, kind: str) -> np.ndarray:
-    """Bits as numbers of a type of PTX."""
-    return bits.view(f"{ {'f': 'f', 's': 'i'}.get(kind[0], 'u') }{int(kind[1:]) // 8}")
-
-
-def _number(bits: np.ndarray) -> np.ndarray:
-    return bits.view(np.float32)
-
-
-def _bits(numbers: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(numbers, np.float32).view(np.uint32)
-
-
-def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return np.trunc(left / np.where(right == 0, 1, right)).astype(left.dtype)
-
-
-_PREDICATES = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
-_COMPARISONS = {
-    **{name: getattr(np, long) for name, long in dict(eq="equal", ne="not_equal", lt="less", le="less_equal").items()},
-    **dict(gt=np.greater, ge=np.greater_equal),
-    **dict(neu=np.not_equal, nan=lambda left, right: np.isnan(left) | np.isnan(right)),
-    **dict(ltu=lambda left, right: ~(left >= right), leu=lambda left, right: ~(left > right)),
-    **dict(gtu=lambda left, right: ~(left <= right), geu=lambda left, right: ~(left < right)),
-}
-_FLOATS = {
-    **dict(add=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, neg=np.negative, abs=np.abs),
-    **dict(ex2=np.exp2, lg2=np.log2, rcp=np.reciprocal),
-    "fma": lambda a, b, c: a.astype(np.float64) * b + c,
-}
-_INTEGERS = {
-    **dict(add=np.add, sub=np.subtract, mul=np.multiply, neg=np.negative, abs=np.abs, max=np.maximum, min=np.minimum),
-    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "div": _quotient},
-    "rem": lambda left, right: left - _quotient(left, right) * right,
-    "mad": lambda a, b, c: a * b + c,
-    "bfe": lambda bits, start, count: (bits >> start) & ((1 << count) - 1).astype(bits.dtype),
-}

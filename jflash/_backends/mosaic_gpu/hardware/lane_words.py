@@ -75,11 +75,10 @@ class LaneWords:
         word, the lower half for the first: without its sign, as a number in half precision, with that of bits `limit`.
         """
         instruction = {"clear": "mul.f32 {0}, {0}, 0f00000000;", "negate": "neg.f32 {0}, {0};"}[change]
-        changed = " ".join(f"@{half} {instruction.format(f'${at}')}" for at, half in enumerate(("low", "high")))
-        ptx = (
-            "{ .reg .pred low, high; .reg .b32 size; abs.f16x2 size, $4; "
-            f"setp.{comparison}.f16x2 low|high, size, $5; mov.f32 $0, $2; mov.f32 $1, $3; {changed} }}"
-        )
+        changed = [f"@{half} {instruction.format(f'${at}')}" for at, half in enumerate(("low", "high"))]
+        compared = ["abs.f16x2 size, $4;", f"setp.{comparison}.f16x2 low|high, size, $5;"]
+        registers, copied = [".reg .pred low, high;", ".reg .b32 size;"], ["mov.f32 $0, $2;", "mov.f32 $1, $3;"]
+        ptx = "\n".join(["{", *registers, *compared, *copied, *changed, "}"])
         both = self(limit | limit << 16)
         return mgpu.utils.inline_ptx(ptx, *numbers, word, both, result_types=[self.zero.type] * 2)
 
