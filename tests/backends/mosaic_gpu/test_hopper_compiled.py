@@ -30,9 +30,9 @@ SPILLS = {
             "faster at d64 causal, in rounds of four warpgroups, and 6% at d128, than with them added to logits.",
         ),
     ),
-    **dict.fromkeys(
-        ("d256 causal, dropout: forward", "soft cap, dropout: forward"),
-        (20, "It keeps a head's two words of dropout. What that costs was not measured yet."),
+    "soft cap, dropout: forward": (
+        132,
+        "It keeps a tile's words of dropout beside the polynomials. What that costs was not measured yet.",
     ),
     **dict.fromkeys(
         ("float32 d128, rounds: forward", "float32 d128 causal, rounds: forward"),
