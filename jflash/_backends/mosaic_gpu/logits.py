@@ -51,6 +51,8 @@ def form(spec: Spec, *, bias_by_mma: bool = True) -> LogitsForm:
         return BiasByMma()
     if is_plain(spec):
         return Plain()
+    if LessDistances.serves(spec):
+        return LessDistances()
     return SoftCapped() if SoftCapped.serves(spec) else LogitsForm()
 
 
@@ -120,6 +122,18 @@ class BiasByMma(Plain):
         numbers, unit = bias_columns.with_large_biases(mask.inputs, s, mask.at, mask.loaded)
         numbers = mask.hide(numbers, -jnp.inf)
         return online_softmax.step(self.exponent(mask.inputs.spec), numbers, unit, mask, before)
+
+
+class LessDistances(LogitsForm):
+    """Products, scaled, less each key's distance times a slope: few registers more than products alone."""
+
+    max_warpgroups = 3
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        """Whether a call's logits have this form."""
+        others = "bias" in spec.operands or spec.score_mod is not None or spec.logits_soft_cap is not None
+        return "alibi_slopes" in spec.operands and not others
 
 
 class SoftCapped(LogitsForm):
