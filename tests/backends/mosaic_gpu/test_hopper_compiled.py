@@ -64,7 +64,7 @@ SPILLS = {
         (
             *(f"d{d} causal, score_mod of a table: forward" for d in (64, 128, 256)),
             *(f"d256 causal, score_mod of a table: {kernel}" for kernel in ("d_query", "d_key_value", "d_tables")),
-            "bias, score_mod of a table: d_bias",
+            *(f"bias, score_mod of a table: {kernel}" for kernel in ("forward", "d_bias")),
         ),
         (300, "It keeps the indices of a tile, and what is read there. What that costs was not measured yet."),
     ),
