@@ -69,6 +69,10 @@ class Interpreter(WarpgroupOps):
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
         return rounded(values)
 
+    def leading_piece(self, values: Float[Array, "rows columns"]) -> tuple[Array, Array]:
+        piece = rounded(values)
+        return piece.astype(jnp.bfloat16), values - piece
+
     def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
         return body(*(Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
 

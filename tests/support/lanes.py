@@ -6,6 +6,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import matrix_unit
 import numpy as np
 
@@ -29,7 +30,7 @@ class Arithmetic:
     andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
     addi, subi, muli, shli, shrui = np.add, np.subtract, np.multiply, np.left_shift, np.right_shift
     divui, remui = np.floor_divide, np.remainder
-    addf, negf, select = np.add, np.negative, np.where
+    addf, subf, negf, select = np.add, np.subtract, np.negative, np.where
     cmpi = cmpf = staticmethod(lambda predicate, left, right: predicate(left, right))
 
 
@@ -58,6 +59,10 @@ class Numbers(LaneWords):
         where = {"lt": sizes < limit, "gtu": ~(sizes <= limit)}[comparison]
         changed = {"clear": lambda x: x * np.float32(0), "negate": np.negative}[change]
         return [np.where(where[:, half], changed(number), number) for half, number in enumerate(numbers)]
+
+    def rounded(self, numbers: Sequence[np.ndarray]) -> np.ndarray:
+        low, high = (number.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32) for number in numbers)
+        return low | high << 16
 
     def bits(self, number: np.ndarray) -> np.ndarray:
         return number.view(np.uint32)

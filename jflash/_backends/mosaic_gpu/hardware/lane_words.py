@@ -82,6 +82,15 @@ class LaneWords:
         both = self(limit | limit << 16)
         return mgpu.utils.inline_ptx(ptx, *numbers, word, both, result_types=[self.zero.type] * 2)
 
+    def rounded(self, numbers: Sequence[Any]) -> Any:
+        """The word of the bfloat16 numbers nearest to two float32 numbers, the first one's in its lower half."""
+        low, high = numbers
+        return mgpu.utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=self.type)
+
+    def bfloat16(self, word: Any) -> Any:
+        """A register that holds two numbers, from their word."""
+        return mgpu.utils.bitcast(word, self.ir.VectorType.get((2,), self.ir.BF16Type.get()))
+
     def bits(self, number: Any) -> Any:
         """Those of a float32."""
         return mgpu.utils.bitcast(number, self.type)

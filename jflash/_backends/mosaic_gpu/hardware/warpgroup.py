@@ -19,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, BFloat16, Bool, Float, Int, UInt32
 
-from jflash._backends.mosaic_gpu.hardware import distances, dropout_words, packed_mask, sums_by_index
+from jflash._backends.mosaic_gpu.hardware import distances, dropout_words, leading_piece, packed_mask, sums_by_index
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -90,6 +90,12 @@ class WarpgroupOps(Protocol):
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
         """The nearest bfloat16 numbers."""
         return values.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def leading_piece(
+        self, values: Float[Array, "rows columns"]
+    ) -> tuple[BFloat16[Array, "rows columns"], Float[Array, "rows columns"]]:
+        """A tile's nearest bfloat16 numbers, and the values less those."""
+        return leading_piece.take(values)
 
     def accumulators[Results](self, body: Callable[..., Results], *shapes: tuple[int, int]) -> Results:
         """What `body` returns for an accumulator of zeros for each of `shapes`, which it may set before it adds."""

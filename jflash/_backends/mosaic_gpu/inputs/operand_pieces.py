@@ -135,7 +135,11 @@ def split(spec: Spec, values: Float[Array, "rows columns"], ops: WarpgroupOps) -
     """An operand in registers."""
     if spec.dtype != jnp.float32:
         return (values.astype(spec.dtype),)
-    return tuple(piece.astype(dtype(spec)) for piece in bf16_pieces.split(values, ops.rounded, number(spec)))
+    pieces: list[Array] = []
+    while len(pieces) < number(spec) - 1:
+        piece, values = ops.leading_piece(values)
+        pieces.append(piece)
+    return *pieces, values.astype(dtype(spec))
 
 
 def order(count: int) -> list[tuple[int, int]]:
