@@ -66,6 +66,11 @@ def opaque_zero(step: Any, warpgroup: Any) -> Any:
     return lax.shift_right_logical(step + warpgroup, 30)
 
 
+def slot(step: Any, stages: int, still: Any) -> Any:
+    """The slot of a ring of `stages` that a step's tile lies in; `still`, the step's `opaque_zero`, if there is one."""
+    return lax.rem(step, stages) if stages > 1 else still
+
+
 def opaque(count: Any, *axes: str) -> Any:
     """`count`, which the compiler cannot know, as it does not know the indices of the grid's `axes`.
 

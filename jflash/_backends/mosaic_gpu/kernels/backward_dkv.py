@@ -143,10 +143,11 @@ class _Cta(Cta[DkvPlan]):
 
     def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
         shared, ops, spec = self.smem, self.ops, self.plan.spec
-        slot, shape = lax.rem(step, self.plan.stages), (WARPGROUP_ROWS, QUERIES)
+        still, shape = ops.opaque_zero(step), (WARPGROUP_ROWS, QUERIES)
+        slot = pipeline.slot(step, self.plan.stages, still)
         at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
         plgpu.barrier_wait(shared.q.full.at[slot])
-        s = self._product(self.k, shared.q.tiles.at[slot])
+        s = self._product(self.k.at[pl.ds(still * WARPGROUP_ROWS, WARPGROUP_ROWS)], shared.q.tiles.at[slot])
         lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
         loaded = self.inputs.load_packed_mask(at, shape)
         if shared.bias is not None:
@@ -194,9 +195,10 @@ class _Cta(Cta[DkvPlan]):
     def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc_dk, *sums = carry
         shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, QUERIES)
-        slot = lax.rem(step, self.plan.stages)
+        still = ops.opaque_zero(step)
+        slot = pipeline.slot(step, self.plan.stages, still)
         plgpu.barrier_wait(shared.do.full.at[slot])
-        dp = self._product(self.v, shared.do.tiles.at[slot])
+        dp = self._product(self.v.at[pl.ds(still * WARPGROUP_ROWS, WARPGROUP_ROWS)], shared.do.tiles.at[slot])
         delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])

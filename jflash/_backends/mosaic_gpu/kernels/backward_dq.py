@@ -148,7 +148,8 @@ class _Cta(Cta[DqPlan]):
         acc_dq, sums = carry
         tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.ops
         warpgroup, wanted, shape = self.warpgroup, self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
-        key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
+        still = pipeline.opaque_zero(index, warpgroup)
+        key_slot, value_slot = (pipeline.slot(index, stages, still) for stages in (tile.stages, tile.value_stages))
         at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
         pieces = functools.partial(operand_pieces.of_tile, spec)
         k, v = pieces(shared.k.tiles.at[key_slot]), pieces(shared.v.tiles.at[value_slot])
@@ -156,10 +157,10 @@ class _Cta(Cta[DqPlan]):
         plgpu.barrier_wait(shared.k.full.at[key_slot])
 
         def differentiate(acc_s: Any, acc_dp: Any) -> tuple[Pieces, tuple[Array, ...]]:
-            still = warpgroup + pipeline.opaque_zero(index, warpgroup)
-            operand_pieces.mma(acc_s, pieces(self.q.at[still]), operand_pieces.transposed(k), ops)
+            own = warpgroup + still
+            operand_pieces.mma(acc_s, pieces(self.q.at[own]), operand_pieces.transposed(k), ops)
             plgpu.barrier_wait(shared.v.full.at[value_slot])
-            operand_pieces.mma(acc_dp, pieces(shared.do.at[still]), operand_pieces.transposed(v), ops)
+            operand_pieces.mma(acc_dp, pieces(shared.do.at[own]), operand_pieces.transposed(v), ops)
             if shared.bias is not None:
                 loaded["bias"] = ops.load(shared.bias.at[value_slot, self.own])
             s = ops.read(acc_s, pending=operand_pieces.products(spec))

@@ -219,16 +219,21 @@ class MainLoop:
         return state, acc_o
 
     def _slot(self, index: Any) -> Any:
-        return lax.rem(self.visited + index, self.cta.plan.tile.stages)
+        return pipeline.slot(self.visited + index, self.cta.plan.tile.stages, self._still(index))
+
+    def _still(self, index: Any) -> Any:
+        return pipeline.opaque_zero(index, self.cta.warpgroup)
 
     def _prefetch(self, index: Any) -> dict[str, Array]:
         at = self.at._replace(key=self.tiles.start(index))
         return self.cta.form.prefetch(self.cta.inputs, at, self.cta.plan.tile)
 
-    def _issue_s(self, acc_s: Any, slot: Any) -> None:
-        shared = self.cta.smem
+    def _issue_s(self, acc_s: Any, index: Any) -> None:
+        shared, own, slot = self.cta.smem, self.cta.warpgroup, self._slot(index)
         pieces = functools.partial(operand_pieces.of_tile, self.cta.plan.spec)
-        q, k = pieces(self.cta.q.at[self.cta.warpgroup]), pieces(shared.k.tiles.at[slot])
+        if operand_pieces.number(self.cta.plan.spec) > 1:
+            own = own + self._still(index)
+        q, k = pieces(self.cta.q.at[own]), pieces(shared.k.tiles.at[slot])
         operand_pieces.mma(acc_s, q, operand_pieces.transposed(k), self.cta.ops)
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
@@ -261,7 +266,7 @@ class MainLoop:
         plgpu.barrier_wait(self.cta.smem.k.full.at[slot])
 
         def product(acc_s: Any) -> Array:
-            self._issue_s(acc_s, slot)
+            self._issue_s(acc_s, jnp.int32(start))
             return ops.read(acc_s)
 
         s = ops.accumulators(product, self.cta.shape)
@@ -282,7 +287,7 @@ class MainLoop:
 
         def attend_tile(acc_o: Any) -> Softmax:
             def overlap(acc_s: Any) -> Softmax:
-                self._issue_s(acc_s, slot)
+                self._issue_s(acc_s, index)
                 plgpu.barrier_wait(cta.v.full.at[last])
                 operand_pieces.mma(acc_o, p, self._v(last), ops)
                 s = ops.read(acc_s, pending=operand_pieces.products(cta.plan.spec))
