@@ -54,8 +54,6 @@ def _unsupported_float32(spec: Spec, dims: str) -> str | None:
     """float32 operands take the room of as many of 16 bits as the precision asks for."""
     from jflash._backends.mosaic_gpu.inputs import operand_pieces
 
-    if max(spec.head_dim, spec.value_dim) > 256:
-        return f"it takes float32 with H and D of at most 256. Got {dims}."
     if (reason := operand_pieces.unsupported(spec)) is not None:
         return reason
     if not _fits(spec):
