@@ -14,8 +14,9 @@
 
 64 rows of dK and dV, of 512 columns each, take twice the registers of a CTA. So each gradient has a kernel, and S is
 made three times, dP twice. dP goes through shared memory in float32: the first warpgroup alone takes it back to the
-products, and to the parameters of the logits. The second one is a tile ahead with it, as V is with its copies: where
-there is room for a single tile of each, that of K, which dQ needs last, comes late.
+products, and to the parameters of the logits. P or dS of a float32 call goes back whole, as pieces may take more room
+than dP has; each warpgroup splits it. The second one is a tile ahead with dP, as V is with its copies: where there is
+room for a single tile of each, that of K, which dQ needs last, comes late.
 
 Counted: eight products of a tile, where the two kernels of narrow heads make seven. With H = D = 512, for 32 keys a CTA
 of dQ copies 64 KiB and makes 3.1 million multiply-adds, 48 for each byte, one of dK likewise, and one of dV 32.

@@ -43,7 +43,7 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     factors = dict(out=out, d_out=d_out)
     tiles = [smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, part=part) for _ in factors]
     if whole_shape(out.shape) != out.shape or not smem.fits(tiles):
-        # Cheaper than padded copies of both; and float32 of more than 448 columns has no room.
+        # Cheaper than padded copies of both. Of float32 some heads that others serve have no room here.
         products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
         factors, tiles, d_lse = {}, [], d_lse - products.sum(axis=-1).transpose(0, 2, 1)
     results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))

@@ -14,7 +14,7 @@ CTA for each half of the columns it would be made twice. The second warpgroup's 
 exponentials.
 
 Counted, with H = D = 512: for 64 keys a CTA copies 128 KiB and makes 4.2 million multiply-adds, 32 for each byte. With
-256, where a CTA has 128 rows, it makes 64.
+256, where a CTA has 128 rows, it makes 64. float32 in two pieces has as many bytes with H = D = 256, and 48 for each.
 
 Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", whose first kernel has
 this division; its later one lets both warpgroups make every other S.
