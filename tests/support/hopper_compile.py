@@ -110,6 +110,7 @@ CASES = {
     "float32 d256, mask": (256, 256, {}, dict(mask=(PAIRS, jnp.bool_))),
     "float32 d256, alibi and scale": (256, 256, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
     "float32 d256 causal, dropout": (256, 256, dict(is_causal=True, dropout_rate=0.1), DROPOUT_KEY),
+    "float32 d256 causal, score_mod of a table": (256, 256, dict(is_causal=True), dict(numbers=((4, 256), float32))),
     "float32 d64/512": (64, 512, {}, {}),
     "float32 partial": (128, 128, dict(is_causal=True), dict(query_offset=((), jnp.int32))),
 }

@@ -1,4 +1,8 @@
-"""Which kernels serve a call: those of narrow heads, or those of wide ones, in which two warpgroups share columns."""
+"""Which kernels serve a call: those of narrow heads, or those of wide ones, in which two warpgroups share columns.
+
+All are of one kind: where narrow heads' backward has no room, their forward, which may have some, spills registers, and
+that of wide heads does not (examples/benchmarks/experiments/2026-11-25-wide-heads.md).
+"""
 
 from __future__ import annotations
 
