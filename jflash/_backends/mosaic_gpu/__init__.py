@@ -34,7 +34,7 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"H and D must be at most 576. Got {dims}."
     if (reason := unsupported_score_mod(spec)) is not None:
         return reason
-    return _without_room(spec, dims)
+    return _unsupported_operands(spec, dims)
 
 
 def unsupported_score_mod(spec: Spec) -> str | None:
@@ -46,8 +46,8 @@ def unsupported_score_mod(spec: Spec) -> str | None:
     return score_mod_reads.unsupported(spec)
 
 
-def _without_room(spec: Spec, dims: str) -> str | None:
-    """float32 operands take the room of as many of 16 bits as the precision asks for."""
+def _unsupported_operands(spec: Spec, dims: str) -> str | None:
+    """float32 has products of some precisions, and takes the room of as many operands of 16 bits as they ask for."""
     from jflash._backends.mosaic_gpu import plan
     from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
 

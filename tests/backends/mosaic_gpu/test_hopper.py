@@ -39,7 +39,7 @@ CASES = [
     *(Case(**row) for row in PRODUCT),
     *(pytest.param(drawn(VALUES, seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),
 ]
-# Of each of these only pieces are wide: three of the first, two of the others.
+# Wide in three pieces the first, in two the others.
 FLOAT32 = {**VALUES, "dtype": ("float32",), "dims": ((192, 192), (256, 256), (288, 288), (512, 64))}
 
 

@@ -30,7 +30,7 @@ VALUES = {
     "key_length": (17, 131, 200),
     "dims": DIMS,
 }
-# Three pieces of (192, 192) are wide, two of the others.
+# Wide in three pieces the first, in two the second, in both the third.
 FLOAT32 = {**VALUES, "dtype": ("float32",), "dims": ((192, 192), (256, 256), (32, 288))}
 CASES = [
     *(Case(batch=(2,), **row) for row in cases.product(VALUES, 2)),
