@@ -249,13 +249,13 @@ def test_lasting_score_mods() -> None:
 def test_float32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said where 16 bits would be served by another implementation, and only there."""
     monkeypatch.setattr(_platform, "lowering_targets", lambda arrays: {"cuda": HOPPER})
-    (note,) = notes(**shapes(1, 128, 2, 256))
+    (note,) = notes(**shapes(1, 128, 2, 320))
     assert "xla serves float32 here, and mosaic_gpu would serve bfloat16" in note
     assert note.endswith("Got dtype float32.")
-    assert notes(**shapes(1, 128, 2, 256, dtype=jnp.bfloat16)) == []
-    assert notes(**shapes(1, 128, 2, 64)) == []  # heads with which float32 has the kernels too
+    assert notes(**shapes(1, 128, 2, 320, dtype=jnp.bfloat16)) == []
+    assert notes(**shapes(1, 128, 2, 256)) == []  # heads with which float32 has the kernels too
     assert notes(**shapes(1, 128, 2, 584)) == []  # heads that are too wide in any dtype
-    assert notes(**shapes(1, 128, 2, 256), implementation="xla") == []
-    assert notes(**shapes(1, 128, 2, 256), implementation="mosaic_gpu") == []
+    assert notes(**shapes(1, 128, 2, 320), implementation="xla") == []
+    assert notes(**shapes(1, 128, 2, 320), implementation="mosaic_gpu") == []
     monkeypatch.undo()
-    assert notes(**shapes(1, 128, 2, 256)) == []
+    assert notes(**shapes(1, 128, 2, 320)) == []

@@ -100,6 +100,18 @@ CASES = {
     "float32, bias": (128, 128, {}, dict(bias=(PAIRS, float32))),
     "float32, bias of keys": (64, 64, {}, dict(bias=((1, 4, 1, LENGTH), float32))),
     "float32, dropout": (64, 64, dict(dropout_rate=0.1), DROPOUT_KEY),
+    "float32 d256": (256, 256, {}, {}),
+    "float32 d256 causal": (256, 256, dict(is_causal=True), {}),
+    "float32 d256 causal, partial": (256, 256, dict(is_causal=True), dict(query_offset=((), jnp.int32))),
+    "float32 d192, highest": (192, 192, dict(precision="highest"), {}),
+    "float32 d256/128 causal, highest": (256, 128, dict(is_causal=True, precision="highest"), {}),
+    "float32 d256 causal, soft cap": (256, 256, dict(is_causal=True, logits_soft_cap=50.0), {}),
+    "float32 d256, bias": (256, 256, {}, dict(bias=(PAIRS, float32))),
+    "float32 d256, mask": (256, 256, {}, dict(mask=(PAIRS, jnp.bool_))),
+    "float32 d256, alibi and scale": (256, 256, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
+    "float32 d256 causal, dropout": (256, 256, dict(is_causal=True, dropout_rate=0.1), DROPOUT_KEY),
+    "float32 d256 causal, score_mod of a table": (256, 256, dict(is_causal=True), dict(numbers=((4, 256), float32))),
+    "float32 d64/512": (64, 512, {}, {}),
     "float32 partial": (128, 128, dict(is_causal=True), dict(query_offset=((), jnp.int32))),
 }
 PARTIAL = tuple(name for name in CASES if name.endswith("partial"))

@@ -63,9 +63,13 @@ DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropou
 ROWS: dict[str, list[dict[str, Any]]] = {
     "bfloat16 or float16": [dict(dtype=jnp.bfloat16), dict(dtype=jnp.float16)],
     "float32": [dict(dtype=jnp.float32)],
-    'float32 and both head dimensions above 192; or with `precision="highest"`, both above 128 or a soft cap': [
-        *(dict(dtype=jnp.float32, head_dim=dim, value_dim=dim) for dim in (193, 256)),
-        *(dict(dtype=jnp.float32, head_dim=dim, value_dim=dim, precision="highest") for dim in (129, 256)),
+    'float32 and head dimensions of more than 384 together; or with `precision="highest"`, of more than 256': [
+        dict(dtype=jnp.float32, head_dim=192, value_dim=193),
+        dict(dtype=jnp.float32, head_dim=256, value_dim=256),
+        *(dict(dtype=jnp.float32, head_dim=dim, value_dim=192, precision="highest") for dim in (65, 192)),
+    ],
+    'float32 with `precision="highest"` and head dimensions of more than 384 together, or a soft cap': [
+        *(dict(dtype=jnp.float32, head_dim=dim, value_dim=192, precision="highest") for dim in (193, 256)),
         dict(dtype=jnp.float32, precision="highest", logits_soft_cap=2.0),
     ],
     "float64": [dict(dtype=jnp.float64)],
@@ -85,16 +89,23 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "`score_mod` that closes over arrays, with `deterministic=True`": [REFUSED_BY_XLA],
     "likewise, at an index computed from positions": [dict(**TABLE, deterministic=True)],
-    "a head dimension of 257 to 576, not in float32": [
+    "a head dimension of 257 to 576": [
         *(dict(dtype=jnp.bfloat16, **{name: dim}) for name in ("head_dim", "value_dim") for dim in (257, 576)),
         dict(dtype=jnp.float16, head_dim=576, value_dim=512, **WHOLE),
         dict(dtype=jnp.float16, head_dim=576, value_dim=512, **DROPOUT),
+        *(
+            dict(dtype=jnp.float32, **dims)
+            for dims in (dict(head_dim=257), dict(value_dim=544), dict(head_dim=288, value_dim=288))
+        ),
     ],
-    "a head dimension above 576, in float32 above 256; in `jax.jvp` the keys' above 432": [
+    "a head dimension above 576; in float32 more than 576 together; in `jax.jvp` the keys' above 432, in float32 192, "
+    'with `precision="highest"` 128': [
         dict(head_dim=577),
         dict(value_dim=577),
-        *(dict(dtype=jnp.float32, **{name: 257}) for name in ("head_dim", "value_dim")),
+        *(dict(dtype=jnp.float32, head_dim=dim, value_dim=289) for dim in (257, 576)),
         *(dict(derivative="tangent", dtype=jnp.bfloat16, head_dim=dim) for dim in (433, 576)),
+        *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim) for dim in (193, 544)),
+        *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim, precision="highest") for dim in (129, 256)),
     ],
     "sequences split over devices": [
         dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
@@ -103,6 +114,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "`jax.jvp`": [
         dict(derivative="tangent"),
         *(dict(derivative="tangent", dtype=jnp.bfloat16, head_dim=dim, value_dim=512) for dim in (257, 432)),
+        dict(derivative="tangent", dtype=jnp.float32, head_dim=192, value_dim=384),
+        dict(derivative="tangent", dtype=jnp.float32, head_dim=128, value_dim=256, precision="highest"),
     ],
     "derivatives of second and higher order": [dict(derivative="all others")],
 }

@@ -34,11 +34,7 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"H and D must be at most 576. Got {dims}."
     if (reason := unsupported_score_mod(spec)) is not None:
         return reason
-    if spec.dtype == jnp.float32:
-        return _unsupported_float32(spec, dims)
-    if widest > 256 and not _fits(spec):
-        return f"with {dims} and such a bias its tiles do not fit in shared memory."
-    return None
+    return _unsupported_operands(spec, dims)
 
 
 def unsupported_score_mod(spec: Spec) -> str | None:
@@ -50,25 +46,20 @@ def unsupported_score_mod(spec: Spec) -> str | None:
     return score_mod_reads.unsupported(spec)
 
 
-def _unsupported_float32(spec: Spec, dims: str) -> str | None:
-    """float32 operands take the room of as many of 16 bits as the precision asks for."""
-    from jflash._backends.mosaic_gpu.inputs import operand_pieces
+def _unsupported_operands(spec: Spec, dims: str) -> str | None:
+    """float32 has products of some precisions, and takes the room of as many operands of 16 bits as they ask for."""
+    from jflash._backends.mosaic_gpu import plan
+    from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
 
-    if max(spec.head_dim, spec.value_dim) > 256:
-        return f"it takes float32 with H and D of at most 256. Got {dims}."
     if (reason := operand_pieces.unsupported(spec)) is not None:
         return reason
-    if not _fits(spec):
-        pieces = operand_pieces.number(spec)
-        return f"it takes float32 as {pieces} bfloat16 pieces; with {dims} their tiles do not fit in shared memory."
-    return None
-
-
-def _fits(spec: Spec) -> bool:
-    """Whether shared memory has room for the call's smallest tiles."""
-    from jflash._backends.mosaic_gpu import plan
-
-    return plan.fits(spec)
+    if plan.fits(spec):
+        return None
+    such = f"with {dims}" + " and such a bias" * bias_and_mask.has_bias_tiles(spec)
+    if spec.dtype != jnp.float32:
+        return f"{such} its tiles do not fit in shared memory."
+    pieces = operand_pieces.number(spec)
+    return f"it takes float32 as {pieces} bfloat16 pieces; {such} their tiles do not fit in shared memory."
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prepare, row_statistics, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels import backward as fused
@@ -67,8 +66,8 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
         query = prepare.whole_tiles(spec, "query", operands.query)
     else:
         query = prepare.whole_tiles(spec, "query", prepare.pack_heads(operands.query, packed), axis=2)
-    value = prepare.whole_tiles(spec, "value", operands.value)
-    bias_by_mma = logits.form(spec).bias_by_mma
+    value = prepare.whole_tiles(spec, "value", operands.value, parts=plan.value_parts)
+    bias_by_mma = plan.form.bias_by_mma
     arrays = dict(query=query, key=prepare.whole_tiles(spec, "key", operands.key), value=value)
     arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
     arrays |= score_mod_reads.prepare(operands.score_mod_arrays)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.inputs import is_wide, operand_pieces, prepare
+from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
 from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, forward_wide, tangent_plan
 from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.kernels.tangent_plan import TangentPlan
+from jflash._backends.mosaic_gpu.kernels.widths import is_wide
 from jflash._semantics.spec import Spec
 
 __all__ = ["BackwardPlan", "ForwardPlan", "TangentPlan"]
@@ -33,13 +33,13 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
 
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of every kernel that a call may need."""
-    return (forward_wide if is_wide(spec) else forward_plan).fits(spec) and backward_plan.fits(spec)
+    return not is_wide(spec) or (forward_wide.fits(spec) and backward_plan.wide_fits(spec))
 
 
 def describe(spec: Spec, processors: int | None) -> str:
     """The kernels of forward, tangent and backward, tiles, shared memory and schedules, and the copies before them."""
     forward, backward = plan_forward(spec, processors), plan_backward(spec, processors)
-    form = type(logits.form(spec)).__name__
+    form = type(forward.form).__name__
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
     if (products := operand_pieces.products(spec)) > 1:
         details += f", {products} products of pieces for each product"

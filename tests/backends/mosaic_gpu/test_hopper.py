@@ -39,6 +39,9 @@ CASES = [
     *(Case(**row) for row in PRODUCT),
     *(pytest.param(drawn(VALUES, seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),
 ]
+# Wide in three pieces the first, which take no soft cap; in two the others.
+FLOAT32 = {**VALUES, "dtype": ("float32",), "dims": ((192, 160), (256, 256), (480, 64)), "soft_cap": (None,)}
+FLOAT32_CASES = [Case(**row) for row in ([*cases.product(FLOAT32, 2)][::5] if hopper() else [{}])]
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +57,29 @@ def attention(*args, **kwargs):
     return jflash.attention(*args, implementation="mosaic_gpu", **kwargs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_exact(case: Case):
+def assert_exact(case: Case):
     """Padding holds NaN, which must reach nothing."""
     call = cases.build(case)
     poison()
     planted = with_nan_in_padding(call)
     run = lambda **options: oracle.run(in_precision(**options), planted)
     hopper_kernels.assert_right(run, call)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exact(case: Case):
+    assert_exact(case)
+
+
+@pytest.mark.parametrize("case", FLOAT32_CASES, ids=str)
+def test_wide_heads_of_float32(case: Case):
+    assert_exact(case)
+
+
+@pytest.mark.parametrize("dims", [(192, 192), (256, 256), (512, 64)], ids=str)
+@pytest.mark.parametrize("options", [dict(causal=True), dict(lengths="both", dropout=True)], ids=str)
+def test_long_sums_of_wide_heads_of_float32(dims: tuple[int, int], options: dict):
+    assert_exact(Case("float32", 1100, 2300, heads=(4, 2), dims=dims, batch=(2,), **options))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -152,12 +170,10 @@ def test_tables(kind: str, dims: tuple[int, int], dtype: str, options: dict):
 
 @pytest.mark.parametrize("query_length", [1, 4])
 @pytest.mark.parametrize("heads", [(16, 1), (128, 1), (24, 2)], ids=str)
-def test_decoding_of_wide_heads(heads: tuple[int, int], query_length: int):
+@pytest.mark.parametrize(("dtype", "dims"), [("bfloat16", (576, 512)), ("float32", (256, 256))], ids=str)
+def test_decoding_of_wide_heads(dtype: str, dims: tuple[int, int], heads: tuple[int, int], query_length: int):
     """Heads packed into rows, keys in splits."""
-    case = Case("bfloat16", query_length, 2500, heads, (576, 512), (3,), causal=True, offset="end", lengths="keys")
-    call = cases.build(case)
-    poison()
-    oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+    assert_exact(Case(dtype, query_length, 2500, heads, dims, (3,), causal=True, offset="end", lengths="keys"))
 
 
 @pytest.mark.parametrize("tile", [RowTiles(3, 128, 2), RowTiles(4, 64, 3), RowTiles(4, 64, 4)], ids=str)

@@ -49,7 +49,14 @@ SPILLS = {
         )
         for kernel, most in (("forward", 620), ("d_key_value", 580), ("d_query", 76))
     },
-    "d576/512 causal, soft cap: forward": (4, "What that costs was not measured yet."),
+    **dict.fromkeys(
+        ("d576/512 causal, soft cap: forward", "float32 d256 causal, score_mod of a table: forward"),
+        (4, "What that costs was not measured yet."),
+    ),
+    "float32 d256/128 causal, highest: wide_d_key": (
+        16,
+        "It has a second accumulator, in which a tile's sum begins at zero. What that costs was not measured yet.",
+    ),
     "d256 causal, dropout: d_query": (
         64,
         "As without dropout, and a head's two words. What that costs was not measured yet.",

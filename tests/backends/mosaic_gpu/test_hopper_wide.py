@@ -1,4 +1,5 @@
-"""The Hopper kernels of heads wider than 256: their plans, and the kernels in Pallas' interpreter."""
+"""The Hopper kernels of wide heads, of more than 256 columns or of as many in pieces of float32: their plans, and the
+kernels in Pallas' interpreter."""
 
 import dataclasses
 import functools
@@ -29,7 +30,12 @@ VALUES = {
     "key_length": (17, 131, 200),
     "dims": DIMS,
 }
-CASES = [Case(batch=(2,), **row) for row in cases.product(VALUES, 2)]
+# Wide in three pieces the first, in two the second, in both the third.
+FLOAT32 = {**VALUES, "dtype": ("float32",), "dims": ((192, 192), (256, 256), (32, 288))}
+CASES = [
+    *(Case(batch=(2,), **row) for row in cases.product(VALUES, 2)),
+    *(Case(batch=(1,), **row) for row in [*cases.product(FLOAT32, 2)][::2]),
+]
 
 # Two blocks of queries, and the general form of logits.
 IN_SHORT_RUN = next(case for case in CASES if case.dims == (64, 512) and case.query_length > 64 and case.mask == "full")
@@ -43,26 +49,33 @@ def test_wide(case: Case):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
+def test_two_pieces():
+    """The other cases of float32 are dearer."""
+    call = cases.build(Case("float32", 40, 40, (1, 1), (32, 288), (1,), causal=True))
+    oracle.assert_right(hopper_kernels.run(call), call, as_tf32=True)
+
+
 @sampled(3)
 @pytest.mark.parametrize(
-    ("dims", "heads", "query_length", "processors"),
+    ("dtype", "dims", "heads", "query_length", "processors"),
     [
-        ((576, 512), (16, 1), 1, 8),
+        ("bfloat16", (576, 512), (16, 1), 1, 8),
         # More heads than rows of a block: two blocks.
-        ((576, 512), (128, 1), 1, 8),
-        ((512, 512), (24, 2), 3, 1),
+        ("bfloat16", (576, 512), (128, 1), 1, 8),
+        ("bfloat16", (512, 512), (24, 2), 3, 1),
+        pytest.param("float32", (256, 256), (16, 1), 1, 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_decoding(dims: tuple[int, int], heads: tuple[int, int], query_length: int, processors: int):
+def test_decoding(dtype: str, dims: tuple[int, int], heads: tuple[int, int], query_length: int, processors: int):
     """Heads packed into rows, keys in several splits, lengths for each sequence."""
-    case = Case("bfloat16", query_length, 600, heads, dims, (1,), causal=True, offset="end", lengths="keys")
+    case = Case(dtype, query_length, 600, heads, dims, (1,), causal=True, offset="end", lengths="keys")
     call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None)
     spec, _ = hopper_kernels.canonical(call)
     found = plan.plan_forward(spec, processors)
     assert found.packed_heads > 1
     assert (found.splits > 1) == (processors > 1)
-    oracle.assert_right(hopper_kernels.run(call, processors), call)
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
 @pytest.mark.slow
@@ -78,30 +91,40 @@ def test_tiles_of_few_keys():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moving", [None, ("value",)], ids=str)
-@pytest.mark.parametrize("dims", [(320, 320), (257, 64), (64, 512)], ids=str)
-def test_tangents(dims: tuple[int, int], moving: tuple[str, ...] | None):
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [("bfloat16", (320, 320)), ("bfloat16", (257, 64)), ("bfloat16", (64, 512)), ("float32", (64, 288))],
+    ids=str,
+)
+def test_tangents(dtype: str, dims: tuple[int, int], moving: tuple[str, ...] | None):
     """Of all operands, where they fit beside them; of values alone, which are a forward."""
-    call = cases.build(Case("bfloat16", 70, 131, heads=(2, 1), dims=dims, batch=(1,), causal=True, offset="end"))
+    call = cases.build(Case(dtype, 70, 131, heads=(2, 1), dims=dims, batch=(1,), causal=True, offset="end"))
     every = oracle.draw_tangents(call)
     hopper_kernels.assert_tangents_right(call, {name: every[name] for name in moving or every})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [dict(causal=True), dict(bias="full", lengths="both", dropout=True)], ids=str)
-def test_a_part(options: dict):
+@pytest.mark.parametrize(("dtype", "dims"), [("bfloat16", (320, 512)), ("float32", (160, 192))], ids=str)
+def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
     """Of a call whose sequences are split over devices, as tests/backends/test_partial.py has it."""
-    call = cases.build(Case("bfloat16", 131, 64, heads=(2, 2), dims=(320, 512), batch=(2,), **options))
-    oracle.assert_right(parts.run(call, *hopper_kernels.functions()), call)
+    call = cases.build(Case(dtype, 131, 64, heads=(2, 2), dims=dims, batch=(2,), **options))
+    run = lambda **precision: parts.run(call, *hopper_kernels.functions(), **precision)
+    hopper_kernels.assert_right(run, call)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [(512, 512), (576, 576), (8, 512)], ids=str)
-def test_head_groups(dims: tuple[int, int]):
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [("bfloat16", (512, 512)), ("bfloat16", (576, 576)), ("bfloat16", (8, 512)), ("float32", (256, 256))],
+    ids=str,
+)
+def test_head_groups(dtype: str, dims: tuple[int, int]):
     """Query heads that share keys, in groups whose dK and dV are summed in the end."""
-    call = cases.build(Case("bfloat16", 70, 70, heads=(4, 1), dims=dims, batch=(1,), causal=True, bias="keys"))
+    call = cases.build(Case(dtype, 70, 70, heads=(4, 1), dims=dims, batch=(1,), causal=True, bias="keys"))
     spec, _ = hopper_kernels.canonical(call)
     assert all(kernel.stores_sums for kernel in plan.plan_backward(spec, 132).wide[1:])
-    oracle.assert_right(hopper_kernels.run(call), call)
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
 def spec_of(head_dim: int, value_dim: int, **options: object) -> Spec:
@@ -130,9 +153,33 @@ def test_every_size_fits(bias: Any):
             assert smem.fits(kernel.launch.smem), (head_dim, value_dim, kernel)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "most", "beside_bias"),
+    [(None, 576, 544), ("highest", 384, 352), ("BF16_BF16_F32", 1152, 1120)],
+    ids=str,
+)
+def test_float32_is_served_by_how_many_columns_both_heads_have(
+    precision: str | None, most: int, beside_bias: int, has_bias: bool
+):
+    """In whole tiles: wherever tiles of every kernel fit, which are narrow heads' wherever those fit."""
+    bias = dict(bias=jnp.zeros((1, 1, 300, 200), jnp.float32)) if has_bias else {}
+    plain = spec_of(8, 8, dtype=jnp.float32, precision=precision, **bias)
+    for head_dim, value_dim in itertools.product(range(32, 577, 32), (32, 192, 256, 288, 544)):
+        spec = dataclasses.replace(plain, head_dim=head_dim, value_dim=value_dim)
+        is_served = head_dim + value_dim <= (beside_bias if has_bias else most)
+        assert (mosaic_gpu.unsupported_call(spec) is None) == is_served, (head_dim, value_dim)
+        if not is_served:
+            continue
+        forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
+        assert isinstance(forward, WideForwardPlan) == bool(backward.wide)
+        kernels = (forward, backward.fused, backward.dq, backward.dkv, backward.dbias, *backward.wide)
+        for kernel in kernels:
+            assert kernel is None or smem.fits(kernel.launch.smem), (head_dim, value_dim, kernel)
+
+
 def test_what_is_refused():
     assert "at most 576" in str(mosaic_gpu.unsupported_call(spec_of(577, 64)))
-    assert "float32" in str(mosaic_gpu.unsupported_call(spec_of(64, 257, dtype=jnp.float32)))
     bias = jnp.zeros((1, 1, 300, 200), jnp.float32)
     assert "shared memory" in str(mosaic_gpu.unsupported_call(spec_of(576, 576, bias=bias)))
 

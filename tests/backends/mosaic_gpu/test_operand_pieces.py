@@ -120,10 +120,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("precision", "largest"), [(None, 160), ("highest", 96), ("BF16_BF16_F32", 192)])
+@pytest.mark.parametrize(("precision", "largest"), [(None, 256), ("highest", 160), ("BF16_BF16_F32", 256)])
 def test_every_kernel_of_a_call_that_is_served_has_tiles_that_fit(precision: str | None, largest: int):
     """Heads up to a size are served with every option; of larger ones, what is not refused."""
-    for options, dim, processors in itertools.product(OPTIONS, (1, 64, 80, largest, 192, 256), (None, 1, 132)):
+    for options, dim, processors in itertools.product(OPTIONS, (1, 64, 80, largest, 192, 256, 320), (None, 1, 132)):
         spec = spec_of(dim, precision=precision, **options)
         reason = mosaic_gpu.unsupported_call(spec)
         if reason is not None:
@@ -131,5 +131,5 @@ def test_every_kernel_of_a_call_that_is_served_has_tiles_that_fit(precision: str
             assert "do not fit in shared memory" in reason
             continue
         forward, backward = plan.plan_forward(spec, processors), plan.plan_backward(spec, processors)
-        kernels = (forward, backward.fused, backward.dq, backward.dkv, backward.dbias)
+        kernels = (forward, backward.fused, backward.dq, backward.dkv, backward.dbias, *backward.wide)
         assert all(smem.fits(kernel.launch.smem) for kernel in kernels if kernel is not None)

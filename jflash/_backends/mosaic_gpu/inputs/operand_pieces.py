@@ -81,16 +81,21 @@ def products(spec: Spec) -> int:
     return len(order(number(spec)))
 
 
-def split_array(spec: Spec, array: Float[Array, "... H"]) -> Float[Array, "... columns"]:
-    """An operand in device memory as kernels copy it. What is not finite is its own first piece, and the only one."""
+def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Float[Array, "... columns"]:
+    """An operand in device memory as kernels copy it: of each of `parts` of its columns all pieces.
+
+    What is not finite is its own first piece, and the only one.
+    """
     if spec.dtype != jnp.float32:
         return array
+    shape = array.shape
+    array = array.reshape(*shape[:-1], parts, shape[-1] // parts)
     # A finite number that rounds to infinity would be lost.
     most = float(jnp.finfo(jnp.bfloat16).max)
     is_finite = jnp.isfinite(array)
     first, *others = bf16_pieces.split(jnp.where(is_finite, jnp.clip(array, -most, most), 0), rounded, number(spec))
     pieces = [jnp.where(is_finite, first, array), *others]
-    return jnp.concatenate(pieces, axis=-1).astype(dtype(spec))
+    return jnp.concatenate(pieces, axis=-1).astype(dtype(spec)).reshape(*shape[:-1], -1)
 
 
 def smem_tile(spec: Spec, shape: tuple[int, ...], *divides: int, part: int | None = None) -> Any:

@@ -38,22 +38,18 @@ def whole_dims(spec: Spec) -> tuple[int, int]:
     return whole(spec.head_dim), whole(spec.value_dim)
 
 
-def is_wide(spec: Spec) -> bool:
-    """Whether H or D is more than the columns of which a warpgroup's registers hold sums, for 64 rows."""
-    return max(spec.head_dim, spec.value_dim) > 256
-
-
 def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
     """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H as `whole_dim` says."""
     return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])
 
 
-def whole_tiles(spec: Spec, name: str, array: Array, axis: int = 1) -> Array:
-    """`[B, L, N, H]` (L at `axis`) padded with zeros to whole tiles, and in pieces: query, key, value or d_out."""
+def whole_tiles(spec: Spec, name: str, array: Array, axis: int = 1, parts: int = 1) -> Array:
+    """`[B, L, N, H]` (L at `axis`) padded with zeros to whole tiles, and in pieces: query, key, value or d_out. Of
+    `parts` of the columns each has its own pieces side by side."""
     dim = whole_dims(spec)[name in ("value", "d_out")]
     room = [(0, 0)] * 3 + [(0, dim - array.shape[3])]
     room[axis] = (0, -array.shape[axis] % 8)
-    return operand_pieces.split_array(spec, jnp.pad(array, room))
+    return operand_pieces.split_array(spec, jnp.pad(array, room), parts)
 
 
 def with_margin(array: Array, axes: tuple[int, ...], fill: float = 0) -> Array:

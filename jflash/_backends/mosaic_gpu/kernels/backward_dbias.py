@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, is_wide, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
@@ -139,7 +139,7 @@ class _Cta(Cta[DbiasPlan]):
         """Add one head's part to a tile of the gradient."""
         batch, head, tiles, seen = self.sharing_head(step, first_key)
         own = self.own
-        if is_wide(self.plan.spec):
+        if max(self.smem.q.shape[1], self.smem.do.shape[1]) > 256:
             # The compiler would spill the addresses of all these columns.
             own = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
         add = lambda total: total + self._part((batch, head), tiles, bias, own)

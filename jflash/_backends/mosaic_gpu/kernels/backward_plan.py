@@ -18,7 +18,6 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_
 from jflash._backends.mosaic_gpu.inputs import (
     bf16_pieces,
     bias_and_mask,
-    is_wide,
     operand_pieces,
     row_statistics,
     score_mod_reads,
@@ -31,6 +30,7 @@ from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu.kernels.backward_tables import TablesPlan
 from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
+from jflash._backends.mosaic_gpu.kernels.widths import is_wide
 from jflash._backends.mosaic_gpu.schedule import (
     BackwardSchedule,
     DqTiles,
@@ -193,15 +193,11 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     return _tuning.choose(key, fitting) if fitting else None
 
 
-def fits(spec: Spec) -> bool:
-    """Whether shared memory has room for the smallest tiles of every kernel of a backward."""
+def wide_fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles of every kernel of a wide call's backward."""
     if bias_and_mask.has_bias_tiles(spec) and not smem.fits(backward_dbias.shared_memory(spec, _dbias_tiles(spec)[-1])):
         return False
-    if is_wide(spec):
-        return backward_wide_plan.fits(spec)
-    schedule = BackwardSchedule.of(spec.heads, spec.key_heads, 1, spec.batch, None)
-    kernels = [backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1)), DkvPlan(spec, 1, schedule, True).launch.smem]
-    return all(map(smem.fits, kernels))
+    return backward_wide_plan.fits(spec)
 
 
 def _facts(spec: Spec) -> tuple[int, ...]:
@@ -241,7 +237,7 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
 
 
 def _plan_tables(spec: Spec, processors: int | None) -> TablesPlan:
-    """Some tiles fit: the smallest take what dQ's kernel, or a wide bias's, takes without the room for results."""
+    """Some tiles fit: the smallest take what dQ's kernel, or a wide dQ's, takes without the room for results."""
     sizes = [(2, 64, 2), (2, 64, 1), (1, 64, 1), *[(1, 32, 1)] * is_wide(spec)]
     candidates = [RowTiles(*size) for size in sizes]
     fitting = [tile for tile in candidates if smem.fits(backward_tables.shared_memory(spec, tile))]

@@ -1,4 +1,4 @@
-"""Backward of wide heads, H or D above 256: a kernel for each gradient, in which a CTA owns 64 rows of it.
+"""Backward of wide heads (`widths`): a kernel for each gradient, in which a CTA owns 64 rows of it.
 
     the gradient     its rows have     and walk over
     dQ = dS K        Q, dO             K, V
@@ -14,8 +14,9 @@
 
 64 rows of dK and dV, of 512 columns each, take twice the registers of a CTA. So each gradient has a kernel, and S is
 made three times, dP twice. dP goes through shared memory in float32: the first warpgroup alone takes it back to the
-products, and to the parameters of the logits. The second one is a tile ahead with it, as V is with its copies: where
-there is room for a single tile of each, that of K, which dQ needs last, comes late.
+products, and to the parameters of the logits. P or dS of a float32 call goes back whole, as pieces may take more room
+than dP has; each warpgroup splits it. The second one is a tile ahead with dP, as V is with its copies: where there is
+room for a single tile of each, that of K, which dQ needs last, comes late.
 
 Counted: eight products of a tile, where the two kernels of narrow heads make seven. With H = D = 512, for 32 keys a CTA
 of dQ copies 64 KiB and makes 3.1 million multiply-adds, 48 for each byte, one of dK likewise, and one of dV 32.
@@ -66,8 +67,8 @@ class _Cta(Cta[WidePlan]):
         tiles = tile_range.visited(self.inputs, item.batch, block, WARPGROUP_ROWS, plan.tile.size)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
         self.shape = WARPGROUP_ROWS, plan.tile.size
-        *dp, self.weights = tuple(refs.smem.dp_weights)
-        self.dp = dp[0] if dp else None
+        dp_weights = tuple(refs.smem.dp_weights)
+        self.dp, self.weights = dp_weights[0] if kind.makes_dp else None, dp_weights[-1]
 
     def run(self) -> None:
         for index, body in enumerate((self.make_weights, self.make_dp, self.copy)):
@@ -191,13 +192,14 @@ class _Cta(Cta[WidePlan]):
         """S (number 0) or dP (1) of a tile."""
         still = self.ops.opaque_zero(step)
         own, walked = self.smem.own[number].at[still], self.smem.walked[number].tiles.at[slot + still]
-        return operand_pieces.matmul((own,), (walked.T,), self.shape, self.ops)
+        own, walked = (operand_pieces.of_tile(self.plan.spec, tile) for tile in (own, walked))
+        return operand_pieces.matmul(own, operand_pieces.transposed(walked), self.shape, self.ops)
 
     def _add(self, half: int, acc: Float[Array, "rows columns"], weights: Array, slot: Any) -> Array:
         """A warpgroup's half of the gradient, with what a tile adds to it."""
-        ring, width = self.smem.walked[self.plan.kind.summed], acc.shape[1]
-        weighed = ring.tiles.at[slot].at[:, pl.ds(half * width, width)]
-        acc = operand_pieces.add_matmul(self.plan.spec, acc, (weights,), (weighed,), self.ops)
+        ring, width, spec = self.smem.walked[self.plan.kind.summed], acc.shape[1], self.plan.spec
+        weighed = operand_pieces.of_tile(spec, ring.tiles.at[slot], half * width, width)
+        acc = operand_pieces.add_matmul(spec, acc, operand_pieces.split(spec, weights, self.ops), weighed, self.ops)
         plgpu.barrier_arrive(ring.empty.at[slot])
         return acc
 

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, whole_dims
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WalkedTiles
 from jflash._semantics.spec import Spec
@@ -35,6 +35,11 @@ class _Kind(NamedTuple):
     def keys_first(self) -> bool:
         return self.own[0] == "key"
 
+    @property
+    def makes_dp(self) -> bool:
+        """Whether it makes dP: dS is weighed, not P."""
+        return len(self.own) > 1
+
 
 Gradient = Literal["d_query", "d_key", "d_value"]
 _KINDS: dict[Gradient, _Kind] = {
@@ -52,30 +57,29 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
     readers are done."""
     kind, has_bias_tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec)
-    makes_dp = len(kind.own) > 1
 
     def buffer(index: int, rows: tuple[int, ...], make: Any, **ring: int) -> Any:
         """An array's; of what is weighed each warpgroup takes half of the columns, by whole swizzles both ways."""
         dim = _dim(spec, kind.walked[index])
         columns = round_up(dim, 32)
         part = math.gcd(columns // 2, tile.size) if index == kind.summed else columns
-        return make((*rows, columns), spec.dtype, dim, part=part, **ring)
+        return make(spec, (*rows, columns), dim, part=part, **ring)
 
     def ring(index: int) -> Buffers:
         readers = 2 if index == kind.summed else 1
         copies = 1 + (has_bias_tiles and index == 0)
-        return buffer(index, (tile.stages, tile.size), smem.ring, readers=readers, copies=copies)
+        return buffer(index, (tile.stages, tile.size), operand_pieces.smem_ring, readers=readers, copies=copies)
 
     bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
     return Buffers(
-        own=[buffer(index, (1, WARPGROUP_ROWS), smem.tile) for index in range(len(kind.own))],
+        own=[buffer(index, (1, WARPGROUP_ROWS), operand_pieces.smem_tile) for index in range(len(kind.own))],
         own_full=smem.barriers(1, arrivals=len(kind.own)),
         walked=[ring(index) for index in range(2)],
         # Tiles of the bias come and go with what S is made of.
         bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,
         # What the second warpgroup hands to the first one, and what takes its place on the way back.
-        dp_weights=smem.reused(dp, weights) if makes_dp else (weights,),
+        dp_weights=smem.reused(dp, weights) if kind.makes_dp else (weights,),
         dp_full=smem.barriers(1),
         weights_full=smem.barriers(1),
     )
@@ -148,5 +152,5 @@ def fits(spec: Spec) -> bool:
 
 def _choose_tiles(spec: Spec, gradient: Gradient) -> WalkedTiles:
     fitting = [tile for tile in _TILES if smem.fits(shared_memory(spec, gradient, tile))]
-    key = TuningKey(f"mosaic_gpu wide {gradient}", (*whole_dims(spec), bias_and_mask.bias_tile_bytes(spec)))
-    return _tuning.choose(key, fitting)
+    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
+    return _tuning.choose(TuningKey(f"mosaic_gpu wide {gradient}", facts), fitting)

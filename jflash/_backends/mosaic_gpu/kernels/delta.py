@@ -33,11 +33,6 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     For a fused backward also zeros, `dq_acc`, and if the call's row statistics are columns those, `[B, N, L, 8]`.
     """
     out, lse, d_out, d_lse = residuals
-    factors = dict(out=out, d_out=d_out)
-    if whole_shape(out.shape) != out.shape:
-        # Cheaper than padded copies of both.
-        products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
-        factors, d_lse = {}, d_lse - products.sum(axis=-1).transpose(0, 2, 1)
     batch, length, heads, value_dim = out.shape
     rows = round_up(length, WARPGROUP_ROWS)
     as_columns = dq_acc is not None and row_statistics.as_columns(spec)
@@ -45,6 +40,12 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     stored_rows = rows + MARGIN if as_columns else rows
     width = round_up(value_dim, 16)
     part = next(columns for columns in (64, 32, 16) if width % columns == 0)
+    factors = dict(out=out, d_out=d_out)
+    tiles = [smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, part=part) for _ in factors]
+    if whole_shape(out.shape) != out.shape or not smem.fits(tiles):
+        # Cheaper than padded copies of both. Of float32 some heads that others serve have no room here.
+        products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+        factors, tiles, d_lse = {}, [], d_lse - products.sum(axis=-1).transpose(0, 2, 1)
     results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
     if as_columns:
         results["columns"] = jax.ShapeDtypeStruct((batch, heads, stored_rows, STORED_COLUMNS), jnp.bfloat16)
@@ -54,10 +55,7 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
         name=f"jflash_delta_{value_dim}",
         grid=dict(batch=batch, block=stored_rows // WARPGROUP_ROWS, head=heads),
         results=results,
-        smem=Buffers(
-            factors=[smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, part=part) for _ in factors],
-            full=smem.barriers(1, arrivals=2),
-        ),
+        smem=Buffers(factors=tiles, full=smem.barriers(1, arrivals=2)),
     )
     room = [(0, 0), (0, 0), (0, rows - length)]
     arrays = dict(lse=jnp.pad(lse, room, constant_values=-jnp.inf), d_lse=jnp.pad(d_lse, room)) | factors

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.mosaic_gpu import logits, online_softmax
+from jflash._backends.mosaic_gpu import online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, dropped, operand_pieces
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
@@ -56,7 +56,7 @@ class ForwardCta(Cta[ForwardPlan]):
         heads = plan.heads // plan.schedule.head_groups
         self.head = lax.axis_index("head_group") * heads + lax.axis_index("head")
         self.split = lax.axis_index("split")
-        self.form, self.shape = logits.form(plan.spec), (WARPGROUP_ROWS, plan.tile.keys)
+        self.form, self.shape = plan.form, (WARPGROUP_ROWS, plan.tile.keys)
         has_bias = not self.form.bias_by_mma
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         q_o = tuple(refs.smem.q_o)
@@ -183,7 +183,7 @@ class ForwardCta(Cta[ForwardPlan]):
             plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
         for part, v in enumerate(shared.v):
             plgpu.barrier_wait(v.empty.at[slot])
-            first = part * self.plan.columns
+            first = part * v.tiles.shape[-1]
             inputs.copy_rows("value", keys, v.tiles.at[slot], v.full.at[slot], first)
 
 

@@ -17,6 +17,7 @@ from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
+from jflash._backends.mosaic_gpu.logits import LogitsForm
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, forward_schedule, h200, tile_range
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -92,6 +93,16 @@ class ForwardPlan(ForwardShape, KernelPlan):
     def queries_stay(self) -> bool:
         """Whether the output leaves the place of the queries to the next ones."""
         return self.output_parts > 0 or self.spec.partial
+
+    @property
+    def form(self) -> LogitsForm:
+        """The form of the logits."""
+        return logits.form(self.spec)
+
+    @property
+    def value_parts(self) -> int:
+        """Parts of the values' columns that are copied apart."""
+        return 1
 
     @property
     def columns(self) -> int:
@@ -218,11 +229,6 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     rows_kind = "short" if few_rows else "long"
     key = TuningKey("mosaic_gpu forward", (head_dim, value_dim, bias_bytes, rows_kind, *operand_pieces.facts(spec)))
     return _tuning.choose(key, fitting)
-
-
-def fits(spec: Spec) -> bool:
-    """Whether shared memory has room for the smallest tiles of a forward."""
-    return smem.fits(shared_memory(spec, SMALLEST_TILE, jnp.dtype(jnp.float32)))
 
 
 def output_parts(spec: Spec, tile: RowTiles) -> int:

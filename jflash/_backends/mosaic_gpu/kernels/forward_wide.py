@@ -1,4 +1,4 @@
-"""Forward of wide heads, H or D above 256: two warpgroups share the columns of a CTA's 64 rows of the output.
+"""Forward of wide heads (`widths`): two warpgroups share the columns of a CTA's 64 rows of the output.
 
     the first, with half of V's columns, as in `forward`       the second, with the other half
       S = Q K_j^T
@@ -14,7 +14,7 @@ CTA for each half of the columns it would be made twice. The second warpgroup's 
 exponentials.
 
 Counted, with H = D = 512: for 64 keys a CTA copies 128 KiB and makes 4.2 million multiply-adds, 32 for each byte. With
-256, where a CTA has 128 rows, it makes 64.
+256, where a CTA has 128 rows, it makes 64. float32 in two pieces has as many bytes with H = D = 256, and 48 for each.
 
 Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", whose first kernel has
 this division; its later one lets both warpgroups make every other S.
@@ -23,6 +23,7 @@ this division; its later one lets both warpgroups make every other S.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,12 +34,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import online_softmax
+from jflash._backends.mosaic_gpu import logits, online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, WarpgroupOps, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import TileCoord, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.forward import ForwardCta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, may_pack
+from jflash._backends.mosaic_gpu.logits import LogitsForm
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, TileRange
 from jflash._semantics.spec import Spec
@@ -54,15 +56,17 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     columns, half = round_up(head_dim, 16), round_up(value_dim, 32) // 2
     # A product's operands have one swizzle, which divides the columns of both: P's are keys.
     part = math.gcd(half, tile.keys)
+    operand = functools.partial(operand_pieces.smem_tile, spec)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=1)
     return Buffers(
-        q_o=(smem.tile((1, WARPGROUP_ROWS, columns), spec.dtype, head_dim),),
+        q_o=(operand((1, WARPGROUP_ROWS, columns), head_dim),),
         q_full=smem.barriers(1),
-        k=smem.ring((tile.stages, tile.keys, columns), spec.dtype, head_dim, readers=1, copies=1 + has_bias_tiles),
-        v=[smem.ring((tile.stages, tile.keys, half), spec.dtype, value_dim, readers=1, part=part) for _ in range(2)],
+        k=ring((tile.stages, tile.keys, columns), head_dim, copies=1 + has_bias_tiles),
+        v=[ring((tile.stages, tile.keys, half), value_dim, part=part) for _ in range(2)],
         # Tiles of the bias come and go with the keys.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=None,
-        p=smem.tile((WARPGROUP_ROWS, tile.keys), spec.dtype, value_dim, part=part),
+        p=operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part),
         statistics=smem.vectors(3, WARPGROUP_ROWS),
         p_full=smem.barriers(1),
         p_empty=smem.barriers(1),
@@ -74,6 +78,14 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
 @dataclasses.dataclass(frozen=True)
 class WideForwardPlan(ForwardPlan):
     """A wide call's forward, known before any array; the output leaves from registers."""
+
+    @property
+    def form(self) -> LogitsForm:
+        return logits.form(self.spec, bias_by_mma=False)
+
+    @property
+    def value_parts(self) -> int:
+        return 2
 
     @property
     def columns(self) -> int:
@@ -122,8 +134,8 @@ def _packed_heads(spec: Spec) -> int:
 
 def _choose_tiles(spec: Spec) -> RowTiles:
     fitting = [tile for tile in _TILES if smem.fits(shared_memory(spec, tile))]
-    key = TuningKey("mosaic_gpu wide forward", (*whole_dims(spec), bias_and_mask.bias_tile_bytes(spec)))
-    return _tuning.choose(key, fitting)
+    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
+    return _tuning.choose(TuningKey("mosaic_gpu wide forward", facts), fitting)
 
 
 def forward(plan: WideForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
@@ -161,11 +173,12 @@ class _Cta(ForwardCta):
         v, shared, ops = self.smem.v[1], self.smem, self.ops
         slot = lax.rem(index, self.plan.tile.stages)
         plgpu.barrier_wait(shared.p_full)
-        p, rescale = ops.load(shared.p), ops.load(shared.statistics.at[2], 0)
+        pieces = functools.partial(operand_pieces.of_tile, self.plan.spec)
+        p, rescale = tuple(map(ops.load, pieces(shared.p))), ops.load(shared.statistics.at[2], 0)
         plgpu.barrier_arrive(shared.p_empty)
-        acc_o = self.form.rescaled(self.inputs, Softmax(p=p, m=rescale, l=rescale, rescale=rescale), acc_o)
+        acc_o = self.form.rescaled(self.inputs, Softmax(p=p[0], m=rescale, l=rescale, rescale=rescale), acc_o)
         plgpu.barrier_wait(v.full.at[slot])
-        acc_o = operand_pieces.add_matmul(self.plan.spec, acc_o, (p,), (v.tiles.at[slot],), ops)
+        acc_o = operand_pieces.add_matmul(self.plan.spec, acc_o, p, pieces(v.tiles.at[slot]), ops)
         plgpu.barrier_arrive(v.empty.at[slot])
         return acc_o
 
@@ -188,9 +201,11 @@ class _HandingLoop(MainLoop):
         return results
 
     def hand_over(self, state: Softmax) -> None:
-        shared = self.cta.smem
+        shared, spec = self.cta.smem, self.cta.plan.spec
+        pieces = operand_pieces.split(spec, state.p, self.cta.ops)
         plgpu.barrier_wait(shared.p_empty)
-        shared.p[...] = state.p
+        for target, piece in zip(operand_pieces.of_tile(spec, shared.p), pieces, strict=True):
+            target[...] = piece
         for number, statistic in enumerate((state.m, state.l, state.rescale)):
             shared.statistics[number] = statistic
         plgpu.commit_smem()
@@ -198,4 +213,4 @@ class _HandingLoop(MainLoop):
 
     def p(self, state: Softmax) -> Pieces:
         # Registers that are stored too would serialise products: ptxas (CUDA 13.5) writes them once more among these.
-        return (self.cta.smem.p,)
+        return operand_pieces.of_tile(self.cta.plan.spec, self.cta.smem.p)
