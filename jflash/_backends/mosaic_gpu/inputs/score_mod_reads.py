@@ -31,7 +31,7 @@ from jflash._semantics.tile import Tile
 MOST_BYTES = 64 * 1024
 """Of a table."""
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_)
+_DTYPES = (jnp.float32, jnp.int32, jnp.bool_)
 _ARGUMENTS = ("logit", "batch", "head", "query", "key")
 _POSITIONS = frozenset({"query", "key"})
 
