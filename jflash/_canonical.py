@@ -163,17 +163,21 @@ def _bias(bias: Array | None, accumulator: np.dtype[Any]) -> Array | None:
 def _segments(ids: list[Array], sequence_axes: tuple[str, ...]) -> list[Int32[Array, "#B L"]]:
     """The queries' and the keys' ids in 32 bits: equal where they were, which is all that is asked of them.
 
-    Wider ids become their places among all ids of their batch entry in order, those on other devices too. To wrap an
-    unsigned id keeps different ids different.
+    Where their dtypes have more than 2**32 numbers between them, ids become their places among all ids of their batch
+    entry in order, those on other devices too. To wrap fewer keeps different ids different.
     """
-    if max(array.dtype.itemsize for array in ids) <= 4:
+    limits = [jnp.iinfo(array.dtype) for array in ids]
+    if max(dtype.max for dtype in limits) - min(dtype.min for dtype in limits) < 2**32:
         return [array.astype(jnp.int32) for array in ids]
     # Arrays of 64 bits outlive the context in which JAX makes them.
     with jax.enable_x64(True):
-        ids = [array.astype(jnp.int64) for array in ids]
-        every = [lax.all_gather(array, sequence_axes, axis=1, tiled=True) for array in ids] if sequence_axes else ids
+        wide = [array.astype(jnp.uint64) for array in ids]
+        every = [lax.all_gather(array, sequence_axes, axis=1, tiled=True) for array in wide] if sequence_axes else wide
         in_order = jnp.sort(jnp.concatenate(every, axis=1), axis=1)
-        return [jax.vmap(_place)(in_order, array) for array in ids]
+        places = map(jax.vmap(_place), [in_order, in_order], wide)
+        # Negative ids are wrapped, and may have met unsigned ones: they go before all others.
+        below = in_order.shape[1] + 1
+        return [jnp.where(array < 0, place - below, place) for array, place in zip(ids, places, strict=True)]
 
 
 def _place(in_order: Int[Array, "n"], ids: Int[Array, "L"]) -> Int32[Array, "L"]:

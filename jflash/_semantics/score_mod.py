@@ -14,6 +14,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 from jaxtyping import Array, Int
 
+from jflash._semantics.wide_arrays import is_narrower, widened
+
 ScoreModFunction = Callable[[Array, Array, Array, Array, Array], Array]
 """`f(logit, batch, head, query_index, key_index) -> logit`, all scalars."""
 
@@ -81,6 +83,8 @@ def elementwise(
 def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, tuple[Array, ...]]:
     """Trace `function` at a logit of `dtype`; returns it and the arrays it closes over, in the jaxpr's order.
 
+    Floating-point arrays of fewer bits than `dtype` come in `dtype` (`wide_arrays`).
+
     Raises:
       TypeError: if it is not callable, or its result is not one floating-point array.
       ValueError: if its result is not a scalar.
@@ -114,6 +118,9 @@ def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[S
             f"Got a result of shape {shape.shape}."
         )
     arrays = tuple(jnp.asarray(constant) for constant in closed.consts)
+    if any(is_narrower(array.dtype, dtype) for array in arrays):
+        closed, _ = _traced(widened(closed, dtype), dtype)
+        arrays = tuple(closed.consts)
     # A jaxpr holds on to the constants it was made with: their shapes take their place.
     shapes: Any = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     jaxpr = ClosedJaxpr(closed.jaxpr, shapes)

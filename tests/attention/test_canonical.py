@@ -19,13 +19,17 @@ from jflash._semantics.spec import Operands, Spec
 
 APART = 2**32 * np.arange(-2, 3)[:, None] + np.arange(3)
 """They differ in high bits, in low bits, or in both."""
-IDS = np.concatenate([APART.ravel(), [np.iinfo(np.int64).min, np.iinfo(np.int64).max]])
+BELOW_0 = [-(2**63), -(2**31), -2, -1]
+IDS = sorted(
+    {*APART.ravel().tolist(), *BELOW_0, *(number % 2**bits for number in BELOW_0 for bits in (32, 64)), 2**63 - 1}
+)
+"""Among them those that negative ones become in unsigned dtypes."""
 
 
 def draw(seed: int, length: int, dtype: str) -> np.ndarray:
     """Of two batch entries; those that fit in the dtype."""
     limits = np.iinfo(dtype)
-    fit = [number for number in IDS.tolist() if limits.min <= number <= limits.max]
+    fit = [number for number in IDS if limits.min <= number <= limits.max]
     return np.random.default_rng(seed).choice(np.asarray(fit, dtype), (2, length))
 
 
@@ -37,7 +41,15 @@ def with_segments(query: Any, key: Any) -> Operands:
 
 @pytest.mark.parametrize(
     "dtypes",
-    [("int64", "int64"), ("int32", "int64"), ("int64", "uint32"), ("uint64", "uint64"), ("int32", "int32")],
+    [
+        ("int64", "int64"),
+        ("int32", "int64"),
+        ("int64", "uint32"),
+        ("uint64", "uint64"),
+        ("int32", "int32"),
+        ("int8", "uint32"),
+        ("uint64", "int32"),
+    ],
     ids="-".join,
 )
 def test_segment_ids_in_32_bits(dtypes: tuple[str, str]):
@@ -50,9 +62,8 @@ def test_segment_ids_in_32_bits(dtypes: tuple[str, str]):
     for compare in (np.equal, np.less):
         got = compare(operands.query_segments[:, :, None], operands.key_segments[:, None])
         np.testing.assert_array_equal(got, compare(query[:, :, None], key[:, None]))
-    if "int64" in dtypes:
-        # Arrays of 64 bits are what they are where JAX makes no more.
-        np.testing.assert_array_equal(with_segments(*arrays).query_segments, operands.query_segments)
+    # Arrays of 64 bits are what they are where JAX makes no more.
+    np.testing.assert_array_equal(with_segments(*arrays).query_segments, operands.query_segments)
 
 
 def test_segment_ids_of_other_devices():

@@ -9,6 +9,7 @@ import cases
 import jax
 import oracle
 import pytest
+import score_mod_tables
 from cases import Case
 from refusals import skip_refused
 from short_run import cover
@@ -131,6 +132,15 @@ def test_exact_beside_64_bits(attention: Callable[..., Any], backend: str, case:
 )
 def test_exact_with(attention: Callable[..., Any], backend: str, options: dict[str, Any]):
     assert_exact(functools.partial(attention, **options), cases.served(EVERYTHING, backend))
+
+
+@cover(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["three reads", "where seen"])
+def test_tables_of_16_bits(attention: Callable[..., Any], kind: str, dtype: str):
+    """Their gradients are sums in float32, rounded once."""
+    call = score_mod_tables.call(Case(query_length=71, key_length=99, batch=(2,)), kind, dtype)
+    oracle.assert_right(oracle.run(attention, call), call)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", "metal"])

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as core
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -32,6 +31,7 @@ from jflash._backends.mosaic_gpu.inputs import (
 )
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask
+from jflash._semantics import program
 from jflash._semantics import tile as semantics
 from jflash._semantics.logits import modify_logits, without_unseen
 from jflash._semantics.spec import Spec
@@ -251,31 +251,22 @@ def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> 
 
     def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
-        leaves = jax.tree.leaves((args, kwargs))
-        return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed, leaves))
+        leaves = program.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((args, kwargs)), _lowerable_results)
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
     return lowered
 
 
-def _evaluate(closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        match equation.primitive.name:
-            case "add_any":
-                results = inputs[0] + inputs[1]
-            case "reshape":
-                # Of a tile to its own shape: in a mesh, what comes from device memory has a sharding, and others have
-                # none, so that a cotangent is given that of its tile.
-                results = inputs[0].reshape(equation.params["new_sizes"])
-            case "jit" | "pjit":
-                results = _evaluate(equation.params["jaxpr"], inputs)
-            case "custom_jvp_call":
-                results = _evaluate(equation.params["call_jaxpr"], inputs)
-            case _:
-                results = equation.primitive.bind(*inputs, **equation.params)
-        many = equation.primitive.multiple_results
-        values.update(zip(equation.outvars, results if many else [results], strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _lowerable_results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    match equation.primitive.name:
+        case "add_any":
+            return [inputs[0] + inputs[1]]
+        case "reshape":
+            # Of a tile to its own shape: in a mesh, what comes from device memory has a sharding, and others have none,
+            # so that a cotangent is given that of its tile.
+            return [inputs[0].reshape(equation.params["new_sizes"])]
+        case "jit" | "pjit" | "custom_jvp_call":
+            inner = equation.params["call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"]
+            return program.evaluate(inner.jaxpr, inner.consts, inputs, _lowerable_results)
+        case _:
+            return program.apply(equation, inputs)

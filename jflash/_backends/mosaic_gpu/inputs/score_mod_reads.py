@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as core
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -24,6 +23,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu.hardware import Ref, round_up
 from jflash._backends.mosaic_gpu.hardware.warpgroup import TABLE_STEP
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord, shared_index
+from jflash._semantics import program
 from jflash._semantics.score_mod import ScoreMod, elementwise, values_of_64_bits
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Tile
@@ -31,7 +31,7 @@ from jflash._semantics.tile import Tile
 MOST_BYTES = 64 * 1024
 """Of a table."""
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_)
+_DTYPES = (jnp.float32, jnp.int32, jnp.bool_)
 _ARGUMENTS = ("logit", "batch", "head", "query", "key")
 _POSITIONS = frozenset({"query", "key"})
 
@@ -66,7 +66,7 @@ class _Part:
 class _Evaluation(NamedTuple):
     """What is made of a score_mod's program, equation by equation."""
 
-    compute: Callable[[Any, list[Any]], list[Any]]
+    compute: program.Rule
     """An equation between numbers."""
     plus: Callable[[Any, Any, int], Any]
     """As in `_Part.sliced`."""
@@ -76,20 +76,14 @@ class _Evaluation(NamedTuple):
     """An equation that does something else with an array."""
 
     def __call__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        values: dict[Any, Any] = {}
+        rule = lambda equation, inputs: self._numbers(self._results(equation, inputs))
+        return program.evaluate(jaxpr, self._numbers(consts), arguments, rule)
 
-        def write(variables: Sequence[Any], results: Sequence[Any]) -> None:
-            for variable, result in zip(variables, results, strict=True):
-                is_number = isinstance(result, _Part) and not result.axes
-                values[variable] = self.read(result) if is_number else result
+    def _numbers(self, values: Sequence[Any]) -> list[Any]:
+        """The values, those parts read that are one number."""
+        return [self.read(value) if isinstance(value, _Part) and not value.axes else value for value in values]
 
-        write([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments])
-        get = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
-        for equation in jaxpr.eqns:
-            write(equation.outvars, self._results(equation, list(map(get, equation.invars))))
-        return list(map(get, jaxpr.outvars))
-
-    def _results(self, equation: Any, inputs: list[Any]) -> list[Any]:
+    def _results(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         operation, params = equation.primitive.name, equation.params
         if operation in ("jit", "pjit") and all(jnp.ndim(const) == 0 for const in params["jaxpr"].consts):
             return self(params["jaxpr"].jaxpr, params["jaxpr"].consts, inputs)
@@ -148,7 +142,7 @@ def _analysis(score_mod: ScoreMod) -> tuple[tuple[Read, ...], str | None]:
         return [frozenset[str]()] * len(equation.outvars)
 
     def compute(equation: Any, inputs: list[Any]) -> list[Any]:
-        # There is no public way to bind such a call again.
+        # Where indices are computed, all else is traced beside them, and Mosaic GPU lowers no such call.
         if score_mod.jaxpr.consts and equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
             reasons.append("closes over arrays and calls a function with a derivative of its own")
         return [join(*inputs)] * len(equation.outvars)
@@ -346,15 +340,11 @@ def _by_head(spec: Spec, operands: Operands, read: Read) -> Array:
 def _values(score_mod: ScoreMod, read: Callable[[_Part], Any], arguments: Sequence[Any]) -> list[Any]:
     """The program's results."""
 
-    def compute(equation: Any, inputs: list[Any]) -> list[Any]:
-        results = equation.primitive.bind(*inputs, **equation.params)
-        return results if equation.primitive.multiple_results else [results]
-
     def refuse(equation: Any) -> list[Any]:
         raise AssertionError(equation)
 
     plus = lambda start, index, most: start + lax.clamp(jnp.int32(0), jnp.asarray(index, jnp.int32), jnp.int32(most))
-    evaluation = _Evaluation(compute, plus, read, refuse)
+    evaluation = _Evaluation(program.apply, plus, read, refuse)
     return evaluation(score_mod.jaxpr.jaxpr, _parts(score_mod), arguments)
 
 
