@@ -209,11 +209,12 @@ class MainLoop:
             start, stop, own = tile_range.own_key_tiles(self.cta.inputs, self.tiles, self.at)
             loop = dataclasses.replace(loop, tiles=own)
             lax.fori_loop(0, start, self._leave, None)
-        state = loop._first_tile(start)
+        state = loop._attend(jnp.int32(start), None)
         acc_o = ops.full((WARPGROUP_ROWS, plan.columns), 0)
-        state, acc_o = lax.fori_loop(start + 1, stop, loop._next_tile, (state, acc_o))
+        next_tile = loop._attend_beside_product if plan.overlaps else loop._attend_after_product
+        state, acc_o = lax.fori_loop(start + 1, stop, next_tile, (state, acc_o))
         q_read()
-        acc_o = loop._last_product(stop, state, acc_o)
+        acc_o = loop._add_product(stop, state, acc_o)
         if skips:
             lax.fori_loop(stop, self.tiles.count, self._leave, None)
         return state, acc_o
@@ -260,21 +261,27 @@ class MainLoop:
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
         return self.cta.form.step(s, mask, before)
 
-    def _first_tile(self, start: Any) -> Softmax:
+    def _attend(self, index: Any, before: Softmax | None) -> Softmax:
         ops = self.cta.ops
-        slot, loaded = self._slot(jnp.int32(start)), self._prefetch(start)
+        slot, loaded = self._slot(index), self._prefetch(index)
         plgpu.barrier_wait(self.cta.smem.k.full.at[slot])
 
         def product(acc_s: Any) -> Array:
-            self._issue_s(acc_s, jnp.int32(start))
+            self._issue_s(acc_s, index)
             return ops.read(acc_s)
 
         s = ops.accumulators(product, self.cta.shape)
-        state = self._softmax(s, jnp.int32(start), None, loaded)
+        state = self._softmax(s, index, before, loaded)
         self.hand_over(state)
         return state
 
-    def _next_tile(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+    def _attend_after_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+        state, acc_o = carry
+        acc_o = self._add_product(index, state, acc_o)
+        state = self._attend(index, state)
+        return state, self.cta.form.rescaled(self.cta.inputs, state, acc_o)
+
+    def _attend_beside_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
         cta, shared, ops = self.cta, self.cta.smem, self.cta.ops
         slot, last = self._slot(index), self._slot(index - 1)
@@ -304,7 +311,8 @@ class MainLoop:
         self.hand_over(state)
         return state, cta.form.rescaled(cta.inputs, state, acc_o)
 
-    def _last_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
+    def _add_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
+        """Add P V of the tile before `stop`."""
         v, last = self.cta.v, self._slot(stop - 1)
         plgpu.barrier_wait(v.full.at[last])
         acc_o = operand_pieces.add_matmul(self.cta.plan.spec, acc_o, self.p(state), self._v(last), self.cta.ops)

@@ -115,6 +115,15 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return self.tile.warpgroups
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a tile's P V runs beside the next tile's softmax.
+
+        Products of three pieces have a second accumulator, where they begin at zero. If it has more than 64 columns, the
+        two and P's pieces leave no registers for S.
+        """
+        return operand_pieces.number(self.spec) < 3 or self.columns <= 64
+
+    @property
     def skips_tiles(self) -> bool:
         """Whether some tiles are seen by some warpgroups only, which the others pass by."""
         return self.tile.rows > self.tile.keys

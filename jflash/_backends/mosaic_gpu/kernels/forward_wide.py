@@ -96,6 +96,11 @@ class WideForwardPlan(ForwardPlan):
         return 2
 
     @property
+    def overlaps(self) -> bool:
+        # No other warpgroup's products run beside the softmax.
+        return True
+
+    @property
     def skips_tiles(self) -> bool:
         return False
 
