@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, dropped, operand_pieces
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
@@ -47,6 +47,14 @@ def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -
     outputs are float32, and sinks are left to their merge.
     """
     return ForwardCta.launch(plan, arrays, ops)
+
+
+def _by_first_column(parts: Sequence[Buffers]) -> Iterator[tuple[int, Buffers]]:
+    """Rings that share the columns of a tile, by the first column of each."""
+    first = 0
+    for part in parts:
+        yield first, part
+        first += part.tiles.shape[-1]
 
 
 class ForwardCta(Cta[ForwardPlan]):
@@ -80,7 +88,7 @@ class ForwardCta(Cta[ForwardPlan]):
     def compute(self) -> None:
         """Copy its own queries, attend, and store its own output."""
         plan, shared = self.plan, self.smem
-        pipeline.release(shared.k.empty, self.v.empty)
+        pipeline.release(*(k.empty for k in shared.k), self.v.empty)
         pipeline.split_registers(plan.consumers, copies=False)
         self._copy_q(0)
         plan.schedule.each(self.place, self._attend)
@@ -167,13 +175,14 @@ class ForwardCta(Cta[ForwardPlan]):
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)
-        pipeline.drain(shared.k.empty, *(v.empty for v in shared.v))
+        pipeline.drain(*(ring.empty for ring in (*shared.k, *shared.v)))
 
     def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
-        full = shared.k.full.at[slot]
-        plgpu.barrier_wait(shared.k.empty.at[slot])
-        inputs.copy_rows("key", keys, shared.k.tiles.at[slot], full)
+        for first, k in _by_first_column(shared.k):
+            plgpu.barrier_wait(k.empty.at[slot])
+            inputs.copy_rows("key", keys, k.tiles.at[slot], k.full.at[slot], first)
+        full = shared.k[0].full.at[slot]
         if shared.bias_columns is not None:
             source = bias_columns.part(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
@@ -234,10 +243,22 @@ class MainLoop:
         pieces = functools.partial(operand_pieces.of_tile, self.cta.plan.spec)
         if operand_pieces.number(self.cta.plan.spec) > 1:
             own = own + self._still(index)
-        q, k = pieces(self.cta.q.at[own]), pieces(shared.k.tiles.at[slot])
-        operand_pieces.mma(acc_s, q, operand_pieces.transposed(k), self.cta.ops)
+        for first, k in _by_first_column(shared.k):
+            columns = () if len(shared.k) == 1 else (first, k.tiles.shape[-1])
+            if first > 0:
+                plgpu.barrier_wait(k.full.at[slot])
+            q, part = pieces(self.cta.q.at[own], *columns), pieces(k.tiles.at[slot])
+            operand_pieces.mma(acc_s, q, operand_pieces.transposed(part), self.cta.ops)
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
+
+    def _read_s(self, acc_s: Any, slot: Any, pending: int = 0) -> Float[Array, "rows keys"]:
+        """S, when all products but the last `pending` are made; the parts of K leave as they have been read."""
+        ops, (*parts, _) = self.cta.ops, self.cta.smem.k
+        for number, k in enumerate(parts):
+            ops.read(acc_s, pending=len(parts) - number + pending)
+            plgpu.barrier_arrive(k.empty.at[slot])
+        return ops.read(acc_s, pending=pending)
 
     def hand_over(self, state: Softmax) -> None:
         """Pass a tile's P on to another warpgroup that weighs values by it."""
@@ -256,7 +277,7 @@ class MainLoop:
             loaded = loaded | {"bias": ops.load(shared.bias.at[slot, self.cta.own])}
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.k.empty.at[slot])
+        plgpu.barrier_arrive(shared.k[-1].empty.at[slot])
         loaded = loaded | dropped.tile_words(self.cta.inputs, at, self.cta.shape, self.seed)
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
         return self.cta.form.step(s, mask, before)
@@ -264,11 +285,11 @@ class MainLoop:
     def _attend(self, index: Any, before: Softmax | None) -> Softmax:
         ops = self.cta.ops
         slot, loaded = self._slot(index), self._prefetch(index)
-        plgpu.barrier_wait(self.cta.smem.k.full.at[slot])
+        plgpu.barrier_wait(self.cta.smem.k[0].full.at[slot])
 
         def product(acc_s: Any) -> Array:
             self._issue_s(acc_s, index)
-            return ops.read(acc_s)
+            return self._read_s(acc_s, slot)
 
         s = ops.accumulators(product, self.cta.shape)
         state = self._softmax(s, index, before, loaded)
@@ -290,14 +311,14 @@ class MainLoop:
         p = self.p(state)
         is_masked = self.tiles.whole is not None
         fence = cta.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
-        plgpu.barrier_wait(shared.k.full.at[slot])
+        plgpu.barrier_wait(shared.k[0].full.at[slot])
 
         def attend_tile(acc_o: Any) -> Softmax:
             def overlap(acc_s: Any) -> Softmax:
                 self._issue_s(acc_s, index)
                 plgpu.barrier_wait(cta.v.full.at[last])
                 operand_pieces.mma(acc_o, p, self._v(last), ops)
-                s = ops.read(acc_s, pending=operand_pieces.products(cta.plan.spec))
+                s = self._read_s(acc_s, slot, pending=operand_pieces.products(cta.plan.spec))
                 new = self._softmax(s, index, state, loaded)
                 if fence is not None:
                     # Four threads write one number: racecheck reports it.
@@ -322,6 +343,6 @@ class MainLoop:
     def _leave(self, index: Array, _: None) -> None:
         """Pass a tile by that no row of this warpgroup sees."""
         shared, slot = self.cta.smem, self._slot(index)
-        for ring in (shared.k, self.cta.v):
+        for ring in (*shared.k, self.cta.v):
             plgpu.barrier_wait(ring.full.at[slot])
             plgpu.barrier_arrive(ring.empty.at[slot])

@@ -42,7 +42,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
         q_full=smem.barriers(tile.warpgroups),
-        k=ring((tile.stages, tile.keys, columns), copies=1 + has_bias_tiles + bias_by_mma),
+        k=[ring((tile.stages, tile.keys, columns), copies=1 + has_bias_tiles + bias_by_mma)],
         v=[ring((tile.stages, tile.keys, value_columns))],
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
@@ -118,8 +118,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
     def overlaps(self) -> bool:
         """Whether a tile's P V runs beside the next tile's softmax.
 
-        Products of three pieces have a second accumulator, where they begin at zero. If it has more than 64 columns, the
-        two and P's pieces leave no registers for S.
+        Products of three pieces have a second accumulator, where they begin at zero. If it has more than 64 columns, both
+        and P's pieces leave no registers for S.
         """
         return operand_pieces.number(self.spec) < 3 or self.columns <= 64
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import lax
@@ -46,6 +46,9 @@ from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, Tile
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
+_KEY_COLUMNS = 128
+"""Of a part of a tile of keys."""
+
 _TILES = (RowTiles(1, 64, 2), RowTiles(1, 64, 1), RowTiles(1, 32, 1))
 
 
@@ -61,7 +64,10 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     return Buffers(
         q_o=(operand((1, WARPGROUP_ROWS, columns), head_dim),),
         q_full=smem.barriers(1),
-        k=ring((tile.stages, tile.keys, columns), head_dim, copies=1 + has_bias_tiles),
+        k=[
+            ring((tile.stages, tile.keys, width), head_dim, copies=1 + (has_bias_tiles and number == 0), part=columns)
+            for number, width in enumerate(_key_parts(spec, columns))
+        ],
         v=[ring((tile.stages, tile.keys, half), value_dim, part=part) for _ in range(2)],
         # Tiles of the bias come and go with the keys.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
@@ -73,6 +79,13 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
         # As in `forward`.
         fence=smem.vectors(1, WARPGROUP_ROWS),
     )
+
+
+def _key_parts(spec: Spec, columns: int) -> Sequence[int]:
+    """The columns of each part of a tile of keys. Where there is room for one tile, a part of the next is copied while
+    others are still read. The pieces of float32 lie side by side, and come together."""
+    whole = 1 if operand_pieces.number(spec) > 1 else columns // _KEY_COLUMNS
+    return (*[_KEY_COLUMNS] * (whole - 1), columns - _KEY_COLUMNS * (whole - 1)) if whole > 1 else (columns,)
 
 
 @dataclasses.dataclass(frozen=True)
