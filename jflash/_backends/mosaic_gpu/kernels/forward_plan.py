@@ -118,8 +118,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
     def overlaps(self) -> bool:
         """Whether a tile's P V runs beside the next tile's softmax.
 
-        Products of three pieces have a second accumulator, where they begin at zero. If it has more than 64 columns, both
-        and P's pieces leave no registers for S.
+        Products of three pieces have a second accumulator, in which they begin at zero. If it has more than 64
+        columns, both and P's pieces leave no registers for S.
         """
         return operand_pieces.number(self.spec) < 3 or self.columns <= 64
 
