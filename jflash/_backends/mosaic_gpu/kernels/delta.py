@@ -41,9 +41,11 @@ def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None,
     width = round_up(value_dim, 16)
     part = next(columns for columns in (64, 32, 16) if width % columns == 0)
     factors = dict(out=out, d_out=d_out)
-    tiles = [smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, part=part) for _ in factors]
-    if whole_shape(out.shape) != out.shape or not smem.fits(tiles):
-        # Cheaper than padded copies of both. Of float32 some heads that others serve have no room here.
+    is_whole = whole_shape(out.shape) == out.shape
+    shape = WARPGROUP_ROWS, width
+    tiles = [smem.tile(shape, out.dtype, value_dim, part=part) for _ in factors] if is_whole else []
+    if not tiles or not smem.fits(tiles):
+        # Cheaper than padded copies of both. Of float32 some heads that other kernels serve have no room here.
         products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
         factors, tiles, d_lse = {}, [], d_lse - products.sum(axis=-1).transpose(0, 2, 1)
     results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
