@@ -6,6 +6,7 @@ that of wide heads does not (examples/benchmarks/experiments/2026-11-25-wide-hea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ _MOST_COLUMNS = 256
 """Of a sum of 64 rows, that a warpgroup's registers hold."""
 
 
+@functools.lru_cache(maxsize=256)
 def is_wide(spec: Spec) -> bool:
     """Whether narrow heads' kernels have no room for a call: in registers, or for the smallest tiles of each of them in
     shared memory, where pieces of float32 take it."""
