@@ -41,14 +41,6 @@ SPILLS = {
             "It keeps where the next blocks are, and P both whole and in pieces. What that costs was not measured yet.",
         ),
     ),
-    **{
-        f"float32 d128, highest: {kernel}": (
-            most,
-            "It has a second accumulator, in which a tile's sum begins at zero. The forward takes 1.04 to 1.16 times "
-            "as long as with one and 220 bytes, which is not exact; with the gradient 1.03 to 1.14 (an H100).",
-        )
-        for kernel, most in (("forward", 620), ("d_key_value", 580), ("d_query", 76))
-    },
     **dict.fromkeys(
         ("d576/512 causal, soft cap: forward", "float32 d256 causal, score_mod of a table: forward"),
         (4, "What that costs was not measured yet."),
