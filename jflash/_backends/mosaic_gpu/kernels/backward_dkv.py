@@ -147,7 +147,7 @@ class _Cta(Cta[DkvPlan]):
         slot = pipeline.slot(step, self.plan.stages, still)
         at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
         plgpu.barrier_wait(shared.q.full.at[slot])
-        s = self._product(self.k.at[pl.ds(still * WARPGROUP_ROWS, WARPGROUP_ROWS)], shared.q.tiles.at[slot])
+        s = self._product(self.k, shared.q.tiles.at[slot], still)
         lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
         loaded = self.inputs.load_packed_mask(at, shape)
         if shared.bias is not None:
@@ -198,7 +198,7 @@ class _Cta(Cta[DkvPlan]):
         still = ops.opaque_zero(step)
         slot = pipeline.slot(step, self.plan.stages, still)
         plgpu.barrier_wait(shared.do.full.at[slot])
-        dp = self._product(self.v.at[pl.ds(still * WARPGROUP_ROWS, WARPGROUP_ROWS)], shared.do.tiles.at[slot])
+        dp = self._product(self.v, shared.do.tiles.at[slot], still)
         delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])
@@ -215,8 +215,9 @@ class _Cta(Cta[DkvPlan]):
         plgpu.barrier_arrive(shared.q.empty.at[slot])
         return acc_dk, *sums
 
-    def _product(self, own: Ref, of_queries: Ref) -> Float[Array, "keys queries"]:
-        """S^T of keys and queries, or dP^T of values and d_out."""
+    def _product(self, own: Ref, of_queries: Ref, still: Array) -> Float[Array, "keys queries"]:
+        """S^T of keys and queries, or dP^T of values and d_out. `still` is the step's `opaque_zero`."""
+        own = own.at[pl.ds(still * WARPGROUP_ROWS, WARPGROUP_ROWS)]
         a, b = (operand_pieces.of_tile(self.plan.spec, tile) for tile in (own, of_queries))
         return operand_pieces.matmul(a, operand_pieces.transposed(b), (WARPGROUP_ROWS, QUERIES), self.ops)
 

@@ -242,6 +242,7 @@ class MainLoop:
         shared, own, slot = self.cta.smem, self.cta.warpgroup, self._slot(index)
         pieces = functools.partial(operand_pieces.of_tile, self.cta.plan.spec)
         if operand_pieces.number(self.cta.plan.spec) > 1:
+            # Registers hold the addresses of one piece's parts for the whole loop, but not those of several.
             own = own + self._still(index)
         for first, k in _by_first_column(shared.k):
             columns = () if len(shared.k) == 1 else (first, k.tiles.shape[-1])
