@@ -34,11 +34,13 @@ class InTorch:
     """What it calls those arguments of `jflash.attention` that it has; `None`: it needs none."""
     heads_first: bool = False
     """Whether its layout is [batch, heads, tokens, head dimension] instead of jax.nn's."""
-    for_grouped_heads: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """What it has to be told if there are fewer key heads than query heads."""
+    for_grouped_heads: Mapping[str, Any] | None = dataclasses.field(default_factory=dict[str, Any])
+    """What it has to be told if there are fewer key heads than query heads; `None`: it takes no such call."""
     compiler: tuple[str, ...] = ()
     """The package that compiles its kernels when they are called, whose version says as much as its own."""
     needs_nvidia: bool = False
+    has_forward_mode: bool = False
+    """Whether its kernels make tangents. If so, it takes tensors of its own layout without a copy, and no other's."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     @property
@@ -65,6 +67,8 @@ class InTorch:
         """A dtype or an argument that it does not have."""
         if case.dtype not in self.dtypes:
             return f"It takes {' and '.join(self.dtypes)}, not {case.dtype}."
+        if case.heads != case.key_heads and self.for_grouped_heads is None:
+            return "It wants as many key heads as query heads."
         unknown = [name for name in names if name not in self.arguments]
         if case.score_mod is not None and self._form(case.score_mod) is None:
             unknown.append("score_mod")
@@ -83,10 +87,10 @@ class InTorch:
         """Called once, with JAX's own arrays as tensors.
 
         Raises:
-          NotImplementedError: for forward mode.
+          NotImplementedError: for forward mode, if it has none.
         """
-        if work == "jvp":
-            raise NotImplementedError("Its forward mode is not measured.")
+        if work == "jvp" and not self.has_forward_mode:
+            raise NotImplementedError("It has no kernels for forward mode.")
         torch = _torch()
         torch.set_num_threads(os.cpu_count() or 1)
         tensors = {name: self._tensor(name, array) for name, array in data.arguments.items() if self.arguments[name]}
@@ -97,13 +101,24 @@ class InTorch:
             capped = form == "logits_soft_cap"
             asked[form] = score_mods.CAP if capped else score_mods.bound(case.score_mod, torch, captured)
         given = {own: value for name, value in asked.items() if (own := self.arguments[name])}
-        if case.heads != case.key_heads:
+        if case.heads != case.key_heads and self.for_grouped_heads is not None:
             given |= self.for_grouped_heads
         attend = functools.partial(self.load(), **given)
         tensors |= captured
         arguments = sum(tensor.nbytes for tensor in tensors.values())
         if work == "fwd":
             return _prepared(attend, arguments)
+        if work == "jvp":
+            forward_mode: Any = importlib.import_module("torch.autograd.forward_ad")
+            moving = {own: tensors[name] for name, own in self.arguments.items() if own and name in DIFFERENTIATED}
+
+            def push() -> object:
+                with forward_mode.dual_level():
+                    # Along the tensors themselves, as in JAX.
+                    duals = {own: forward_mode.make_dual(tensor, tensor) for own, tensor in moving.items()}
+                    return forward_mode.unpack_dual(attend(**duals))
+
+            return _prepared(push, arguments)
         variable = [tensor.requires_grad_() for name, tensor in tensors.items() if name in DIFFERENTIATED]
 
         def both() -> object:
@@ -114,7 +129,8 @@ class InTorch:
 
     def _tensor(self, name: str, array: Array) -> Any:
         by_token = name in ("query", "key", "value", "cotangent")
-        return _torch().from_dlpack(array.swapaxes(1, 2) if self.heads_first and by_token else array)
+        tensor = _torch().from_dlpack(array.swapaxes(1, 2) if self.heads_first and by_token else array)
+        return tensor.contiguous() if self.has_forward_mode else tensor
 
 
 def dot_product_attention() -> InTorch:
@@ -203,6 +219,25 @@ def flash_attention_4() -> InTorch:
         compiler=("nvidia-cutlass-dsl",),
         needs_nvidia=True,
         dtypes=("bfloat16", "float16"),
+    )
+
+
+def jvp_flash_attention() -> InTorch:
+    """Kernels in Triton that make the output and its tangent together.
+
+    Source: https://github.com/amorehead/jvp-flash-attention, JVPAttn.fwd_dual.
+    """
+
+    return InTorch(
+        package="jvp_flash_attention",
+        module="jvp_flash_attention.jvp_attention",
+        load=lambda: importlib.import_module("jvp_flash_attention.jvp_attention").JVPAttn.fwd_dual,
+        arguments=dict(query="q", key="k", value="v", is_causal="causal"),
+        heads_first=True,
+        for_grouped_heads=None,
+        compiler=("triton",),
+        needs_nvidia=True,
+        has_forward_mode=True,
     )
 
 

@@ -16,7 +16,9 @@ from jflash.bench.cases import Case, Data, Work
 from jflash.bench.clocks import Prepared
 from jflash.bench.in_jax import InJax
 
-Name = Literal["jflash", "jax.nn", "cuDNN", "tokamax", "torch", "flex_attention", "FlashAttention-4"]
+Name = Literal[
+    "jflash", "jax.nn", "cuDNN", "tokamax", "torch", "flex_attention", "FlashAttention-4", "jvp_flash_attention"
+]
 
 
 class Peer(Protocol):
@@ -56,6 +58,7 @@ PEERS: dict[Name, Peer] = {
     "torch": in_torch.dot_product_attention(),
     "flex_attention": in_torch.flex_attention(),
     "FlashAttention-4": in_torch.flash_attention_4(),
+    "jvp_flash_attention": in_torch.jvp_flash_attention(),
 }
 """By the names under which they are shown; cuDNN's is its attention by way of jax.nn, and flex_attention is torch's."""
 

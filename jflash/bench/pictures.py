@@ -21,6 +21,7 @@ COLOURS = {
     "torch": "#6741d9",
     "flex_attention": "#c2255c",
     "FlashAttention-4": "#e8a200",
+    "jvp_flash_attention": "#0b7285",
 }
 TITLES = {"fwd": "forward", "bwd": "backward"}
 BARS = 0.8

@@ -1,9 +1,10 @@
 """The bench's peers in torch, FlashAttention-4 among them: what they are asked for, and how they are timed.
 
-Modules of the test stand in for torch and for flash-attn-4, whose kernels need a Hopper GPU. They compute nothing.
+Modules of the test stand in for torch and for packages whose kernels need a GPU. They compute nothing.
 They say what they were asked for, in jflash's words.
 """
 
+import contextlib
 import dataclasses
 import importlib.machinery
 import sys
@@ -49,9 +50,27 @@ class Tensor:
     def __mul__(self, other):
         return self.array * other
 
+    def contiguous(self):
+        return self
+
+
+@dataclasses.dataclass
+class Dual(Tensor):
+    """A tensor that moves."""
+
+    tangent: Tensor
+
+
+FORWARD_MODE = dict(
+    dual_level=contextlib.nullcontext,
+    make_dual=lambda tensor, tangent: Dual(tensor.array, tangent),
+    unpack_dual=lambda dual: (Tensor(dual.array), dual.tangent),
+)
+"""What the peers need of torch.autograd.forward_ad."""
+
 
 class StandIn:
-    """Modules in the place of torch and flash_attn.cute, and what was asked of them."""
+    """Modules in the place of torch and other packages, and what was asked of them."""
 
     def __init__(self):
         self.log: list[str] = []
@@ -88,6 +107,10 @@ class StandIn:
             named("torch.nn", functional=functional, __path__=[]),
             named("torch.nn.attention", __path__=[]),
             named("torch.nn.attention.flex_attention", **flex),
+            named("torch.autograd", __path__=[]),
+            named("torch.autograd.forward_ad", **FORWARD_MODE),
+            named("jvp_flash_attention", __path__=[]),
+            named("jvp_flash_attention.jvp_attention", JVPAttn=types.SimpleNamespace(fwd_dual=self.fwd_dual)),
             named("flash_attn", __path__=[]),
             named("flash_attn.cute", flash_attn_func=self.flash_attn_func),
         ]
@@ -137,6 +160,15 @@ class StandIn:
         if dropout_p:
             options["dropout_rate"] = dropout_p
         return self.out(arrays | options, heads_first=True)
+
+    def fwd_dual(self, q, k, v, *, causal=False):
+        """As jvp_flash_attention's: heads before tokens, and tensors that may move."""
+        tensors = dict(query=q, key=k, value=v)
+        moving = {isinstance(tensor, Dual) for tensor in tensors.values()}
+        assert len(moving) == 1
+        arrays = {name: tensor.array.swapaxes(1, 2) for name, tensor in tensors.items()}
+        out = self.out(arrays | dict(is_causal=causal), heads_first=True)
+        return Dual(out.array, out) if moving == {True} else out
 
     def out(self, asked, heads_first=False):
         self.log.append("call")
@@ -191,11 +223,11 @@ def modified_logits(score_mod):
     return score_mod(jnp.sin(1.0 * key) * 60, 0, head, query, key)
 
 
-@pytest.mark.parametrize("name", ["torch", "flex_attention", "FlashAttention-4"])
+@pytest.mark.parametrize("name", ["torch", "flex_attention", "FlashAttention-4", "jvp_flash_attention"])
 def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
     peer = peers.PEERS[name]
     accepted = [case for case in CASES if refusal(peer, case) is None]
-    assert len(accepted) >= 10
+    assert len(accepted) >= 8
     for case in accepted:
         data = cases.data(case)
         expected = dict(is_causal=False) | data.arguments | cases.options(case)
@@ -258,6 +290,23 @@ def test_flash_attention_4_says_which_options_it_lacks():
     }
     wide = dataclasses.replace(CASES[0], dtype="float32")
     assert refusal(FLASH, wide) == "It takes bfloat16 and float16, not float32."
+
+
+def test_forward_mode_moves_every_operand(stand_in):
+    """A peer without such kernels says so."""
+    peer = peers.PEERS["jvp_flash_attention"]
+    assert peer.missing(_platform.current()) is None
+    grouped = dataclasses.replace(CASES[0], heads=4, key_heads=2)
+    assert refusal(peer, grouped) == "It wants as many key heads as query heads."
+    for case in (case for case in CASES if refusal(peer, case) is None):
+        data = cases.data(case)
+        peer.prepare(case, "jvp", data)
+        expected = dict(is_causal=False) | data.arguments | cases.options(case)
+        assert stand_in.asked[-1].keys() == expected.keys()
+        for argument, value in expected.items():
+            np.testing.assert_array_equal(stand_in.asked[-1][argument], value)
+    with pytest.raises(NotImplementedError, match="no kernels for forward mode"):
+        FLASH.prepare(CASES[0], "jvp", cases.data(CASES[0]))
 
 
 def test_calls_are_queued_while_the_gpu_is_kept_waiting(stand_in):
