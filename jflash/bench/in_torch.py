@@ -110,7 +110,11 @@ class InTorch:
             return _prepared(attend, arguments)
         if work == "jvp":
             forward_mode: Any = importlib.import_module("torch.autograd.forward_ad")
-            moving = {own: tensors[name] for name, own in self.arguments.items() if own and name in DIFFERENTIATED}
+            moving = {
+                own: tensors[name]
+                for name, own in self.arguments.items()
+                if own and name in tensors and name in DIFFERENTIATED
+            }
 
             def push() -> object:
                 with forward_mode.dual_level():
