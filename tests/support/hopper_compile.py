@@ -36,7 +36,7 @@ PAIRS = (1, 4, LENGTH, LENGTH)
 DROPOUT_KEY = dict(dropout_key=((2,), jnp.uint32))
 CASES = {
     **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
-    **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 128, 256)},
+    **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 80, 96, 112, 128, 256)},
     "d64 causal, soft cap": (64, 64, dict(is_causal=True, logits_soft_cap=50.0), {}),
     "d64 causal, bias of keys": (64, 64, dict(is_causal=True), dict(bias=((1, 4, 1, LENGTH), bfloat16))),
     "d64 causal, alibi": (64, 64, dict(is_causal=True), dict(alibi_slopes=((4,), float32))),
@@ -129,7 +129,7 @@ SPLIT = ("d64", "soft cap")
 """Cases that are compiled for two devices too."""
 TABLED = (
     *("d8", "d64", "d64 causal, bias of keys", "d64 deterministic", "d128", "d128 deterministic", "d256", "bias"),
-    "d272/64",
+    *("d80 causal", "d96 causal", "d112 causal", "d272/64"),
 )
 """Cases that are compiled with all tiles that a search on some device might choose."""
 

@@ -176,7 +176,14 @@ def test_decoding_of_wide_heads(dtype: str, dims: tuple[int, int], heads: tuple[
     assert_exact(Case(dtype, query_length, 2500, heads, dims, (3,), causal=True, offset="end", lengths="keys"))
 
 
-@pytest.mark.parametrize("tile", [RowTiles(3, 128, 2), RowTiles(4, 64, 3), RowTiles(4, 64, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "tile"),
+    [
+        *[(64, RowTiles(3, 128, 2)), (64, RowTiles(4, 64, 3)), (64, RowTiles(4, 64, 4))],
+        *[(80, RowTiles(3, 112, 2)), (96, RowTiles(3, 96, 2)), (112, RowTiles(3, 96, 2))],
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,11 +195,12 @@ def test_decoding_of_wide_heads(dtype: str, dims: tuple[int, int], heads: tuple[
     ],
     ids=str,
 )
-def test_narrow_tiles(tile: RowTiles, options: dict):
+def test_tiles_of_more_warpgroups(dim: int, tile: RowTiles, options: dict):
     """Those that are for more blocks than other tests have."""
-    call = cases.build(Case("bfloat16", 390 + tile.warpgroups + tile.stages, 500, (6, 3), (64, 64), (3,), **options))
+    length = 390 + tile.warpgroups + tile.stages
+    call = cases.build(Case("bfloat16", length, 500, (6, 3), (dim, dim), (3,), **options))
     poison()
-    with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (64, 64, 0, "long")): tile}) as trial:
+    with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (dim, dim, 0, "long")): tile}) as trial:
         oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
     assert trial.asked
 

@@ -100,14 +100,21 @@ def test_several_items_a_cta(
 
 
 @sampled(2)
-@pytest.mark.parametrize("tile", [RowTiles(3, 128, 2), RowTiles(4, 64, 3)], ids=str)
-def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, tile: RowTiles):
+@pytest.mark.parametrize(
+    ("dim", "tile"),
+    [
+        *[(64, RowTiles(3, 128, 2)), (80, RowTiles(3, 112, 2)), (64, RowTiles(4, 64, 3))],
+        *[(96, RowTiles(3, 96, 2)), (112, RowTiles(3, 96, 2))],
+    ],
+    ids=str,
+)
+def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, tile: RowTiles):
     """6 causal heads are worked on 3 at a time, where more than two warpgroups compute."""
     planned = []
     monkeypatch.setattr(forward_schedule, "choose", lambda one, *_: planned.append(one) or one)
-    case = Case("bfloat16", 260, 100, heads=(6, 2), dims=(64, 64), batch=(), causal=True)
+    case = Case("bfloat16", 260, 140, heads=(6, 2), dims=(dim, dim), batch=(), causal=True)
     call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None)
-    with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (64, 64, 0, "long")): tile}):
+    with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (dim, dim, 0, "long")): tile}):
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
     assert [one.head_groups for one in planned] == [3]
 

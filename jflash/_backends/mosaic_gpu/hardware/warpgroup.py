@@ -68,7 +68,9 @@ class WarpgroupOps(Protocol):
 
     def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
         """Each element's index along `axis`."""
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_TILE)
+        # An index is a quotient or remainder by the number of columns: of a power of two the compiler makes one sum.
+        whole = shape[0], pl.next_power_of_2(shape[1])
+        return lax.slice(plgpu.broadcasted_iota(jnp.int32, whole, axis, layout=_TILE), (0, 0), shape)
 
     def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
         """Of each row from each column, `first` being that of the tile's corner; or if rows are keys, the reverse."""

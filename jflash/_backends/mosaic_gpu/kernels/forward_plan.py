@@ -222,22 +222,35 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     if spec.dtype == jnp.float32:
         # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
-    elif not few_rows and max(head_dim, value_dim) <= 64 and not bias_bytes:
-        blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
-        narrow = (candidates[0], RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4))
+    elif not few_rows and not bias_bytes and (more := _of_more_warpgroups(spec, visits)):
+        pace = h200.PACES[max(64, head_dim, value_dim)]
 
         def time(tile: RowTiles) -> float:
-            each = block_times(tile, rows, visits)
+            each = block_times(tile, rows, visits, pace)
             return max(sum(each), max(each) * processors_per_head)
 
-        most = logits.form(spec).max_warpgroups
-        candidates = sorted((tile for tile in narrow if tile.warpgroups <= most), key=time)
+        candidates = sorted((candidates[0], *more), key=time)
     # Splits of the keys store a float32 output.
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile, dtype(tile)))]
     rows_kind = "short" if few_rows else "long"
     key = TuningKey("mosaic_gpu forward", (head_dim, value_dim, bias_bytes, rows_kind, *operand_pieces.facts(spec)))
     return _tuning.choose(key, fitting)
+
+
+def _of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
+    """Tiles of three and four warpgroups, which have 160 and 112 registers a thread for O, P and a tile of logits."""
+    (head_dim, value_dim), form = whole_dims(spec), logits.form(spec)
+    if max(head_dim, value_dim) <= 64:
+        blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
+        tiles = RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4)
+        return [tile for tile in tiles if tile.warpgroups <= form.max_warpgroups]
+    # What comes in words or columns for whole tiles comes for 64 keys.
+    in_words = bias_and_mask.has_packed_mask(spec) or form.bias_by_mma or spec.dropout_rate > 0
+    keys = h200.KEYS_OF_THREE_WARPGROUPS.get(value_dim)
+    if keys is None or in_words or head_dim != value_dim or form.max_warpgroups < 3:
+        return []
+    return [RowTiles(3, keys, 2)]
 
 
 def output_parts(spec: Spec, tile: RowTiles) -> int:
@@ -248,9 +261,9 @@ def output_parts(spec: Spec, tile: RowTiles) -> int:
     return next(fitting, 0)
 
 
-def block_times(tile: RowTiles, rows: int, visits: Visits) -> list[float]:
-    """How long each block of queries takes, of `rows` in all; in units for tiles of the same head dim."""
-    visit, beginning = h200.PACE[tile.warpgroups]
+def block_times(tile: RowTiles, rows: int, visits: Visits, pace: h200.Pace) -> list[float]:
+    """How long each block of queries takes, of `rows` in all."""
+    visit, beginning = pace[tile.warpgroups]
     absent = tile.missing(rows) // WARPGROUP_ROWS
     present = tile.warpgroups - absent
     if tile.rows > tile.keys:

@@ -1,12 +1,28 @@
 """Constants of the schedules' models, fitted to measurements on one H200.
 
-`PACE`: times of the forward at head dim 64 with 2, 3 and 4 warpgroups, causal and full, 128 to 16,384 tokens.
+`PACES`: times of the forward with 2, 3 and 4 warpgroups, causal and full, at head dim 64 with 128 to 16,384 tokens; at
+80, 96 and 112 on one H100 with 256 to 16,384, so that three warpgroups are taken where they were faster, by beginnings
+that are longer than measured.
 The others: 12 calls at head dims 64 and 128, each measured with up to 10 schedules. With these values the schedule that
 the model chooses is the fastest measured, or on average 0.7% slower.
 """
 
-PACE = {2: (0.61, 0.52), 3: (0.51, 0.55), 4: (0.59, 0.35)}
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Pace = Mapping[int, tuple[float, float]]
 """By warpgroups: microseconds of one multiprocessor that 64 rows take for 128 keys, and to begin and end."""
+
+PACES: Mapping[int, Pace] = {
+    64: {2: (0.61, 0.52), 3: (0.51, 0.55), 4: (0.59, 0.35)},
+    80: {2: (0.66, 1.2), 3: (0.58, 1.7)},
+    96: {2: (0.64, 1.5), 3: (0.61, 2.0)},
+    112: {2: (0.98, 1.9), 3: (0.78, 3.1)},
+}
+"""By the columns of tiles: of 64 for all that are narrower."""
+KEYS_OF_THREE_WARPGROUPS = {80: 112, 96: 96, 112: 96}
+"""By the columns of tiles, above 64: the most keys for which three warpgroups have registers."""
 
 ITEM = 0.3
 """How long a work item takes beside its tiles; this and what follows in visits to a tile of keys."""
