@@ -74,8 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.source is not None:
         found, stem = record.read(settings.source), settings.source.stem
     else:
-        with _steps(console, "matrix product") as step:
-            found, stem = _measured(settings, lambda begun: step(begun.label, begun.steps)), settings.name
+        try:
+            with _steps(console, "matrix product") as step:
+                found, stem = _measured(settings, lambda begun: step(begun.label, begun.steps)), settings.name
+        except ValueError as error:
+            sys.exit(str(error))
     report.show(console, report.table(found))
     if settings.output is None:
         return
@@ -111,8 +114,12 @@ def _measure(settings: Settings, path: pathlib.Path | None, resume: bool, step: 
 def _in_process(settings: Settings, path: pathlib.Path, connection: Connection, resume: bool) -> None:
     """All of a run, told to a process that watches it."""
     jax.config.update("jax_enable_compilation_cache", False)
-    _measure(settings, path, resume, connection.send)
-    connection.send(None)
+    try:
+        _measure(settings, path, resume, connection.send)
+    except ValueError as error:
+        connection.send(str(error))
+    else:
+        connection.send(None)
 
 
 def _tune(settings: Settings, console: Console) -> None:

@@ -29,8 +29,8 @@ class _Stopped(NamedTuple):
 
 
 Measuring = Callable[[Connection, bool], None]
-"""Measures, and sends what it begins before each step and None at the end; the second argument is whether to go on with
-the record. It can be pickled."""
+"""Measures, and sends what it begins before each step and None at the end, or why nothing can be measured; the second
+argument is whether to go on with the record. It can be pickled."""
 
 
 def measured(
@@ -44,6 +44,7 @@ def measured(
     """The record at the path, after all was measured or refused.
 
     Raises:
+      ValueError: if nothing can be measured.
       RuntimeError: if a process ends before it has begun anything.
     """
     steps_before = 0
@@ -84,13 +85,15 @@ def _watch(connection: Connection, limit_s: float, step: Step, before: int) -> t
         if begun is not None and not connection.poll(limit_s - spent[begun.case, begun.peer]):
             return _Stopped(begun.case, begun.peer, f"It took longer than {limit_s:g} s."), number
         try:
-            received: Begun | None = connection.recv()
+            received: Begun | str | None = connection.recv()
         except EOFError:
             if begun is None:
                 raise RuntimeError("The process that measures has ended before the first case.") from None
             return _Stopped(begun.case, begun.peer, None), number
         if received is None:
             return None, number
+        if isinstance(received, str):
+            raise ValueError(received)
         if begun is not None:
             spent[begun.case, begun.peer] += time.monotonic() - start
         begun, number = received, number + 1

@@ -8,7 +8,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +211,7 @@ def test_an_implementation_that_is_asked_for_is_measured(monkeypatch, tmp_path):
     with contextlib.redirect_stdout(io.StringIO()):
         bench.main([*command, f"--output={tmp_path}", "--implementation=reference"])
         (row,) = record.read(tmp_path / "bench.json").rows
-        with pytest.raises(ValueError, match="must name some of"):
+        with pytest.raises(SystemExit, match="must name some of"):
             bench.main([*command, "--implementation=referents"])
     assert (row.peer, row.implementation, row.figures.refusal) == ("jflash", "reference", None)
     # It has a [T, S] array of each head, and `xla` has not.
@@ -274,23 +276,38 @@ def test_kept_records_are_of_this_schema(path, tmp_path):
         assert (row.fraction is None) == (found.product is None or row.tflops is None)
 
 
-@pytest.mark.parametrize(("part", "name"), [(0, "h200"), (1, "h100")])
-def test_the_figures_for_hopper_are_recorded(part: int, name: str):
+@pytest.mark.parametrize(
+    ("part", "name", "others"),
+    [
+        (0, "h200", {"cuDNN": "cuDNN", "FlashAttention-4": "FA4"}),
+        (1, "h100", {"cuDNN": "cuDNN", "tokamax": "tokamax"}),
+    ],
+    ids=str,
+)
+def test_the_figures_for_hopper_are_recorded(part: int, name: str, others: dict[str, str]):
     rows = record.read(ROOT / "examples" / "benchmarks" / f"{name}.json").rows
     tflops = {(r.head_dim, r.queries, r.case, r.work, r.peer): r.tflops for r in rows if not r.is_feature}
+    options = {(r.case, r.work, r.peer): r.tflops for r in rows if r.is_feature}
     page = (ROOT / "examples" / "benchmarks" / "hopper.md").read_text().split("## On an H100")[part]
+
+    def figure(figures: Mapping[tuple[Any, ...], float | None], *place: Any) -> str:
+        ours = figures.get((*place, "jflash"))
+        if ours is None:
+            return "-"
+        found = {short: figures.get((*place, who)) for who, short in others.items()}
+        ratios = [f"{ours / theirs:.2f}x {short}" for short, theirs in found.items() if theirs is not None]
+        return f"{ours:.0f} ({', '.join(ratios)})" if ratios else f"{ours:.0f}"
+
     table = re.findall(r"^\| (\d+) \| ([\d,]+) \|(.*)\|$", page, re.MULTILINE)
     assert table
-    for dim, tokens, figures in table:
+    for dim, tokens, given in table:
         columns = itertools.product(("fwd", "bwd"), ("full", "causal"))
-        for (work, mask), figure in zip(columns, figures.split("|"), strict=True):
-            ours, cudnn, fa4 = (
-                tflops.get((int(dim), int(tokens.replace(",", "")), mask, work, who))
-                for who in ("jflash", "cuDNN", "FlashAttention-4")
-            )
-            assert ours or name == "h100"
-            reached = ours and f"{ours:.0f} ({ours / cudnn:.2f}x cuDNN, {ours / fa4:.2f}x FA4)"
-            assert figure.strip() == (reached or "not reached")
+        place = int(dim), int(tokens.replace(",", ""))
+        expected = [figure(tflops, *place, mask, work) for work, mask in columns]
+        assert [one.strip() for one in given.split("|")] == expected
+    for case in {case for case, *_ in options} if part == 1 else ():
+        expected = [figure(options, case, work) for work in ("fwd", "bwd")]
+        assert f"| {case} | {' | '.join(expected)} |\n" in page
 
 
 def test_the_instrument_is_imported_only_by_name():
@@ -302,6 +319,11 @@ def test_the_instrument_is_imported_only_by_name():
 def test_a_record_to_go_on_with_has_a_place():
     with pytest.raises(SystemExit, match="say where with --output"):
         bench.main(["--resume"])
+
+
+def test_what_cannot_be_measured_is_said_in_a_sentence():
+    with pytest.raises(SystemExit, match=r"^A head dimension is written as 128, or as 192/128 .* Got 'wide'\.$"):
+        bench.main(["--head-dims=wide"])
 
 
 def test_what_to_install_is_said_in_a_sentence(monkeypatch):

@@ -68,6 +68,9 @@ def test_time_is_counted_for_each_case_of_each_library():
     ours, theirs = multiprocessing.Pipe(duplex=False)
     theirs.send(None)
     assert limits._watch(ours, 60, heard.append, 0) == (None, 0)
+    theirs.send("A reason.")
+    with pytest.raises(ValueError, match=r"^A reason\.$"):
+        limits._watch(ours, 60, heard.append, 0)
 
 
 def test_a_case_of_many_short_steps_has_the_same_limit():
@@ -130,3 +133,6 @@ def test_a_run_within_limits_is_like_any_other(tmp_path, monkeypatch):
     with contextlib.redirect_stdout(io.StringIO()):
         bench.main([*command, "--resume", "--name=own", "--features", "scalar"])
     assert (tmp_path / "own.json").read_text() == first
+    # In a sentence, by the process that measures.
+    with pytest.raises(SystemExit, match=r"^The record cannot be gone on with.*median of 1 round\b"):
+        bench.main([*command, "--rounds=2", "--limit-s=300", "--resume", "--name=own", "--features", "scalar"])
