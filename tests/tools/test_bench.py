@@ -310,6 +310,20 @@ def test_the_figures_for_hopper_are_recorded(part: int, name: str, others: dict[
         assert f"| {case} | {' | '.join(expected)} |\n" in page
 
 
+def test_the_figure_for_float32_is_recorded():
+    rows = record.read(ROOT / "examples" / "benchmarks" / "h100-float32.json").rows
+    tflops = {(row.call, row.work, row.peer): row.tflops for row in rows}
+
+    def times(work: str) -> str:
+        ours = {call: rate for (call, of, peer), rate in tflops.items() if (of, peer) == (work, "jflash")}
+        theirs = {call: tflops[call, work, "jax.nn"] for call in ours}
+        ratios = [rate / theirs[call] for call, rate in ours.items() if theirs[call] is not None]
+        return f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"it has {times('fwd')} the speed of jax.nn's attention forward and {times('bwd')} backward" in readme
+
+
 def test_the_instrument_is_imported_only_by_name():
     code = "import sys, jflash; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
