@@ -53,6 +53,9 @@ class Interpreter(WarpgroupOps):
     def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
 
+    def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "rows columns"]:
+        return self.iota(shape, axis) + first
+
     def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
         row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
         return (first + (column - row if keys_first else row - column)).astype(jnp.float32)

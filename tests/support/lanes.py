@@ -82,6 +82,9 @@ class Warpgroup(Numbers, Lanes):
         self.dtype, self.shared = dtype, np.full(shared, 0xFF, np.uint8)
         self.device = device.reshape(-1).view(np.uint8)
 
+    def opaque(self, word: Any) -> Any:
+        return word
+
     def distance(self, index: Any, size: int) -> Any:
         return index.astype(np.int32).astype(np.int64) * size
 

@@ -95,6 +95,9 @@ def compiled(name: str, capability: str) -> dict[str, dict]:
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_score_mod(**arrays))
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
+        if family.backend.unsupported_call(spec) is not None:
+            # Some float32 heads are Hopper's alone.
+            return ()
         forward, backward = family.plans(spec, Device.num_cores)
         plans = [backward]
         if backward.fused is not None:

@@ -129,7 +129,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
     return "interpreted"
 
 
-NOT_INTERPRETED = ("jacrev", "hessian", "jacrev of jacfwd", "export", *DEVICES)
+NOT_INTERPRETED = ("jacfwd", "jacrev", "hessian", "jacrev of jacfwd", "export", *DEVICES)
 """Hundreds of directions take the interpreter minutes, its callbacks are not exported, and it knows one device."""
 THROUGH_KERNELS = [row for row in ROWS if row not in NOT_INTERPRETED]
 

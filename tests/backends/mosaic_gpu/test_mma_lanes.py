@@ -5,10 +5,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lanes import Warpgroup
+from lanes import THREAD, Warpgroup
 
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
-from jflash._backends.mosaic_gpu_mma.hardware import sums
+from jflash._backends.mosaic_gpu_mma.hardware import indices, sums
 from jflash._backends.mosaic_gpu_mma.hardware.copies import Part, Rows, copy_tile, store_words
 from jflash._backends.mosaic_gpu_mma.hardware.products import (
     LeftOperand,
@@ -247,3 +247,15 @@ def test_no_bank_conflicts(columns: int):
         operand.matrices(16, chunk, rows_first=False, transpose=False)
     for addresses in np.asarray(seen).reshape(-1, 8):
         assert len(set(addresses // 16 % 8)) == 8
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("first", [0, 4096, -70])
+def test_indices_of_a_tile(first: int, axis: int):
+    o = Warpgroup(DTYPE, 0, np.zeros(1, DTYPE))
+    own = indices.own_indices(o, axis, o(first % 2**32))
+    warp, lane = np.divmod(THREAD, 32)
+    got = np.full((64, 96), np.iinfo(np.int32).min)
+    for eight, half, k in np.ndindex(12, 2, 2):
+        got[16 * warp + lane // 4 + 8 * half, 8 * eight + 2 * (lane % 4) + k] = own(eight, half, k).view(np.int32)
+    np.testing.assert_array_equal(got, first + np.indices(got.shape)[axis])

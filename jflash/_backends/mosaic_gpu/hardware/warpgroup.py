@@ -72,6 +72,10 @@ class WarpgroupOps(Protocol):
         whole = shape[0], pl.next_power_of_2(shape[1])
         return lax.slice(plgpu.broadcasted_iota(jnp.int32, whole, axis, layout=_TILE), (0, 0), shape)
 
+    def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "rows columns"]:
+        """Each element's index along `axis`, counted from `first` on."""
+        return self.iota(shape, axis) + first
+
     def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
         """Of each row from each column, `first` being that of the tile's corner; or if rows are keys, the reverse."""
         return distances.make(shape, first, keys_first=keys_first)

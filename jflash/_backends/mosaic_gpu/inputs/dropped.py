@@ -77,8 +77,8 @@ def _drop(inputs: KernelInputs, at: TileCoord, p: Tile, loaded: Loaded, *, signe
     if words:
         return ops.drop(p, words["dropout"], dropout.dropped(spec), keys_first=keys_first, signed=signed)
     assert seed is not None
-    queries, keys = (ops.iota(p.shape, int(axis)) for axis in (keys_first, not keys_first))
     first_query, first_key = (inputs.value(name, at.batch) for name in ("first_query", "first_key"))
     query, key = (x if first is None else x + first for x, first in ((at.query, first_query), (at.key, first_key)))
-    keep = dropout.keep(spec, seed, queries + query, keys + key)
+    queries, keys = ops.indices(p.shape, int(keys_first), query), ops.indices(p.shape, 1 - keys_first, key)
+    keep = dropout.keep(spec, seed, queries, keys)
     return jnp.where(keep, p, -p if signed else 0.0)

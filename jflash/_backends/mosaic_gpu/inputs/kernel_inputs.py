@@ -122,10 +122,10 @@ class KernelInputs:
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
         """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""
         spec, ops = self.spec, self.ops
-        query = ops.iota(shape, int(self.keys_first)) + at.query
+        query = ops.indices(shape, int(self.keys_first), at.query)
         if self.packed_heads > 1:
             query = lax.div(query, jnp.full_like(query, self.packed_heads))
-        key = ops.iota(shape, 1 - self.keys_first) + at.key
+        key = ops.indices(shape, 1 - self.keys_first, at.key)
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
         def read(name: str) -> Array | None:

@@ -27,6 +27,10 @@ class Lanes(LaneWords):
         """A constant of 64 bits."""
         return _utils.c(value, self.long_type)
 
+    def opaque(self, word: Any) -> Any:
+        """The word, of which the compiler does not know how it was made."""
+        return _utils.inline_ptx("mov.b32 $0, $1;", word, result_types=self.type)
+
     def distance(self, index: Any, size: int) -> Any:
         """The bytes that `index` items of a size take, in 64 bits."""
         return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps
-from jflash._backends.mosaic_gpu_mma.hardware import copies, products, sums
+from jflash._backends.mosaic_gpu_mma.hardware import copies, indices, products, sums
 from jflash._backends.mosaic_gpu_mma.hardware.copies import Part
 from jflash._backends.mosaic_gpu_mma.hardware.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.hardware.sums import Sums
@@ -19,6 +20,10 @@ class MmaOps(WarpgroupOps, Protocol):
 
     Tiles of logits have the layout of Hopper's, so that what Hopper's operations do with them is the same.
     """
+
+    def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "64 columns"]:
+        """Each element's index along `axis`, counted from `first` on."""
+        return indices.make(shape, axis, jnp.int32(first))
 
     def add_product(
         self,
