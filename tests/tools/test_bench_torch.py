@@ -227,7 +227,7 @@ def modified_logits(score_mod):
 def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
     peer = peers.PEERS[name]
     accepted = [case for case in CASES if refusal(peer, case) is None]
-    assert len(accepted) >= 8
+    assert len(accepted) >= 10
     for case in accepted:
         data = cases.data(case)
         expected = dict(is_causal=False) | data.arguments | cases.options(case)
