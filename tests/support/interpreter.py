@@ -53,8 +53,8 @@ class Interpreter(WarpgroupOps):
     def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
 
-    def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "rows columns"]:
-        return self.iota(shape, axis) + first
+    # Also where a family of kernels has its own.
+    indices = WarpgroupOps.indices
 
     def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
         row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))

@@ -6,10 +6,13 @@ Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
 
 THREADS = 128
 
@@ -106,3 +109,36 @@ class LaneWords:
     def own(self, bits: Any) -> Any:
         """Each byte shifted right, so that its lowest two bits belong to this thread's columns."""
         return self.right(bits, self.left(self.pair, 1))
+
+
+def make_tile(
+    shape: tuple[int, ...],
+    dtype: Any,
+    first: Int[Array, ""],
+    words: Callable[[], LaneWords],
+    own: Callable[[Any, Any], Callable[[int, int, int], Any]],
+) -> Array:
+    """A tile of 64 rows that each thread makes of a scalar.
+
+    Args:
+      shape, dtype: of the tile; float32 or int32.
+      first: the scalar.
+      words: makes the thread's operations.
+      own: of these and the scalar makes what gives the thread's elements, by the columns from 8 `eight` on, the upper
+        (half 0) or lower row, and which of the two columns.
+    """
+    return_type = plgpu.ShapeDtypeStruct(shape, np.dtype(dtype), layout=plgpu.Layout.WGMMA)
+    is_signed = True if np.issubdtype(dtype, np.integer) else None
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=return_type)
+    def made(_: Any, first: Any) -> Any:
+        o = words()
+        element = own(o, first.registers.item())
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        for index in np.ndindex(registers.shape):
+            _, eight, _, _, half, *_ = index
+            registers[index] = o.pair_of([element(eight, half, k) for k in range(2)])
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=is_signed)
+
+    call: Any = made
+    return call(first)

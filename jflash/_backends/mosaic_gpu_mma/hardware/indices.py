@@ -10,29 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
+from jflash._backends.mosaic_gpu.hardware.lane_words import make_tile
 from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 
 
 def make(shape: tuple[int, ...], axis: int, first: Int[Array, ""]) -> Int[Array, "64 columns"]:
     """first + row, or for axis 1 first + column."""
-    return_type = plgpu.ShapeDtypeStruct(shape, np.dtype(np.int32), layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=return_type)
-    def made(_: Any, first: Any) -> Any:
-        o = Lanes()
-        own = own_indices(o, axis, first.registers.item())
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-        for index in np.ndindex(registers.shape):
-            _, eight, _, _, half, *_ = index
-            registers[index] = o.pair_of([own(eight, half, k) for k in range(2)])
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True)
-
-    call: Any = made
-    return call(first)
+    return make_tile(shape, np.int32, first, Lanes, lambda o, first: own_indices(o, axis, first))
 
 
 def own_indices(o: Any, axis: int, first: Any) -> Any:
