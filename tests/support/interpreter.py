@@ -156,6 +156,10 @@ class Interpreter(WarpgroupOps):
             index = index * lax.axis_size(axis) + lax.axis_index(axis)
         ticket[0] = index
 
+    def take_number(self, counter: Ref, number: Ref) -> Array:
+        """Likewise a block's index."""
+        return lax.axis_index("block")
+
     def signal(self, counter: Ref) -> None:
         """Nothing: CTAs run one after the other, so none has to wait."""
 

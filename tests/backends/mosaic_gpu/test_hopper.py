@@ -20,8 +20,11 @@ from on_hardware import poison, with_nan_in_padding
 import jflash
 from jflash import _platform, _tuning
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu.schedule import RowTiles, dq_accumulator
+from jflash._backends.mosaic_gpu.schedule import RowTiles
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
+from jflash._backends.mosaic_gpu.schedule.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.schedule.rounded_later import RoundedLater
 from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
@@ -142,13 +145,18 @@ def test_rounds(dims, options):
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)], ids=str)
 @pytest.mark.parametrize(("batch", "heads"), [(198, (2, 2)), (198, (4, 2)), (22, (18, 18)), (22, (36, 18))], ids=str)
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(90, 20), lengths="both")], ids=str)
-def test_sums_of_few_heads_at_a_time(dims: tuple[int, int], batch: int, heads: tuple[int, int], options: dict):
+@pytest.mark.parametrize(("queries", "kind"), [(70, RoundedByLast), (600, RoundedLater)])
+def test_sums_of_few_heads_at_a_time(
+    dims: tuple[int, int], batch: int, heads: tuple[int, int], options: dict, queries: int, kind: type[DqAccumulator]
+):
     """Short sequences, enough of them that heads and batch entries take each other's place in the sums of dQ: in turns
     of some entries of a head, and of several heads."""
-    schedule = BackwardSchedule.of(*heads, 2, batch, _platform.current().processors)
+    tiles = -(-queries // 128)
+    schedule = BackwardSchedule.of(*heads, 2, batch, _platform.current().processors, accumulated=tiles)
     assert (schedule.items < batch) == (batch > 100)
-    assert dq_accumulator.waves_with_room(schedule) < schedule.waves
-    call = cases.build(Case("bfloat16", 70, 130, heads=heads, dims=dims, batch=(batch,), **options))
+    assert (schedule.room is None) == (kind is RoundedLater)
+    assert kind.waves_with_room(schedule) < schedule.waves
+    call = cases.build(Case("bfloat16", queries, 130, heads=heads, dims=dims, batch=(batch,), **options))
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 

@@ -119,7 +119,8 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, t
     assert [one.head_groups for one in planned] == [3]
 
 
-@sampled(10)
+@sampled(11)
+@pytest.mark.parametrize("query_length", [300, 520])
 @pytest.mark.parametrize(
     ("processors", "key_length", "heads", "batch", "options"),
     [
@@ -140,12 +141,15 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, t
     ids=str,
 )
 def test_accumulators_of_few_heads_at_a_time(
-    processors: int, key_length: int, heads: tuple[int, int], batch: int, options: dict
+    processors: int, key_length: int, heads: tuple[int, int], batch: int, options: dict, query_length: int
 ):
-    """On so few multiprocessors heads and batch entries take each other's place in the accumulators of dQ."""
+    """On so few multiprocessors heads and batch entries take each other's place in the accumulators of dQ.
+
+    Of few queries the last CTA rounds dQ, of more than 512 those of later waves.
+    """
     given = dict(dtype="bfloat16") | options
     call = cases.build(
-        Case(query_length=300, key_length=key_length, heads=heads, dims=(64, 64), batch=(batch,), **given)
+        Case(query_length=query_length, key_length=key_length, heads=heads, dims=(64, 64), batch=(batch,), **given)
     )
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)
 

@@ -4,22 +4,20 @@ import dataclasses
 import heapq
 import itertools
 import types
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from short_run import cover, sampled
+from short_run import cover
 
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.kernels.forward_plan import output_parts, shared_memory
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
-from jflash._backends.mosaic_gpu.schedule import HeadBlocks, dq_accumulator, forward_schedule
+from jflash._backends.mosaic_gpu.schedule import HeadBlocks, forward_schedule
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqRefs
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.schedule.query_tiles import TileOrder
 from jflash._semantics.spec import Spec
@@ -231,162 +229,3 @@ def test_backward_leaves_no_processor_waiting(heads: int, batch: int, blocks: in
     """Not much longer than where all is one wave, whose longest blocks begin first."""
     of = lambda processors: BackwardSchedule.of(heads, heads, blocks, batch, processors)
     assert ends_backward(of(132)) <= 1.05 * ends_backward(of(None))
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded(dq_accumulator.DqAccumulator):
-    """What one CTA rounds, with the place of its accumulator, and which work item it waits for."""
-
-    awaited: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    rounded: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-
-    def place(self, wave: int, head: int) -> int:
-        (place,) = self._acc(wave, head)
-        return int(place)
-
-    def _wait(self):
-        if not self._is_early:
-            self.awaited.add((int(self._earlier.batch), int(self._earlier.head_group)))
-
-    def _round_rows(self, head, rows):
-        earlier, place = self._earlier, self.place(self._earlier_wave, head)
-        query_head = earlier.first_head + head
-        self.rounded.append((*map(int, (earlier.batch, query_head)), place, int(rows.start), rows.size))
-
-
-class Places:
-    """Accumulators of which only the place is asked."""
-
-    def __init__(self, number: int):
-        self.number = number
-
-    @property
-    def at(self) -> "Places":
-        return self
-
-    def __getitem__(self, place: int) -> tuple[int]:
-        assert 0 <= place < self.number
-        return (place,)
-
-
-@sampled(5)
-@pytest.mark.parametrize(
-    ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
-    [
-        (5, 1, 3, 2, 384, 64, 1),
-        (4, 1, 1, 3, 64, 128, 2),
-        (6, 1, 8, 1, 192, 80, 8),
-        (7, 1, 2, 4, 1024, 72, 132),
-        (9, 1, 4, 3, 256, 8, 12),
-        (6, 3, 5, 2, 640, 64, 4),
-        (15, 3, 5, 2, 640, 64, 4),
-        (14, 2, 3, 4, 192, 80, 1),
-        (2, 2, 2, 12, 128, 64, 5),
-        (4, 2, 2, 30, 128, 128, 4),
-        (1, 1, 3, 8, 192, 64, 7),
-        # Heads that share keys in head groups, of one head and of two.
-        (12, 4, 3, 1, 192, 64, 132),
-        (8, 8, 4, 1, 256, 64, 8),
-        (16, 8, 2, 6, 128, 64, 18),
-    ],
-)
-def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
-    """By a CTA that began after all those that add to it, and before any that has its place in memory."""
-    schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors)
-    places = dq_accumulator.accumulators(schedule)
-    assert places <= heads * batch
-    shape = lambda *sizes: types.SimpleNamespace(shape=sizes)
-    begun: list[tuple[int, int]] = []
-    # Of each place the head whose accumulator it is, and of each head when which of its rows were rounded.
-    owners: dict[int, tuple[int, int]] = {}
-    rounded: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for wave in range(schedule.waves + dq_accumulator.lag(schedule)):
-        for block, item in itertools.product(range(blocks), range(schedule.items)):
-            copies = (block * 5 + item) % 17
-            refs = DqRefs(Places(places), None, shape(batch, rows, heads, head_dim))
-            with jax.disable_jit():
-                own_batch, own_group, _, first_head = map(int, schedule.item(wave, item))
-                taken = Recorded(schedule, None, refs, 1.0, wave, block, item, copies)
-                for warpgroup in range(2):
-                    taken.begin(warpgroup)
-                for index in range(copies + dq_accumulator.SPARE if taken.adds else 0):
-                    taken.after_copy(index)
-                own_places = [taken.place(wave, head) for head in range(schedule.heads)]
-            for awaited in taken.awaited:
-                assert begun.count(awaited) == blocks
-            for entry_of, head, place, first, size in taken.rounded:
-                assert {(entry_of, head // schedule.heads)} == taken.awaited
-                assert owners[place] == (entry_of, head)
-                rounded.setdefault((entry_of, head), []).append((first, size, wave))
-            if taken.adds:
-                begun.append((own_batch, own_group))
-                for head, place in enumerate(own_places, first_head):
-                    before = owners.get(place, (own_batch, head))
-                    if before != (own_batch, head):
-                        # Rounded in the wave that this CTA waits for, or before it.
-                        assert taken.awaited
-                        parts = rounded[before]
-                        assert sum(size for _, size, by in parts if by <= wave - dq_accumulator.lag(schedule)) == rows
-                    owners[place] = own_batch, head
-    assert rounded.keys() == set(itertools.product(range(batch), range(heads)))
-    for parts in rounded.values():
-        covered = [row for first, size, _ in parts for row in range(first, first + size)]
-        assert sorted(covered) == list(range(rows))
-
-
-@pytest.mark.parametrize("processors", [1, 3, 8, 132])
-@pytest.mark.parametrize(("heads", "key_heads", "batch"), [(4, 4, 2), (4, 1, 3), (6, 2, 4), (3, 3, 1)])
-def test_accumulators_of_a_part_are_its_gradient(heads: int, key_heads: int, batch: int, processors: int):
-    of_whole = BackwardSchedule.of(heads, key_heads, 3, batch, processors)
-    schedule = dataclasses.replace(of_whole, partial=True)
-    acc = jnp.arange(dq_accumulator.accumulators(schedule))[:, None, None]
-    gradient = dq_accumulator.unrounded(schedule, acc)
-    assert gradient.shape == (batch, 1, heads, 1)
-    for wave, number in itertools.product(range(schedule.waves), range(schedule.items)):
-        item, place = schedule.item(wave, number), wave * schedule.items + number
-        own = gradient[item.batch, 0, item.first_head : item.first_head + schedule.heads, 0]
-        assert own.tolist() == [place * schedule.heads + head for head in range(schedule.heads)]
-
-
-@sampled(4)
-@pytest.mark.parametrize("processors", [1, 3, 7])
-@pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2)])
-def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):
-    """A CTA that waits keeps its multiprocessor. With tickets for places all end; with indices some orders do not."""
-    schedule = BackwardSchedule.of(heads, heads, blocks, batch, processors)
-    waves = schedule.waves + dq_accumulator.lag(schedule)
-    places = list(itertools.product(range(waves), range(blocks), range(schedule.items)))
-    awaited = [_awaited(schedule, place) for place in places]
-    generator = np.random.default_rng(0)
-    backwards = range(len(places))[::-1]
-    assert not _ends(schedule, places, awaited, iter(backwards), processors, generator)
-    for order in (backwards, *(generator.permutation(len(places)) for _ in range(5))):
-        tickets = itertools.count()
-        assert _ends(schedule, places, awaited, (next(tickets) for _ in order), processors, generator)
-
-
-def _awaited(schedule: BackwardSchedule, place: tuple[int, int, int]) -> set[tuple[int, int]]:
-    """The work items that the CTA of a place waits for."""
-    shape = types.SimpleNamespace(shape=(schedule.batch, 64, 64, 64))
-    refs = DqRefs(Places(dq_accumulator.accumulators(schedule)), None, shape)
-    with jax.disable_jit():
-        taken = Recorded(schedule, None, refs, 1.0, *place, 0)
-        taken.begin(0)
-    return taken.awaited
-
-
-def _ends(schedule, places, awaited, begins: Iterator[int], processors: int, generator: np.random.Generator) -> bool:
-    """Whether all CTAs end, if they begin with places in this order, and end in any order."""
-    resident: list[int] = []
-    ended: list[int] = []
-    while True:
-        resident += itertools.islice(begins, processors - len(resident))
-        if not resident:
-            return len(ended) == len(places)
-        done = Counter(
-            tuple(map(int, schedule.item(wave, item)[:2])) for wave, _, item in map(places.__getitem__, ended)
-        )
-        ready = [place for place in resident if all(done[item] == schedule.blocks for item in awaited[place])]
-        if not ready:
-            return False
-        ended.append(resident.pop(resident.index(generator.choice(ready))))

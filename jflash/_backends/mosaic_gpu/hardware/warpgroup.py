@@ -218,6 +218,14 @@ class WarpgroupOps(Protocol):
         """Increment an integer in device memory, and store its old value in shared memory."""
         _inline(_take_ticket, plgpu.RefType(), plgpu.RefType())(counter, ticket)
 
+    def take_number(self, counter: Ref, number: Ref) -> Int[Array, ""]:
+        """Publish all that this warpgroup did, increment an integer in device memory, and see what was done before.
+
+        The integer's old value, which passes through a number of shared memory that is this warpgroup's.
+        """
+        _inline(_take_number, plgpu.RefType(), plgpu.RefType())(counter, number)
+        return number[0]
+
     def signal(self, counter: Ref) -> None:
         """Increment an integer in device memory, and with it publish all that this warpgroup did."""
         _inline(_signal, plgpu.RefType())(counter)
@@ -308,9 +316,15 @@ def _wait_for(_: Any, counter: Any, value: int) -> None:
     _utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
 
-def _take_ticket(_: Any, counter: Any, ticket: Any) -> None:
+def _take_number(_: Any, counter: Any, number: Any) -> None:
+    mgpu.warpgroup_barrier()
+    _take_ticket(_, counter, number, order="acq_rel")
+    mgpu.warpgroup_barrier()
+
+
+def _take_ticket(_: Any, counter: Any, ticket: Any, order: str = "relaxed") -> None:
     with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
         integer = _utils.ir.IntegerType.get_signless(32)
-        add = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"
+        add = f"atom.{order}.gpu.global.add.s32 $0, [$1], 1;"
         old = _utils.inline_ptx(add, _utils.memref_ptr(counter), result_types=integer, has_side_effects=True)
         _utils.memref.store(old, ticket, [_utils.c(0, _utils.ir.IndexType.get())])

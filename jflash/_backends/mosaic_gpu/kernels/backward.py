@@ -42,7 +42,7 @@ from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.kernels.backward_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileMask, TileOrder, dq_accumulator, tile_range
-from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator, DqRefs
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqRefs
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: WarpgroupOps) -> dict[str, Array]:
@@ -51,7 +51,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     `dq_acc` holds zeros.
     """
     schedule = plan.schedule
-    states = dict(dq_acc=dq_acc, counters=jnp.zeros(dq_accumulator.counters(schedule), jnp.int32))
+    states = dict(dq_acc=dq_acc, counters=jnp.zeros(plan.dq.counters(schedule), jnp.int32))
     made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
     of_keys = schedule.summed(plan.spec, made, whole_dims(plan.spec))
     if schedule.partial:
@@ -96,8 +96,8 @@ class _Cta(Cta[FusedPlan]):
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
         heads = plan.schedule.heads
         self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
-        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"))
-        self.dq = DqAccumulator(plan.schedule, ops, dq_refs, sums_scale(plan.spec), *place, tiles.count * heads)
+        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
+        self.dq = plan.dq(plan.schedule, ops, dq_refs, sums_scale(plan.spec), *place, tiles.count * heads)
 
     def _take_ticket(self) -> tuple[Any, Any, Any]:
         """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
@@ -154,7 +154,7 @@ class _Cta(Cta[FusedPlan]):
             for result, gradient in zip(results, gradients, strict=True):
                 result[item.batch, item.head_group, own_keys] = gradient
             plgpu.wait_smem_to_gmem(0)
-            self.dq.finish()
+            self.dq.finish(self.warpgroup)
             return
         # The other warpgroup reads these keys too.
         plgpu.barrier_arrive(shared.finished)
@@ -168,7 +168,7 @@ class _Cta(Cta[FusedPlan]):
             plgpu.copy_smem_to_gmem(buffer.at[0, own], result.at[item.batch, own_keys, item.key_head, columns])
         # All but these two.
         plgpu.wait_smem_to_gmem(2)
-        self.dq.finish()
+        self.dq.finish(self.warpgroup)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
@@ -180,7 +180,7 @@ class _Cta(Cta[FusedPlan]):
             keys = pl.ds(self.first_key, self.plan.tile.keys)
             producer = QueryProducer(self.inputs, self.order, self.item, keys)
             producer.copy_all(self.smem, self.dq.after_copy, self.dq.spare)
-            self.dq.finish()
+            self.dq.finish_copies()
 
     def _visit_all(self, own_keys: Any) -> _Accumulators:
         """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""

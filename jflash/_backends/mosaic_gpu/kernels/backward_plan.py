@@ -37,8 +37,10 @@ from jflash._backends.mosaic_gpu.schedule import (
     FusedTiles,
     HeadBlocks,
     RowTiles,
-    dq_accumulator,
 )
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
+from jflash._backends.mosaic_gpu.schedule.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.schedule.rounded_later import RoundedLater
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -79,8 +81,9 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         ds_full=handed,
         ds_empty=handed,
         finished=smem.barriers(1, arrivals=tile.warpgroups),
-        # The CTA's place in the order in which CTAs begin.
+        # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
         ticket=smem.vectors(1, dtype=jnp.int32),
+        numbers=smem.vectors(tile.warpgroups, dtype=jnp.int32),
         ticket_drawn=smem.barriers(1),
     )
 
@@ -95,8 +98,15 @@ class FusedPlan(KernelPlan):
     """Parameters whose gradients the kernel sums over queries."""
 
     @property
+    def dq(self) -> type[DqAccumulator]:
+        """Which of a work item's CTAs round dQ."""
+        if self.schedule.partial:
+            return DqAccumulator
+        return RoundedLater if self.schedule.room is None else RoundedByLast
+
+    @property
     def launch(self) -> Launch:
-        """A few waves more than have keys round what the last ones accumulated."""
+        """Waves of CTAs that have keys, and after them those that only round dQ."""
         spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
         dims = whole_dims(spec)
         rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
@@ -104,7 +114,7 @@ class FusedPlan(KernelPlan):
         d_query = shape((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
-            grid=dict(wave=schedule.waves + dq_accumulator.lag(schedule), block=schedule.blocks, item=schedule.items),
+            grid=dict(wave=schedule.waves + self.dq.lag(schedule), block=schedule.blocks, item=schedule.items),
             results=dict(
                 **({} if spec.partial else dict(d_query=d_query)),
                 d_key=schedule.gradient(spec, keys, dims[0], self.tile.columns(dims[0])),
@@ -119,7 +129,7 @@ class FusedPlan(KernelPlan):
         """The accumulators of dQ, `[accumulators, L, H]`, with a margin for copies that add."""
         rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
         columns = whole_dims(self.spec)[0] + margin
-        return jax.ShapeDtypeStruct((dq_accumulator.accumulators(self.schedule), rows, columns), jnp.float32)
+        return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, columns), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +167,22 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     if is_wide(spec):
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
         return BackwardPlan(spec, None, None, None, dbias, wide, tables)
-    by_keys = lambda size: dataclasses.replace(
-        BackwardSchedule.of(spec.heads, spec.key_heads, pl.cdiv(spec.key_length, size), spec.batch, processors),
+    by_keys = lambda size, accumulated=None: dataclasses.replace(
+        BackwardSchedule.of(
+            spec.heads,
+            spec.key_heads,
+            pl.cdiv(spec.key_length, size),
+            spec.batch,
+            processors,
+            accumulated=accumulated,
+        ),
         partial=spec.partial,
     )
     # Each sum over keys, and with deterministic=True every sum, has an owner in the two kernels alone.
     fused_tiles = None if spec.deterministic or bias_kind == "row" else choose_fused_tiles(spec)
     if fused_tiles is not None:
-        fused = FusedPlan(spec, fused_tiles, by_keys(fused_tiles.keys), wanted)
+        tiles = None if spec.partial else pl.cdiv(spec.query_length, fused_tiles.keys)
+        fused = FusedPlan(spec, fused_tiles, by_keys(fused_tiles.keys, tiles), wanted)
         return BackwardPlan(spec, fused, None, None, dbias, tables=tables)
     by_key = bias_kind == "column"
     tile = choose_dq_tiles(spec)

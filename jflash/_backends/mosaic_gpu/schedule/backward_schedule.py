@@ -26,6 +26,14 @@ from jflash._semantics.spec import Spec
 
 _ALMOST_ALL = 0.9
 """The part of the multiprocessors for which a wave needs CTAs: 128 are enough for 132."""
+_QUARTER = 0.24
+"""Likewise where the last CTA of a work item rounds its dQ: 32 are enough."""
+_ROOM = 1.9
+"""CTAs for each multiprocessor whose accumulators exist then. With 1.45, CTAs of d128 wait; more fill the cache."""
+_FEW_TILES = 4
+"""Of 128 queries or keys, so few that one CTA rounds a work item's dQ without delay."""
+_FEW_BLOCKS = 16
+"""Up to so many, what the accumulators of larger waves cost, in the cache, is more than what even waves save."""
 
 
 class WorkItem(NamedTuple):
@@ -53,6 +61,8 @@ class BackwardSchedule:
     items: int
     """Work items of a wave."""
     waves: int
+    room: int | None = None
+    """Of how many waves the last CTA of a work item rounds dQ before there is room for another; `None`: it does not."""
     partial: bool = False
     """Whether dK and dV are parts of sums that go on after the call."""
 
@@ -62,20 +72,28 @@ class BackwardSchedule:
         return self.head_groups > 1 or self.partial
 
     @staticmethod
-    def of(heads: int, key_heads: int, blocks: int, batch: int, processors: int | None) -> BackwardSchedule:
+    def of(
+        heads: int, key_heads: int, blocks: int, batch: int, processors: int | None, *, accumulated: int | None = None
+    ) -> BackwardSchedule:
         """The schedule for `blocks` of keys of each key head and batch entry.
 
-        `processors` are the device's multiprocessors, `None` where it is unknown.
+        `processors` are the device's multiprocessors, `None` where it is unknown. `accumulated` are the tiles of 128
+        queries, if CTAs add to a dQ that others round: its accumulators, of a few waves, should stay in the cache.
         """
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)
-        every = key_heads * head_groups * batch
+        of_group, every = group // head_groups, key_heads * head_groups * batch
+        at_once = accumulated is not None and of_group * max(accumulated, blocks) <= _FEW_TILES
         # Whole head groups, or entries of one: others would need divisions, in every CTA.
         sizes = [size for size in range(1, every) if batch % size == 0 or (size % batch, every % size) == (0, 0)]
         # Of an odd number of waves, one has no partner with which long and short CTAs are exchanged.
-        enough = lambda waves: _ALMOST_ALL * (processors or math.inf) * (1 + waves % 2)
+        in_pairs = accumulated is None or blocks > _FEW_BLOCKS
+        least = (_QUARTER if at_once else _ALMOST_ALL) * (processors or math.inf)
+        enough = lambda waves: least * (2 if in_pairs and waves % 2 else 1)
         items = next((size for size in sizes if size * blocks >= enough(every // size)), every)
-        return BackwardSchedule(head_groups, group // head_groups, blocks, batch, items, every // items)
+        waves = every // items
+        room = min(waves, math.ceil(_ROOM * (processors or 0) / (items * blocks)) or 1) if at_once else None
+        return BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, room)
 
     def item(self, wave: Any, number: Any) -> WorkItem:
         """A wave's work item; past the last wave, of no head group."""
