@@ -123,11 +123,16 @@ class Places:
         (12, 4, 3, 1, 192, 64, 132),
         (8, 8, 4, 1, 256, 64, 8),
         (16, 8, 2, 6, 128, 64, 18),
+        # Small waves, of which several are at work at a time.
+        (4, 1, 6, 6, 640, 64, 20),
+        (6, 2, 5, 9, 640, 128, 24),
     ],
 )
 def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
     """By a CTA that began after all those that add to it, and before any that has its place in memory."""
-    schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors)
+    accumulated = None if blocks < 5 else -(-rows // 128)
+    schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors, accumulated=accumulated)
+    assert schedule.room is None
     places = RoundedLater.accumulators(schedule)
     assert places <= heads * batch
     begun: list[tuple[int, int]] = []
@@ -234,7 +239,9 @@ def test_accumulators_of_short_sequences_are_few():
     for blocks, batch in ((4, 32), (2, 64), (3, 48)):
         schedule = BackwardSchedule.of(16, 16, blocks, batch, 132, accumulated=blocks)
         assert RoundedByLast.accumulators(schedule) * blocks <= 2.2 * 132
-    assert BackwardSchedule.of(16, 16, 8, 16, 132, accumulated=8).room is None
+    schedule = BackwardSchedule.of(16, 16, 8, 16, 132, accumulated=8)
+    assert schedule.room is None
+    assert RoundedLater.accumulators(schedule) * 8 <= 3 * 132
     # One head of many queries, and heads that share keys, would keep the last CTA busy for longer than others.
     assert BackwardSchedule.of(16, 16, 4, 16, 132, accumulated=64).room is None
     assert BackwardSchedule.of(16, 4, 4, 64, 132, accumulated=4).room is None

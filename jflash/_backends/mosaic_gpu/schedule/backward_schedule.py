@@ -27,13 +27,16 @@ from jflash._semantics.spec import Spec
 _ALMOST_ALL = 0.9
 """The part of the multiprocessors for which a wave needs CTAs: 128 are enough for 132."""
 _QUARTER = 0.24
-"""Likewise where the last CTA of a work item rounds its dQ: 32 are enough."""
-_ROOM = 1.9
-"""CTAs for each multiprocessor whose accumulators exist then. With 1.45, CTAs of d128 wait; more fill the cache."""
+"""Likewise of a wave of few blocks: 32 are enough."""
+_FEW_BLOCKS = 8
+"""Of keys, so few that the longest CTA takes little longer than the average, and small waves wait for none."""
+_UNPAIRED_BLOCKS = 16
+"""Up to so many, what the accumulators of larger waves cost, in the cache, is more than what even waves save."""
 _FEW_TILES = 4
 """Of 128 queries or keys, so few that one CTA rounds a work item's dQ without delay."""
-_FEW_BLOCKS = 16
-"""Up to so many, what the accumulators of larger waves cost, in the cache, is more than what even waves save."""
+_LAG, _ROOM = 1.45, 1.9
+"""CTAs for each multiprocessor after which a small wave's dQ is rounded, or for whose accumulators there is room if the
+last CTA of a work item rounds it. With fewer CTAs wait, more fill the cache."""
 
 
 class WorkItem(NamedTuple):
@@ -61,8 +64,10 @@ class BackwardSchedule:
     items: int
     """Work items of a wave."""
     waves: int
+    lag: int = 2
+    """Of the fused backward: how many waves later dQ is rounded."""
     room: int | None = None
-    """Of how many waves the last CTA of a work item rounds dQ before there is room for another; `None`: it does not."""
+    """For how many waves accumulators of dQ exist, if the last CTA of a work item rounds it; `None`: later ones do."""
     partial: bool = False
     """Whether dK and dV are parts of sums that go on after the call."""
 
@@ -83,17 +88,20 @@ class BackwardSchedule:
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)
         of_group, every = group // head_groups, key_heads * head_groups * batch
+        small = accumulated is not None and blocks <= _FEW_BLOCKS
         at_once = accumulated is not None and of_group * max(accumulated, blocks) <= _FEW_TILES
         # Whole head groups, or entries of one: others would need divisions, in every CTA.
         sizes = [size for size in range(1, every) if batch % size == 0 or (size % batch, every % size) == (0, 0)]
         # Of an odd number of waves, one has no partner with which long and short CTAs are exchanged.
-        in_pairs = accumulated is None or blocks > _FEW_BLOCKS
-        least = (_QUARTER if at_once else _ALMOST_ALL) * (processors or math.inf)
+        in_pairs = accumulated is None or blocks > _UNPAIRED_BLOCKS
+        least = (_QUARTER if small else _ALMOST_ALL) * (processors or math.inf)
         enough = lambda waves: least * (2 if in_pairs and waves % 2 else 1)
         items = next((size for size in sizes if size * blocks >= enough(every // size)), every)
         waves = every // items
-        room = min(waves, math.ceil(_ROOM * (processors or 0) / (items * blocks)) or 1) if at_once else None
-        return BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, room)
+        with_ctas = lambda number: math.ceil(number * (processors or 0) / (items * blocks))
+        lag = max(2, with_ctas(_LAG)) if small else 2
+        room = max(1, min(waves, with_ctas(_ROOM))) if at_once else None
+        return BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, lag, room)
 
     def item(self, wave: Any, number: Any) -> WorkItem:
         """A wave's work item; past the last wave, of no head group."""

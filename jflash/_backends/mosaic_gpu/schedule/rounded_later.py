@@ -7,9 +7,10 @@ What was accumulated `lag` waves before is rounded; after the last wave, `lag` m
 exist for 2 lag waves: when a wave begins, the one that had its place was rounded by the wave `lag` before it, for which
 it waits anyway.
 
-A wait is short, or none: about twice as many CTAs as the device runs at once begin between those that a CTA waits for
-and itself. It ends, whatever the order in which CTAs begin: a CTA's place in the grid is a ticket that it draws when it
-begins, so all CTAs of earlier waves have begun (decoupled look-back, Merrill and Garland, 2016, has the same device).
+A wait is short, or none: 1.5 to 2 times as many CTAs as the device runs at once begin between those that a CTA waits
+for and itself. It ends, whatever the order in which CTAs begin: a CTA's place in the grid is a ticket that it draws
+when it begins, so all CTAs of earlier waves have begun (decoupled look-back, Merrill and Garland, 2016, has the same
+device).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class RoundedLater(DqAccumulator):
     @staticmethod
     def lag(schedule: BackwardSchedule) -> int:
         """When a wave begins, the last CTAs of the one before are always still at work."""
-        return min(schedule.waves, 2)
+        return min(schedule.waves, schedule.lag)
 
     @staticmethod
     def waves_with_room(schedule: BackwardSchedule) -> int:

@@ -42,7 +42,8 @@ class RoundDqPlan(KernelPlan):
         d_query = (spec.batch, spec.query_length, spec.heads, round_up(spec.head_dim, 8))
         return Launch(
             name=f"jflash_mma_round_d_query_{spec.head_dim}_{spec.value_dim}",
-            grid=dict(batch=spec.batch, head=spec.heads, block=pl.cdiv(spec.query_length, WARPGROUP_ROWS)),
+            # In dQ heads of the same queries are side by side.
+            grid=dict(batch=spec.batch, block=pl.cdiv(spec.query_length, WARPGROUP_ROWS), head=spec.heads),
             results=dict(d_query=jax.ShapeDtypeStruct(d_query, spec.result_dtype)),
         )
 
