@@ -277,18 +277,24 @@ def test_kept_records_are_of_this_schema(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "others"),
+    ("heading", "name", "others"),
     [
-        (0, "h200", {"cuDNN": "cuDNN", "FlashAttention-4": "FA4"}),
-        (1, "h100", {"cuDNN": "cuDNN", "tokamax": "tokamax"}),
+        ("# Speed on NVIDIA Hopper", "h200", {"cuDNN": "cuDNN", "FlashAttention-4": "FA4"}),
+        ("## On an H100", "h100", {"cuDNN": "cuDNN", "tokamax": "tokamax"}),
+        (
+            "## Short sequences on an H100",
+            "h100-short",
+            {"cuDNN": "cuDNN", "tokamax": "tokamax", "FlashAttention-4": "FA4"},
+        ),
     ],
     ids=str,
 )
-def test_the_figures_for_hopper_are_recorded(part: int, name: str, others: dict[str, str]):
+def test_the_figures_for_hopper_are_recorded(heading: str, name: str, others: dict[str, str]):
     rows = record.read(ROOT / "examples" / "benchmarks" / f"{name}.json").rows
     tflops = {(r.head_dim, r.queries, r.case, r.work, r.peer): r.tflops for r in rows if not r.is_feature}
     options = {(r.case, r.work, r.peer): r.tflops for r in rows if r.is_feature}
-    page = (ROOT / "examples" / "benchmarks" / "hopper.md").read_text().split("## On an H100")[part]
+    sections = re.split(r"^(?=#)", (ROOT / "examples" / "benchmarks" / "hopper.md").read_text(), flags=re.MULTILINE)
+    page = next(section for section in sections if section.startswith(f"{heading}\n"))
 
     def figure(figures: Mapping[tuple[Any, ...], float | None], *place: Any) -> str:
         ours = figures.get((*place, "jflash"))
@@ -305,9 +311,23 @@ def test_the_figures_for_hopper_are_recorded(part: int, name: str, others: dict[
         place = int(dim), int(tokens.replace(",", ""))
         expected = [figure(tflops, *place, mask, work) for work, mask in columns]
         assert [one.strip() for one in given.split("|")] == expected
-    for case in {case for case, *_ in options} if part == 1 else ():
+    for case in {case for case, *_ in options} if name != "h200" else ():
         expected = [figure(options, case, work) for work in ("fwd", "bwd")]
         assert f"| {case} | {' | '.join(expected)} |\n" in page
+
+
+def test_the_ratios_for_short_sequences_are_recorded():
+    rows = record.read(ROOT / "examples" / "benchmarks" / "h100-short.json").rows
+    rates = {(row.call, row.peer): row.tflops for row in rows if row.work == "fwd+bwd" and not row.is_feature}
+
+    def times(peer: str) -> list[str]:
+        return [f"{ours / rates[call, peer]:.2f}x" for (call, of), ours in rates.items() if of == "jflash"]
+
+    page = " ".join((ROOT / "examples" / "benchmarks" / "hopper.md").read_text().split())
+    behind, *tokamax = sorted(times("tokamax"))
+    fa4, cudnn = times("FlashAttention-4"), times("cuDNN")
+    assert f"jflash has {min(fa4)} to {max(fa4)} the speed of FlashAttention-4 and {min(cudnn)} to {max(cudnn)}" in page
+    assert f"and {tokamax[0]} to {tokamax[-1]} that of tokamax but for d128 with 512 causal tokens, {behind}." in page
 
 
 def test_the_figure_for_float32_is_recorded():
