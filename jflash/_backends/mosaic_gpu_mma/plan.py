@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jflash import _tuning
+from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
@@ -175,6 +176,9 @@ def _fitting(spec: Spec, capacity: int, kernel: str, shared_memory: Callable[[Ti
     """A kernel's tiles that fit in shared memory."""
     widest, listed = max(spec.head_dim, spec.value_dim), FLOAT32_TILES.get(operand_pieces.number(spec), TILES)[kernel]
     tiles = next(tiles for most, tiles in listed.items() if widest <= most)
+    # Other forms of the logits leave no registers for forward tiles of 128 keys.
+    plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
+    tiles = [tile for tile in tiles if plain or kernel != "forward" or tile.size <= 64]
     return [tile for tile in tiles if smem.size(shared_memory(tile)) <= capacity]
 
 

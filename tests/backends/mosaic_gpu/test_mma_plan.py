@@ -63,6 +63,19 @@ def plans(capability: str, dim: int, dtype=jnp.bfloat16, **arguments: object) ->
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_forward_tiles_by_form(capability: str):
+    """Of 128 keys at d64, if a logit is a product times a number and nothing is dropped: others spill with them."""
+    query, key = jnp.zeros((1, 100, 2, 64), jnp.bfloat16), jnp.zeros(2, jnp.uint32)
+
+    def size(**arguments: object) -> int:
+        spec, _ = hopper_kernels.canonical_arguments(query=query, key=query, value=query, **arguments)
+        return kernel_families.mma(capability).plans(spec, 108)[0].tile.size
+
+    assert (size(), size(is_causal=True), size(logits_soft_cap=5.0)) == (128, 128, 64)
+    assert size(dropout_rate=0.5, dropout_key=key) == 64
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 @pytest.mark.parametrize("dim", DIMS)
 def test_one_kernel_where_it_fits(dim: int, capability: str):
     """One for dQ, dK and dV, but for heads of 192 and more where there are 99 KiB."""
