@@ -7,6 +7,9 @@ would be less exact than one of all.
 The slowest axis of the grid counts waves. A work item, a batch entry of a head group, has CTAs for all its blocks of
 keys in one wave. Causal, an item's longest block takes twice as long as the average. Those of all the wave's items
 begin first; and a wave has a CTA for every multiprocessor, so that a long one in the last wave follows a short one.
+
+Where CTAs add to accumulators of dQ and items have few blocks, waves are smaller: there are as many long CTAs as short
+ones at any time, and accumulators, which exist for a few waves, stay in the cache.
 """
 
 from __future__ import annotations
