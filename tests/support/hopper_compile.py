@@ -125,6 +125,8 @@ ROUNDS = (
     *("d128 causal, partial", "float32 d64", "float32 d128", "float32 d128 causal"),
 )
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
+SHORT = ("d64", "d64 causal, soft cap", "d96 causal", "d128 causal", "window")
+"""Cases that are compiled for 512 tokens too, where the last CTA rounds dQ."""
 SPLIT = ("d64", "soft cap")
 """Cases that are compiled for two devices too."""
 TABLED = (
@@ -148,6 +150,9 @@ def main() -> None:
         if name in ROUNDS:
             kernels, _ = compiled(name, sharding, {}, processors=1)
             reports |= {f"{name}, rounds: {kernel}": report for kernel, report in kernels.items()}
+        if name in SHORT:
+            kernels, _ = compiled(name, sharding, {}, length=512)
+            reports |= {f"{name}, short: {kernel}": report for kernel, report in kernels.items()}
         for place in range(1, max(map(len, asked.values())) if name in TABLED else 1):
             answers = {question: tiles[min(place, len(tiles) - 1)] for question, tiles in asked.items()}
             kernels, _ = compiled(name, sharding, answers)
@@ -171,7 +176,9 @@ def with_score_mod(numbers: jax.Array | None = None, **arrays: jax.Array) -> dic
     return dict(arrays, score_mod=lambda logit, batch, head, *at: logit + read(head, *at))
 
 
-def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int = 132) -> tuple[dict, dict]:
+def compiled(
+    name: str, sharding: NamedSharding, answers: dict, processors: int = 132, length: int = LENGTH
+) -> tuple[dict, dict]:
     """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
     head_dim, value_dim, options, arrays = CASES[name]
     operands = float32 if name in FLOAT32 else bfloat16
@@ -209,8 +216,8 @@ def compiled(name: str, sharding: NamedSharding, answers: dict, processors: int 
         path.unlink()
     with _tuning.trying(answers) as trial:
         jax.jit(all_three).lower(
-            *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
-            array((2, 4, LENGTH), float32),
+            *(array((2, length, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
+            array((2, 4, length), float32),
             {argument: array(*type_) for argument, type_ in arrays.items()},
         ).compile()
     reports = {}
