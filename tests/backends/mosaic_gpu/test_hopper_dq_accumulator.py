@@ -125,7 +125,7 @@ class Places:
         (16, 8, 2, 6, 128, 64, 18),
         # Small waves, of which several are at work at a time.
         (4, 1, 6, 6, 640, 64, 20),
-        (6, 2, 5, 9, 640, 128, 24),
+        (6, 2, 5, 4, 640, 128, 12),
     ],
 )
 def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
