@@ -46,12 +46,16 @@ def _tiles(*fields: tuple[int, ...]) -> tuple[Tile, ...]:
 _CTAS = 2
 """CTAs that a multiprocessor runs at a time, about."""
 
+_FORWARD = {
+    64: _tiles((2, 64, 1), (2, 64, 2), (2, 64, 1, 1)),
+    128: _tiles((2, 64, 1), (2, 64, 2), (1, 64, 2, 1)),
+    256: _tiles((1, 64, 1), (1, 32, 2, 1)),
+}
+
 TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
-    "forward": {
-        64: _tiles((2, 128, 1), (2, 64, 1), (2, 64, 2)),
-        128: _tiles((2, 64, 1), (2, 64, 2), (1, 64, 2, 1)),
-        256: _tiles((1, 64, 1), (1, 32, 2, 1)),
-    },
+    "forward": _FORWARD,
+    # Other forms of the logits leave no registers for tiles of 128 keys.
+    "plain forward": _FORWARD | {64: (*_tiles((2, 128, 1)), *_FORWARD[64])},
     "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1))},
     "backward": {
         64: _tiles((2, 64, 2, 4, 2), (1, 64, 2), (2, 128, 2, 0, 2), (2, 128, 1, 0, 2), (2, 64, 2, 0, 2), (1, 64, 1)),
@@ -105,7 +109,8 @@ def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
     """The plan of a call's forward."""
     packed_heads = spec.group if packs(spec) else 1
     rows, heads = spec.query_length * packed_heads, spec.heads // packed_heads
-    kind = "short" if rows <= WARPGROUP_ROWS else "forward"
+    plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
+    kind = "short" if rows <= WARPGROUP_ROWS else "plain forward" if plain else "forward"
     tile = _choose(spec, platform, kind, lambda tile: forward.shared_memory(spec, tile))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
     splits = max(1, min(share, spec.key_length // (4 * tile.size))) if rows <= tile.rows else 1
@@ -176,9 +181,6 @@ def _fitting(spec: Spec, capacity: int, kernel: str, shared_memory: Callable[[Ti
     """A kernel's tiles that fit in shared memory."""
     widest, listed = max(spec.head_dim, spec.value_dim), FLOAT32_TILES.get(operand_pieces.number(spec), TILES)[kernel]
     tiles = next(tiles for most, tiles in listed.items() if widest <= most)
-    # Other forms of the logits leave no registers for forward tiles of 128 keys.
-    plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
-    tiles = [tile for tile in tiles if plain or kernel != "forward" or tile.size <= 64]
     return [tile for tile in tiles if smem.size(shared_memory(tile)) <= capacity]
 
 
