@@ -130,6 +130,7 @@ class Places:
 )
 def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
     """By a CTA that began after all those that add to it, and before any that has its place in memory."""
+    # Of fewer blocks the last CTA would round.
     accumulated = None if blocks < 5 else -(-rows // 128)
     schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors, accumulated=accumulated)
     assert schedule.room is None
@@ -273,7 +274,9 @@ def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int
         places = _places(schedule, kind)
         awaited = [_awaited(schedule, kind, place) for place in places]
         backwards = range(len(places))[::-1]
-        if any(awaited):
+        waits = schedule.room is None or schedule.room < schedule.waves
+        assert any(awaited) == waits
+        if waits:
             assert not _ends(schedule, places, awaited, iter(backwards), processors, generator)
         for order in (backwards, *(generator.permutation(len(places)) for _ in range(5))):
             tickets = itertools.count()

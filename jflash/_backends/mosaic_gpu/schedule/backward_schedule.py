@@ -34,12 +34,13 @@ _QUARTER = 0.24
 _FEW_BLOCKS = 8
 """Of keys, so few that the longest CTA takes little longer than the average, and small waves wait for none."""
 _UNPAIRED_BLOCKS = 16
-"""Up to so many, what the accumulators of larger waves cost, in the cache, is more than what even waves save."""
+"""Up to so many blocks, an odd number of waves is kept: waves twice as large would push accumulators of dQ out of the
+cache, which costs more time than an even number of waves saves."""
 _FEW_TILES = 4
 """Of 128 queries or keys, so few that one CTA rounds a work item's dQ without delay."""
 _LAG, _ROOM = 1.45, 1.9
 """CTAs for each multiprocessor after which a small wave's dQ is rounded, or for whose accumulators there is room if the
-last CTA of a work item rounds it. With fewer CTAs wait, more fill the cache."""
+last CTA of a work item rounds it. Smaller numbers make CTAs wait, and larger ones fill the cache."""
 
 
 class WorkItem(NamedTuple):
@@ -86,7 +87,7 @@ class BackwardSchedule:
         """The schedule for `blocks` of keys of each key head and batch entry.
 
         `processors` are the device's multiprocessors, `None` where it is unknown. `accumulated` are the tiles of 128
-        queries, if CTAs add to a dQ that others round: its accumulators, of a few waves, should stay in the cache.
+        queries, if CTAs add to a dQ that others round: the accumulators of a few waves should stay in the cache.
         """
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)

@@ -48,7 +48,7 @@ class RoundedByLast(DqAccumulator):
         pl.when(earlier >= 0)(lambda: self._wait(earlier))
 
     def finish(self, warpgroup: Any) -> None:
-        """When all of the CTA's are there, round every other tile if it is the work item's last CTA."""
+        """Wait for the other warpgroup's additions; the work item's last CTA then rounds every other tile."""
         self._wait_for_other()
         own_number = self.refs.smem.numbers.at[pl.ds(warpgroup, 1)]
         number = self.ops.take_number(self._counter(self.wave, warpgroup), own_number)
