@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu.kernels import (
     backward_dbias,
     backward_dkv,
     backward_dq,
+    backward_short,
     backward_tables,
     backward_wide,
     delta,
@@ -170,13 +171,20 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     masks = (packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
     of_queries, of_keys = (others | mask | edges for mask in masks)
 
-    made = delta.delta(spec, residuals, None if plan.fused is None else plan.fused.dq_acc(ops.margin), ops)
+    walk = plan.short or plan.fused
+    dq_acc = None if plan.fused is None else plan.fused.dq_acc(ops.margin)
+    as_columns = walk is not None and row_statistics.as_columns(spec)
+    made = delta.delta(spec, residuals, ops, as_columns=as_columns, dq_acc=dq_acc)
     lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
     rows = row_statistics.subtrahends(spec, lse, made["delta"])
-    if plan.fused is not None:
+    if walk is not None:
         statistics = row_statistics.for_fused(spec, lse, made["delta"], made.get("columns"))
-        of_keys |= table(plan.fused.tile.keys, of_keys=True)
-        gradients = fused.backward(plan.fused, tiles | statistics | of_keys, made["dq_acc"], ops)
+        of_keys |= tiles | statistics | table(walk.tile.keys, of_keys=True)
+        if plan.fused is not None:
+            gradients = fused.backward(plan.fused, of_keys, made["dq_acc"], ops)
+        else:
+            assert plan.short is not None
+            gradients = backward_short.backward(plan.short, of_keys, ops)
     elif plan.wide:
         of_blocks = of_queries | table(WARPGROUP_ROWS), of_keys | table(WARPGROUP_ROWS, of_keys=True)
         gradients = dict[str, Array]()

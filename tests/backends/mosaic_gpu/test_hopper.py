@@ -20,6 +20,7 @@ from on_hardware import poison, with_nan_in_padding
 import jflash
 from jflash import _platform, _tuning
 from jflash._backends import mosaic_gpu
+from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.schedule import RowTiles
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
@@ -159,6 +160,45 @@ def test_sums_of_few_heads_at_a_time(
     call = cases.build(Case("bfloat16", queries, 130, heads=heads, dims=dims, batch=(batch,), **options))
     poison()
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dims"),
+    [
+        ((130, 300), (4, 4), (64, 64)),
+        ((130, 300), (8, 4), (64, 40)),
+        ((500, 390), (4, 4), (64, 64)),
+        ((1, 600), (4, 4), (40, 64)),
+        ((140, 256), (4, 4), (96, 96)),
+        ((90, 200), (4, 4), (80, 128)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True, offset="end"),
+        dict(window=(90, 20), lengths="both"),
+        dict(segments="sorted", causal=True),
+        dict(bias="full", mask="full"),
+        dict(bias="keys", alibi=True, soft_cap=1.5),
+        dict(dropout=True, score_mod=True),
+        dict(dtype="float32", causal=True),
+    ],
+    ids=str,
+)
+def test_short_backward(lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], options: dict):
+    """Enough heads that a CTA takes several; the same bits on every run."""
+    case = Case(**(dict(dtype="bfloat16") | options), query_length=lengths[0], key_length=lengths[1], heads=heads)
+    call = cases.build(case._replace(dims=dims, batch=(64,)))
+    spec, _ = hopper_kernels.canonical(call)
+    if plan.plan_backward(spec, _platform.current().processors).short is None:
+        pytest.skip("shared memory has no room for dQ")
+    poison()
+    first, second = (oracle.run(attention, with_nan_in_padding(call)) for _ in range(2))
+    oracle.assert_right(first, call)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 @pytest.mark.parametrize("kind", score_mod_tables.KINDS)

@@ -236,3 +236,4 @@ class _Cta(Cta[DkvPlan]):
         """Copy queries."""
         pipeline.split_registers(2, copies=True)
         QueryProducer(self.inputs, self.order, self.item, self.own_keys).copy_all(self.smem)
+        pipeline.drain(self.smem.q.empty, self.smem.do.empty)

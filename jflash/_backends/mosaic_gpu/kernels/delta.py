@@ -27,15 +27,16 @@ from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._semantics.spec import Residuals, Spec
 
 
-def delta(spec: Spec, residuals: Residuals, dq_acc: jax.ShapeDtypeStruct | None, ops: WarpgroupOps) -> dict[str, Array]:
+def delta(
+    spec: Spec, residuals: Residuals, ops: WarpgroupOps, *, as_columns: bool, dq_acc: jax.ShapeDtypeStruct | None
+) -> dict[str, Array]:
     """Launch the kernel; delta `[B, N, T]`, 0 for queries that see nothing.
 
-    For a fused backward also zeros, `dq_acc`, and if the call's row statistics are columns those, `[B, N, L, 8]`.
+    Also zeros, if `dq_acc` are wanted, and `as_columns` the row statistics of a fused backward, `[B, N, L, 8]`.
     """
     out, lse, d_out, d_lse = residuals
     batch, length, heads, value_dim = out.shape
     rows = round_up(length, WARPGROUP_ROWS)
-    as_columns = dq_acc is not None and row_statistics.as_columns(spec)
     # Tiles may begin at the last query: what they read behind it is written too.
     stored_rows = rows + MARGIN if as_columns else rows
     width = round_up(value_dim, 16)

@@ -74,18 +74,19 @@ class QueryProducer:
     item: WorkItem
     keys: Any
     """The block's own keys."""
+    axis: str = "block"
+    """Of the grid, by whose index CTAs differ."""
 
     def copy_all(self, smem: Buffers, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
         """Copy every tile; `then` is called after each, and for `more` steps while the last ones are read."""
         # The same number for the loop and for its remainders: with one head, they are no divisions then.
-        count = pipeline.opaque(self.order.tiles.count, "block")
+        count = pipeline.opaque(self.order.tiles.count, self.axis)
 
         def take(step: Array, _: None) -> None:
             pl.when(step < count * self.order.heads)(lambda: self._copy(smem, step, count))
             then(step)
 
         lax.fori_loop(0, count * self.order.heads + more, take, None)
-        pipeline.drain(smem.q.empty, smem.do.empty)
 
     def _copy(self, smem: Buffers, step: Array, count: Array) -> None:
         stages, queries = smem.q.tiles.shape[:2]

@@ -73,10 +73,12 @@ class TileRange:
         return dataclasses.replace(self, first=first, count=count, whole=whole)
 
 
-def visited(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0) -> TileRange:
+def visited(
+    inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0, *, alignment: int = 8
+) -> TileRange:
     """The tiles of `size` keys that a block of `rows` queries visits; or those of queries, where keys are the rows.
 
-    The first block lacks `missing` rows.
+    The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, or more where masks or words do.
     """
     spec, of_keys = inputs.spec, inputs.keys_first
     rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
@@ -86,7 +88,7 @@ def visited(inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, 
     found = _spans(inputs, batch, row, rows) if known is None else read()
     tiled = bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec)
     # Dropout has words of 16 keys.
-    alignment = 64 if tiled else 16 if spec.dropout_rate > 0 else 8
+    alignment = max(alignment, 64 if tiled else 16 if spec.dropout_rate > 0 else 8)
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
     whole = found.full_start, found.full_stop

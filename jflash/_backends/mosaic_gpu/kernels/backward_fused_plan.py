@@ -1,0 +1,147 @@
+"""A fused backward before any array: shared memory and launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
+from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, operand_pieces, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles
+from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
+from jflash._backends.mosaic_gpu.schedule.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.schedule.rounded_later import RoundedLater
+from jflash._semantics.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class WalkPlan(KernelPlan):
+    """A kernel whose CTAs walk over the tiles of queries that see a block of keys."""
+
+    tile: FusedTiles
+    wanted: tuple[str, ...]
+    """Parameters whose gradients the kernel sums over queries."""
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of a tile's dQ that a warpgroup makes."""
+        return dq_width(self.spec, self.tile)
+
+    def sums(self, keys: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """What is stored of the parameters' gradients, for so many keys."""
+        shape = self.spec.batch, self.spec.heads, keys
+        return {f"d_{name}": jax.ShapeDtypeStruct(shape, jnp.float32) for name in self.wanted}
+
+
+def dq_width(spec: Spec, tile: FusedTiles) -> int:
+    """Columns of a tile's dQ that a warpgroup makes."""
+    columns = tile.columns(whole_dims(spec)[0])
+    return columns if tile.split_dq_by_rows else columns // 2
+
+
+def keys_and_values(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
+    """Buffers of a block's keys and values."""
+    dims, width = whole_dims(spec), dq_width(spec, tile)
+    (columns, value_columns), operand = map(tile.columns, dims), functools.partial(operand_pieces.smem_tile, spec)
+    k = operand((1, tile.keys, columns), dims[0], part=width)
+    return k, operand((1, tile.keys, value_columns), dims[1])
+
+
+def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
+    """Buffers of their gradients."""
+    dims, width = whole_dims(spec), dq_width(spec, tile)
+    columns, value_columns = map(tile.columns, dims)
+    dk = smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width)
+    return dk, smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1])
+
+
+def ds(spec: Spec, tile: FusedTiles) -> Any:
+    """A buffer for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
+    shape = 2, tile.keys, tile.queries
+    return operand_pieces.smem_tile(spec, shape, whole_dims(spec)[0], part=dq_width(spec, tile))
+
+
+def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
+    """Buffers and barriers of what is walked over, by name: `full` when a copy has arrived, `empty` when all readers
+    are done."""
+    dims, width = whole_dims(spec), dq_width(spec, tile)
+    columns, value_columns = map(tile.columns, dims)
+    has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
+    # First lse of all tiles, then delta.
+    vectors = smem.vectors(2 * tile.stages, tile.queries)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    handed = smem.barriers(2, arrivals=tile.warpgroups)
+    return dict(
+        kv_full=smem.barriers(1, arrivals=2 + as_columns),
+        q=ring((tile.stages, tile.queries, columns), dims[0], copies=2 + has_bias_tiles, part=width),
+        do=ring((tile.stages, tile.queries, value_columns), dims[1], copies=1 if as_columns else 2),
+        # Tiles of the bias come and go with the queries.
+        bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
+        statistics=bf16_pieces.smem_tile(tile.stages, tile.queries) if as_columns else vectors,
+        # What columns of statistics are multiplied with comes with the keys.
+        ones=bf16_pieces.smem_tile(2, WARPGROUP_ROWS) if as_columns else None,
+        ds_full=handed,
+        ds_empty=handed,
+        finished=smem.barriers(1, arrivals=tile.warpgroups),
+    )
+
+
+def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
+    """The kernel's buffers, and barriers."""
+    (k, v), (dk, dv) = keys_and_values(spec, tile), gradients(spec, tile)
+    return Buffers(
+        # Their gradients take the place of keys and values.
+        k_dk=smem.reused(k, dk),
+        v_dv=smem.reused(v, dv),
+        **walked(spec, tile),
+        ds=ds(spec, tile),
+        dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, whole_dims(spec)[0]),
+        # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
+        ticket=smem.vectors(1, dtype=jnp.int32),
+        numbers=smem.vectors(tile.warpgroups, dtype=jnp.int32),
+        ticket_drawn=smem.barriers(1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedPlan(WalkPlan):
+    """One kernel for dQ, dK and dV, which adds dQ in device memory."""
+
+    schedule: BackwardSchedule
+
+    @property
+    def dq(self) -> type[DqAccumulator]:
+        """Which of a work item's CTAs round dQ."""
+        if self.schedule.partial:
+            return DqAccumulator
+        return RoundedLater if self.schedule.room is None else RoundedByLast
+
+    @property
+    def launch(self) -> Launch:
+        """Waves of CTAs that have keys, and after them those that only round dQ."""
+        spec, schedule, dims = self.spec, self.schedule, whole_dims(self.spec)
+        rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
+        d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
+        return Launch(
+            name=f"jflash_backward_{dims[0]}_{dims[1]}",
+            grid=dict(wave=schedule.waves + self.dq.lag(schedule), block=schedule.blocks, item=schedule.items),
+            results=dict(
+                **({} if spec.partial else dict(d_query=d_query)),
+                d_key=schedule.gradient(spec, keys, dims[0], self.tile.columns(dims[0])),
+                d_value=schedule.gradient(spec, keys, dims[1], self.tile.columns(dims[1])),
+                **self.sums(keys),
+            ),
+            smem=shared_memory(spec, self.tile),
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+    def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
+        """The accumulators of dQ, `[accumulators, L, H]`, with a margin for copies that add."""
+        rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
+        columns = whole_dims(self.spec)[0] + margin
+        return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, columns), jnp.float32)

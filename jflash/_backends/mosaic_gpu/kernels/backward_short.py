@@ -1,0 +1,149 @@
+"""Backward, fused, of short sequences: a CTA has all queries and keys of a head, and dQ stays in shared memory.
+
+    dQ = 0                                            each thread's own part
+    for each block of keys:
+      dK, dV, dQ += ...                               as `fused_cta` has them
+      store dK, dV                                    while the next block's keys are copied
+    store dQ
+
+Where several query heads share keys, a CTA has all of those. Each sum has one order, so `deterministic` asks for no
+other kernel. CTAs take one work item after the other, and the producer is ahead of what is stored.
+
+A head's dQ in float32 has to fit beside the tiles: 512 rows of 64 columns, 256 of 96, 128 of 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.exponent import sums_scale
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.kernels.backward_short_plan import ShortPlan
+from jflash._backends.mosaic_gpu.kernels.fused_cta import FusedCta, Step
+from jflash._backends.mosaic_gpu.kernels.launch import Refs
+from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileOrder, tile_range
+
+
+def backward(plan: ShortPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient `[B, N, L]`."""
+    return _Cta.launch(plan, arrays, ops)
+
+
+class _Cta(FusedCta[ShortPlan]):
+    def __init__(self, plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        super().__init__(plan, refs, ops, keys_first=True)
+        self.k, self.v = refs.smem.k, refs.smem.v
+        self.ds, self.gradients, self.rounded_dq = refs.smem.ds_gradients
+
+    def compute(self) -> None:
+        """Walk over each block of keys of each work item."""
+        shared = self.smem
+        pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
+        pipeline.release(shared.q.empty, shared.do.empty, shared.kv_empty)
+        self._each_item(self._compute_item)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def copy(self) -> None:
+        """Copy what each block of keys needs."""
+        shared = self.smem
+        pipeline.split_registers(self.plan.tile.warpgroups, copies=True)
+        self._each_item(lambda: self._each_block(self._copy_block))
+        pipeline.drain(shared.q.empty, shared.do.empty, shared.kv_empty)
+
+    def _each_item(self, visit: Callable[[], None]) -> None:
+        cta, ctas = lax.axis_index("cta"), self.plan.ctas
+
+        def take(index: Array, _: None) -> None:
+            self.item = self.plan.item(cta + index * ctas)
+            visit()
+
+        lax.fori_loop(0, lax.div(self.plan.items - cta + ctas - 1, ctas), take, None)
+
+    def _each_block(self, visit: Callable[[], None]) -> None:
+        plan = self.plan
+
+        def take(block: Array, _: None) -> None:
+            self.first_key = block * plan.tile.keys
+            tiles = tile_range.visited(
+                self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries, alignment=plan.tile.queries
+            )
+            self.order = TileOrder(plan.spec, tiles, plan.heads, block, by_head=bool(plan.wanted))
+            visit()
+
+        lax.fori_loop(0, plan.blocks, take, None)
+
+    def _copy_block(self) -> None:
+        plgpu.barrier_wait(self.smem.kv_empty)
+        pl.when(self.order.tiles.count > 0)(self.copy_keys)
+        keys = pl.ds(self.first_key, self.plan.tile.keys)
+        QueryProducer(self.inputs, self.order, self.item, keys, axis="cta").copy_all(self.smem)
+
+    def _compute_item(self) -> None:
+        self._each_half(self._zero)
+        self._each_block(self._compute_block)
+        self._wait_for_copies()
+        self._each_half(self._store_half)
+
+    def _wait_for_copies(self) -> None:
+        """Until what both warpgroups store has left shared memory, where something else takes its place."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.smem.finished)
+        plgpu.barrier_wait(self.smem.finished)
+
+    def _compute_block(self) -> None:
+        shared = self.smem
+        self._wait_for_copies()
+        plgpu.barrier_arrive(shared.ds_empty.at[0])
+        pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(shared.kv_full))
+        acc = self.visit_all()
+        plgpu.barrier_arrive(shared.kv_empty)
+        self.store_rounded(acc)
+
+    def dq_target(self, at: Step) -> Any:
+        """This warpgroup's half of the step's tile."""
+        tile = lax.div(at.eighth, self.plan.tile.queries // 8)
+        return self.smem.acc_dq.at[self._place(self._index(at.head, tile))]
+
+    def add_to_dq(self, target: Any, half: Float[Array, "rows columns"]) -> None:
+        """Each thread to its own numbers, as it alone reads them."""
+        target[...] = self.ops.load(target) + half
+
+    def _index(self, head: Any, tile: Any) -> Any:
+        """Of a tile, among those of all heads."""
+        return head * self.plan.tiles + tile
+
+    def _place(self, index: Any) -> Any:
+        """Of this warpgroup's half of a tile."""
+        return index * self.plan.tile.warpgroups + self.warpgroup
+
+    def _each_half(self, visit: Callable[[Any], None]) -> None:
+        """`visit(index)` for all tiles."""
+        lax.fori_loop(0, self.plan.heads * self.plan.tiles, lambda index, _: visit(index), None)
+
+    def _zero(self, index: Any) -> None:
+        acc = self.smem.acc_dq.at[self._place(index)]
+        acc[...] = self.ops.full(acc.shape, 0)
+
+    def _store_half(self, index: Any) -> None:
+        """Issue a copy of this warpgroup's half of a tile."""
+        plan, result = self.plan, self.refs.results["d_query"]
+        slots = self.rounded_dq.shape[1]
+        rounded = self.rounded_dq.at[self.warpgroup, lax.rem(index, slots)]
+        dq = self.ops.load(self.smem.acc_dq.at[self._place(index)]) * sums_scale(plan.spec)
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        rounded[...] = dq.astype(result.dtype)
+        plgpu.commit_smem()
+        head, first = self.item.first_head + lax.div(index, plan.tiles), lax.rem(index, plan.tiles) * plan.tile.queries
+        if plan.tile.split_dq_by_rows:
+            first += self.warpgroup * WARPGROUP_ROWS
+            columns = pipeline.columns(plan.dq_width, result, self.item.batch)
+        else:
+            columns = pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
+        plgpu.copy_smem_to_gmem(rounded, result.at[self.item.batch, pl.ds(first, WARPGROUP_ROWS), head, columns])

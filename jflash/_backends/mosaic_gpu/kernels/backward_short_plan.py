@@ -1,0 +1,113 @@
+"""A short call's backward before any array: which heads each CTA takes, shared memory and launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
+from jflash._backends.mosaic_gpu.inputs import whole_dims
+from jflash._backends.mosaic_gpu.kernels import backward_fused_plan
+from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import WalkPlan
+from jflash._backends.mosaic_gpu.kernels.launch import Launch
+from jflash._backends.mosaic_gpu.schedule import FusedTiles, WorkItem
+from jflash._semantics.spec import Spec
+
+_GAIN = 1.3
+"""How much longer the other fused kernel takes: as much as multiprocessors may be idle here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortPlan(WalkPlan):
+    """One kernel for dQ, dK and dV, whose CTAs have all queries and keys of a head, or of all heads that share keys."""
+
+    ctas: int
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a work item."""
+        return self.spec.group
+
+    @property
+    def items(self) -> int:
+        """Work items: each key head of each batch entry."""
+        return self.spec.batch * self.spec.key_heads
+
+    @property
+    def blocks(self) -> int:
+        """Of keys, that a work item has."""
+        return pl.cdiv(self.spec.key_length, self.tile.keys)
+
+    @property
+    def tiles(self) -> int:
+        """Of queries, that a head has."""
+        return pl.cdiv(self.spec.query_length, self.tile.queries)
+
+    def item(self, number: Any) -> WorkItem:
+        """A work item by its number. Neighbours are heads of one entry: in device memory those are side by side."""
+        batch, head = lax.div(number, self.spec.key_heads), lax.rem(number, self.spec.key_heads)
+        return WorkItem(batch, head, head, head * self.heads)
+
+    @property
+    def launch(self) -> Launch:
+        """A CTA for each multiprocessor, or each work item."""
+        spec, dims = self.spec, whole_dims(self.spec)
+        array = lambda length, heads, dim: jax.ShapeDtypeStruct((spec.batch, round_up(length, 8), heads, dim), spec.dtype)
+        return Launch(
+            name=f"jflash_backward_short_{dims[0]}_{dims[1]}",
+            grid=dict(cta=self.ctas),
+            results=dict(
+                d_query=array(spec.query_length, spec.heads, dims[0]),
+                d_key=array(spec.key_length, spec.key_heads, dims[0]),
+                d_value=array(spec.key_length, spec.key_heads, dims[1]),
+                **self.sums(self.blocks * self.tile.keys),
+            ),
+            smem=shared_memory(spec, self.tile),
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+
+def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
+    """The kernel's buffers, and barriers."""
+    k, v = backward_fused_plan.keys_and_values(spec, tile)
+    dk, dv = backward_fused_plan.gradients(spec, tile)
+    width, dim = backward_fused_plan.dq_width(spec, tile), whole_dims(spec)[0]
+    halves = tile.warpgroups * spec.group * pl.cdiv(spec.query_length, tile.queries)
+    ds = backward_fused_plan.ds(spec, tile)
+    half = WARPGROUP_ROWS * width
+    slots = max(1, 2 * tile.keys * tile.queries // (tile.warpgroups * half))
+    return Buffers(
+        k=k,
+        v=v,
+        kv_empty=smem.barriers(1, arrivals=tile.warpgroups),
+        **backward_fused_plan.walked(spec, tile),
+        # What is stored takes the place of dS^T, so that keys and values are copied meanwhile.
+        ds_gradients=plgpu.RefUnion(
+            ds, (dk, dv), smem.tile((tile.warpgroups, slots, WARPGROUP_ROWS, width), spec.dtype, dim)
+        ),
+        acc_dq=smem.tile((halves, WARPGROUP_ROWS, width), jnp.float32, dim),
+    )
+
+
+def plan(spec: Spec, tile: FusedTiles, wanted: tuple[str, ...], processors: int | None) -> ShortPlan:
+    """The plan of a call on a device with `processors` multiprocessors; `None` where that is unknown."""
+    items = spec.batch * spec.key_heads
+    return ShortPlan(spec, tile, wanted, min(items, processors or items))
+
+
+def suits(spec: Spec, processors: int | None) -> bool:
+    """Whether there are work items for all multiprocessors, and no sums that go on after the call."""
+    items = spec.batch * spec.key_heads
+    rounds = 0 if processors is None else pl.cdiv(items, processors)
+    return not spec.partial and rounds * (processors or 0) <= _GAIN * items
+
+
+def fits(spec: Spec, tile: FusedTiles) -> bool:
+    """Whether shared memory has room for dQ beside these tiles."""
+    return smem.fits(shared_memory(spec, tile))

@@ -1,0 +1,220 @@
+"""What the CTAs of a fused backward do with a block of keys: they walk over the tiles of queries that can see them.
+
+    each of two consumer warpgroups, on 64 keys, for each query head that shares them and each tile of queries:
+      S^T  = K Q^T
+      dP^T = V dO^T                  the matrix unit runs this, while the warpgroup goes on with
+      P^T  = exp(S^T - lse)
+      dV   = dV + P^T dO             and this, during
+      dS^T = P^T (dP^T - delta)      into shared memory, for both
+      dK   = dK + dS^T Q
+      dQ   = dS K                    of the tile before: one half of it from all keys, added to what there is
+    the producer warpgroup copies tiles of queries ahead of them into shared memory
+
+Dropout changes P for dV, and dP (`inputs.dropped`).
+
+A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
+beside the other's products. `row_statistics` says how lse and delta come.
+
+delta is what the forward's softmax takes from every dP of a row: sum(dO * O) - d_lse.
+
+Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXiv:2407.08608, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._backends.mosaic_gpu import logits
+from jflash._backends.mosaic_gpu.exponent import sums_scale
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, pipeline
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
+from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
+from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import WalkPlan
+from jflash._backends.mosaic_gpu.kernels.launch import Cta
+from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, WorkItem
+
+
+class Step(NamedTuple):
+    """Where a step's queries are."""
+
+    head: Int[Array, ""]
+    """Of the head group."""
+    eighth: Int[Array, ""]
+    """An eighth of the first one's index, so that the compiler knows that the index is a multiple of 8."""
+
+
+class Accumulators(NamedTuple):
+    """dK and dV of a warpgroup's keys."""
+
+    dk: Float[Array, "keys H"]
+    dv: Float[Array, "keys D"]
+
+
+_Carry = tuple[Accumulators, tuple[Array, ...], Step]
+"""The loop's state: accumulators, the sums of parameters' gradients for one head, and the step before."""
+
+
+class FusedCta[Plan: WalkPlan](Cta[Plan]):
+    """A CTA that has a block of keys, or one after the other."""
+
+    item: WorkItem
+    """Whose keys they are."""
+    first_key: Any
+    order: TileOrder
+    k: Ref
+    v: Ref
+    """Shared memory for keys and values, `[1, keys, columns]`."""
+    gradients: tuple[Ref, Ref]
+    """Likewise for dK and dV."""
+    ds: Ref
+    """For dS^T of two steps, `[2, keys, queries]`."""
+
+    @property
+    def own_keys(self) -> Any:
+        """This warpgroup's."""
+        return pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    def dq_target(self, at: Step) -> Any:
+        """Where this warpgroup's half of a step's dQ is added to; found before the half is made."""
+        raise NotImplementedError
+
+    def add_to_dq(self, target: Any, half: Float[Array, "rows columns"]) -> None:
+        """Add it there."""
+        raise NotImplementedError
+
+    def copy_keys(self) -> None:
+        """Copy the block's keys and values."""
+        shared = self.smem
+        keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head)
+        self.inputs.copy_rows("key", keys, self.k.at[0], shared.kv_full)
+        self.inputs.copy_rows("value", keys, self.v.at[0], shared.kv_full)
+        if shared.ones is not None:
+            plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
+
+    def scaled(self, acc: Accumulators) -> tuple[Array, Array]:
+        """dK and dV from what was accumulated."""
+        return acc.dk * sums_scale(self.plan.spec), dropped.scaled(self.plan.spec, acc.dv)
+
+    def store_rounded(self, acc: Accumulators) -> None:
+        """Issue copies of dK and dV, when both warpgroups are done with the block."""
+        shared, item, own = self.smem, self.item, self.own
+        results = self.refs.results["d_key"], self.refs.results["d_value"]
+        gradients = self.scaled(acc)
+        plgpu.barrier_arrive(shared.finished)
+        plgpu.barrier_wait(shared.finished)
+        for buffer, gradient in zip(self.gradients, gradients, strict=True):
+            buffer[0, own] = gradient.astype(buffer.dtype)
+        plgpu.commit_smem()
+        for buffer, result in zip(self.gradients, results, strict=True):
+            columns = pipeline.columns(buffer.shape[-1], result, item.batch)
+            plgpu.copy_smem_to_gmem(buffer.at[0, own], result.at[item.batch, self.own_keys, item.key_head, columns])
+
+    def visit_all(self) -> Accumulators:
+        """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
+        ops, dims = self.ops, [gradient.shape[2] for gradient in self.gradients]
+        zeros = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+
+        def finish_head(head: Array, carry: _Carry) -> _Carry:
+            acc, sums, before = carry
+            for name, total in zip(self.plan.wanted, sums, strict=True):
+                self.refs.results[f"d_{name}"][self.item.batch, self.item.first_head + head, self.own_keys] = total
+            return acc, zeros(), before
+
+        acc = Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
+        start = (acc, zeros(), Step(jnp.int32(0), jnp.int32(0)))
+        acc, _, before = self.order.each(self._visit, start, finish_head)
+        steps = self.order.tiles.count * self.order.heads
+        pl.when(steps > 0)(lambda: self._make_dq(steps - 1, before, lambda: None))
+        # No barrier may end in the middle of its phase.
+        plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
+        return acc
+
+    def _visit(self, step: Array, head: Array, index: Array, carry: _Carry) -> _Carry:
+        """Add one tile's part to the accumulators, and the last one's to dQ."""
+        (acc, sums, before), spec = carry, self.plan.spec
+        start = self.order.tiles.start(index)
+        key = self.first_key + self.warpgroup * WARPGROUP_ROWS
+        at = TileCoord(self.item.batch, self.item.first_head + head, start, key)
+        smem, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.queries)
+        slot, parity = lax.rem(step, self.plan.tile.stages), lax.rem(step, 2)
+        still = pipeline.opaque_zero(step, self.warpgroup)
+        pieces = functools.partial(operand_pieces.of_tile, spec)
+        q, do = pieces(smem.q.tiles.at[slot]), pieces(smem.do.tiles.at[slot])
+        k, v = (pieces(ref.at[still].at[self.own]) for ref in (self.k, self.v))
+        loaded = self.inputs.load_packed_mask(at, shape)
+        plgpu.barrier_wait(smem.q.full.at[slot])
+        slots = range(0, smem.statistics.shape[0], self.plan.tile.stages)
+        refs = [smem.statistics.at[first + slot] for first in slots]
+        statistics = RowStatistics(self.inputs, shape, refs, smem.ones)
+        if smem.bias is not None:
+            loaded["bias"] = ops.load(smem.bias.at[slot, :, self.own].T)
+        mask = TileMask(self.inputs, self.order.tiles, index, at, loaded)
+
+        def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
+            def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Pieces, tuple[Array, ...]]:
+                statistics.mma(acc_s, k, operand_pieces.transposed(q), 0)
+                plgpu.barrier_wait(smem.do.full.at[slot])
+                statistics.mma(acc_dp, v, operand_pieces.transposed(do), 1)
+                s = ops.read(acc_s, pending=statistics.mmas)
+                p, pull_back = logits.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
+                p = dropped.signed(self.inputs, at, p)
+                kept = operand_pieces.split(spec, dropped.kept_of_signed(spec, p), ops)
+                operand_pieces.mma(acc_dv, kept, do, ops)
+                dp = ops.read(acc_dp, pending=operand_pieces.products(spec))
+                ds, d_parameters = pull_back(statistics.d_logits(p, dp))
+                totals = tuple(
+                    total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
+                )
+                return self._hand_over(ds, parity), totals
+
+            ds, totals = ops.accumulators(differentiate, shape, shape)
+            operand_pieces.mma(acc_dk, ds, q, ops)
+
+            def free() -> None:
+                plgpu.barrier_arrive(smem.ds_empty.at[1 - parity])
+                plgpu.barrier_arrive(smem.do.empty.at[slot])
+                plgpu.barrier_arrive(smem.q.empty.at[slot])
+
+            ops.cond(step > 0, lambda: self._make_dq(step - 1, before, free), free)
+            return totals
+
+        sums, (dk, dv) = operand_pieces.accumulate(spec, add, acc.dk, acc.dv, like=sums, ops=ops)
+        return Accumulators(dk, dv), sums, Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
+
+    def _hand_over(self, ds: Array, parity: Array) -> Pieces:
+        """dS^T as an operand, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
+        spec = self.plan.spec
+        pieces = operand_pieces.split(spec, ds, self.ops)
+        plgpu.barrier_wait(self.smem.ds_empty.at[parity])
+        shared = operand_pieces.of_tile(spec, self.ds.at[parity])
+        for piece, target in zip(pieces, shared, strict=True):
+            target[self.own] = piece
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem.ds_full.at[parity])
+        return pieces
+
+    def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
+        """Make this warpgroup's half of a step's dQ; calls `made` after its products."""
+        by_rows, ops, width = self.plan.tile.split_dq_by_rows, self.ops, self.plan.dq_width
+        target = self.dq_target(at)
+        parity = lax.rem(step, 2)
+        plgpu.barrier_wait(self.smem.ds_full.at[parity])
+        ds = self.ds.at[parity]
+        k = self.k.at[pipeline.opaque_zero(step, self.warpgroup)]
+        pieces = functools.partial(operand_pieces.of_tile, self.plan.spec)
+        if by_rows:
+            ds, k = pieces(ds, self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pieces(k)
+        else:
+            ds, k = pieces(ds), pieces(k, self.warpgroup * width, width)
+        half = operand_pieces.matmul(operand_pieces.transposed(ds), k, (WARPGROUP_ROWS, width), ops)
+        made()
+        self.add_to_dq(target, half)
