@@ -125,8 +125,8 @@ ROUNDS = (
     *("d128 causal, partial", "float32 d64", "float32 d128", "float32 d128 causal"),
 )
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
-SHORT = ("d64", "d64 causal, soft cap", "d96 causal", "d128 causal", "window")
-"""Cases that are compiled for 512 tokens too, where the last CTA rounds dQ."""
+SHORT = {"d40": 512, "d64": 512, "d64 causal": 256, "d64 causal, soft cap": 384, "d96 causal": 256, "d128 causal": 64}
+"""Cases that are compiled for 512 tokens too, where the last CTA rounds dQ, and for as many as fit in a CTA."""
 SPLIT = ("d64", "soft cap")
 """Cases that are compiled for two devices too."""
 TABLED = (
@@ -153,6 +153,8 @@ def main() -> None:
         if name in SHORT:
             kernels, _ = compiled(name, sharding, {}, length=512)
             reports |= {f"{name}, short: {kernel}": report for kernel, report in kernels.items()}
+            kernels, _ = compiled(name, sharding, {}, processors=1, length=SHORT[name])
+            reports |= {f"{name}, a CTA for a head: {kernel}": report for kernel, report in kernels.items()}
         for place in range(1, max(map(len, asked.values())) if name in TABLED else 1):
             answers = {question: tiles[min(place, len(tiles) - 1)] for question, tiles in asked.items()}
             kernels, _ = compiled(name, sharding, answers)

@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu.kernels import (
     backward_dbias,
     backward_dkv,
     backward_dq,
+    backward_fused_plan,
     backward_short,
     backward_tables,
     backward_wide,
@@ -173,7 +174,7 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
 
     walk = plan.short or plan.fused
     dq_acc = None if plan.fused is None else plan.fused.dq_acc(ops.margin)
-    as_columns = walk is not None and row_statistics.as_columns(spec)
+    as_columns = walk is not None and backward_fused_plan.as_columns(spec, walk.tile)
     made = delta.delta(spec, residuals, ops, as_columns=as_columns, dq_acc=dq_acc)
     lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
     rows = row_statistics.subtrahends(spec, lse, made["delta"])

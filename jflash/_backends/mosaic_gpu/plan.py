@@ -51,8 +51,7 @@ def describe(spec: Spec, processors: int | None) -> str:
         assert isinstance(tangent, TangentPlan)
         lines += ["tangent:", *_kernel(tangent), f"    output in {tangent.parts} parts"]
     lines.append("backward:")
-    for plan in (backward.short, backward.fused, backward.dq, backward.dkv, *backward.wide, backward.dbias, backward.tables):
-        lines += [] if plan is None else _kernel(plan)
+    lines += [line for plan in backward.kernels for line in _kernel(plan)]
     copies = prepare.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 

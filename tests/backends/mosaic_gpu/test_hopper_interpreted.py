@@ -17,6 +17,7 @@ from kernel_values import INTERPRETED
 from short_run import cover, sampled
 
 from jflash import _tuning
+from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.schedule import RowTiles, forward_schedule
 
 # The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
@@ -61,6 +62,39 @@ def test_fused(case: Case):
 def test_split(case: Case):
     call = cases.build(case)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, deterministic=True), call)
+
+
+@sampled(6)
+@pytest.mark.parametrize(
+    ("processors", "lengths", "heads", "dims", "options"),
+    [
+        (1, (200, 150), (3, 3), (64, 64), {}),
+        (2, (320, 300), (4, 4), (64, 64), dict(causal=True, offset="end")),
+        # Without room for columns of row statistics.
+        (1, (512, 140), (2, 2), (64, 64), dict(causal=True)),
+        (1, (150, 270), (2, 2), (40, 24), dict(window=(90, 20), lengths="both")),
+        (1, (100, 150), (4, 2), (64, 64), dict(segments="sorted", causal=True)),
+        (1, (100, 150), (2, 2), (80, 80), dict(bias="full", mask="full")),
+        (1, (70, 130), (2, 2), (96, 64), dict(bias="keys", alibi=True, soft_cap=1.5)),
+        (1, (100, 150), (2, 2), (64, 64), dict(dropout=True, score_mod="indices")),
+        (1, (130, 150), (2, 2), (33, 33), dict(causal=True, dtype="float16")),
+        slow(1, (100, 150), (2, 2), (64, 64), dict(causal=True, dtype="float32")),
+    ],
+    ids=str,
+)
+def test_dq_in_shared_memory(
+    processors: int, lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], options: dict
+):
+    """A CTA takes several heads, and each of them several blocks of keys; the forward takes one for each block."""
+    given = dict(dtype="bfloat16") | options
+    call = cases.build(
+        Case(query_length=lengths[0], key_length=lengths[1], heads=heads, dims=dims, batch=(1,), **given)
+    )
+    short = plan.plan_backward(hopper_kernels.canonical(call)[0], processors).short
+    assert short is not None
+    assert short.blocks > 1
+    assert short.ctas == processors
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
 @sampled(20)
@@ -145,12 +179,15 @@ def test_accumulators_of_few_heads_at_a_time(
 ):
     """On so few multiprocessors heads and batch entries take each other's place in the accumulators of dQ.
 
-    Of few queries the last CTA rounds dQ, of more than 512 those of later waves.
+    Of few queries the last CTA rounds dQ, of more than 512 those of later waves. A head's dQ, or that of all that share
+    keys, does not fit in shared memory.
     """
     given = dict(dtype="bfloat16") | options
+    dims = (96, 96) if query_length == 300 and heads[0] == heads[1] else (64, 64)
     call = cases.build(
-        Case(query_length=query_length, key_length=key_length, heads=heads, dims=(64, 64), batch=(batch,), **given)
+        Case(query_length=query_length, key_length=key_length, heads=heads, dims=dims, batch=(batch,), **given)
     )
+    assert plan.plan_backward(hopper_kernels.canonical(call)[0], processors).fused is not None
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)
 
 

@@ -196,6 +196,39 @@ def test_plans_are_printable_and_made_without_an_array():
     )
 
 
+@pytest.mark.parametrize(
+    ("processors", "options", "is_short"),
+    [
+        (132, dict(batch=33), True),
+        (132, dict(batch=33, head_dim=128, value_dim=128), False),
+        (132, dict(batch=33, head_dim=96, value_dim=96), False),
+        (132, dict(batch=33, query_length=256, head_dim=96, value_dim=96), True),
+        (132, dict(batch=33, query_length=513), False),
+        # All rows of the heads that share keys.
+        (132, dict(batch=66, key_heads=2), False),
+        (132, dict(batch=66, key_heads=2, query_length=256), True),
+        # Too few heads for all multiprocessors, or too few in the last round.
+        (132, dict(batch=27), False),
+        (132, dict(batch=40), False),
+        (132, dict(batch=60), True),
+        (None, {}, True),
+        (132, dict(batch=33, deterministic=True), True),
+        (132, dict(batch=33, partial=True), False),
+        (132, dict(batch=33, bias_shape=(1, 4, 512, 1), bias_dtype=np.dtype(jnp.bfloat16)), False),
+    ],
+    ids=str,
+)
+def test_short_calls_have_a_cta_for_each_head(processors: int | None, options: dict, is_short: bool):
+    one = dataclasses.replace(spec(64, 64), query_length=512, key_length=700, heads=4, key_heads=4)
+    call = dataclasses.replace(one, **options)
+    if call.bias_shape is not None:
+        call = dataclasses.replace(call, operands=call.operands | {"bias"})
+    found = plan_backward(call, processors)
+    assert (found.short is not None) == is_short
+    assert found.short is None or (found.fused, found.dq, found.dkv) == (None, None, None)
+    assert all(smem.fits(kernel.launch.smem) for kernel in found.kernels)
+
+
 @pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])
 @pytest.mark.parametrize("kind", ["to the end", "window", "segments", "by head"])
 def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: int):

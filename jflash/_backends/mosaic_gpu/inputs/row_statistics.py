@@ -40,6 +40,11 @@ def as_columns(spec: Spec) -> bool:
     return exponent.is_plain(spec) and not bias_and_mask.has_bias_tiles(spec) and spec.dropout_rate == 0
 
 
+def early(spec: Spec) -> int:
+    """How many of its vectors the fused backward needs before its first product: both if S begins at one."""
+    return 2 if exponent.is_plain(spec) and spec.dropout_rate == 0 else 1
+
+
 def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> dict[str, PerQuery]:
     """For kernels that subtract after the products, by name: lse as the call's exponent has it, and delta.
 
@@ -112,15 +117,28 @@ class RowStatistics:
         self.mmas = operand_pieces.products(inputs.spec) + (ones is not None)
         """How many products `mma` issues."""
 
+    def begin(self, *accumulators: Any) -> None:
+        """Before the first product: let those accumulators, of S and dP, begin where they do whose vectors are there.
+
+        ptxas would wait for a product of which another accumulator's first values are set after it.
+        """
+        if self.ones is None:
+            for number, accumulator in enumerate(accumulators[: early(self.inputs.spec)]):
+                self._begin(accumulator, number)
+
     def mma(self, accumulator: Any, a: Pieces, b: Pieces, number: int) -> None:
         """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1; without dropout)."""
         ops = self.inputs.ops
-        begins_there = self.lse is None if number == 0 else self.inputs.spec.dropout_rate == 0
-        if self.ones is None and begins_there:
-            accumulator[...] = along_columns(ops.load(self.refs[number], 1), self.shape)
+        if self.ones is None and number >= early(self.inputs.spec):
+            self._begin(accumulator, number)
         operand_pieces.mma(accumulator, a, b, ops)
         if self.ones is not None:
             ops.mma(accumulator, self.ones.at[number], self.refs[0].T)
+
+    def _begin(self, accumulator: Any, number: int) -> None:
+        begins_there = self.lse is None if number == 0 else self.inputs.spec.dropout_rate == 0
+        if begins_there:
+            accumulator[...] = along_columns(self.inputs.ops.load(self.refs[number], 1), self.shape)
 
     def probabilities(self, logits: Float[Array, "keys queries"]) -> Float[Array, "keys queries"]:
         """P^T, from what `mma` made of a plain call, or the logits of another."""

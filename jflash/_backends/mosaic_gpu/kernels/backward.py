@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
-from jflash._backends.mosaic_gpu.inputs import whole_dims
+from jflash._backends.mosaic_gpu.inputs import row_statistics, whole_dims
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.fused_cta import Accumulators, FusedCta, Step
 from jflash._backends.mosaic_gpu.kernels.launch import Refs
@@ -94,7 +94,11 @@ class _Cta(FusedCta[FusedPlan]):
         shared = self.smem
         pipeline.release(shared.q.empty, shared.do.empty)
         plgpu.barrier_arrive(shared.ds_empty.at[0])
-        pl.when((self.warpgroup == 0) & (self.order.tiles.count > 0))(self.copy_keys)
+
+        @pl.when((self.warpgroup == 0) & (self.order.tiles.count > 0))
+        def _() -> None:
+            self.copy_keys(shared.kv_full)
+            self.copy_ones(shared.kv_full)
 
     def _store(self, acc: Accumulators) -> None:
         """Store dK and dV: in float32 where they are summed on."""
@@ -118,7 +122,7 @@ class _Cta(FusedCta[FusedPlan]):
         @pl.when(self.dq.adds)
         def _() -> None:
             keys = pl.ds(self.first_key, self.plan.tile.keys)
-            producer = QueryProducer(self.inputs, self.order, self.item, keys)
+            producer = QueryProducer(self.inputs, self.order, self.item, keys, row_statistics.early(self.plan.spec))
             producer.copy_all(self.smem, self.dq.after_copy, self.dq.spare)
             pipeline.drain(self.smem.q.empty, self.smem.do.empty)
             self.dq.finish_copies()

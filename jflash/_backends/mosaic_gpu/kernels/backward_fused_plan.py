@@ -44,12 +44,17 @@ def dq_width(spec: Spec, tile: FusedTiles) -> int:
     return columns if tile.split_dq_by_rows else columns // 2
 
 
-def keys_and_values(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
-    """Buffers of a block's keys and values."""
+def as_columns(spec: Spec, tile: FusedTiles) -> bool:
+    """Whether products subtract row statistics."""
+    return tile.columns_of_statistics and row_statistics.as_columns(spec)
+
+
+def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any, Any]:
+    """Buffers of the keys and values of as many blocks."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
     (columns, value_columns), operand = map(tile.columns, dims), functools.partial(operand_pieces.smem_tile, spec)
-    k = operand((1, tile.keys, columns), dims[0], part=width)
-    return k, operand((1, tile.keys, value_columns), dims[1])
+    k = operand((stages, tile.keys, columns), dims[0], part=width)
+    return k, operand((stages, tile.keys, value_columns), dims[1])
 
 
 def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
@@ -71,20 +76,20 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     are done."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
     columns, value_columns = map(tile.columns, dims)
-    has_bias_tiles, as_columns = bias_and_mask.has_bias_tiles(spec), row_statistics.as_columns(spec)
+    has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
     # First lse of all tiles, then delta.
     vectors = smem.vectors(2 * tile.stages, tile.queries)
     ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    early = 1 if in_columns else row_statistics.early(spec)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
     return dict(
-        kv_full=smem.barriers(1, arrivals=2 + as_columns),
-        q=ring((tile.stages, tile.queries, columns), dims[0], copies=2 + has_bias_tiles, part=width),
-        do=ring((tile.stages, tile.queries, value_columns), dims[1], copies=1 if as_columns else 2),
+        q=ring((tile.stages, tile.queries, columns), dims[0], copies=1 + early + has_bias_tiles, part=width),
+        do=ring((tile.stages, tile.queries, value_columns), dims[1], copies=1 if in_columns else 3 - early),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        statistics=bf16_pieces.smem_tile(tile.stages, tile.queries) if as_columns else vectors,
-        # What columns of statistics are multiplied with comes with the keys.
-        ones=bf16_pieces.smem_tile(2, WARPGROUP_ROWS) if as_columns else None,
+        statistics=bf16_pieces.smem_tile(tile.stages, tile.queries) if in_columns else vectors,
+        # What columns of statistics are multiplied with.
+        ones=bf16_pieces.smem_tile(2, WARPGROUP_ROWS) if in_columns else None,
         ds_full=handed,
         ds_empty=handed,
         finished=smem.barriers(1, arrivals=tile.warpgroups),
@@ -98,6 +103,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         # Their gradients take the place of keys and values.
         k_dk=smem.reused(k, dk),
         v_dv=smem.reused(v, dv),
+        kv_full=smem.barriers(1, arrivals=2 + as_columns(spec, tile)),
         **walked(spec, tile),
         ds=ds(spec, tile),
         dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, whole_dims(spec)[0]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -27,8 +26,9 @@ from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.backward_short_plan import ShortPlan
 from jflash._backends.mosaic_gpu.kernels.backward_tables import TablesPlan
 from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
+from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.kernels.widths import is_wide
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, HeadBlocks, RowTiles
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, HeadBlocks, RowTiles, ShortTiles
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -55,6 +55,12 @@ class BackwardPlan:
     """For a bias with a query and a key axis."""
     tables: TablesPlan | None = None
     """For tables that a score_mod reads by position."""
+
+    @property
+    def kernels(self) -> list[KernelPlan]:
+        """All of them."""
+        every = (self.short, self.fused, self.dq, self.dkv, *self.wide, self.dbias, self.tables)
+        return [kernel for kernel in every if kernel is not None]
 
 
 def parameters(spec: Spec) -> tuple[str, ...]:
@@ -108,31 +114,27 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
 
 def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     """The fastest tiles of the fused kernel that fit in shared memory and registers; `None` if none do."""
-    fits = lambda tile: smem.fits(backward_fused_plan.shared_memory(spec, tile))
-    key = TuningKey("mosaic_gpu backward", _facts(spec))
-    fitting = list(filter(fits, _walk_tiles(spec)))
-    return _tuning.choose(key, fitting) if fitting else None
-
-
-def choose_short_tiles(spec: Spec) -> FusedTiles | None:
-    """Likewise of the kernel for short sequences."""
-    fitting = [tile for tile in _walk_tiles(spec) if backward_short_plan.fits(spec, tile)]
-    rows = spec.group * pl.cdiv(spec.query_length, WARPGROUP_ROWS)
-    return _tuning.choose(TuningKey("mosaic_gpu short backward", (*_facts(spec), rows)), fitting) if fitting else None
-
-
-def _walk_tiles(spec: Spec) -> list[FusedTiles]:
-    """Tiles of queries, the fastest first.
-
-    Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
-    """
     head_dim, value_dim = whole_dims(spec)
     widest = max(head_dim, value_dim)
+    # Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
     plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
     candidates = [FusedTiles(128, 2)] if widest <= 64 and plain else []
     if widest <= 128:
         candidates += [FusedTiles(64, 2), FusedTiles(64, 1)]
-    return candidates
+    fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
+    key = TuningKey("mosaic_gpu backward", _facts(spec))
+    return _tuning.choose(key, fitting) if fitting else None
+
+
+def choose_short_tiles(spec: Spec) -> ShortTiles | None:
+    """Likewise of the kernel for short sequences. Tiles of 128 queries are slower there."""
+    if max(whole_dims(spec)) > 128:
+        return None
+    options = [(2, True, 2), (2, True, 1), (2, False, 1), (1, True, 1)]
+    candidates = [ShortTiles(WARPGROUP_ROWS, *option) for option in options]
+    fitting = [tile for tile in candidates if backward_short_plan.fits(spec, tile)]
+    rows = spec.group * pl.cdiv(spec.query_length, WARPGROUP_ROWS)
+    return _tuning.choose(TuningKey("mosaic_gpu short backward", (*_facts(spec), rows)), fitting) if fitting else None
 
 
 def wide_fits(spec: Spec) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,6 +24,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.inputs import row_statistics
 from jflash._backends.mosaic_gpu.kernels.backward_short_plan import ShortPlan
 from jflash._backends.mosaic_gpu.kernels.fused_cta import FusedCta, Step
 from jflash._backends.mosaic_gpu.kernels.launch import Refs
@@ -32,14 +32,18 @@ from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileOrder, tile_
 
 
 def backward(plan: ShortPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient `[B, N, L]`."""
+    """Launch the kernel; d_query, d_key, d_value, and the sums of each wanted parameter's gradient `[B, N, L]`."""
     return _Cta.launch(plan, arrays, ops)
 
 
 class _Cta(FusedCta[ShortPlan]):
+    first_step: Any
+    """Blocks of keys before the work item."""
+    slot: Any
+    """The place of a block's keys and values."""
+
     def __init__(self, plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops, keys_first=True)
-        self.k, self.v = refs.smem.k, refs.smem.v
         self.ds, self.gradients, self.rounded_dq = refs.smem.ds_gradients
 
     def compute(self) -> None:
@@ -47,6 +51,8 @@ class _Cta(FusedCta[ShortPlan]):
         shared = self.smem
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
         pipeline.release(shared.q.empty, shared.do.empty, shared.kv_empty)
+        if shared.ones is not None:
+            plgpu.barrier_wait(shared.ones_full)
         self._each_item(self._compute_item)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -54,6 +60,7 @@ class _Cta(FusedCta[ShortPlan]):
         """Copy what each block of keys needs."""
         shared = self.smem
         pipeline.split_registers(self.plan.tile.warpgroups, copies=True)
+        self.copy_ones(shared.ones_full)
         self._each_item(lambda: self._each_block(self._copy_block))
         pipeline.drain(shared.q.empty, shared.do.empty, shared.kv_empty)
 
@@ -61,7 +68,7 @@ class _Cta(FusedCta[ShortPlan]):
         cta, ctas = lax.axis_index("cta"), self.plan.ctas
 
         def take(index: Array, _: None) -> None:
-            self.item = self.plan.item(cta + index * ctas)
+            self.item, self.first_step = self.plan.item(cta + index * ctas), index * self.plan.blocks
             visit()
 
         lax.fori_loop(0, lax.div(self.plan.items - cta + ctas - 1, ctas), take, None)
@@ -71,6 +78,8 @@ class _Cta(FusedCta[ShortPlan]):
 
         def take(block: Array, _: None) -> None:
             self.first_key = block * plan.tile.keys
+            self.slot = lax.rem(self.first_step + block, plan.tile.key_stages)
+            self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
             tiles = tile_range.visited(
                 self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries, alignment=plan.tile.queries
             )
@@ -80,10 +89,12 @@ class _Cta(FusedCta[ShortPlan]):
         lax.fori_loop(0, plan.blocks, take, None)
 
     def _copy_block(self) -> None:
-        plgpu.barrier_wait(self.smem.kv_empty)
-        pl.when(self.order.tiles.count > 0)(self.copy_keys)
+        plgpu.barrier_wait(self.smem.kv_empty.at[self.slot])
+        pl.when(self.order.tiles.count > 0)(lambda: self.copy_keys(self.smem.kv_full.at[self.slot]))
         keys = pl.ds(self.first_key, self.plan.tile.keys)
-        QueryProducer(self.inputs, self.order, self.item, keys, axis="cta").copy_all(self.smem)
+        QueryProducer(
+            self.inputs, self.order, self.item, keys, row_statistics.early(self.plan.spec), axis="cta"
+        ).copy_all(self.smem)
 
     def _compute_item(self) -> None:
         self._each_half(self._zero)
@@ -101,9 +112,9 @@ class _Cta(FusedCta[ShortPlan]):
         shared = self.smem
         self._wait_for_copies()
         plgpu.barrier_arrive(shared.ds_empty.at[0])
-        pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(shared.kv_full))
+        pl.when(self.order.tiles.count > 0)(lambda: plgpu.barrier_wait(shared.kv_full.at[self.slot]))
         acc = self.visit_all()
-        plgpu.barrier_arrive(shared.kv_empty)
+        plgpu.barrier_arrive(shared.kv_empty.at[self.slot])
         self.store_rounded(acc)
 
     def dq_target(self, at: Step) -> Any:

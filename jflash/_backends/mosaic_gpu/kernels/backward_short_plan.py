@@ -16,10 +16,10 @@ from jflash._backends.mosaic_gpu.inputs import whole_dims
 from jflash._backends.mosaic_gpu.kernels import backward_fused_plan
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import WalkPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Launch
-from jflash._backends.mosaic_gpu.schedule import FusedTiles, WorkItem
+from jflash._backends.mosaic_gpu.schedule import ShortTiles, WorkItem
 from jflash._semantics.spec import Spec
 
-_GAIN = 1.3
+_GAIN = 1.2
 """How much longer the other fused kernel takes: as much as multiprocessors may be idle here."""
 
 
@@ -27,6 +27,7 @@ _GAIN = 1.3
 class ShortPlan(WalkPlan):
     """One kernel for dQ, dK and dV, whose CTAs have all queries and keys of a head, or of all heads that share keys."""
 
+    tile: ShortTiles
     ctas: int
 
     @property
@@ -58,7 +59,10 @@ class ShortPlan(WalkPlan):
     def launch(self) -> Launch:
         """A CTA for each multiprocessor, or each work item."""
         spec, dims = self.spec, whole_dims(self.spec)
-        array = lambda length, heads, dim: jax.ShapeDtypeStruct((spec.batch, round_up(length, 8), heads, dim), spec.dtype)
+
+        def array(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((spec.batch, round_up(length, 8), heads, dim), spec.dtype)
+
         return Launch(
             name=f"jflash_backward_short_{dims[0]}_{dims[1]}",
             grid=dict(cta=self.ctas),
@@ -73,9 +77,9 @@ class ShortPlan(WalkPlan):
         )
 
 
-def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
+def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
     """The kernel's buffers, and barriers."""
-    k, v = backward_fused_plan.keys_and_values(spec, tile)
+    k, v = backward_fused_plan.keys_and_values(spec, tile, tile.key_stages)
     dk, dv = backward_fused_plan.gradients(spec, tile)
     width, dim = backward_fused_plan.dq_width(spec, tile), whole_dims(spec)[0]
     halves = tile.warpgroups * spec.group * pl.cdiv(spec.query_length, tile.queries)
@@ -85,7 +89,9 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     return Buffers(
         k=k,
         v=v,
-        kv_empty=smem.barriers(1, arrivals=tile.warpgroups),
+        kv_full=smem.barriers(tile.key_stages, arrivals=2),
+        kv_empty=smem.barriers(tile.key_stages, arrivals=tile.warpgroups),
+        ones_full=smem.barriers(1),
         **backward_fused_plan.walked(spec, tile),
         # What is stored takes the place of dS^T, so that keys and values are copied meanwhile.
         ds_gradients=plgpu.RefUnion(
@@ -95,7 +101,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     )
 
 
-def plan(spec: Spec, tile: FusedTiles, wanted: tuple[str, ...], processors: int | None) -> ShortPlan:
+def plan(spec: Spec, tile: ShortTiles, wanted: tuple[str, ...], processors: int | None) -> ShortPlan:
     """The plan of a call on a device with `processors` multiprocessors; `None` where that is unknown."""
     items = spec.batch * spec.key_heads
     return ShortPlan(spec, tile, wanted, min(items, processors or items))
@@ -108,6 +114,6 @@ def suits(spec: Spec, processors: int | None) -> bool:
     return not spec.partial and rounds * (processors or 0) <= _GAIN * items
 
 
-def fits(spec: Spec, tile: FusedTiles) -> bool:
+def fits(spec: Spec, tile: ShortTiles) -> bool:
     """Whether shared memory has room for dQ beside these tiles."""
     return smem.fits(shared_memory(spec, tile))

@@ -72,7 +72,7 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
     order: TileOrder
     k: Ref
     v: Ref
-    """Shared memory for keys and values, `[1, keys, columns]`."""
+    """Shared memory for the block's keys and values, `[1, keys, columns]`."""
     gradients: tuple[Ref, Ref]
     """Likewise for dK and dV."""
     ds: Ref
@@ -91,14 +91,16 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
         """Add it there."""
         raise NotImplementedError
 
-    def copy_keys(self) -> None:
+    def copy_keys(self, full: Any) -> None:
         """Copy the block's keys and values."""
-        shared = self.smem
         keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head)
-        self.inputs.copy_rows("key", keys, self.k.at[0], shared.kv_full)
-        self.inputs.copy_rows("value", keys, self.v.at[0], shared.kv_full)
-        if shared.ones is not None:
-            plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], shared.ones, shared.kv_full)
+        self.inputs.copy_rows("key", keys, self.k.at[0], full)
+        self.inputs.copy_rows("value", keys, self.v.at[0], full)
+
+    def copy_ones(self, full: Any) -> None:
+        """Copy what columns of statistics are multiplied with, if the kernel has them."""
+        if self.smem.ones is not None:
+            plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], self.smem.ones, full)
 
     def scaled(self, acc: Accumulators) -> tuple[Array, Array]:
         """dK and dV from what was accumulated."""
@@ -161,6 +163,7 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
 
         def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
             def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Pieces, tuple[Array, ...]]:
+                statistics.begin(acc_s, acc_dp)
                 statistics.mma(acc_s, k, operand_pieces.transposed(q), 0)
                 plgpu.barrier_wait(smem.do.full.at[slot])
                 statistics.mma(acc_dp, v, operand_pieces.transposed(do), 1)

@@ -5,7 +5,7 @@ from jflash._backends.mosaic_gpu.schedule.forward_schedule import ForwardSchedul
 from jflash._backends.mosaic_gpu.schedule.head_blocks import HeadBlocks
 from jflash._backends.mosaic_gpu.schedule.query_tiles import QueryProducer, TileOrder
 from jflash._backends.mosaic_gpu.schedule.tile_range import TileMask, TileRange
-from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles, WalkedTiles
+from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles, WalkedTiles
 
 __all__ = ["BackwardSchedule", "DqTiles", "ForwardSchedule", "FusedTiles", "HeadBlocks", "QueryProducer", "RowTiles"]
-__all__ += ["TileMask", "TileOrder", "TileRange", "WalkedTiles", "WorkItem"]
+__all__ += ["ShortTiles", "TileMask", "TileOrder", "TileRange", "WalkedTiles", "WorkItem"]

@@ -74,6 +74,8 @@ class QueryProducer:
     item: WorkItem
     keys: Any
     """The block's own keys."""
+    early: int = 1
+    """How many of the row statistics come with the queries; the others come with dO."""
     axis: str = "block"
     """Of the grid, by whose index CTAs differ."""
 
@@ -98,13 +100,14 @@ class QueryProducer:
         plgpu.barrier_wait(smem.q.empty.at[slot])
         full = smem.q.full.at[slot]
         self.inputs.copy_rows("query", tile, smem.q.tiles.at[slot], full)
-        early, *late = row_statistics.parts(self.inputs, batch, head, rows)
-        plgpu.copy_gmem_to_smem(early, smem.statistics.at[slot], full)
+        statistics = list(enumerate(row_statistics.parts(self.inputs, batch, head, rows)))
+        for number, source in statistics[: self.early]:
+            plgpu.copy_gmem_to_smem(source, smem.statistics.at[number * stages + slot], full)
         if smem.bias is not None:
             bias = self.inputs.part("bias", batch, head).at[rows, self.keys]
             plgpu.copy_gmem_to_smem(bias, smem.bias.at[slot], full)
         plgpu.barrier_wait(smem.do.empty.at[slot])
         full = smem.do.full.at[slot]
         self.inputs.copy_rows("d_out", tile, smem.do.tiles.at[slot], full)
-        for number, source in enumerate(late, 1):
+        for number, source in statistics[self.early :]:
             plgpu.copy_gmem_to_smem(source, smem.statistics.at[number * stages + slot], full)

@@ -46,6 +46,8 @@ class FusedTiles:
     queries: int
     stages: int
     """Tiles of queries that are in shared memory together."""
+    columns_of_statistics: bool = True
+    """Whether products subtract row statistics, where a call has them as columns; or else registers do."""
     warpgroups: ClassVar = 2
     """Warpgroups that compute, each on 64 keys."""
     keys: ClassVar = 2 * WARPGROUP_ROWS
@@ -58,6 +60,14 @@ class FusedTiles:
     def columns(self, dim: int) -> int:
         """Columns of tiles of queries, keys and values: half of them are whole swizzles."""
         return round_up(dim, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortTiles(FusedTiles):
+    """Tiles of the fused backward of short sequences."""
+
+    key_stages: int = 1
+    """Blocks of keys that are in shared memory together."""
 
 
 @dataclasses.dataclass(frozen=True)
