@@ -78,7 +78,6 @@ def test_split(case: Case):
         (1, (70, 130), (2, 2), (96, 64), dict(bias="keys", alibi=True, soft_cap=1.5)),
         (1, (100, 150), (2, 2), (64, 64), dict(dropout=True, score_mod="indices")),
         (1, (130, 150), (2, 2), (33, 33), dict(causal=True, dtype="float16")),
-        slow(1, (100, 150), (2, 2), (64, 64), dict(causal=True, dtype="float32")),
     ],
     ids=str,
 )

@@ -91,7 +91,7 @@ def test_delta(queries: int, value_dim: int):
     ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
     dq_acc = jax.ShapeDtypeStruct((4, -(-rows // 64) * 64, 16), jnp.float32)
     residuals = Residuals(out, jnp.asarray(lse), d_out, jnp.asarray(d_lse))
-    results = delta(spec, residuals, dq_acc, ops)
+    results = delta(spec, residuals, ops, as_columns=True, dq_acc=dq_acc)
     made, columns, zeros = (results[name] for name in ("delta", "columns", "dq_acc"))
     assert not hopper_kernels.races_found()
 
@@ -121,6 +121,6 @@ def test_no_columns_where_two_kernels_make_the_gradients():
     numbers = jnp.zeros((1, 1, 8))
     spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out)
     ops = Interpreter(plgpu.InterpretGPUParams())
-    results = delta(spec, Residuals(out, numbers, out, numbers), None, ops)
+    results = delta(spec, Residuals(out, numbers, out, numbers), ops, as_columns=False, dq_acc=None)
     np.testing.assert_array_equal(results["delta"], 16)
     assert results.keys() == {"delta"}
