@@ -66,8 +66,8 @@ SPILLS = {
     ),
     "backward_short": (
         300,
-        "As the fused backward: 292 bytes at d128 with 64 tokens, where it takes 0.82 of that one's time (H200), and 72 "
-        "with a soft cap at d64, where it takes 0.78 with 512 tokens.",
+        "As the fused backward: 292 bytes at d128 with 64 tokens, where it takes 0.82 of that one's time (one H200), "
+        "and 72 with a soft cap at d64, where it takes 0.78 with 512 tokens.",
     ),
     **dict.fromkeys(
         (

@@ -140,11 +140,11 @@ def choose_short_tiles(spec: Spec) -> ShortTiles | None:
     widest = max(whole_dims(spec))
     if widest > 128 or spec.dtype == jnp.float32:
         return None
-    candidates = [ShortTiles(WARPGROUP_ROWS, 2, key_stages=2), ShortTiles(WARPGROUP_ROWS, 2)]
+    candidates = [ShortTiles(key_stages=2), ShortTiles()]
     if row_statistics.as_columns(spec):
-        candidates.append(ShortTiles(WARPGROUP_ROWS, 2, columns_of_statistics=False))
+        candidates.append(ShortTiles(columns_of_statistics=False))
     if widest > 64:
-        candidates.append(ShortTiles(WARPGROUP_ROWS, 1))
+        candidates.append(ShortTiles(stages=1))
     fitting = [tile for tile in candidates if backward_short_plan.fits(spec, tile)]
     rows = spec.group * pl.cdiv(spec.query_length, WARPGROUP_ROWS)
     return _tuning.choose(TuningKey("mosaic_gpu short backward", (*_facts(spec), rows)), fitting) if fitting else None

@@ -80,9 +80,8 @@ class _Cta(FusedCta[ShortPlan]):
             self.first_key = block * plan.tile.keys
             self.slot = lax.rem(self.first_step + block, plan.tile.key_stages)
             self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
-            tiles = tile_range.visited(
-                self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries, alignment=plan.tile.queries
-            )
+            sizes = plan.tile.keys, plan.tile.queries
+            tiles = tile_range.visited(self.inputs, self.item.batch, block, *sizes, alignment=WARPGROUP_ROWS)
             self.order = TileOrder(plan.spec, tiles, plan.heads, block, by_head=bool(plan.wanted))
             visit()
 
@@ -91,10 +90,8 @@ class _Cta(FusedCta[ShortPlan]):
     def _copy_block(self) -> None:
         plgpu.barrier_wait(self.smem.kv_empty.at[self.slot])
         pl.when(self.order.tiles.count > 0)(lambda: self.copy_keys(self.smem.kv_full.at[self.slot]))
-        keys = pl.ds(self.first_key, self.plan.tile.keys)
-        QueryProducer(
-            self.inputs, self.order, self.item, keys, row_statistics.early(self.plan.spec), axis="cta"
-        ).copy_all(self.smem)
+        keys, early = pl.ds(self.first_key, self.plan.tile.keys), row_statistics.early(self.plan.spec)
+        QueryProducer(self.inputs, self.order, self.item, keys, early, axis="cta").copy_all(self.smem)
 
     def _compute_item(self) -> None:
         self._each_half(self._zero)
@@ -119,7 +116,7 @@ class _Cta(FusedCta[ShortPlan]):
 
     def dq_target(self, at: Step) -> Any:
         """This warpgroup's half of the step's tile."""
-        tile = lax.div(at.eighth, self.plan.tile.queries // 8)
+        tile = lax.div(at.eighth, WARPGROUP_ROWS // 8)
         return self.smem.acc_dq.at[self._place(self._index(at.head, tile))]
 
     def add_to_dq(self, target: Any, half: Float[Array, "rows columns"]) -> None:
@@ -151,10 +148,6 @@ class _Cta(FusedCta[ShortPlan]):
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         rounded[...] = dq.astype(result.dtype)
         plgpu.commit_smem()
-        head, first = self.item.first_head + lax.div(index, plan.tiles), lax.rem(index, plan.tiles) * plan.tile.queries
-        if plan.tile.split_dq_by_rows:
-            first += self.warpgroup * WARPGROUP_ROWS
-            columns = pipeline.columns(plan.dq_width, result, self.item.batch)
-        else:
-            columns = pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
-        plgpu.copy_smem_to_gmem(rounded, result.at[self.item.batch, pl.ds(first, WARPGROUP_ROWS), head, columns])
+        head, rows = self.item.first_head + lax.div(index, plan.tiles), lax.rem(index, plan.tiles) * WARPGROUP_ROWS
+        columns = pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
+        plgpu.copy_smem_to_gmem(rounded, result.at[self.item.batch, pl.ds(rows, WARPGROUP_ROWS), head, columns])

@@ -84,8 +84,8 @@ def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
     width, dim = backward_fused_plan.dq_width(spec, tile), whole_dims(spec)[0]
     halves = tile.warpgroups * spec.group * pl.cdiv(spec.query_length, tile.queries)
     ds = backward_fused_plan.ds(spec, tile)
-    half = WARPGROUP_ROWS * width
-    slots = max(1, 2 * tile.keys * tile.queries // (tile.warpgroups * half))
+    # Halves of tiles of dQ that are stored at once: as many as have the size of dS.
+    slots = max(1, 2 * tile.keys // (tile.warpgroups * width))
     return Buffers(
         k=k,
         v=v,

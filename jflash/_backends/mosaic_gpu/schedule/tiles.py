@@ -64,8 +64,10 @@ class FusedTiles:
 
 @dataclasses.dataclass(frozen=True)
 class ShortTiles(FusedTiles):
-    """Tiles of the fused backward of short sequences."""
+    """Tiles of the fused backward of short sequences, of 64 queries."""
 
+    queries: int = WARPGROUP_ROWS
+    stages: int = 2
     key_stages: int = 1
     """Blocks of keys that are in shared memory together."""
 
