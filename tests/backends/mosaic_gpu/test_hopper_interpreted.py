@@ -64,7 +64,7 @@ def test_split(case: Case):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, deterministic=True), call)
 
 
-@sampled(6)
+@sampled(3)
 @pytest.mark.parametrize(
     ("processors", "lengths", "heads", "dims", "options"),
     [
