@@ -17,7 +17,7 @@ SPILLS = {
         "d128, where it holds O and S of two blocks of 64 rows. With one, which spills nothing, it is 3% slower.",
     ),
     "mma_backward": (
-        {8: 336, "8.7": 452, 9: 488, 10: 516},
+        {8: 336, "8.7": 452, 9: 488, 10: 516, "10.3": 548},
         "d128, where it holds dK, dV, two tiles, and the gradients of ALiBi's slopes and of the scale. Not measured.",
     ),
     "mma_d_query": (
