@@ -118,9 +118,9 @@ class RowStatistics:
         """How many products `mma` issues."""
 
     def begin(self, *accumulators: Any) -> None:
-        """Before the first product: let those accumulators, of S and dP, begin where they do whose vectors are there.
+        """Before the first product: set those of the accumulators of S and dP that begin at a vector, if it is there.
 
-        ptxas would wait for a product of which another accumulator's first values are set after it.
+        If dP's were set after S was issued, ptxas would wait for S first.
         """
         if self.ones is None:
             for number, accumulator in enumerate(accumulators[: early(self.inputs.spec)]):
