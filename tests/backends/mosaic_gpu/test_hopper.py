@@ -143,18 +143,19 @@ def test_rounds(dims, options):
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)], ids=str)
 @pytest.mark.parametrize(
-    ("queries", "dims", "kind"),
+    ("queries", "kind", "batch", "heads"),
     [
-        *((130, dims, RoundedByLast) for dims in ((112, 112), (128, 128))),
-        *((600, dims, RoundedLater) for dims in ((64, 64), (80, 80), (128, 128))),
+        # As many heads as leave multiprocessors idle if each has a CTA.
+        *((130, RoundedByLast, *items) for items in ((108, (2, 2)), (108, (4, 2)), (12, (18, 18)), (12, (36, 18)))),
+        *((600, RoundedLater, *items) for items in ((198, (2, 2)), (198, (4, 2)), (22, (18, 18)), (22, (36, 18)))),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("batch", "heads"), [(198, (2, 2)), (198, (4, 2)), (22, (18, 18)), (22, (36, 18))], ids=str)
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(90, 20), lengths="both")], ids=str)
 def test_sums_of_few_heads_at_a_time(
-    queries: int, dims: tuple[int, int], kind: type[DqAccumulator], batch: int, heads: tuple[int, int], options: dict
+    dims: tuple[int, int], queries: int, kind: type[DqAccumulator], batch: int, heads: tuple[int, int], options: dict
 ):
     """Short sequences, enough of them that heads and batch entries take each other's place in the sums of dQ: in turns
     of some entries of a head, and of several heads."""

@@ -84,7 +84,7 @@ def test_split(case: Case):
 def test_dq_in_shared_memory(
     processors: int, lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], options: dict
 ):
-    """A CTA takes several heads, and each of them several blocks of keys; the forward takes one for each block."""
+    """A CTA takes several heads, each of which has several blocks of keys."""
     given = dict(dtype="bfloat16") | options
     call = cases.build(
         Case(query_length=lengths[0], key_length=lengths[1], heads=heads, dims=dims, batch=(1,), **given)

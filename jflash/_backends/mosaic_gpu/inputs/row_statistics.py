@@ -40,9 +40,15 @@ def as_columns(spec: Spec) -> bool:
     return exponent.is_plain(spec) and not bias_and_mask.has_bias_tiles(spec) and spec.dropout_rate == 0
 
 
+def begin_at_vectors(spec: Spec) -> tuple[bool, bool]:
+    """Whether the accumulators of S and of dP begin at a call's vectors, where it has no columns."""
+    return exponent.is_plain(spec), spec.dropout_rate == 0
+
+
 def early(spec: Spec) -> int:
-    """How many of its vectors the fused backward needs before its first product: both if S begins at one."""
-    return 2 if exponent.is_plain(spec) and spec.dropout_rate == 0 else 1
+    """How many of its vectors the fused backward needs before its first product: both, if both accumulators begin at
+    one."""
+    return 2 if all(begin_at_vectors(spec)) else 1
 
 
 def subtrahends(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> dict[str, PerQuery]:
@@ -136,8 +142,7 @@ class RowStatistics:
             ops.mma(accumulator, self.ones.at[number], self.refs[0].T)
 
     def _begin(self, accumulator: Any, number: int) -> None:
-        begins_there = self.lse is None if number == 0 else self.inputs.spec.dropout_rate == 0
-        if begins_there:
+        if begin_at_vectors(self.inputs.spec)[number]:
             accumulator[...] = along_columns(self.inputs.ops.load(self.refs[number], 1), self.shape)
 
     def probabilities(self, logits: Float[Array, "keys queries"]) -> Float[Array, "keys queries"]:

@@ -33,7 +33,7 @@ class WalkPlan(KernelPlan):
         return dq_width(self.spec, self.tile)
 
     def sums(self, keys: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """What is stored of the parameters' gradients, for so many keys."""
+        """The arrays in which the kernel stores the sums of the parameters' gradients, one for each of `keys`."""
         shape = self.spec.batch, self.spec.heads, keys
         return {f"d_{name}": jax.ShapeDtypeStruct(shape, jnp.float32) for name in self.wanted}
 

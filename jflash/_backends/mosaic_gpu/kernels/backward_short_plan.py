@@ -110,8 +110,8 @@ def plan(spec: Spec, tile: ShortTiles, wanted: tuple[str, ...], processors: int 
 def suits(spec: Spec, processors: int | None) -> bool:
     """Whether there are work items for all multiprocessors, and no sums that go on after the call."""
     items = spec.batch * spec.key_heads
-    rounds = 0 if processors is None else pl.cdiv(items, processors)
-    return not spec.partial and rounds * (processors or 0) <= _GAIN * items
+    at_once = processors or items
+    return not spec.partial and pl.cdiv(items, at_once) * at_once <= _GAIN * items
 
 
 def fits(spec: Spec, tile: ShortTiles) -> bool:

@@ -34,8 +34,8 @@ _QUARTER = 0.24
 _FEW_BLOCKS = 8
 """Of keys, so few that the longest CTA takes little longer than the average, and small waves wait for none."""
 _UNPAIRED_BLOCKS = 16
-"""Up to so many blocks, an odd number of waves is kept: waves twice as large would push accumulators of dQ out of the
-cache, which costs more time than an even number of waves saves."""
+"""The most blocks with which the schedule keeps an odd number of waves. To make it even, waves would have to be twice
+as large, and would push accumulators of dQ out of the cache: that costs more time than an even number saves."""
 _FEW_TILES = 4
 """Of 128 queries or keys, so few that one CTA rounds a work item's dQ without delay."""
 _LAG, _ROOM = 1.45, 1.9
