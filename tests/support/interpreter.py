@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jflash._backends.mosaic_gpu.hardware import panels
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
 from jflash._backends.mosaic_gpu_mma.hardware.products import STEPS_OF_PIECES
@@ -33,6 +34,31 @@ class Accumulator:
         assert whole is ...
         self.value = value
 
+    @property
+    def at(self) -> AccumulatorColumns:
+        return AccumulatorColumns(self)
+
+
+@dataclasses.dataclass
+class AccumulatorColumns:
+    """Some columns of an accumulator."""
+
+    whole: Accumulator
+    columns: slice = dataclasses.field(default_factory=lambda: slice(None))
+
+    def __getitem__(self, index: tuple[slice, Any]) -> AccumulatorColumns:
+        every, part = index
+        assert every == slice(None)
+        return AccumulatorColumns(self.whole, slice(part.start, part.start + part.size))
+
+    @property
+    def value(self) -> Float[Array, "rows columns"]:
+        return self.whole.value[:, self.columns]
+
+    @value.setter
+    def value(self, value: Float[Array, "rows columns"]) -> None:
+        self.whole.value = self.whole.value.at[:, self.columns].set(value)
+
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter(WarpgroupOps):
@@ -42,7 +68,7 @@ class Interpreter(WarpgroupOps):
     """
 
     interpret: plgpu.InterpretGPUParams
-    pending: list[tuple[Accumulator, Any, Ref]] = dataclasses.field(default_factory=list, compare=False)
+    pending: list[tuple[Any, Any, Ref]] = dataclasses.field(default_factory=list, compare=False)
     """Products that were issued and not waited for."""
     margin = 256
     """`reduce_add` reads what it adds to, and reads whole tiles."""
@@ -85,8 +111,9 @@ class Interpreter(WarpgroupOps):
         self._finish(0)
         return results, tuple(accumulator.value for accumulator in accumulators)
 
-    def mma(self, accumulator: Accumulator, a: Any, b: Ref) -> None:
-        self.pending.append((accumulator, a, b))
+    def mma(self, accumulator: Accumulator, a: Any, b: Any) -> None:
+        in_panels = isinstance(b, panels.Panels)
+        self.pending.extend(panels.products(accumulator, a, b) if in_panels else [(accumulator, a, b)])
 
     def read(self, accumulator: Accumulator, pending: int = 0) -> Float[Array, "rows columns"]:
         self._finish(pending)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jflash._backends.mosaic_gpu.hardware.panels import Panels
 
 
 def split_registers(warpgroups: int, *, copies: bool) -> None:
@@ -42,11 +44,27 @@ def drain(*empty: Any) -> None:
             plgpu.barrier_wait(barriers.at[slot])
 
 
+def copy_in(source: Any, tile: Any, full: Any) -> None:
+    """Issue copies to shared memory of what is in device memory."""
+    for part, columns in _copied(tile, source):
+        plgpu.copy_gmem_to_smem(columns, part, full)
+
+
+def copy_out(tile: Any, target: Any) -> None:
+    """Issue copies of shared memory to device memory."""
+    for part, columns in _copied(tile, target):
+        plgpu.copy_smem_to_gmem(part, columns)
+
+
+def _copied(tile: Any, array: Any) -> Iterable[tuple[Any, Any]]:
+    return tile.of_copies(array) if isinstance(tile, Panels) else [(tile, array)]
+
+
 def store(values: Any, staged: Any, target: Any) -> None:
     """Copy values to device memory, in the dtype of the shared memory `staged` that they go through."""
     staged[...] = values.astype(staged.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staged, target)
+    copy_out(staged, target)
 
 
 def columns(width: int, array: Any, number: Any, first: int = 0) -> Any:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jflash._backends.mosaic_gpu.hardware.overlaid import Overlaid
+
 WARPGROUP_ROWS = 64
 """Rows of a tile that one warpgroup works on: M of the matrix unit's instruction."""
 
@@ -44,7 +46,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = None) -> Any:
+def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = None, in_panels: bool = False) -> Any:
     """Shared memory for tiles `[..., rows, columns]`, in the widest swizzle whose columns divide theirs.
 
     Swizzled, eight rows of 16 bytes lie in different banks, as the matrix unit reads them.
@@ -54,31 +56,50 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
       divides: more numbers that a swizzle's columns must divide or exceed: the columns of an array in device memory
         that tiles are copied from or to, or of the tiles that they are multiplied with.
       part: the columns that a product takes of these tiles, or of others with the same swizzle: whole swizzles too.
+      in_panels: whether they are `Panels`, whose copies do not ask what `divides` an array's columns.
     """
     itemsize = np.dtype(dtype).itemsize
     whole = (shape[-1], part or shape[-1])
-    fits = lambda n: all(m % n == 0 for m in whole) and all(m <= n or m % n == 0 for m in divides)
+    fits = lambda n: all(m % n == 0 for m in whole) and (in_panels or all(m <= n or m % n == 0 for m in divides))
     swizzle = next(width for width in (128, 64, 32) if fits(width // itemsize))
+    width = swizzle // itemsize
     tiling, swizzling = plgpu.TilingTransform, plgpu.SwizzleTransform
-    transforms: Any = tiling((8, swizzle // itemsize)), swizzling(swizzle)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    transforms: Any = tiling((8, width)), swizzling(swizzle)  # pyright: ignore[reportAbstractUsage]
+    if not in_panels:
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+    whole = shape[-1] // width, *shape[:-1], width
+    blocks, rows = (plgpu.SMEM(whole, dtype, transforms=some) for some in (transforms, transforms[1:]))
+    return Overlaid.of_panels(blocks, rows)
 
 
 def ring(
-    shape: tuple[int, ...], dtype: Any, *divides: int, readers: int, copies: int = 1, part: int | None = None
+    shape: tuple[int, ...],
+    dtype: Any,
+    *divides: int,
+    readers: int,
+    others: int = 0,
+    part: int | None = None,
+    in_panels: bool = False,
 ) -> Buffers:
     """`tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
 
-    `full` completes a phase when a slot's copies have arrived, `empty` when all readers are done. Others as for `tile`.
+    `full` completes a phase when a slot's tile and as many `others` have arrived, `empty` when all readers are done.
+    Others as for `tile`.
     """
-    full, empty = barriers(shape[0], arrivals=copies), barriers(shape[0], arrivals=readers)
-    return Buffers(tiles=tile(shape, dtype, *divides, part=part), full=full, empty=empty)
+    tiles = tile(shape, dtype, *divides, part=part, in_panels=in_panels)
+    full, empty = barriers(shape[0], arrivals=copies(tiles) + others), barriers(shape[0], arrivals=readers)
+    return Buffers(tiles=tiles, full=full, empty=empty)
+
+
+def copies(*tiles: Any) -> int:
+    """How many copies tiles take: one for each panel."""
+    return sum(tile.panels if isinstance(tile, Overlaid) else 1 for tile in tiles)
 
 
 def reused(first: Any, then: Any) -> Any:
     """Shared memory for tiles of which `then` takes the place of `first`: a tuple of both, or of one if it serves."""
     alike = (first.shape, first.dtype) == (then.shape, then.dtype)
-    return (first,) if alike else plgpu.RefUnion(first, then)
+    return (first,) if alike else Overlaid.of(first, then)
 
 
 def vectors(*shape: int, dtype: Any = jnp.float32) -> Any:

@@ -21,7 +21,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Int, UInt32
 
-from jflash._backends.mosaic_gpu.hardware import distances, dropout_words, leading_piece, packed_mask, sums_by_index
+from jflash._backends.mosaic_gpu.hardware import (
+    distances,
+    dropout_words,
+    leading_piece,
+    packed_mask,
+    panels,
+    sums_by_index,
+)
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -122,9 +129,13 @@ class WarpgroupOps(Protocol):
         done: Any = pl.run_state(store)((*map(plgpu.ACC.init, acc), *leaves))
         return jax.tree.unflatten(tree, done[len(acc) :]), tuple(done[: len(acc)])
 
-    def mma(self, accumulator: Any, a: Any, b: Ref) -> None:
+    def mma(self, accumulator: Any, a: Any, b: Any) -> None:
         """Issue accumulator += a @ b; products are made in the order of their issue. More columns than the instruction
         has are two products."""
+        if isinstance(b, panels.Panels):
+            for operands in panels.products(accumulator, a, b):
+                plgpu.wgmma(*operands)
+            return
         columns = accumulator.shape[1]
         if columns <= _MOST_COLUMNS:
             plgpu.wgmma(accumulator, a, b)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps, along_columns, along_rows, pipeline
@@ -78,7 +77,7 @@ class KernelInputs:
         A tile in which padding begins comes from the array's edge, past whose end copies read zeros.
         """
         edge = self.refs.get(f"{name}_edge")
-        copy = lambda ref, tile: plgpu.copy_gmem_to_smem(tile.of(ref, target.shape[-1], first_column), target, full)
+        copy = lambda ref, tile: pipeline.copy_in(tile.of(ref, target.shape[-1], first_column), target, full)
         if edge is None:
             copy(self.refs[name], source)
             return

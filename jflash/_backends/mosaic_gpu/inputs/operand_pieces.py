@@ -22,7 +22,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, WarpgroupOps, rounded, smem
+from jflash._backends.mosaic_gpu.hardware.panels import Panels
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces
+from jflash._backends.mosaic_gpu.inputs.array_shapes import in_panels
 from jflash._semantics.spec import Spec
 
 Pieces = tuple[Any, ...]
@@ -81,6 +83,11 @@ def products(spec: Spec) -> int:
     return len(order(number(spec)))
 
 
+def issued(b: Pieces) -> int:
+    """How many a product with this right operand is: each of its panels has its own."""
+    return sum(b[right].number if isinstance(b[right], Panels) else 1 for _, right in order(len(b)))
+
+
 def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Float[Array, "... columns"]:
     """An operand in device memory as kernels copy it: of each of `parts` of its columns all pieces.
 
@@ -98,27 +105,29 @@ def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Flo
     return jnp.concatenate(pieces, axis=-1).astype(dtype(spec)).reshape(*shape[:-1], -1)
 
 
-def smem_tile(spec: Spec, shape: tuple[int, ...], *divides: int, part: int | None = None) -> Any:
-    """Shared memory for tiles `[..., rows, columns]` of an operand, each piece with these columns. Others as for
-    `smem.tile`, of one piece."""
-    return smem.tile(*_of_pieces(spec, shape, divides), part=_part(spec, shape, part))
+def smem_tile(spec: Spec, shape: tuple[int, ...], *divides: int, part: int | None = None, copied: bool = True) -> Any:
+    """Shared memory for tiles `[..., rows, columns]` of an operand, each piece with these columns, that are `copied` or
+    stored by threads. Others as for `smem.tile`, of one piece."""
+    given, options = _of_pieces(spec, shape, divides, part)
+    return smem.tile(*given, **options | dict(in_panels=copied and in_panels(spec)))
 
 
 def smem_ring(
-    spec: Spec, shape: tuple[int, ...], *divides: int, readers: int, copies: int = 1, part: int | None = None
+    spec: Spec, shape: tuple[int, ...], *divides: int, readers: int, others: int = 0, part: int | None = None
 ) -> Buffers:
     """`smem.ring` of tiles of an operand, as for `smem_tile`."""
-    given = _of_pieces(spec, shape, divides)
-    return smem.ring(*given, readers=readers, copies=copies, part=_part(spec, shape, part))
+    given, options = _of_pieces(spec, shape, divides, part)
+    return smem.ring(*given, readers=readers, others=others, **options)
 
 
-def _of_pieces(spec: Spec, shape: tuple[int, ...], divides: tuple[int, ...]) -> tuple[Any, ...]:
-    count = number(spec)
-    return (*shape[:-1], count * shape[-1]), dtype(spec), *(count * columns for columns in divides)
-
-
-def _part(spec: Spec, shape: tuple[int, ...], part: int | None) -> int | None:
-    return shape[-1] if part is None and number(spec) > 1 else part
+def _of_pieces(
+    spec: Spec, shape: tuple[int, ...], divides: tuple[int, ...], part: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `smem.tile`. What is multiplied with panels has their swizzle."""
+    count, panels = number(spec), in_panels(spec)
+    given = (*shape[:-1], count * shape[-1]), dtype(spec)
+    part = shape[-1] if part is None and count > 1 else part
+    return (*given, *(count * columns for columns in divides if not panels)), dict(part=part, in_panels=panels)
 
 
 def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None) -> Pieces:
@@ -128,6 +137,8 @@ def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None
     if first is None:
         return (tile,) if count == 1 else tuple(tile.at[:, pl.ds(index * each, each)] for index in range(count))
     assert columns is not None
+    if isinstance(tile, Panels):
+        return (tile.columns(first, columns),)
     return tuple(tile.at[:, pl.ds(index * each + first, columns)] for index in range(count))
 
 

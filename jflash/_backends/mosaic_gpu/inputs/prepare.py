@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import round_up
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
+from jflash._backends.mosaic_gpu.inputs.array_shapes import in_panels, whole_dims, whole_rows, whole_shape
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import zero_padding
 
@@ -27,28 +27,12 @@ LENGTHS = {
 """Which lengths say where an array's padding begins."""
 
 
-def whole_dim(dim: int) -> int:
-    """H or D as copies of tiles want it: 8, or a multiple of 16."""
-    return 8 if dim <= 8 else round_up(dim, 16)
-
-
-def whole_dims(spec: Spec) -> tuple[int, int]:
-    """A call's H and D as copies of tiles want them; of pieces of float32, in multiples that every kernel's take."""
-    whole = functools.partial(round_up, multiple=32) if spec.dtype == jnp.float32 else whole_dim
-    return whole(spec.head_dim), whole(spec.value_dim)
-
-
-def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
-    """`[B, L, N, H]` (L at `axis`) with L a multiple of 8 and H as `whole_dim` says."""
-    return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])
-
-
 def whole_tiles(spec: Spec, name: str, array: Array, axis: int = 1, parts: int = 1) -> Array:
-    """`[B, L, N, H]` (L at `axis`) padded with zeros to whole tiles, and in pieces: query, key, value or d_out. Of
-    `parts` of the columns each has its own pieces side by side."""
+    """`[B, L, N, H]` (L at `axis`) padded with zeros where copies want that, and in pieces: query, key, value or d_out.
+    Of `parts` of the columns each has its own pieces side by side."""
     dim = whole_dims(spec)[name in ("value", "d_out")]
     room = [(0, 0)] * 3 + [(0, dim - array.shape[3])]
-    room[axis] = (0, -array.shape[axis] % 8)
+    room[axis] = (0, whole_rows(spec, array.shape[axis]) - array.shape[axis])
     return operand_pieces.split_array(spec, jnp.pad(array, room), parts)
 
 
@@ -140,7 +124,7 @@ def copied(spec: Spec) -> list[str]:
         copies = [
             f"{name} is padded from {shape} to {whole_shape(shape)}"
             for name, shape in shapes.items()
-            if whole_shape(shape) != shape
+            if whole_shape(shape) != shape and not in_panels(spec)
         ]
     if spec.bias_shape is not None and bias_and_mask.has_bias_tiles(spec):
         *_, rows, columns = spec.bias_shape

@@ -120,8 +120,6 @@ class RowStatistics:
         """If it is not subtracted before the exponent."""
         if not exponent.is_plain(inputs.spec):
             self.lse = along_columns(inputs.ops.load(refs[0], 1), shape)
-        self.mmas = operand_pieces.products(inputs.spec) + (ones is not None)
-        """How many products `mma` issues."""
 
     def begin(self, *accumulators: Any) -> None:
         """Before the first product: set those of the accumulators of S and dP that begin at a vector, if it is there.
@@ -131,6 +129,10 @@ class RowStatistics:
         if self.ones is None:
             for number, accumulator in enumerate(accumulators[: early(self.inputs.spec)]):
                 self._begin(accumulator, number)
+
+    def issued(self, b: Pieces) -> int:
+        """How many products `mma` issues."""
+        return operand_pieces.issued(b) + (self.ones is not None)
 
     def mma(self, accumulator: Any, a: Pieces, b: Pieces, number: int) -> None:
         """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1; without dropout)."""

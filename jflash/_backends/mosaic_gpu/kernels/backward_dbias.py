@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
@@ -37,20 +37,20 @@ from jflash._semantics.spec import Spec
 
 def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    head_dim, value_dim = whole_dims(spec)
-    columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
-    all_done, both = smem.barriers(1, arrivals=tile.warpgroups), smem.barriers(1, arrivals=2)
-    operand = functools.partial(operand_pieces.smem_tile, spec)
+    (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
+    all_done, operand = smem.barriers(1, arrivals=tile.warpgroups), functools.partial(operand_pieces.smem_tile, spec)
+    q, k = (operand((rows, columns), head_dim) for rows in (tile.rows, tile.keys))
+    do, v = (operand((rows, value_columns), value_dim) for rows in (tile.rows, tile.keys))
     return Buffers(
-        q=operand((tile.rows, columns), head_dim),
-        k=operand((tile.keys, columns), head_dim),
-        do=operand((tile.rows, value_columns), value_dim),
-        v=operand((tile.keys, value_columns), value_dim),
+        q=q,
+        k=k,
+        do=do,
+        v=v,
         bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
         d_bias=smem.tile((tile.rows, tile.keys), spec.gradient_dtype(spec.bias_dtype)),
-        qk_full=both,
+        qk_full=smem.barriers(1, arrivals=smem.copies(q, k)),
         qk_empty=all_done,
-        vo_full=both,
+        vo_full=smem.barriers(1, arrivals=smem.copies(do, v)),
         vo_empty=all_done,
     )
 
@@ -157,8 +157,9 @@ class _Cta(Cta[DbiasPlan]):
             plgpu.barrier_wait(shared.qk_full)
             operand_pieces.mma(acc_s, pieces(shared.q.at[own]), operand_pieces.transposed(pieces(shared.k)), ops)
             plgpu.barrier_wait(shared.vo_full)
-            operand_pieces.mma(acc_dp, pieces(shared.do.at[own]), operand_pieces.transposed(pieces(shared.v)), ops)
-            s = ops.read(acc_s, pending=operand_pieces.products(spec))
+            v = operand_pieces.transposed(pieces(shared.v))
+            operand_pieces.mma(acc_dp, pieces(shared.do.at[own]), v, ops)
+            s = ops.read(acc_s, pending=operand_pieces.issued(v))
             loaded = {"bias": ops.load(bias.at[self.own])} | packed_mask
             plgpu.barrier_arrive(shared.qk_empty)
             mask = TileMask(self.inputs, tiles, jnp.int32(0), at, loaded)

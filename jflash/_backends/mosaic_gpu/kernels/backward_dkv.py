@@ -27,9 +27,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import (
+    GmemTile,
+    TileCoord,
+    bias_and_mask,
+    dropped,
+    in_panels,
+    operand_pieces,
+    tile_dims,
+    whole_dims,
+)
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 
@@ -40,23 +49,26 @@ QUERIES = 64
 def _shared_memory(plan: DkvPlan) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
-    columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
+    columns, value_columns = tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     ring = functools.partial(operand_pieces.smem_ring, spec, readers=2)
-    pair = smem.barriers(1, arrivals=2)
 
-    def with_gradient(columns: int, dim: int) -> Any:
+    k = operand_pieces.smem_tile(spec, (WARPGROUP_ROWS, columns), head_dim)
+    v = operand_pieces.smem_tile(spec, (WARPGROUP_ROWS, value_columns), value_dim)
+
+    def with_gradient(own: Any, dim: int) -> Any:
         """Keys or values, whose gradient takes their place. Sums leave from registers."""
-        shape = WARPGROUP_ROWS, columns
-        own = operand_pieces.smem_tile(spec, shape, dim)
-        return (own,) if plan.schedule.stores_sums else smem.reused(own, smem.tile(shape, spec.dtype, dim))
+        if plan.schedule.stores_sums:
+            return (own,)
+        columns = tile_dims(spec)[own is v]
+        return smem.reused(own, smem.tile((WARPGROUP_ROWS, columns), spec.dtype, dim, in_panels=in_panels(spec)))
 
     return Buffers(
-        k_dk=with_gradient(columns, head_dim),
-        v_dv=with_gradient(value_columns, value_dim),
-        kv_full=pair,
-        q=ring((stages, QUERIES, columns), head_dim, copies=2 + has_bias_tiles),
-        do=ring((stages, QUERIES, value_columns), value_dim, copies=2),
+        k_dk=with_gradient(k, head_dim),
+        v_dv=with_gradient(v, value_dim),
+        kv_full=smem.barriers(1, arrivals=smem.copies(k, v)),
+        q=ring((stages, QUERIES, columns), head_dim, others=1 + has_bias_tiles),
+        do=ring((stages, QUERIES, value_columns), value_dim, others=1),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
         # First lse of all tiles, then delta.
@@ -65,7 +77,7 @@ def _shared_memory(plan: DkvPlan) -> Buffers:
         slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(plan.slopes)],
         p_full=smem.barriers(1),
         p_empty=smem.barriers(1),
-        finished=pair,
+        finished=smem.barriers(1, arrivals=2),
     )
 
 
@@ -94,7 +106,8 @@ class DkvPlan(KernelPlan):
         spec, schedule = self.spec, self.schedule
         dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
         names = ("d_key", "d_value")
-        results = {n: schedule.gradient(spec, keys, dim, round_up(dim, 16)) for n, dim in zip(names, dims, strict=True)}
+        every = zip(names, dims, tile_dims(spec), strict=True)
+        results = {name: schedule.gradient(spec, keys, dim, columns) for name, dim, columns in every}
         if self.wants_bias:
             results["d_bias"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, keys), jnp.float32)
         return Launch(
@@ -136,7 +149,7 @@ class _Cta(Cta[DkvPlan]):
         self.inputs.copy_rows("key", self.key_tile, self.k, shared.kv_full)
         self.inputs.copy_rows("value", self.key_tile, self.v, shared.kv_full)
         plgpu.barrier_wait(shared.kv_full)
-        zeros = self.ops.full((WARPGROUP_ROWS, round_up(whole_dims(self.plan.spec)[1], 16)), 0)
+        zeros = self.ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
         plgpu.barrier_wait(shared.p_empty)
         self._store(dropped.scaled(self.plan.spec, acc_dv), "d_value", self.dv)
@@ -188,7 +201,7 @@ class _Cta(Cta[DkvPlan]):
             return acc_dk, *(total * 0 for total in sums)
 
         zeros = [ops.full((WARPGROUP_ROWS,), 0) for _ in d_bias_refs]
-        start = (ops.full((WARPGROUP_ROWS, round_up(whole_dims(self.plan.spec)[0], 16)), 0), *zeros)
+        start = (ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), *zeros)
         acc_dk, *_ = self.order.each(self._add_dk, start, finish_head)
         self._store(acc_dk * exponent.sums_scale(self.plan.spec), "d_key", self.dk)
 

@@ -29,9 +29,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_and_mask, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import (
+    GmemTile,
+    TileCoord,
+    bias_and_mask,
+    dropped,
+    in_panels,
+    operand_pieces,
+    tile_dims,
+    whole_dims,
+    whole_rows,
+)
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, TileMask, tile_range
@@ -43,21 +53,22 @@ Carry = tuple[Array, tuple[Array, ...]]
 
 def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    head_dim, value_dim = whole_dims(spec)
-    columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
+    (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
     rows = tile.warpgroups, WARPGROUP_ROWS
     q = operand_pieces.smem_tile(spec, (*rows, columns), head_dim)
-    q_dq = (q,) if spec.partial else smem.reused(q, smem.tile((*rows, columns), spec.dtype, head_dim))
+    dq = smem.tile((*rows, columns), spec.dtype, head_dim, in_panels=in_panels(spec))
+    q_dq = (q,) if spec.partial else smem.reused(q, dq)
+    do = operand_pieces.smem_tile(spec, (*rows, value_columns), value_dim)
     return Buffers(
         # dQ takes the place of the queries. A partial call's leaves from registers.
         q_dq=q_dq,
-        q_empty=smem.barriers(1, arrivals=tile.warpgroups) if isinstance(q_dq, plgpu.RefUnion) else None,
-        do=operand_pieces.smem_tile(spec, (*rows, value_columns), value_dim),
-        rows_full=smem.barriers(tile.warpgroups, arrivals=2),
+        q_empty=smem.barriers(1, arrivals=tile.warpgroups) if not isinstance(q_dq, tuple) else None,
+        do=do,
+        rows_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q, do)),
         k=ring((tile.stages, tile.keys, columns), head_dim),
-        v=ring((tile.value_stages, tile.keys, value_columns), value_dim, copies=1 + has_bias_tiles),
+        v=ring((tile.value_stages, tile.keys, value_columns), value_dim, others=has_bias_tiles),
         # Tiles of the bias come and go with the values.
         bias=smem.tile((tile.value_stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
     )
@@ -78,10 +89,10 @@ class DqPlan(KernelPlan):
         spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
         (head_dim, value_dim), all_rows = whole_dims(spec), schedule.blocks * self.tile.rows
         sums = shape((spec.batch, spec.heads, all_rows), jnp.float32)
-        rows, columns = round_up(spec.query_length, 8), head_dim
+        rows, columns = whole_rows(spec, spec.query_length), head_dim
         if spec.partial:
             # Registers are stored whole.
-            rows, columns = all_rows, round_up(head_dim, 16)
+            rows, columns = all_rows, tile_dims(spec)[0]
         d_query = shape((spec.batch, rows, spec.heads, columns), spec.result_dtype)
         return Launch(
             name=f"jflash_d_query_{head_dim}_{value_dim}",
@@ -124,7 +135,7 @@ class _Cta(Cta[DqPlan]):
         statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")]
         plgpu.barrier_wait(full)
         zeros = tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
-        columns = round_up(whole_dims(self.plan.spec)[0], 16)
+        columns, _ = tile_dims(self.plan.spec)
         acc_dq = ops.full((WARPGROUP_ROWS, columns), 0)
         visit = lambda index, carry: self._visit(index, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, (acc_dq, zeros))
@@ -163,7 +174,7 @@ class _Cta(Cta[DqPlan]):
             operand_pieces.mma(acc_dp, pieces(shared.do.at[own]), operand_pieces.transposed(v), ops)
             if shared.bias is not None:
                 loaded["bias"] = ops.load(shared.bias.at[value_slot, self.own])
-            s = ops.read(acc_s, pending=operand_pieces.products(spec))
+            s = ops.read(acc_s, pending=operand_pieces.issued(v))
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, lse)

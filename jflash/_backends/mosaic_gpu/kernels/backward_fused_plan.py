@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, operand_pieces, row_statistics, whole_dims
+from jflash._backends.mosaic_gpu.inputs import (
+    bf16_pieces,
+    bias_and_mask,
+    in_panels,
+    operand_pieces,
+    row_statistics,
+    tile_dims,
+    whole_dims,
+)
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
@@ -40,7 +48,7 @@ class WalkPlan(KernelPlan):
 
 def dq_width(spec: Spec, tile: FusedTiles) -> int:
     """Columns of a tile's dQ that a warpgroup makes."""
-    columns = tile.columns(whole_dims(spec)[0])
+    columns = tile.columns(tile_dims(spec)[0])
     return columns if tile.split_dq_by_rows else columns // 2
 
 
@@ -52,7 +60,8 @@ def as_columns(spec: Spec, tile: FusedTiles) -> bool:
 def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any, Any]:
     """Buffers of the keys and values of as many blocks."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
-    (columns, value_columns), operand = map(tile.columns, dims), functools.partial(operand_pieces.smem_tile, spec)
+    columns, value_columns = map(tile.columns, tile_dims(spec))
+    operand = functools.partial(operand_pieces.smem_tile, spec)
     k = operand((stages, tile.keys, columns), dims[0], part=width)
     return k, operand((stages, tile.keys, value_columns), dims[1])
 
@@ -60,22 +69,23 @@ def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any,
 def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
     """Buffers of their gradients."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
-    columns, value_columns = map(tile.columns, dims)
-    dk = smem.tile((1, tile.keys, columns), spec.dtype, dims[0], part=width)
-    return dk, smem.tile((1, tile.keys, value_columns), spec.dtype, dims[1])
+    columns, value_columns = map(tile.columns, tile_dims(spec))
+    made = functools.partial(smem.tile, in_panels=in_panels(spec))
+    dk = made((1, tile.keys, columns), spec.dtype, dims[0], part=width)
+    return dk, made((1, tile.keys, value_columns), spec.dtype, dims[1])
 
 
 def ds(spec: Spec, tile: FusedTiles) -> Any:
     """A buffer for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
     shape = 2, tile.keys, tile.queries
-    return operand_pieces.smem_tile(spec, shape, whole_dims(spec)[0], part=dq_width(spec, tile))
+    return operand_pieces.smem_tile(spec, shape, whole_dims(spec)[0], part=dq_width(spec, tile), copied=False)
 
 
 def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     """Buffers and barriers of what is walked over, by name: `full` when a copy has arrived, `empty` when all readers
     are done."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
-    columns, value_columns = map(tile.columns, dims)
+    columns, value_columns = map(tile.columns, tile_dims(spec))
     has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
     # First lse of all tiles, then delta.
     vectors = smem.vectors(2 * tile.stages, tile.queries)
@@ -83,8 +93,8 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     early = 1 if in_columns else row_statistics.early(spec)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
     return dict(
-        q=ring((tile.stages, tile.queries, columns), dims[0], copies=1 + early + has_bias_tiles, part=width),
-        do=ring((tile.stages, tile.queries, value_columns), dims[1], copies=1 if in_columns else 3 - early),
+        q=ring((tile.stages, tile.queries, columns), dims[0], others=early + has_bias_tiles, part=width),
+        do=ring((tile.stages, tile.queries, value_columns), dims[1], others=0 if in_columns else 2 - early),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         statistics=bf16_pieces.smem_tile(tile.stages, tile.queries) if in_columns else vectors,
@@ -103,7 +113,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         # Their gradients take the place of keys and values.
         k_dk=smem.reused(k, dk),
         v_dv=smem.reused(v, dv),
-        kv_full=smem.barriers(1, arrivals=2 + as_columns(spec, tile)),
+        kv_full=smem.barriers(1, arrivals=smem.copies(k, v) + as_columns(spec, tile)),
         **walked(spec, tile),
         ds=ds(spec, tile),
         dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, whole_dims(spec)[0]),
@@ -132,14 +142,15 @@ class FusedPlan(WalkPlan):
         """Waves of CTAs that have keys, and after them those that only round dQ."""
         spec, schedule, dims = self.spec, self.schedule, whole_dims(self.spec)
         rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
+        columns, value_columns = map(self.tile.columns, tile_dims(spec))
         d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves + self.dq.lag(schedule), block=schedule.blocks, item=schedule.items),
             results=dict(
                 **({} if spec.partial else dict(d_query=d_query)),
-                d_key=schedule.gradient(spec, keys, dims[0], self.tile.columns(dims[0])),
-                d_value=schedule.gradient(spec, keys, dims[1], self.tile.columns(dims[1])),
+                d_key=schedule.gradient(spec, keys, dims[0], columns),
+                d_value=schedule.gradient(spec, keys, dims[1], value_columns),
                 **self.sums(keys),
             ),
             smem=shared_memory(spec, self.tile),

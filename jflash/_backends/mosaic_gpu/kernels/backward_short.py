@@ -150,4 +150,4 @@ class _Cta(FusedCta[ShortPlan]):
         plgpu.commit_smem()
         head, rows = self.item.first_head + lax.div(index, plan.tiles), lax.rem(index, plan.tiles) * WARPGROUP_ROWS
         columns = pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
-        plgpu.copy_smem_to_gmem(rounded, result.at[self.item.batch, pl.ds(rows, WARPGROUP_ROWS), head, columns])
+        pipeline.copy_out(rounded, result.at[self.item.batch, pl.ds(rows, WARPGROUP_ROWS), head, columns])

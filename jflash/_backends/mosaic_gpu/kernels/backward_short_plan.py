@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import whole_dims
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
+from jflash._backends.mosaic_gpu.hardware.overlaid import Overlaid
+from jflash._backends.mosaic_gpu.inputs import in_panels, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.kernels import backward_fused_plan
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import WalkPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Launch
@@ -61,7 +61,7 @@ class ShortPlan(WalkPlan):
         spec, dims = self.spec, whole_dims(self.spec)
 
         def array(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((spec.batch, round_up(length, 8), heads, dim), spec.dtype)
+            return jax.ShapeDtypeStruct((spec.batch, whole_rows(spec, length), heads, dim), spec.dtype)
 
         return Launch(
             name=f"jflash_backward_short_{dims[0]}_{dims[1]}",
@@ -86,17 +86,17 @@ def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
     ds = backward_fused_plan.ds(spec, tile)
     # Halves of tiles of dQ that are stored at once: as many as have the size of dS.
     slots = max(1, 2 * tile.keys // (tile.warpgroups * width))
+    shape = tile.warpgroups, slots, WARPGROUP_ROWS, width
+    rounded_dq = smem.tile(shape, spec.dtype, dim, in_panels=in_panels(spec))
     return Buffers(
         k=k,
         v=v,
-        kv_full=smem.barriers(tile.key_stages, arrivals=2),
+        kv_full=smem.barriers(tile.key_stages, arrivals=smem.copies(k, v)),
         kv_empty=smem.barriers(tile.key_stages, arrivals=tile.warpgroups),
         ones_full=smem.barriers(1),
         **backward_fused_plan.walked(spec, tile),
         # What is stored takes the place of dS^T, so that keys and values are copied meanwhile.
-        ds_gradients=plgpu.RefUnion(
-            ds, (dk, dv), smem.tile((tile.warpgroups, slots, WARPGROUP_ROWS, width), spec.dtype, dim)
-        ),
+        ds_gradients=Overlaid.of(ds, (dk, dv), rounded_dq),
         acc_dq=smem.tile((halves, WARPGROUP_ROWS, width), jnp.float32, dim),
     )
 

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
 from jflash._backends.mosaic_gpu.inputs import (
     GmemTile,
@@ -36,6 +36,7 @@ from jflash._backends.mosaic_gpu.inputs import (
     dropped,
     operand_pieces,
     score_mod_reads,
+    tile_dims,
     whole_dims,
 )
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
@@ -45,18 +46,18 @@ from jflash._semantics.spec import Spec
 
 def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    head_dim, value_dim = whole_dims(spec)
-    columns, value_columns = round_up(head_dim, 16), round_up(value_dim, 16)
+    (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     operand = functools.partial(operand_pieces.smem_tile, spec)
     ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    q, do = operand((tile.rows, columns), head_dim), operand((tile.rows, value_columns), value_dim)
     return Buffers(
-        q=operand((tile.rows, columns), head_dim),
-        do=operand((tile.rows, value_columns), value_dim),
-        rows_full=smem.barriers(1, arrivals=2),
+        q=q,
+        do=do,
+        rows_full=smem.barriers(1, arrivals=smem.copies(q, do)),
         rows_empty=smem.barriers(1, arrivals=tile.warpgroups),
         k=ring((tile.stages, tile.keys, columns), head_dim),
-        v=ring((tile.stages, tile.keys, value_columns), value_dim, copies=1 + has_bias_tiles),
+        v=ring((tile.stages, tile.keys, value_columns), value_dim, others=has_bias_tiles),
         # Tiles of the bias come and go with the values.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
     )
@@ -143,7 +144,7 @@ class _Cta(Cta[TablesPlan]):
             operand_pieces.mma(acc_dp, pieces(shared.do.at[still]), v, ops)
             if shared.bias is not None:
                 loaded["bias"] = ops.load(shared.bias.at[slot, self.own])
-            s = ops.read(acc_s, pending=operand_pieces.products(spec))
+            s = ops.read(acc_s, pending=operand_pieces.issued(v))
             plgpu.barrier_arrive(shared.k.empty.at[slot])
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
             mask = TileMask(self.inputs, tiles, index, at, loaded)

@@ -67,14 +67,15 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
 
     def ring(index: int) -> Buffers:
         readers = 2 if index == kind.summed else 1
-        copies = 1 + (has_bias_tiles and index == 0)
-        return buffer(index, (tile.stages, tile.size), operand_pieces.smem_ring, readers=readers, copies=copies)
+        others = int(has_bias_tiles and index == 0)
+        return buffer(index, (tile.stages, tile.size), operand_pieces.smem_ring, readers=readers, others=others)
 
     bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
+    own = [buffer(index, (1, WARPGROUP_ROWS), operand_pieces.smem_tile) for index in range(len(kind.own))]
     return Buffers(
-        own=[buffer(index, (1, WARPGROUP_ROWS), operand_pieces.smem_tile) for index in range(len(kind.own))],
-        own_full=smem.barriers(1, arrivals=len(kind.own)),
+        own=own,
+        own_full=smem.barriers(1, arrivals=smem.copies(*own)),
         walked=[ring(index) for index in range(2)],
         # Tiles of the bias come and go with what S is made of.
         bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,

@@ -10,6 +10,7 @@ side. The pass is bound by what it reads, and writes little beside it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,9 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps, pipeline, round_up, smem
+from jflash._backends.mosaic_gpu.hardware.panels import panel
 from jflash._backends.mosaic_gpu.inputs import row_statistics
+from jflash._backends.mosaic_gpu.inputs.array_shapes import in_panels, tile_dims, whole_shape
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
-from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN, whole_shape
+from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._semantics.spec import Residuals, Spec
 
@@ -39,12 +42,12 @@ def delta(
     rows = round_up(length, WARPGROUP_ROWS)
     # Tiles may begin at the last query: what they read behind it is written too.
     stored_rows = rows + MARGIN if as_columns else rows
-    width = round_up(value_dim, 16)
+    _, width = tile_dims(spec)
     part = next(columns for columns in (64, 32, 16) if width % columns == 0)
     factors = dict(out=out, d_out=d_out)
-    is_whole = whole_shape(out.shape) == out.shape
-    shape = WARPGROUP_ROWS, width
-    tiles = [smem.tile(shape, out.dtype, value_dim, part=part) for _ in factors] if is_whole else []
+    shape, is_whole = (WARPGROUP_ROWS, width), in_panels(spec) or whole_shape(out.shape) == out.shape
+    tile = functools.partial(smem.tile, shape, out.dtype, value_dim, part=part, in_panels=in_panels(spec))
+    tiles = [tile() for _ in factors] if is_whole else []
     if not tiles or not smem.fits(tiles):
         # Cheaper than padded copies of both. Of float32 some heads that other kernels serve have no room here.
         products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
@@ -58,7 +61,7 @@ def delta(
         name=f"jflash_delta_{value_dim}",
         grid=dict(batch=batch, block=stored_rows // WARPGROUP_ROWS, head=heads),
         results=results,
-        smem=Buffers(factors=tiles, full=smem.barriers(1, arrivals=2)),
+        smem=Buffers(factors=tiles, full=smem.barriers(1, arrivals=smem.copies(*tiles) or 1)),
     )
     room = [(0, 0), (0, 0), (0, rows - length)]
     arrays = dict(lse=jnp.pad(lse, room, constant_values=-jnp.inf), d_lse=jnp.pad(d_lse, room)) | factors
@@ -77,7 +80,7 @@ def _kernel(spec: Spec, ops: WarpgroupOps, part: int, refs: Refs) -> None:
         # There are no buffers where the products were summed before.
         for name, buffer in zip(("out", "d_out"), shared.factors, strict=False):
             values = pipeline.columns(buffer.shape[1], arrays[name], b)
-            plgpu.copy_gmem_to_smem(arrays[name].at[b, own, head, values], buffer, shared.full)
+            pipeline.copy_in(arrays[name].at[b, own, head, values], buffer, shared.full)
         if "dq_acc" in results:
             _zero(results["dq_acc"], own, ops)
         lse, d_lse = (ops.load(arrays[name].at[b, head, own], 0) for name in ("lse", "d_lse"))
@@ -109,8 +112,8 @@ def _products(shared: Buffers, part: int, ops: WarpgroupOps) -> Float[Array, "ro
     """dO * O, summed over the parts of the columns."""
 
     def multiplied(index: Any, total: Array) -> Array:
-        columns = pl.ds(pl.multiple_of(index * part, part), part)
-        left, right = (ops.load(ref.at[:, columns]).astype(jnp.float32) for ref in shared.factors)
+        first = pl.multiple_of(index * part, part)
+        left, right = (ops.load(panel(tile, first, part)).astype(jnp.float32) for tile in shared.factors)
         return total + left * right
 
     total = ops.full((WARPGROUP_ROWS, part), 0)

@@ -117,7 +117,7 @@ class ForwardCta(Cta[ForwardPlan]):
         batch, block, _ = self.item(index)
         query, q = self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
         source = self.part(query, block, pipeline.columns(q.shape[-1], query, self.head))
-        plgpu.copy_gmem_to_smem(source, q, self.smem.q_full.at[self.warpgroup])
+        pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
 
     def _attend(self, index: Any, visited: Any) -> Any:
         """Attend for one work item; `visited` tiles came before, in others."""
@@ -318,8 +318,9 @@ class MainLoop:
             def overlap(acc_s: Any) -> Softmax:
                 self._issue_s(acc_s, index)
                 plgpu.barrier_wait(cta.v.full.at[last])
-                operand_pieces.mma(acc_o, p, self._v(last), ops)
-                s = self._read_s(acc_s, slot, pending=operand_pieces.products(cta.plan.spec))
+                v = self._v(last)
+                operand_pieces.mma(acc_o, p, v, ops)
+                s = self._read_s(acc_s, slot, pending=operand_pieces.issued(v))
                 new = self._softmax(s, index, state, loaded)
                 if fence is not None:
                     # Four threads write one number: racecheck reports it.

@@ -15,7 +15,15 @@ import numpy as np
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_and_mask, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import (
+    bf16_pieces,
+    bias_and_mask,
+    in_panels,
+    operand_pieces,
+    tile_dims,
+    whole_dims,
+    whole_rows,
+)
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.logits import LogitsForm
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, forward_schedule, h200, tile_range
@@ -33,16 +41,17 @@ Visits = Callable[[int, int], Sequence[int]]
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    columns, value_columns = (round_up(dim, 16) for dim in whole_dims(spec))
+    columns, value_columns = tile_dims(spec)
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
     q = operand_pieces.smem_tile(spec, (tile.warpgroups, WARPGROUP_ROWS, columns))
-    o = smem.tile((tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)), out_dtype)
+    o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)
+    o = smem.tile(o_shape, out_dtype, in_panels=in_panels(spec))
     ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
-        q_full=smem.barriers(tile.warpgroups),
-        k=[ring((tile.stages, tile.keys, columns), copies=1 + has_bias_tiles + bias_by_mma)],
+        q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
+        k=[ring((tile.stages, tile.keys, columns), others=has_bias_tiles + bias_by_mma)],
         v=[ring((tile.stages, tile.keys, value_columns))],
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
@@ -107,7 +116,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def columns(self) -> int:
         """Columns of the output that a warpgroup makes."""
-        return round_up(whole_dims(self.spec)[1], 16)
+        return tile_dims(self.spec)[1]
 
     @property
     def consumers(self) -> int:
@@ -133,7 +142,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
         """Rows and columns of a head's output in device memory."""
         # Registers, from which a part's leaves, are stored whole.
         whole = self.schedule.blocks * self.tile.rows, self.columns
-        return whole if self.spec.partial else (round_up(self.rows, 8), whole_dims(self.spec)[1])
+        return whole if self.spec.partial else (whole_rows(self.spec, self.rows), whole_dims(self.spec)[1])
 
     @property
     def smem(self) -> Buffers:

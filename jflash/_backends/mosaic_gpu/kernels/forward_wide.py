@@ -65,14 +65,14 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
         q_o=(operand((1, WARPGROUP_ROWS, columns), head_dim),),
         q_full=smem.barriers(1),
         k=[
-            ring((tile.stages, tile.keys, width), head_dim, copies=1 + (has_bias_tiles and number == 0), part=columns)
+            ring((tile.stages, tile.keys, width), head_dim, others=int(has_bias_tiles and number == 0), part=columns)
             for number, width in enumerate(_key_parts(spec, columns))
         ],
         v=[ring((tile.stages, tile.keys, half), value_dim, part=part) for _ in range(2)],
         # Tiles of the bias come and go with the keys.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=None,
-        p=operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part),
+        p=operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part, copied=False),
         statistics=smem.vectors(3, WARPGROUP_ROWS),
         p_full=smem.barriers(1),
         p_empty=smem.barriers(1),

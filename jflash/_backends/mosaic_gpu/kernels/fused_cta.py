@@ -118,7 +118,7 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
         plgpu.commit_smem()
         for buffer, result in zip(self.gradients, results, strict=True):
             columns = pipeline.columns(buffer.shape[-1], result, item.batch)
-            plgpu.copy_smem_to_gmem(buffer.at[0, own], result.at[item.batch, self.own_keys, item.key_head, columns])
+            pipeline.copy_out(buffer.at[0, own], result.at[item.batch, self.own_keys, item.key_head, columns])
 
     def visit_all(self) -> Accumulators:
         """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
@@ -167,12 +167,12 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
                 statistics.mma(acc_s, k, operand_pieces.transposed(q), 0)
                 plgpu.barrier_wait(smem.do.full.at[slot])
                 statistics.mma(acc_dp, v, operand_pieces.transposed(do), 1)
-                s = ops.read(acc_s, pending=statistics.mmas)
+                s = ops.read(acc_s, pending=statistics.issued(do))
                 p, pull_back = logits.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
                 p = dropped.signed(self.inputs, at, p)
                 kept = operand_pieces.split(spec, dropped.kept_of_signed(spec, p), ops)
                 operand_pieces.mma(acc_dv, kept, do, ops)
-                dp = ops.read(acc_dp, pending=operand_pieces.products(spec))
+                dp = ops.read(acc_dp, pending=operand_pieces.issued(do))
                 ds, d_parameters = pull_back(statistics.d_logits(p, dp))
                 totals = tuple(
                     total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)

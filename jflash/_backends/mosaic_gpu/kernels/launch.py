@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps, overlaid
 from jflash._backends.mosaic_gpu.inputs import KernelInputs
 from jflash._semantics.spec import Spec
 
@@ -54,10 +54,11 @@ class Launch:
 
         def kernel(*refs: Any) -> None:
             given, made = refs[: len(names)], refs[len(names) : -1]
-            body(Refs(dict(zip(names, given, strict=True)), dict(zip(self.results, made, strict=True)), refs[-1]))
+            shared = overlaid.opened(refs[-1])
+            body(Refs(dict(zip(names, given, strict=True)), dict(zip(self.results, made, strict=True)), shared))
 
         kernel.__name__ = self.name
-        scratch: Any = [self.smem]
+        scratch: Any = [overlaid.in_one_view(self.smem) if ops.interpret else self.smem]
         threads: Any = {} if self.warpgroups is None else dict(num_threads=self.warpgroups, thread_name="warpgroup")
         run: Any = plgpu.kernel(
             kernel,

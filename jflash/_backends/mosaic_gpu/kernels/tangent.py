@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.exponent import LOG2_E
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_rows, pipeline, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, along_rows, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.kernels.tangent_plan import PARAMETERS, TangentPlan
@@ -125,7 +125,7 @@ class _Cta(Cta[TangentPlan]):
     def _start(self, lse: Rows) -> _Sums:
         """Before any key; a sink has part of the weights."""
         spec, inputs = self.plan.spec, self.inputs
-        zeros = lambda: self.ops.full((WARPGROUP_ROWS, round_up(self.plan.dims[1], 16)), 0)
+        zeros = lambda: self.ops.full((WARPGROUP_ROWS, self.plan.columns), 0)
         l = self.ops.full((WARPGROUP_ROWS,), 0)
         sink, t_sink = (each.value("sinks", self.batch, self.head) for each in (inputs, self.tangents))
         if sink is not None:
@@ -184,11 +184,12 @@ class _Cta(Cta[TangentPlan]):
             operand_pieces.mma(acc_s, q["query"], k["key"], ops)
             for left, right in moved:
                 operand_pieces.mma(acc_ts, q[left], k[right], ops)
+            pending = sum(operand_pieces.issued(k[right]) for _, right in moved)
             bias = lambda name: (
                 {"bias": ops.load(shared.biases[name].at[slot, self.own])} if name in shared.biases else {}
             )
             loaded = packed | bias("bias")
-            s = ops.read(acc_s, pending=len(moved) * operand_pieces.products(spec))
+            s = ops.read(acc_s, pending=pending)
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, along_rows(lse, shape))
             p, push = logits.linearize(s, mask, to_p, parameters)

@@ -10,8 +10,15 @@ from jax.experimental import pallas as pl
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
+from jflash._backends.mosaic_gpu.inputs import (
+    bias_and_mask,
+    in_panels,
+    operand_pieces,
+    tile_dims,
+    whole_dims,
+    whole_rows,
+)
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, RowTiles, tile_range
 from jflash._semantics.spec import Spec
@@ -72,6 +79,11 @@ class TangentPlan(KernelPlan):
         return head_dim, _part_columns(self.spec, self.parts)
 
     @property
+    def columns(self) -> int:
+        """Columns of a part's tiles."""
+        return tile_dims(self.part)[1]
+
+    @property
     def part(self) -> Spec:
         """The spec in which a part's columns are all."""
         return dataclasses.replace(self.spec, value_dim=self.dims[1])
@@ -81,10 +93,10 @@ class TangentPlan(KernelPlan):
         """The output's tangent is `[B, T, N * parts, D]`."""
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, self.dims
         all_rows = schedule.blocks * self.tile.rows
-        rows, columns = round_up(spec.query_length, 8), value_dim
+        rows, columns = whole_rows(self.part, spec.query_length), value_dim
         if spec.partial:
             # Registers are stored whole.
-            rows, columns = all_rows, round_up(value_dim, 16)
+            rows, columns = all_rows, self.columns
         shape = jax.ShapeDtypeStruct
         t_out = shape((spec.batch, rows, spec.heads * self.parts, columns), spec.result_dtype)
         t_lse = shape((spec.batch, spec.heads, all_rows), jnp.float32)
@@ -98,26 +110,25 @@ class TangentPlan(KernelPlan):
 
     def shared_memory(self, tile: RowTiles) -> Buffers:
         """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-        spec, (head_dim, value_dim) = self.spec, self.dims
+        spec, (head_dim, value_dim), (columns, value_columns) = self.part, self.dims, tile_dims(self.part)
         rows = tile.warpgroups, WARPGROUP_ROWS
-        q = operand_pieces.smem_tile(spec, (*rows, round_up(head_dim, 16)), head_dim)
-        out = smem.tile((*rows, round_up(value_dim, 16)), spec.dtype, value_dim)
+        q = operand_pieces.smem_tile(spec, (*rows, columns), head_dim)
+        out = smem.tile((*rows, value_columns), spec.dtype, value_dim, in_panels=in_panels(spec))
         q_out = (q,) if spec.partial else smem.reused(q, out)
 
-        def ring(names: tuple[str, ...], dim: int, copies: int) -> Buffers:
-            shape = tile.stages, tile.keys, round_up(dim, 16)
-            tiles = {name: operand_pieces.smem_tile(spec, shape, dim) for name in names}
-            full, empty = smem.barriers(tile.stages, copies), smem.barriers(tile.stages, tile.warpgroups)
-            return Buffers(tiles=tiles, full=full, empty=empty)
+        def ring(names: tuple[str, ...], columns: int, dim: int, others: int = 0) -> Buffers:
+            tiles = {name: operand_pieces.smem_tile(spec, (tile.stages, tile.keys, columns), dim) for name in names}
+            full = smem.barriers(tile.stages, arrivals=smem.copies(*tiles.values()) + others)
+            return Buffers(tiles=tiles, full=full, empty=smem.barriers(tile.stages, arrivals=tile.warpgroups))
 
         return Buffers(
             # The output's tangent takes the place of the queries. A partial call's leaves from registers.
             q_out=q_out,
             q_empty=None if isinstance(q_out, tuple) else smem.barriers(1, tile.warpgroups),
             t_q=q if "query" in self.moving else None,
-            q_full=smem.barriers(tile.warpgroups, len(self.q)),
-            k=ring(self.k, head_dim, len(self.k) + len(self.biases)),
-            v=ring(self.v, value_dim, len(self.v)),
+            q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q) * len(self.q)),
+            k=ring(self.k, columns, head_dim, len(self.biases)),
+            v=ring(self.v, value_columns, value_dim),
             # They come and go with the keys.
             biases={name: smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) for name in self.biases},
         )

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import round_up
+from jflash._backends.mosaic_gpu.inputs.array_shapes import whole_rows
 from jflash._semantics.spec import Spec
 
 _ALMOST_ALL = 0.9
@@ -120,13 +120,15 @@ class BackwardSchedule:
     def gradient(self, spec: Spec, rows: int, dim: int, columns: int) -> jax.ShapeDtypeStruct:
         """What is stored for keys or values `[B, S, K, dim]`: the same, or sums `[B, groups, rows, columns]`."""
         if not self.stores_sums:
-            return jax.ShapeDtypeStruct((spec.batch, round_up(spec.key_length, 8), spec.key_heads, dim), spec.dtype)
+            return jax.ShapeDtypeStruct(
+                (spec.batch, whole_rows(spec, spec.key_length), spec.key_heads, dim), spec.dtype
+            )
         return jax.ShapeDtypeStruct((spec.batch, spec.key_heads * self.head_groups, rows, columns), jnp.float32)
 
     def summed(self, spec: Spec, made: Mapping[str, Array], dims: tuple[int, int]) -> dict[str, Array]:
         """The whole gradients of keys and values, `[B, S, K, H]` and `[B, S, K, D]`, from what was stored of them; by
         name."""
-        rows = round_up(spec.key_length, 8)
+        rows = whole_rows(spec, spec.key_length)
 
         def whole(gradient: Array, dim: int) -> Array:
             if not self.stores_sums:
