@@ -95,6 +95,13 @@ class Interpreter(WarpgroupOps):
     def zeros_strided(self, shape: tuple[int, ...]) -> Array:
         return jnp.zeros(shape, jnp.float32)
 
+    def store_strided(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
+        for row in range(len(values)):
+
+            @pl.when(first + row < ref.shape[0])
+            def _(row: int = row) -> None:
+                ref[pl.ds(first + row, 1)] = values[row : row + 1]
+
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
         return rounded(values)
 

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, bias_columns, prepare, row_statistics, score_mod_reads
+from jflash._backends.mosaic_gpu.inputs import (
+    array_shapes,
+    bias_and_mask,
+    bias_columns,
+    prepare,
+    row_statistics,
+    score_mod_reads,
+)
 from jflash._backends.mosaic_gpu.kernels import backward as fused
 from jflash._backends.mosaic_gpu.kernels import (
     backward_dbias,
@@ -64,13 +71,16 @@ def forward(
 
 def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> dict[str, Array]:
     spec, packed = plan.spec, plan.packed_heads
+    panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
     if packed == 1:
-        query = prepare.whole_tiles(spec, "query", operands.query)
+        query = prepare.whole_tiles(spec, "query", operands.query, in_panels=panels)
     else:
-        query = prepare.whole_tiles(spec, "query", prepare.pack_heads(operands.query, packed), axis=2)
-    value = prepare.whole_tiles(spec, "value", operands.value, parts=plan.value_parts)
+        query = prepare.pack_heads(operands.query, packed)
+        query = prepare.whole_tiles(spec, "query", query, axis=2, in_panels=panels)
+    key = prepare.whole_tiles(spec, "key", operands.key, in_panels=panels)
+    value = prepare.whole_tiles(spec, "value", operands.value, parts=plan.value_parts, in_panels=value_panels)
     bias_by_mma = plan.form.bias_by_mma
-    arrays = dict(query=query, key=prepare.whole_tiles(spec, "key", operands.key), value=value)
+    arrays = dict(query=query, key=key, value=value)
     arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
     arrays |= score_mod_reads.prepare(operands.score_mod_arrays)
     arrays |= packed_mask(spec, operands, ops) | prepare.edges(operands, dict(value=value))
@@ -129,7 +139,8 @@ def tangent(
     factors = {name: getattr(own, name) for name in ("query", "key", "value")}
     factors |= {f"t_{name}": getattr(moving, name) for name in factors if name in plan.moving}
     of = lambda name: name.removeprefix("t_")
-    factors = {name: prepare.whole_tiles(part, of(name), factors[name]) for name in (*plan.q, *plan.k, *plan.v)}
+    whole = functools.partial(prepare.whole_tiles, part, in_panels=array_shapes.in_panels(part))
+    factors = {name: whole(of(name), factors[name]) for name in (*plan.q, *plan.k, *plan.v)}
     others, pushed = (prepare.operands_for_kernels(spec, some) for some in (operands, tangents))
     others |= score_mod_reads.prepare(operands.score_mod_arrays)
     if "score_mod_arrays" in plan.moving:
@@ -166,7 +177,8 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     """Gradients of all operands that have one, in their shapes."""
     spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
     arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
-    tiles = {name: prepare.whole_tiles(spec, name, array) for name, array in arrays.items()}
+    whole = functools.partial(prepare.whole_tiles, spec, in_panels=array_shapes.in_panels(spec))
+    tiles = {name: whole(name, array) for name, array in arrays.items()}
     edges, others = prepare.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
     others |= score_mod_reads.prepare(operands.score_mod_arrays)
     masks = (packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))

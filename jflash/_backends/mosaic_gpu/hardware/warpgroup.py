@@ -100,6 +100,10 @@ class WarpgroupOps(Protocol):
         """Zeros in the layout of `load_strided`."""
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _strided(shape))
 
+    def store_strided(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
+        """Store rows from `first` on, as far as an array in device memory has them."""
+        _inline(_store_strided, plgpu.RefType(), _strided(values.shape), plgpu.Layout.WG_SPLAT(()))(ref, values, first)
+
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
         """The nearest bfloat16 numbers."""
         return values.astype(jnp.bfloat16).astype(jnp.float32)
@@ -279,6 +283,17 @@ def _gather(_: Any, table: Any, index: Any, is_signed: bool | None) -> Any:
     for place in np.ndindex(registers.shape):
         registers[place] = vector.from_elements(pair_type, [number(index.registers[place], at) for at in range(2)])
     return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=is_signed)
+
+
+def _store_strided(_: Any, target: Any, values: Any, first: Any) -> None:
+    arith, ir = _utils.arith, _utils.ir
+    index = ir.IndexType.get()
+    rows, columns = (mgpu.c(size, index) for size in ir.MemRefType(target.type).shape)
+    first = arith.index_cast(index, first.registers.item())
+    for place, numbers in zip(values.layout.linear_thread_idxs(), values.registers.flat, strict=True):
+        row, column = arith.addi(first, arith.divui(place, columns)), arith.remui(place, columns)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, row, rows)):
+            _utils.vector.store(numbers, target, [row, column])
 
 
 def _all_below(_: Any, tile: Any, limit: float) -> Any:

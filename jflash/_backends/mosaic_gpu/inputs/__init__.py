@@ -1,6 +1,14 @@
 """What the kernels read of a call: how its operands are prepared, and how a tile's are loaded."""
 
-from jflash._backends.mosaic_gpu.inputs.array_shapes import in_panels, tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.inputs.array_shapes import (
+    forward_in_panels,
+    in_panels,
+    tile_dims,
+    values_in_panels,
+    whole_dims,
+    whole_rows,
+)
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, Loaded, TileCoord
 
-__all__ = ["GmemTile", "KernelInputs", "Loaded", "TileCoord", "in_panels", "tile_dims", "whole_dims", "whole_rows"]
+__all__ = ["GmemTile", "KernelInputs", "Loaded", "TileCoord", "forward_in_panels", "in_panels", "tile_dims"]
+__all__ += ["values_in_panels", "whole_dims", "whole_rows"]

@@ -7,13 +7,20 @@ import functools
 import jax.numpy as jnp
 
 from jflash._backends.mosaic_gpu.hardware import round_up
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask
 from jflash._semantics.spec import Spec
 
 _PANEL = 64
 """Columns of the widest panel."""
 
-_MOST_COLUMNS = 256
-"""Of heads whose tiles may be panels."""
+_WIDTHS = (8, 16, 32, 64, 128, 192, 256)
+"""Columns that are one panel, or panels of 64."""
+
+_ONE_TILE = 128
+"""Rows of queries whose padding costs next to nothing, as when decoding."""
+
+_FEW_ROWS = 2048
+"""Rows of queries that see a key, up to which a copy of the values takes longer than it saves (H100, heads of 128)."""
 
 
 def whole_dim(dim: int) -> int:
@@ -26,26 +33,43 @@ def whole_shape(shape: tuple[int, ...], axis: int = 1) -> tuple[int, ...]:
     return *shape[:axis], round_up(shape[axis], 8), *shape[axis + 1 : 3], whole_dim(shape[3])
 
 
-def in_panels(spec: Spec) -> bool:
-    """Whether a call's tiles are `Panels`, whose arrays are not padded: where others' would be, and they can be.
+def forward_in_panels(spec: Spec) -> bool:
+    """Whether the forward's tiles are `Panels`, whose arrays are not padded: where lengths of others would be.
 
-    The columns of a product are then one instruction for each panel. Rows of 8 columns have the 16 bytes that copies
-    want. Pieces of float32 are new arrays anyway.
+    Where H or D would be, panels are no faster: in rows of 144 bytes their copies read twice as much. Pieces of float32
+    are new arrays anyway.
     """
-    dims, lengths = (spec.head_dim, spec.value_dim), (spec.query_length, spec.key_length)
-    if spec.dtype == jnp.float32 or max(dims) > _MOST_COLUMNS:
+    dims = spec.head_dim, spec.value_dim
+    if spec.dtype == jnp.float32 or any(whole_dim(dim) != dim for dim in dims):
         return False
-    is_whole = all(length % 8 == 0 for length in lengths) and all(whole_dim(dim) == dim for dim in dims)
-    return not is_whole and all(dim % (8 if dim <= _PANEL else _PANEL) == 0 for dim in dims)
+    # Tiles of a bias may leave no room for the kernels of narrow heads.
+    most = 128 if bias_and_mask.has_bias_tiles(spec) else 256
+    is_whole = spec.key_length % 8 == 0 and (spec.query_length % 8 == 0 or spec.query_length <= _ONE_TILE)
+    return max(dims) <= most and not is_whole
+
+
+def values_in_panels(spec: Spec) -> bool:
+    """Whether the forward's values are: several panels are as many products, which take longer than one of all
+    columns."""
+    left, right = spec.bounds
+    if left is None or right is None:
+        rows = spec.query_length / (1 if left is None and right is None else 2)
+    else:
+        rows = min(spec.query_length, left + right + 1)
+    few = spec.value_dim <= _PANEL or rows * spec.group <= _FEW_ROWS
+    return forward_in_panels(spec) and spec.value_dim in _WIDTHS and few
+
+
+def in_panels(spec: Spec) -> bool:
+    """Whether tiles of all kernels but the forward's are. There more operands than values have columns that become a
+    sum's: they are whole panels, and wide ones."""
+    return forward_in_panels(spec) and spec.head_dim in _WIDTHS and spec.value_dim in _WIDTHS
 
 
 def whole_dims(spec: Spec) -> tuple[int, int]:
     """A call's H and D in device memory; of pieces of float32, in multiples that every kernel's tiles take."""
-    dims = spec.head_dim, spec.value_dim
-    if in_panels(spec):
-        return dims
     whole = functools.partial(round_up, multiple=32) if spec.dtype == jnp.float32 else whole_dim
-    return whole(dims[0]), whole(dims[1])
+    return whole(spec.head_dim), whole(spec.value_dim)
 
 
 def whole_rows(spec: Spec, rows: int) -> int:
@@ -55,11 +79,5 @@ def whole_rows(spec: Spec, rows: int) -> int:
 
 def tile_dims(spec: Spec) -> tuple[int, int]:
     """Columns of a call's tiles, of H and of D."""
-
-    def columns(dim: int) -> int:
-        if in_panels(spec):
-            return next((width for width in (16, 32) if dim <= width), round_up(dim, _PANEL))
-        return round_up(dim, 16)
-
     head_dim, value_dim = whole_dims(spec)
-    return columns(head_dim), columns(value_dim)
+    return round_up(head_dim, 16), round_up(value_dim, 16)

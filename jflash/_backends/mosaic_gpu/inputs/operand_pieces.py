@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, WarpgroupOps, rounded, smem
 from jflash._backends.mosaic_gpu.hardware.panels import Panels
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces
-from jflash._backends.mosaic_gpu.inputs.array_shapes import in_panels
 from jflash._semantics.spec import Spec
 
 Pieces = tuple[Any, ...]
@@ -105,29 +104,35 @@ def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Flo
     return jnp.concatenate(pieces, axis=-1).astype(dtype(spec)).reshape(*shape[:-1], -1)
 
 
-def smem_tile(spec: Spec, shape: tuple[int, ...], *divides: int, part: int | None = None, copied: bool = True) -> Any:
-    """Shared memory for tiles `[..., rows, columns]` of an operand, each piece with these columns, that are `copied` or
-    stored by threads. Others as for `smem.tile`, of one piece."""
-    given, options = _of_pieces(spec, shape, divides, part)
-    return smem.tile(*given, **options | dict(in_panels=copied and in_panels(spec)))
+def smem_tile(
+    spec: Spec, shape: tuple[int, ...], *divides: int, part: int | None = None, in_panels: bool = False
+) -> Any:
+    """Shared memory for tiles `[..., rows, columns]` of an operand, each piece with these columns. Others as for
+    `smem.tile`, of one piece."""
+    given, part = _of_pieces(spec, shape, divides, part)
+    return smem.tile(*given, part=part, in_panels=in_panels)
 
 
 def smem_ring(
-    spec: Spec, shape: tuple[int, ...], *divides: int, readers: int, others: int = 0, part: int | None = None
+    spec: Spec,
+    shape: tuple[int, ...],
+    *divides: int,
+    readers: int,
+    others: int = 0,
+    part: int | None = None,
+    in_panels: bool = False,
 ) -> Buffers:
     """`smem.ring` of tiles of an operand, as for `smem_tile`."""
-    given, options = _of_pieces(spec, shape, divides, part)
-    return smem.ring(*given, readers=readers, others=others, **options)
+    given, part = _of_pieces(spec, shape, divides, part)
+    return smem.ring(*given, readers=readers, others=others, part=part, in_panels=in_panels)
 
 
 def _of_pieces(
     spec: Spec, shape: tuple[int, ...], divides: tuple[int, ...], part: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `smem.tile`. What is multiplied with panels has their swizzle."""
-    count, panels = number(spec), in_panels(spec)
-    given = (*shape[:-1], count * shape[-1]), dtype(spec)
-    part = shape[-1] if part is None and count > 1 else part
-    return (*given, *(count * columns for columns in divides if not panels)), dict(part=part, in_panels=panels)
+) -> tuple[tuple[Any, ...], int | None]:
+    count = number(spec)
+    given = (*shape[:-1], count * shape[-1]), dtype(spec), *(count * columns for columns in divides)
+    return given, shape[-1] if part is None and count > 1 else part
 
 
 def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None) -> Pieces:

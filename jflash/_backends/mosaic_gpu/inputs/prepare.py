@@ -10,7 +10,13 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import round_up
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
-from jflash._backends.mosaic_gpu.inputs.array_shapes import in_panels, whole_dims, whole_rows, whole_shape
+from jflash._backends.mosaic_gpu.inputs.array_shapes import (
+    forward_in_panels,
+    in_panels,
+    values_in_panels,
+    whole_dims,
+    whole_shape,
+)
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import zero_padding
 
@@ -27,12 +33,16 @@ LENGTHS = {
 """Which lengths say where an array's padding begins."""
 
 
-def whole_tiles(spec: Spec, name: str, array: Array, axis: int = 1, parts: int = 1) -> Array:
-    """`[B, L, N, H]` (L at `axis`) padded with zeros where copies want that, and in pieces: query, key, value or d_out.
-    Of `parts` of the columns each has its own pieces side by side."""
+def whole_tiles(
+    spec: Spec, name: str, array: Array, axis: int = 1, parts: int = 1, *, in_panels: bool = False
+) -> Array:
+    """`[B, L, N, H]` (L at `axis`) padded with zeros to whole tiles, and in pieces: query, key, value or d_out. Of
+    `parts` of the columns each has its own pieces side by side. Tiles in panels are whole as they are."""
+    if in_panels:
+        return array
     dim = whole_dims(spec)[name in ("value", "d_out")]
     room = [(0, 0)] * 3 + [(0, dim - array.shape[3])]
-    room[axis] = (0, whole_rows(spec, array.shape[axis]) - array.shape[axis])
+    room[axis] = (0, -array.shape[axis] % 8)
     return operand_pieces.split_array(spec, jnp.pad(array, room), parts)
 
 
@@ -121,10 +131,12 @@ def copied(spec: Spec) -> list[str]:
             f"{name} is split into bfloat16 pieces, {operand_pieces.number(spec)} of each number" for name in shapes
         ]
     else:
+        forward = shapes.keys() - ({"query", "key"} if forward_in_panels(spec) else set())
+        forward -= {"value"} if values_in_panels(spec) else set()
         copies = [
-            f"{name} is padded from {shape} to {whole_shape(shape)}"
+            f"{name} is padded from {shape} to {whole_shape(shape)}" + ("" if name in forward else " for the backward")
             for name, shape in shapes.items()
-            if whole_shape(shape) != shape and not in_panels(spec)
+            if whole_shape(shape) != shape and (name in forward or not in_panels(spec))
         ]
     if spec.bias_shape is not None and bias_and_mask.has_bias_tiles(spec):
         *_, rows, columns = spec.bias_shape

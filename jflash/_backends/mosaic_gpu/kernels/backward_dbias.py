@@ -29,7 +29,15 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.inputs import (
+    GmemTile,
+    TileCoord,
+    dropped,
+    in_panels,
+    operand_pieces,
+    tile_dims,
+    whole_dims,
+)
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
 from jflash._semantics.spec import Spec
@@ -38,7 +46,8 @@ from jflash._semantics.spec import Spec
 def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
-    all_done, operand = smem.barriers(1, arrivals=tile.warpgroups), functools.partial(operand_pieces.smem_tile, spec)
+    all_done = smem.barriers(1, arrivals=tile.warpgroups)
+    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
     q, k = (operand((rows, columns), head_dim) for rows in (tile.rows, tile.keys))
     do, v = (operand((rows, value_columns), value_dim) for rows in (tile.rows, tile.keys))
     return Buffers(

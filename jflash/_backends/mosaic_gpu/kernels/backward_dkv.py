@@ -51,10 +51,10 @@ def _shared_memory(plan: DkvPlan) -> Buffers:
     spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
     columns, value_columns = tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=2)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=2, in_panels=in_panels(spec))
 
-    k = operand_pieces.smem_tile(spec, (WARPGROUP_ROWS, columns), head_dim)
-    v = operand_pieces.smem_tile(spec, (WARPGROUP_ROWS, value_columns), value_dim)
+    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
+    k, v = operand((WARPGROUP_ROWS, columns), head_dim), operand((WARPGROUP_ROWS, value_columns), value_dim)
 
     def with_gradient(own: Any, dim: int) -> Any:
         """Keys or values, whose gradient takes their place. Sums leave from registers."""

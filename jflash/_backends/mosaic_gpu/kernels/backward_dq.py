@@ -55,12 +55,13 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups, in_panels=in_panels(spec))
     rows = tile.warpgroups, WARPGROUP_ROWS
-    q = operand_pieces.smem_tile(spec, (*rows, columns), head_dim)
+    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
+    q = operand((*rows, columns), head_dim)
     dq = smem.tile((*rows, columns), spec.dtype, head_dim, in_panels=in_panels(spec))
     q_dq = (q,) if spec.partial else smem.reused(q, dq)
-    do = operand_pieces.smem_tile(spec, (*rows, value_columns), value_dim)
+    do = operand((*rows, value_columns), value_dim)
     return Buffers(
         # dQ takes the place of the queries. A partial call's leaves from registers.
         q_dq=q_dq,

@@ -18,6 +18,7 @@ from jflash._backends.mosaic_gpu.inputs import (
     row_statistics,
     tile_dims,
     whole_dims,
+    whole_rows,
 )
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles
@@ -61,7 +62,7 @@ def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any,
     """Buffers of the keys and values of as many blocks."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
     columns, value_columns = map(tile.columns, tile_dims(spec))
-    operand = functools.partial(operand_pieces.smem_tile, spec)
+    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
     k = operand((stages, tile.keys, columns), dims[0], part=width)
     return k, operand((stages, tile.keys, value_columns), dims[1])
 
@@ -78,7 +79,7 @@ def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
 def ds(spec: Spec, tile: FusedTiles) -> Any:
     """A buffer for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
     shape = 2, tile.keys, tile.queries
-    return operand_pieces.smem_tile(spec, shape, whole_dims(spec)[0], part=dq_width(spec, tile), copied=False)
+    return operand_pieces.smem_tile(spec, shape, whole_dims(spec)[0], part=dq_width(spec, tile))
 
 
 def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
     # First lse of all tiles, then delta.
     vectors = smem.vectors(2 * tile.stages, tile.queries)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups, in_panels=in_panels(spec))
     early = 1 if in_columns else row_statistics.early(spec)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
     return dict(
@@ -141,7 +142,7 @@ class FusedPlan(WalkPlan):
     def launch(self) -> Launch:
         """Waves of CTAs that have keys, and after them those that only round dQ."""
         spec, schedule, dims = self.spec, self.schedule, whole_dims(self.spec)
-        rows, keys = round_up(spec.query_length, WARPGROUP_ROWS), schedule.blocks * self.tile.keys
+        rows, keys = whole_rows(spec, spec.query_length), schedule.blocks * self.tile.keys
         columns, value_columns = map(self.tile.columns, tile_dims(spec))
         d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(

@@ -34,6 +34,7 @@ from jflash._backends.mosaic_gpu.inputs import (
     TileCoord,
     bias_and_mask,
     dropped,
+    in_panels,
     operand_pieces,
     score_mod_reads,
     tile_dims,
@@ -48,8 +49,8 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    operand = functools.partial(operand_pieces.smem_tile, spec)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
+    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups, in_panels=in_panels(spec))
     q, do = operand((tile.rows, columns), head_dim), operand((tile.rows, value_columns), value_dim)
     return Buffers(
         q=q,

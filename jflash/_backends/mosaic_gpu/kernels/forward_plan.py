@@ -18,11 +18,11 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_
 from jflash._backends.mosaic_gpu.inputs import (
     bf16_pieces,
     bias_and_mask,
-    in_panels,
+    forward_in_panels,
     operand_pieces,
     tile_dims,
+    values_in_panels,
     whole_dims,
-    whole_rows,
 )
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.logits import LogitsForm
@@ -41,18 +41,18 @@ Visits = Callable[[int, int], Sequence[int]]
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    columns, value_columns = tile_dims(spec)
+    (columns, value_columns), panels = tile_dims(spec), forward_in_panels(spec)
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
-    q = operand_pieces.smem_tile(spec, (tile.warpgroups, WARPGROUP_ROWS, columns))
+    q = operand_pieces.smem_tile(spec, (tile.warpgroups, WARPGROUP_ROWS, columns), in_panels=panels)
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)
-    o = smem.tile(o_shape, out_dtype, in_panels=in_panels(spec))
+    o = smem.tile(o_shape, out_dtype, in_panels=panels)
     ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
-        k=[ring((tile.stages, tile.keys, columns), others=has_bias_tiles + bias_by_mma)],
-        v=[ring((tile.stages, tile.keys, value_columns))],
+        k=[ring((tile.stages, tile.keys, columns), others=has_bias_tiles + bias_by_mma, in_panels=panels)],
+        v=[ring((tile.stages, tile.keys, value_columns), in_panels=values_in_panels(spec))],
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -140,9 +140,12 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def stored(self) -> tuple[int, int]:
         """Rows and columns of a head's output in device memory."""
-        # Registers, from which a part's leaves, are stored whole.
-        whole = self.schedule.blocks * self.tile.rows, self.columns
-        return whole if self.spec.partial else (whole_rows(self.spec, self.rows), whole_dims(self.spec)[1])
+        if self.spec.partial:
+            # Registers, from which a part's leaves, are stored whole.
+            return self.schedule.blocks * self.tile.rows, self.columns
+        if forward_in_panels(self.spec):
+            return self.rows, self.spec.value_dim
+        return round_up(self.rows, 8), whole_dims(self.spec)[1]
 
     @property
     def smem(self) -> Buffers:

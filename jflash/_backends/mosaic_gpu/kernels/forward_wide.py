@@ -72,7 +72,7 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
         # Tiles of the bias come and go with the keys.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=None,
-        p=operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part, copied=False),
+        p=operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part),
         statistics=smem.vectors(3, WARPGROUP_ROWS),
         p_full=smem.barriers(1),
         p_empty=smem.barriers(1),

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
 
 LINE = 32
@@ -98,6 +98,11 @@ class DqAccumulator:
     def finish_copies(self) -> None:
         """For the producer, after the last copy."""
 
+    @property
+    def _row_tiles(self) -> int:
+        """Tiles of 64 rows of a head; the last may lack some."""
+        return pl.cdiv(self.refs.dq.shape[1], WARPGROUP_ROWS)
+
     def _acc(self, wave: Any, head: Any) -> Ref:
         """Of this CTA's place in a wave."""
         place = lax.rem(wave, self.waves_with_room(self.schedule)) * self.schedule.items + self.item
@@ -108,7 +113,10 @@ class DqAccumulator:
         acc = self._acc(wave, head).at[rows, pl.ds(0, self.refs.dq.shape[3])]
         total = self.ops.load_strided(acc)
         rounded = (total * self.scale).astype(self.refs.dq.dtype)
-        self.refs.dq[item.batch, rows, item.first_head + head] = rounded
+        if self.refs.dq.shape[1] % WARPGROUP_ROWS:
+            self.ops.store_strided(self.refs.dq.at[item.batch, :, item.first_head + head], rounded, rows.start)
+        else:
+            self.refs.dq[item.batch, rows, item.first_head + head] = rounded
         if self.waves_with_room(self.schedule) < self.schedule.waves:
             # Each thread overwrites what it has read.
             acc[...] = self.ops.zeros_strided(total.shape)

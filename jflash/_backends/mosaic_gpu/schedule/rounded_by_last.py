@@ -56,7 +56,7 @@ class RoundedByLast(DqAccumulator):
         @pl.when(number == self.schedule.blocks - 1)
         def _() -> None:
             item, every = self.schedule.item(self.wave, self.item), FusedTiles.warpgroups
-            tiles = self.refs.dq.shape[1] // WARPGROUP_ROWS * self.schedule.heads
+            tiles = self._row_tiles * self.schedule.heads
 
             def round_tile(index: Any, _: None) -> None:
                 tile = warpgroup + index * every

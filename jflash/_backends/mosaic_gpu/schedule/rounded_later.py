@@ -96,12 +96,12 @@ class RoundedLater(DqAccumulator):
     @property
     def _share(self) -> int:
         """Tiles of 64 rows of each head that fall to a CTA, if there are as many left."""
-        return -(-self.refs.dq.shape[1] // (self.schedule.blocks * WARPGROUP_ROWS))
+        return pl.cdiv(self._row_tiles, self.schedule.blocks)
 
     @property
     def _tiles(self) -> Any:
         """How many tiles this CTA rounds."""
-        left = self.refs.dq.shape[1] // WARPGROUP_ROWS - self.block * self._share
+        left = self._row_tiles - self.block * self._share
         return jnp.where(self._is_early, 0, jnp.clip(left, 0, self._share) * self.schedule.heads)
 
     @property
