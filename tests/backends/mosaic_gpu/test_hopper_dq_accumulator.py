@@ -123,6 +123,9 @@ class Places:
         (12, 4, 3, 1, 192, 64, 132),
         (8, 8, 4, 1, 256, 64, 8),
         (16, 8, 2, 6, 128, 64, 18),
+        # The last tile of rows is not whole.
+        (5, 1, 6, 2, 641, 64, 4),
+        (4, 1, 3, 2, 333, 80, 3),
         # Small waves, of which several are at work at a time.
         (4, 1, 6, 6, 640, 64, 20),
         (6, 2, 5, 4, 640, 128, 12),
@@ -130,6 +133,7 @@ class Places:
 )
 def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
     """By a CTA that began after all those that add to it, and before any that has its place in memory."""
+    whole = -(-rows // 64) * 64
     # Of fewer blocks the last CTA would round.
     accumulated = None if blocks < 5 else -(-rows // 128)
     schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors, accumulated=accumulated)
@@ -163,7 +167,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
                     # Rounded in the wave that this CTA waits for, or before it.
                     assert taken.awaited
                     parts = rounded[before]
-                    assert sum(size for _, size, by in parts if by <= wave - RoundedLater.lag(schedule)) == rows
+                    assert sum(size for _, size, by in parts if by <= wave - RoundedLater.lag(schedule)) == whole
                 owners[place] = own_batch, head
     _assert_whole(rounded, batch, heads, rows)
 
@@ -181,11 +185,13 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
         (2, 1, 4, 12, 64, 64, 9),
         # Two heads that share keys.
         (8, 2, 2, 8, 256, 64, 4),
+        # The last tile of rows is not whole.
+        (3, 1, 2, 16, 201, 64, 20),
     ],
 )
 def test_the_last_of_an_item_rounds_it_once(heads, group, blocks, batch, rows, head_dim, processors):
     """When all have added, and before any adds that has its place in memory."""
-    tiles = -(-rows // 128)
+    tiles, whole = -(-rows // 128), -(-rows // 64) * 64
     schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors, accumulated=tiles)
     assert schedule.room is not None
     assert schedule.heads == group
@@ -203,7 +209,7 @@ def test_the_last_of_an_item_rounds_it_once(heads, group, blocks, batch, rows, h
             for head in range(schedule.heads):
                 place, own = taken.place(wave, head), (own_batch, first_head + head)
                 before = owners.setdefault(place, own)
-                assert before == own or sum(size for _, size, _ in rounded[before]) == rows
+                assert before == own or sum(size for _, size, _ in rounded[before]) == whole
                 owners[place] = own
                 added[own] += 1
             for warpgroup in range(2):
@@ -232,7 +238,8 @@ def _assert_whole(rounded: dict[tuple[int, int], list[tuple[int, int, int]]], ba
     assert rounded.keys() == set(itertools.product(range(batch), range(heads)))
     for parts in rounded.values():
         covered = [row for first, size, _ in parts for row in range(first, first + size)]
-        assert sorted(covered) == list(range(rows))
+        # Rows past the last one of the last tile are not stored.
+        assert sorted(covered) == list(range(-(-rows // 64) * 64))
 
 
 def test_accumulators_of_short_sequences_are_few():

@@ -1,0 +1,105 @@
+"""Lengths that 8 does not divide: tiles in panels, whose copies take arrays as they are."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import cases
+import hopper_kernels
+import jax
+import pytest
+from cases import Case
+from short_run import sampled
+
+from jflash._backends.mosaic_gpu import plan
+from jflash._backends.mosaic_gpu.inputs import array_shapes
+
+
+@sampled(10)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dims", "options"),
+    [
+        # One block of keys, and the fused backward.
+        ((131, 77), (4, 2), (128, 128), dict(causal=True, offset="end")),
+        ((49, 49), (2, 2), (32, 32), dict(bias="full")),
+        ((133, 61), (2, 2), (64, 128), dict(window=(40, 10), lengths="both")),
+        ((200, 101), (2, 2), (16, 16), dict(segments="sorted", dropout=True)),
+        # Several blocks, and two kernels.
+        ((70, 203), (2, 2), (256, 256), dict(causal=True, offset="end")),
+        ((131, 205), (2, 2), (128, 64), dict(mask="full", lengths="both")),
+        ((140, 131), (2, 2), (64, 192), dict(soft_cap=1.5, alibi=True)),
+        ((67, 150), (2, 2), (8, 8), dict(score_mod="indices")),
+        # The forward's alone, but for the values.
+        ((131, 77), (2, 2), (96, 96), dict(causal=True)),
+        # Decoding, with heads as rows, and keys in splits.
+        ((1, 1029), (4, 2), (128, 128), {}),
+    ],
+    ids=str,
+)
+def test_right(lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], options: dict[str, Any]):
+    call = built(lengths, heads, dims, **options)
+    assert array_shapes.forward_in_panels(hopper_kernels.canonical(call)[0])
+    deterministic = dict(deterministic=True) if lengths[1] > 128 else {}
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, **deterministic), call)
+
+
+@sampled(2)
+@pytest.mark.parametrize("lengths", [(133, 77), (64, 131)], ids=str)
+def test_values_are_padded_where_many_queries_see_them(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]):
+    monkeypatch.setattr(array_shapes, "_FEW_ROWS", 0)
+    call = dataclasses.replace(built(lengths, (2, 2), (128, 128), causal=True), d_out=None, d_lse=None)
+    assert not array_shapes.values_in_panels(hopper_kernels.canonical(call)[0])
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (32, 128)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(lengths="both"), dict(deterministic=True)], ids=str)
+def test_nothing_is_copied(dims: tuple[int, int], options: dict[str, Any]):
+    """Neither operands, d_out and output before kernels, nor results after them."""
+    given = {name: value for name, value in options.items() if name != "deterministic"}
+    call = built((197, 203), (2, 2), dims, **given)
+    kernels = {name: value for name, value in options.items() if name == "deterministic"}
+    spec, _ = hopper_kernels.canonical(call, **kernels)
+    assert "copies:\n  none" in plan.describe(spec, 132)
+    for traced in hopper_kernels.traced(call, **kernels):
+        assert not list(filter(is_copy, equations(traced.jaxpr)))
+
+
+def test_padding_is_explained():
+    """What is padded still: values of wide heads that many queries see, and heads that no panel fits."""
+    spec, _ = hopper_kernels.canonical(built((197, 203), (2, 2), (128, 128)))
+    copies = lambda **changed: plan.describe(dataclasses.replace(spec, **changed), 132).split("copies:\n")[1]
+    assert copies(query_length=4001, key_length=4001) == "  value is padded from (2, 4001, 2, 128) to (2, 4008, 2, 128)"
+    assert copies(head_dim=96, value_dim=96) == "\n".join(
+        f"  {name} is padded from (2, {length}, 2, 96) to (2, {whole}, 2, 96){where}"
+        for name, length, whole, where in (
+            ("query", 197, 200, " for the backward"),
+            ("key", 203, 208, " for the backward"),
+            ("value", 203, 208, ""),
+        )
+    )
+    assert (
+        "query is padded from (2, 197, 2, 72) to (2, 200, 2, 80)" in copies(head_dim=72, value_dim=72).splitlines()[0]
+    )
+
+
+def built(rows: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], **options: Any) -> cases.Call:
+    return cases.build(Case("bfloat16", *rows, heads=heads, dims=dims, batch=(2,), **options))
+
+
+def equations(jaxpr: Any) -> list[Any]:
+    """Of a function and of all that it calls."""
+    found: list[Any] = []
+    for equation in jaxpr.eqns:
+        found.append(equation)
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            found += equations(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def is_copy(equation: Any) -> bool:
+    """Whether it pads or cuts queries, keys or values; lse and delta are cut, and are small."""
+    if equation.primitive.name not in ("pad", "slice"):
+        return False
+    before, after = equation.invars[0].aval, equation.outvars[0].aval
+    return before.ndim >= 4 and after.dtype == "bfloat16" and before.shape != after.shape
