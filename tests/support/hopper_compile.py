@@ -131,6 +131,11 @@ SHORT = {
 }
 """Cases that are compiled for 512 tokens too, where the last CTA rounds dQ, and for so many whose dQ stays in shared
 memory."""
+ODD = {
+    **{"d64": 1021, "d64 causal": 197, "d128": 1021, "d128 causal": 1021, "d128 deterministic": 1021},
+    **{"d96 causal": 1021, "d256": 1021, "d192/128 causal": 1021, "d64 causal, dropout": 1021, "soft cap": 1021},
+}
+"""Cases that are compiled for so many tokens too, which 8 does not divide."""
 SPLIT = ("d64", "soft cap")
 """Cases that are compiled for two devices too."""
 TABLED = (
@@ -159,6 +164,9 @@ def main() -> None:
             reports |= {f"{name}, short: {kernel}": report for kernel, report in kernels.items()}
             kernels, _ = compiled(name, sharding, {}, processors=1, length=SHORT[name])
             reports |= {f"{name}, a CTA for a head: {kernel}": report for kernel, report in kernels.items()}
+        if name in ODD:
+            kernels, _ = compiled(name, sharding, {}, length=ODD[name])
+            reports |= {f"{name}, odd: {kernel}": report for kernel, report in kernels.items()}
         for place in range(1, max(map(len, asked.values())) if name in TABLED else 1):
             answers = {question: tiles[min(place, len(tiles) - 1)] for question, tiles in asked.items()}
             kernels, _ = compiled(name, sharding, answers)

@@ -111,9 +111,12 @@ def assert_right(got: Results, call: Call, *, as_tf32: bool = False) -> None:
     assert_within(got, exact(call), allowed)
 
 
-def assert_tangents_right(got: Tangents, call: Call, along: dict[str, Any], *, as_tf32: bool = False) -> None:
+def assert_tangents_right(
+    got: Tangents, call: Call, along: dict[str, Any], *, as_tf32: bool = False, in_tf32: bool = False
+) -> None:
     """Both tangents, along those of some operands, are as near to the truth as twice plain attention's own, with a few
-    roundings on top; or `as_tf32` as near as plain attention's with operands of TF32's bits."""
+    roundings on top; or `as_tf32` as near as plain attention's with operands of TF32's bits, or twice that if its own
+    products are `in_tf32`."""
     wide, dtype = _widest(call), call.query.dtype
     truth, accumulator = wide.tangents(along), np.promote_types(dtype, np.float32)
     bits = (None, 11) if as_tf32 else (None,)
@@ -122,7 +125,7 @@ def assert_tangents_right(got: Tangents, call: Call, along: dict[str, Any], *, a
     def allowed(truth: np.ndarray, size: np.ndarray, dtype: np.dtype, *plain: np.ndarray) -> float:
         roundings = _roundings(call.key.shape[-3] * call.query.shape[-1], dtype, accumulator)
         least = 2 * error(plain[0], truth) + roundings * float(np.max(np.hypot(size, truth), initial=0))
-        return max(least, *(error(other, truth) for other in plain))
+        return max(least, *((1 + in_tf32) * error(other, truth) for other in plain))
 
     limits = map(allowed, truth, wide.tangent_sizes(along), (dtype, accumulator), *yardsticks)
     assert_within(got, truth, Tangents(*limits))

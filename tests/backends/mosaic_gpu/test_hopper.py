@@ -95,11 +95,14 @@ def test_tangents(case: Case):
     planted = with_nan_in_padding(call)
     moving = dataclasses.replace(call, **{name: along[name] for name in ("query", "key", "value")})
     nan = {name: getattr(with_nan_in_padding(moving), name) for name in ("query", "key", "value")}
-    reason = mosaic_gpu.unsupported_call(hopper_kernels.canonical(call)[0])
+    spec, _ = hopper_kernels.canonical(call)
+    reason = mosaic_gpu.unsupported_call(spec)
     if reason is not None:
         pytest.skip(f"mosaic_gpu: {reason}")
     got = oracle.run_tangents(attention, planted, along | nan)
-    oracle.assert_tangents_right(got, call, along, as_tf32=case.dtype == "float32")
+    # Where there is no room for a tangent, it is xla's, which takes TF32 for float32.
+    by_xla = mosaic_gpu.unsupported_tangent(spec) is not None
+    oracle.assert_tangents_right(got, call, along, as_tf32=case.dtype == "float32", in_tf32=by_xla)
 
 
 @functools.cache
