@@ -13,14 +13,12 @@ from jflash._semantics.spec import Spec
 _PANEL = 64
 """Columns of the widest panel."""
 
-_WIDTHS = (8, 16, 32, 64, 128, 192, 256)
-"""Columns that are one panel, or panels of 64."""
-
 _ONE_TILE = 128
 """Rows of queries whose padding costs next to nothing, as when decoding."""
 
 _FEW_ROWS = 2048
-"""Rows of queries that see a key, up to which a copy of the values takes longer than it saves (H100, heads of 128)."""
+"""Rows of queries that see a key, up to which padded copies take longer than products by panels (H100: heads of 128 in
+the forward, of 96 in the backward)."""
 
 
 def whole_dim(dim: int) -> int:
@@ -51,19 +49,23 @@ def forward_in_panels(spec: Spec) -> bool:
 def values_in_panels(spec: Spec) -> bool:
     """Whether the forward's values are: several panels are as many products, which take longer than one of all
     columns."""
-    left, right = spec.bounds
-    if left is None or right is None:
-        rows = spec.query_length / (1 if left is None and right is None else 2)
-    else:
-        rows = min(spec.query_length, left + right + 1)
-    few = spec.value_dim <= _PANEL or rows * spec.group <= _FEW_ROWS
-    return forward_in_panels(spec) and spec.value_dim in _WIDTHS and few
+    few = spec.value_dim <= _PANEL or _rows_that_see_a_key(spec) * spec.group <= _FEW_ROWS
+    return forward_in_panels(spec) and few
 
 
 def in_panels(spec: Spec) -> bool:
-    """Whether tiles of all kernels but the forward's are. There more operands than values have columns that become a
-    sum's: they are whole panels, and wide ones."""
-    return forward_in_panels(spec) and spec.head_dim in _WIDTHS and spec.value_dim in _WIDTHS
+    """Whether tiles of all kernels but the forward's are. There three operands have columns that become a sum's, and
+    products of less than 64 columns take longer."""
+    are_wide = all(dim % _PANEL == 0 or dim in (8, 16, 32) for dim in (spec.head_dim, spec.value_dim))
+    return forward_in_panels(spec) and (are_wide or _rows_that_see_a_key(spec) <= _FEW_ROWS)
+
+
+def _rows_that_see_a_key(spec: Spec) -> float:
+    """Of one head, about."""
+    left, right = spec.bounds
+    if left is None or right is None:
+        return spec.query_length / (1 if left is None and right is None else 2)
+    return min(spec.query_length, left + right + 1)
 
 
 def whole_dims(spec: Spec) -> tuple[int, int]:

@@ -9,7 +9,8 @@
     the producer warpgroup copies tiles ahead of them into shared memory
 
 Two products again, of the backward's five. They cost less than adding up, in device memory, an array of the bias's size
-in float32 for every batch entry. A tile has one owner, so every sum has one order.
+in float32 for every batch entry. Where there are fewer tiles than multiprocessors, several CTAs share the entries and
+heads of each; their float32 parts are summed afterwards. So every sum has one order.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, 
 from jflash._semantics.spec import Spec
 
 
-def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
+def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     all_done = smem.barriers(1, arrivals=tile.warpgroups)
@@ -56,12 +57,17 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
         do=do,
         v=v,
         bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
-        d_bias=smem.tile((tile.rows, tile.keys), spec.gradient_dtype(spec.bias_dtype)),
+        d_bias=smem.tile((tile.rows, tile.keys), _stored(spec, splits)),
         qk_full=smem.barriers(1, arrivals=smem.copies(q, k)),
         qk_empty=all_done,
         vo_full=smem.barriers(1, arrivals=smem.copies(do, v)),
         vo_empty=all_done,
     )
+
+
+def _stored(spec: Spec, splits: int) -> Any:
+    """The dtype in which the kernel stores."""
+    return spec.gradient_dtype(spec.bias_dtype) if splits == 1 else jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,29 +77,45 @@ class DbiasPlan(KernelPlan):
     tile: RowTiles
     tiles_per_cta: int
     """Tiles of keys that a CTA takes."""
+    splits: int
+    """CTAs that share the batch entries and heads of a tile, each of which stores its part."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the bias."""
+        assert self.spec.bias_shape is not None
+        return self.spec.bias_shape
+
+    @property
+    def visits(self) -> int:
+        """Heads of all batch entries that share a tile of the bias."""
+        return self.spec.batch * self.spec.heads // (self.shape[0] * self.shape[1])
 
     @property
     def launch(self) -> Launch:
-        """The result has the bias's shape, in whole tiles."""
+        """The result has the bias's shape, in whole tiles; parts lie one behind the other along its first axis."""
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
-        assert spec.bias_shape is not None
-        batch, heads, rows, keys = spec.bias_shape
-        shape = batch, heads, round_up(rows, 8), round_up(keys, 64)
+        batch, heads, rows, keys = self.shape
+        shape = self.splits * batch, heads, round_up(rows, 8), round_up(keys, 64)
+        split = dict(split=self.splits) if self.splits > 1 else {}
         blocks, key_tiles = pl.cdiv(rows, self.tile.rows), pl.cdiv(keys, self.tile.keys)
         return Launch(
             name=f"jflash_d_bias_{head_dim}_{value_dim}",
-            grid=dict(part=pl.cdiv(key_tiles, self.tiles_per_cta), block=blocks, head=heads, batch=batch),
-            results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.gradient_dtype(spec.bias_dtype))),
-            smem=shared_memory(spec, self.tile),
+            grid=dict(part=pl.cdiv(key_tiles, self.tiles_per_cta), block=blocks, head=heads, batch=batch) | split,
+            results=dict(d_bias=jax.ShapeDtypeStruct(shape, _stored(spec, self.splits))),
+            smem=shared_memory(spec, self.tile, self.splits),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
 def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
     """Launch the kernel; the gradient in the bias's shape."""
-    assert plan.spec.bias_shape is not None
-    made = _Cta.launch(plan, arrays, ops)["d_bias"]
-    return made[:, :, : plan.spec.bias_shape[2], : plan.spec.bias_shape[3]]
+    made, (batch, heads, rows, keys) = _Cta.launch(plan, arrays, ops)["d_bias"], plan.shape
+    made = made[:, :, :rows, :keys]
+    if plan.splits > 1:
+        total = made.reshape(plan.splits, batch, heads, rows, keys).sum(axis=0)
+        made = total.astype(plan.spec.gradient_dtype(plan.spec.bias_dtype))
+    return made
 
 
 class _Cta(Cta[DbiasPlan]):
@@ -102,12 +124,15 @@ class _Cta(Cta[DbiasPlan]):
         self.block = lax.axis_index("block")
         self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
         self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
-        assert plan.spec.bias_shape is not None
-        bias_batch, bias_heads = plan.spec.bias_shape[:2]
-        self.heads = plan.spec.heads // bias_heads
+        self.heads = plan.spec.heads // plan.shape[1]
         """Heads that share each head of the bias."""
-        self.visits = plan.spec.batch // bias_batch * self.heads
-        """Heads of all batch entries that share a tile of the bias."""
+        self.split, self.first_visit, self.visits = 0, 0, plan.visits
+        """Which of those that share a tile this CTA visits."""
+        if plan.splits > 1:
+            most = pl.cdiv(plan.visits, plan.splits)
+            self.split = lax.axis_index("split")
+            self.first_visit = self.split * most
+            self.visits = jnp.clip(plan.visits - self.first_visit, 0, most)
         self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
@@ -130,7 +155,7 @@ class _Cta(Cta[DbiasPlan]):
             slot, index = lax.rem(number, tile.stages), self.first_tile + number
             plgpu.barrier_wait(shared.bias.full.at[slot])
             bias = shared.bias.tiles.at[slot]
-            visit = lambda step, total: self._add_head(step, index * tile.keys, bias, total)
+            visit = lambda step, total: self._add_head(self.first_visit + step, index * tile.keys, bias, total)
             total = lax.fori_loop(0, self.visits, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.bias.empty.at[slot])
@@ -138,7 +163,8 @@ class _Cta(Cta[DbiasPlan]):
             shared.d_bias[self.own] = total.astype(shared.d_bias.dtype)
             plgpu.commit_smem()
             keys = pl.ds(index * tile.keys, tile.keys)
-            place = lax.axis_index("batch"), lax.axis_index("head"), self.own_rows, keys
+            batch = self.split * self.plan.shape[0] + lax.axis_index("batch")
+            place = batch, lax.axis_index("head"), self.own_rows, keys
             plgpu.copy_smem_to_gmem(shared.d_bias.at[self.own], self.refs.results["d_bias"].at[place])
 
         lax.fori_loop(0, self.count, own_tile, None)
@@ -194,7 +220,8 @@ class _Cta(Cta[DbiasPlan]):
             plgpu.barrier_wait(shared.bias.empty.at[slot])
             bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
             plgpu.copy_gmem_to_smem(bias, shared.bias.tiles.at[slot], shared.bias.full.at[slot])
-            pipeline.for_each_copy(self.visits, lambda step: self._copy_head(step, index * tile.keys), "block")
+            copy_head = lambda step: self._copy_head(self.first_visit + step, index * tile.keys)
+            pipeline.for_each_copy(self.visits, copy_head, "block")
 
         pipeline.for_each_copy(self.count, copy_tile, "block")
         pipeline.drain(shared.bias.empty, shared.qk_empty, shared.vo_empty)

@@ -180,17 +180,19 @@ def _dbias_tiles(spec: Spec) -> list[RowTiles]:
 
 
 def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
-    assert spec.bias_dtype is not None
     assert spec.bias_shape is not None
     fitting = [tile for tile in _dbias_tiles(spec) if smem.fits(backward_dbias.shared_memory(spec, tile))]
     tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", _facts(spec)), fitting)
-    each = 1
-    if processors is not None:
-        # Two CTAs are left for every multiprocessor.
-        batch, heads, rows, keys = spec.bias_shape
-        tiles = batch * heads * pl.cdiv(rows, tile.rows) * pl.cdiv(keys, tile.keys)
-        each = max(1, min(tiles // (2 * processors), _MOST_DBIAS_TILES))
-    return DbiasPlan(spec, tile, each)
+    plan = DbiasPlan(spec, tile, 1, 1)
+    if processors is None:
+        return plan
+    # Two CTAs are left for every multiprocessor, or made.
+    batch, heads, rows, keys = spec.bias_shape
+    tiles = batch * heads * pl.cdiv(rows, tile.rows) * pl.cdiv(keys, tile.keys)
+    splits = min(2 * processors // tiles, plan.visits)
+    if splits > 1 and smem.fits(backward_dbias.shared_memory(spec, tile, splits)):
+        return dataclasses.replace(plan, splits=splits)
+    return dataclasses.replace(plan, tiles_per_cta=max(1, min(tiles // (2 * processors), _MOST_DBIAS_TILES)))
 
 
 def _plan_tables(spec: Spec, processors: int | None) -> TablesPlan:
