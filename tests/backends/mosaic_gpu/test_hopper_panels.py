@@ -29,8 +29,8 @@ from jflash._backends.mosaic_gpu.inputs import array_shapes
         ((131, 205), (2, 2), (128, 64), dict(mask="full", lengths="both")),
         ((140, 131), (2, 2), (64, 192), dict(soft_cap=1.5, alibi=True)),
         ((67, 150), (2, 2), (8, 8), dict(score_mod="indices")),
-        # The forward's alone, but for the values.
-        ((131, 77), (2, 2), (96, 96), dict(causal=True)),
+        # Narrow panels.
+        ((131, 77), (2, 2), (96, 80), dict(causal=True)),
         # Decoding, with heads as rows, and keys in splits.
         ((1, 1029), (4, 2), (128, 128), {}),
     ],
@@ -66,21 +66,19 @@ def test_nothing_is_copied(dims: tuple[int, int], options: dict[str, Any]):
 
 
 def test_padding_is_explained():
-    """What is padded still: values of wide heads that many queries see, and heads that no panel fits."""
+    """What is padded still: what many queries see, where products by panels take longer; heads that no panel fits."""
     spec, _ = hopper_kernels.canonical(built((197, 203), (2, 2), (128, 128)))
     copies = lambda **changed: plan.describe(dataclasses.replace(spec, **changed), 132).split("copies:\n")[1]
     assert copies(query_length=4001, key_length=4001) == "  value is padded from (2, 4001, 2, 128) to (2, 4008, 2, 128)"
-    assert copies(head_dim=96, value_dim=96) == "\n".join(
-        f"  {name} is padded from (2, {length}, 2, 96) to (2, {whole}, 2, 96){where}"
-        for name, length, whole, where in (
-            ("query", 197, 200, " for the backward"),
-            ("key", 203, 208, " for the backward"),
-            ("value", 203, 208, ""),
-        )
-    )
-    assert (
-        "query is padded from (2, 197, 2, 72) to (2, 200, 2, 80)" in copies(head_dim=72, value_dim=72).splitlines()[0]
-    )
+    assert copies(head_dim=96, value_dim=96) == "  none"
+    shapes = "(2, 4001, 2, 96) to (2, 4008, 2, 96)"
+    assert copies(query_length=4001, key_length=4001, head_dim=96, value_dim=96).splitlines() == [
+        f"  query is padded from {shapes} for the backward",
+        f"  key is padded from {shapes} for the backward",
+        f"  value is padded from {shapes}",
+    ]
+    narrow = copies(head_dim=72, value_dim=72).splitlines()
+    assert narrow[0] == "  query is padded from (2, 197, 2, 72) to (2, 200, 2, 80)"
 
 
 def built(rows: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], **options: Any) -> cases.Call:
