@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax.numpy as jnp
 
@@ -10,15 +11,15 @@ from jflash._backends.mosaic_gpu.hardware import round_up
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask
 from jflash._semantics.spec import Spec
 
-_PANEL = 64
+_WIDEST = 64
 """Columns of the widest panel."""
 
 _ONE_TILE = 128
 """Rows of queries whose padding costs next to nothing, as when decoding."""
 
-_FEW_ROWS = 2048
-"""Rows of queries that see a key, up to which padded copies take longer than products by panels (H100: heads of 128 in
-the forward, of 96 in the backward)."""
+_FEW_ROWS = 1024
+"""Rows of queries that see a key, up to which padded copies take longer than products by panels narrower than the
+widest (one H100, heads of 80 and 96); by those of the widest up to twice as many (heads of 128)."""
 
 
 def whole_dim(dim: int) -> int:
@@ -49,15 +50,21 @@ def forward_in_panels(spec: Spec) -> bool:
 def values_in_panels(spec: Spec) -> bool:
     """Whether the forward's values are: several panels are as many products, which take longer than one of all
     columns."""
-    few = spec.value_dim <= _PANEL or _rows_that_see_a_key(spec) * spec.group <= _FEW_ROWS
-    return forward_in_panels(spec) and few
+    width, rows = _panel(spec.value_dim), _rows_that_see_a_key(spec) * spec.group
+    few = _FEW_ROWS * (1 + (width == _WIDEST))
+    return forward_in_panels(spec) and (width == spec.value_dim or rows <= few)
 
 
 def in_panels(spec: Spec) -> bool:
-    """Whether tiles of all kernels but the forward's are. There three operands have columns that become a sum's, and
-    products of less than 64 columns take longer."""
-    are_wide = all(dim % _PANEL == 0 or dim in (8, 16, 32) for dim in (spec.head_dim, spec.value_dim))
+    """Whether tiles of all kernels but the forward's are. There three operands have columns that become a sum's, for
+    which panels of the widest are wide enough."""
+    are_wide = all(_panel(dim) in (dim, _WIDEST) for dim in (spec.head_dim, spec.value_dim))
     return forward_in_panels(spec) and (are_wide or _rows_that_see_a_key(spec) <= _FEW_ROWS)
+
+
+def _panel(dim: int) -> int:
+    """Columns of the panels of so many, which are 8 or a multiple of 16."""
+    return math.gcd(dim, _WIDEST)
 
 
 def _rows_that_see_a_key(spec: Spec) -> float:
