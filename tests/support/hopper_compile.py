@@ -133,7 +133,15 @@ SHORT = {
 memory."""
 ODD = {
     **{"d64": 1021, "d64 causal": 197, "d128": 1021, "d128 causal": 1021, "d128 deterministic": 1021},
-    **{"d96 causal": 1021, "d256": 1021, "d192/128 causal": 1021, "d64 causal, dropout": 1021, "soft cap": 1021},
+    **{
+        "d96 causal": 1021,
+        "d80 causal": 261,
+        "d112 causal": 1021,
+        "d256": 1021,
+        "d192/128 causal": 1021,
+        "d64 causal, dropout": 1021,
+        "soft cap": 1021,
+    },
 }
 """Cases that are compiled for so many tokens too, which 8 does not divide."""
 SPLIT = ("d64", "soft cap")

@@ -79,7 +79,9 @@ def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
 def ds(spec: Spec, tile: FusedTiles) -> Any:
     """A buffer for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
     shape = 2, tile.keys, tile.queries
-    return operand_pieces.smem_tile(spec, shape, whole_dims(spec)[0], part=dq_width(spec, tile))
+    # As the keys, with whose columns it is multiplied.
+    divides = () if in_panels(spec) else whole_dims(spec)[:1]
+    return operand_pieces.smem_tile(spec, shape, *divides, part=dq_width(spec, tile))
 
 
 def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
