@@ -271,6 +271,13 @@ DEFECTS = [
         "counted = ~empty",
         f"{SEQUENCES}::test_sharded_jit",
     ),
+    Defect(
+        "All panels of a product are added to the first one's columns",
+        "jflash/_backends/mosaic_gpu/hardware/panels.py",
+        "yield accumulator.at[:, pl.ds(number * b.width, b.width)], a, panel",
+        "yield accumulator.at[:, pl.ds(0, b.width)], a, panel",
+        "tests/backends/mosaic_gpu/test_hopper_panels.py",
+    ),
 ]
 
 SITE = """

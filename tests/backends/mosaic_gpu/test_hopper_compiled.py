@@ -46,6 +46,14 @@ SPILLS = {
         20,
         "4 before keys came in parts, which is 0.87 to 0.96 of the time without a cap. With one it was not measured.",
     ),
+    "soft cap, odd: forward": (
+        88,
+        "It keeps where panels of values are. With 1,021 tokens it takes 313 us for 277, and padded copies took 186.",
+    ),
+    "d256, odd: forward": (
+        4,
+        "One number. With 1,021 causal tokens it takes 137 us for 128, and padded copies took 187.",
+    ),
     "float32 d256 causal, score_mod of a table: forward": (4, "What that costs was not measured yet."),
     "float32 d64, highest: tangent": (
         40,
