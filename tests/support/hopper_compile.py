@@ -144,6 +144,10 @@ ODD = {
     },
 }
 """Cases that are compiled for so many tokens too, which 8 does not divide."""
+SHARED = ("d64", "d128 causal", "soft cap", "d80 causal")
+"""Cases whose backward is compiled for 132 processors too, where CTAs share the queries of a block of keys."""
+WITHOUT_SHARES = 64
+"""As many processors as the backward has blocks of 128 keys in a case."""
 SPLIT = ("d64", "soft cap")
 """Cases that are compiled for two devices too."""
 TABLED = (
@@ -172,6 +176,9 @@ def main() -> None:
             reports |= {f"{name}, short: {kernel}": report for kernel, report in kernels.items()}
             kernels, _ = compiled(name, sharding, {}, processors=1, length=SHORT[name])
             reports |= {f"{name}, a CTA for a head: {kernel}": report for kernel, report in kernels.items()}
+        if name in SHARED:
+            kernels, _ = compiled(name, sharding, {}, of_backward=132)
+            reports |= {f"{name}, shared queries: {kernel}": report for kernel, report in kernels.items()}
         if name in ODD:
             kernels, _ = compiled(name, sharding, {}, length=ODD[name])
             reports |= {f"{name}, odd: {kernel}": report for kernel, report in kernels.items()}
@@ -199,7 +206,12 @@ def with_score_mod(numbers: jax.Array | None = None, **arrays: jax.Array) -> dic
 
 
 def compiled(
-    name: str, sharding: NamedSharding, answers: dict, processors: int = 132, length: int = LENGTH
+    name: str,
+    sharding: NamedSharding,
+    answers: dict,
+    processors: int = 132,
+    length: int = LENGTH,
+    of_backward: int = WITHOUT_SHARES,
 ) -> tuple[dict, dict]:
     """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
     head_dim, value_dim, options, arrays = CASES[name]
@@ -223,7 +235,8 @@ def compiled(
             return call.tangent(found, operands, results, tangents, HOPPER)
 
         def backward(operands, residuals):
-            return call.backward(plan.plan_backward(spec.resized(operands), processors), operands, residuals, HOPPER)
+            found = plan.plan_backward(spec.resized(operands), min(processors, of_backward))
+            return call.backward(found, operands, residuals, HOPPER)
 
         def over_devices(function, *args):
             return _sharding.shard(lambda _, *args: function(*args), spec, jax.eval_shape(function, *args))(*args)

@@ -359,3 +359,24 @@ def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
         oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
     assert answers.keys() == trial.asked.keys()
     assert max(map(len, trial.asked.values())) > place
+
+
+@sampled(5)
+@pytest.mark.parametrize(
+    ("processors", "lengths", "dims", "options"),
+    [
+        (132, (1100, 77), (64, 64), {}),
+        (132, (1040, 60), (64, 64), dict(causal=True, offset="end", lengths="both")),
+        (5, (650, 128), (128, 64), dict(window=(90, 20))),
+        (132, (530, 200), (80, 80), dict(causal=True)),
+        (12, (520, 140), (64, 64), dict(segments="sorted", dropout=True)),
+    ],
+    ids=str,
+)
+def test_queries_in_splits(processors: int, lengths: tuple[int, int], dims: tuple[int, int], options: dict):
+    """Several CTAs share the queries of a block of keys; some of them may see none."""
+    call = cases.build(Case("bfloat16", *lengths, heads=(2, 2), dims=dims, batch=(1,), **options))
+    fused = plan.plan_backward(hopper_kernels.canonical(call)[0], processors).fused
+    assert fused is not None
+    assert fused.schedule.splits > 1
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)

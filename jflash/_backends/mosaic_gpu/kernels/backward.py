@@ -42,6 +42,8 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
 
 
 class _Cta(FusedCta[FusedPlan]):
+    first_sum: Any
+    """Where sums of dK and dV begin in device memory."""
     dq_columns: Any
     """The columns of dQ that a warpgroup makes; it finds them when it begins to compute."""
 
@@ -51,8 +53,11 @@ class _Cta(FusedCta[FusedPlan]):
         self.k, self.v, self.ds = k_dk[0], v_dv[0], refs.smem.ds
         self.gradients = k_dk[-1], v_dv[-1]
         place = wave, block, item = self._take_ticket()
-        self.item, self.first_key = plan.schedule.item(wave, item), block * plan.tile.keys
-        tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.keys, plan.tile.queries)
+        key_block, split = plan.schedule.split(block)
+        self.item, self.first_key = plan.schedule.item(wave, item), key_block * plan.tile.keys
+        self.first_sum = block * plan.tile.keys
+        tiles = tile_range.visited(self.inputs, self.item.batch, key_block, plan.tile.keys, plan.tile.queries)
+        tiles = tiles.part(split, plan.schedule.splits)
         heads = plan.schedule.heads
         self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
         dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
@@ -104,8 +109,9 @@ class _Cta(FusedCta[FusedPlan]):
         """Store dK and dV: in float32 where they are summed on."""
         if self.plan.schedule.stores_sums:
             results = self.refs.results["d_key"], self.refs.results["d_value"]
+            own = pl.ds(self.first_sum + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             for result, gradient in zip(results, self.scaled(acc), strict=True):
-                result[self.item.batch, self.item.head_group, self.own_keys] = gradient
+                result[self.item.batch, self.item.head_group, own] = gradient
             plgpu.wait_smem_to_gmem(0)
             self.dq.finish(self.warpgroup)
             return

@@ -41,6 +41,9 @@ from jflash._tuning import TuningKey
 _MOST_DBIAS_TILES = 4
 """Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies apart."""
 
+_TILES_TO_BEGIN = 4
+"""Tiles of queries that a CTA of the fused backward could visit while it begins and ends."""
+
 _PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose gradients kernels sum."""
 
@@ -87,16 +90,17 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     if is_wide(spec):
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
         return BackwardPlan(spec, wide=wide, dbias=dbias, tables=tables)
-    by_keys = lambda size, accumulated=None: dataclasses.replace(
+    by_keys = lambda size, accumulated=None, splits=1: dataclasses.replace(
         BackwardSchedule.of(
             spec.heads,
             spec.key_heads,
-            pl.cdiv(spec.key_length, size),
+            pl.cdiv(spec.key_length, size) * splits,
             spec.batch,
             processors,
             accumulated=accumulated,
         ),
         partial=spec.partial,
+        splits=splits,
     )
     # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
     one_kernel = bias_kind != "row"
@@ -105,8 +109,9 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
         return BackwardPlan(spec, short=short, dbias=dbias, tables=tables)
     if one_kernel and not spec.deterministic and (fused_tiles := choose_fused_tiles(spec)) is not None:
         tiles = None if spec.partial else pl.cdiv(spec.query_length, fused_tiles.keys)
-        fused = FusedPlan(spec, fused_tiles, wanted, by_keys(fused_tiles.keys, tiles))
-        return BackwardPlan(spec, fused=fused, dbias=dbias, tables=tables)
+        splits = 1 if wanted else _splits(spec, fused_tiles, processors)
+        schedule = by_keys(fused_tiles.keys, tiles, splits)
+        return BackwardPlan(spec, fused=FusedPlan(spec, fused_tiles, wanted, schedule), dbias=dbias, tables=tables)
     by_key = bias_kind == "column"
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
@@ -130,6 +135,18 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
     key = TuningKey("mosaic_gpu backward", _facts(spec))
     return _tuning.choose(key, fitting) if fitting else None
+
+
+def _splits(spec: Spec, tile: FusedTiles, processors: int | None) -> int:
+    """CTAs that share the queries of a block of keys, where there are fewer blocks than multiprocessors: as many as end
+    soonest, if that is a tenth sooner than one. Heads that share keys are divided instead."""
+    ctas = spec.batch * spec.heads * pl.cdiv(spec.key_length, tile.keys)
+    if processors is None or ctas >= processors or spec.group > 1 or spec.partial:
+        return 1
+    tiles = pl.cdiv(spec.query_length, tile.queries)
+    ends = lambda splits: pl.cdiv(ctas * splits, processors) * (tiles / splits + _TILES_TO_BEGIN)
+    best = min(range(1, max(2, tiles // _TILES_TO_BEGIN + 1)), key=ends)
+    return best if ends(best) < 0.9 * ends(1) else 1
 
 
 def choose_short_tiles(spec: Spec) -> ShortTiles | None:

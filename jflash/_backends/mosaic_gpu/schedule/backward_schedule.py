@@ -74,11 +74,21 @@ class BackwardSchedule:
     """For how many waves accumulators of dQ exist, if the last CTA of a work item rounds it; `None`: later ones do."""
     partial: bool = False
     """Whether dK and dV are parts of sums that go on after the call."""
+    splits: int = 1
+    """CTAs that share the queries of a block of keys: the first of every block, then the second. Each counts as a
+    block."""
 
     @property
     def stores_sums(self) -> bool:
         """Whether dK and dV are stored as they were summed, in float32, to be summed on."""
-        return self.head_groups > 1 or self.partial
+        return self.head_groups > 1 or self.partial or self.splits > 1
+
+    def split(self, block: Any) -> tuple[Any, Any]:
+        """A block's place among those that differ in keys, and its split."""
+        if self.splits == 1:
+            return block, 0
+        every = self.blocks // self.splits
+        return lax.rem(block, every), lax.div(block, every)
 
     @staticmethod
     def of(
@@ -133,7 +143,8 @@ class BackwardSchedule:
         def whole(gradient: Array, dim: int) -> Array:
             if not self.stores_sums:
                 return gradient
-            each = gradient[:, :, :rows, :dim].reshape(spec.batch, spec.key_heads, self.head_groups, rows, dim)
+            sums = spec.batch, spec.key_heads, self.head_groups * self.splits
+            each = gradient.reshape(*sums, -1, gradient.shape[3])[:, :, :, :rows, :dim]
             total = each.sum(axis=2).transpose(0, 2, 1, 3)
             return total if self.partial else total.astype(spec.dtype)
 

@@ -61,6 +61,15 @@ class TileRange:
         """The first key (or query) of the tile that is visited after `index` others."""
         return self.first + index * self.size
 
+    def part(self, index: Int[Array, ""] | int, parts: int) -> TileRange:
+        """One CTA's share of a range; it may have no tile."""
+        if parts == 1:
+            return self
+        each = lax.div(self.count + parts - 1, parts)
+        return dataclasses.replace(
+            self, first=self.start(index * each), count=jnp.clip(self.count - index * each, 0, each)
+        )
+
     def split(self, index: Int[Array, ""], splits: int) -> TileRange:
         """One CTA's share of a range that several split; at least one tile, which may be past the end."""
         if splits == 1:
