@@ -16,7 +16,7 @@ from short_run import cover
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.kernels.forward_plan import output_parts, shared_memory
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
-from jflash._backends.mosaic_gpu.schedule import HeadBlocks, forward_schedule
+from jflash._backends.mosaic_gpu.schedule import HeadBlocks, forward_schedule, tile_range
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.schedule.query_tiles import TileOrder
@@ -227,6 +227,44 @@ def test_short_calls_have_a_cta_for_each_head(processors: int | None, options: d
     assert (found.short is not None) == is_short
     assert found.short is None or (found.fused, found.dq, found.dkv) == (None, None, None)
     assert all(smem.fits(kernel.launch.smem) for kernel in found.kernels)
+
+
+@pytest.mark.parametrize(
+    ("processors", "options", "splits"),
+    [
+        (132, {}, 4),
+        (132, dict(batch=8, heads=10, key_heads=10), 3),
+        (132, dict(query_length=900), 2),
+        (132, dict(query_length=700), 1),
+        # A CTA for almost each multiprocessor, or for all.
+        (132, dict(batch=16), 1),
+        (32, {}, 1),
+        (None, {}, 1),
+        # Sums that are not of keys alone, or that go on after the call.
+        (132, dict(key_heads=2), 1),
+        (132, dict(partial=True), 1),
+        (132, dict(alibi_slopes=True), 1),
+    ],
+    ids=str,
+)
+def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, options: dict, splits: int):
+    call = spec(64, 64, **dict(batch=4, heads=8, key_heads=8, query_length=4096, key_length=77))
+    asked = {name: value for name, value in options.items() if name != "alibi_slopes"}
+    call = dataclasses.replace(call, operands=call.operands | (options.keys() - asked.keys()), **asked)
+    fused = plan_backward(call, processors).fused
+    assert fused is not None
+    assert fused.schedule.splits == splits
+    assert fused.schedule.blocks == splits
+    assert fused.schedule.stores_sums == (splits > 1 or call.partial or fused.schedule.head_groups > 1)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(9, 4), (8, 4), (1, 3), (0, 2), (10, 1)])
+def test_parts_of_a_range_are_all_of_it(count: int, parts: int):
+    """Each tile is one part's; a part may have none."""
+    every = tile_range.TileRange(jnp.int32(16), jnp.int32(count), None, 64)
+    found = [every.part(index, parts) for index in range(parts)]
+    starts = [int(part.start(index)) for part in found for index in range(int(part.count))]
+    assert starts == [16 + 64 * index for index in range(count)]
 
 
 @pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])
