@@ -67,8 +67,8 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
     transforms: Any = tiling((8, width)), swizzling(swizzle)  # pyright: ignore[reportAbstractUsage]
     if not in_panels:
         return plgpu.SMEM(shape, dtype, transforms=transforms)
-    whole = shape[-1] // width, *shape[:-1], width
-    blocks, rows = (plgpu.SMEM(whole, dtype, transforms=some) for some in (transforms, transforms[1:]))
+    panels = shape[-1] // width, *shape[:-1], width
+    blocks, rows = (plgpu.SMEM(panels, dtype, transforms=some) for some in (transforms, transforms[1:]))
     return Overlaid.of_panels(blocks, rows)
 
 
