@@ -132,19 +132,11 @@ SHORT = {
 """Cases that are compiled for 512 tokens too, where the last CTA rounds dQ, and for so many whose dQ stays in shared
 memory."""
 ODD = {
-    **{"d64": 1021, "d64 causal": 197, "d128": 1021, "d128 causal": 1021, "d128 deterministic": 1021},
-    **{
-        "d96 causal": 1021,
-        "d80 causal": 261,
-        "d112 causal": 1021,
-        "d256": 1021,
-        "d192/128 causal": 1021,
-        "d64 causal, dropout": 1021,
-        "soft cap": 1021,
-    },
+    **{"d64": 1021, "d64 causal": 197, "d128 causal": 1021, "d80 causal": 261, "d112 causal": 1021},
+    **{"d256": 1021, "soft cap": 1021},
 }
 """Cases that are compiled for so many tokens too, which 8 does not divide."""
-SHARED = ("d64", "d128 causal", "soft cap", "d80 causal")
+SHARED = ("d128 causal",)
 """Cases whose backward is compiled for 132 processors too, where CTAs share the queries of a block of keys."""
 WITHOUT_SHARES = 64
 """As many processors as the backward has blocks of 128 keys in a case."""
