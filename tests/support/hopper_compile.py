@@ -135,7 +135,7 @@ ODD = {
     **{"d64": 1021, "d64 causal": 197, "d128 causal": 1021, "d80 causal": 261, "d112 causal": 1021},
     **{"d256": 1021, "soft cap": 1021},
 }
-"""Cases that are compiled for so many tokens too, which 8 does not divide."""
+"""Cases that are also compiled for this many tokens, a number that 8 does not divide."""
 SHARED = ("d128 causal",)
 """Cases whose backward is compiled for 132 processors too, where CTAs share the queries of a block of keys."""
 WITHOUT_SHARES = 64

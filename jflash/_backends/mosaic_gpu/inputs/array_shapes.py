@@ -51,7 +51,7 @@ def values_in_panels(spec: Spec) -> bool:
     """Whether the forward's values are: several panels are as many products, which take longer than one of all
     columns."""
     width, rows = _panel(spec.value_dim), _rows_that_see_a_key(spec) * spec.group
-    few = _FEW_ROWS * (1 + (width == _WIDEST))
+    few = 2 * _FEW_ROWS if width == _WIDEST else _FEW_ROWS
     return forward_in_panels(spec) and (width == spec.value_dim or rows <= few)
 
 
@@ -63,12 +63,12 @@ def in_panels(spec: Spec) -> bool:
 
 
 def _panel(dim: int) -> int:
-    """Columns of the panels of so many, which are 8 or a multiple of 16."""
+    """The width of the panels into which `dim` columns are divided; `dim` is 8 or a multiple of 16."""
     return math.gcd(dim, _WIDEST)
 
 
 def _rows_that_see_a_key(spec: Spec) -> float:
-    """Of one head, about."""
+    """About how many queries of one head see each key."""
     left, right = spec.bounds
     if left is None or right is None:
         return spec.query_length / (1 if left is None and right is None else 2)
