@@ -8,7 +8,8 @@ from jflash._backends.mosaic_gpu.inputs.array_shapes import (
     whole_dims,
     whole_rows,
 )
+from jflash._backends.mosaic_gpu.inputs.call_tiles import CallTiles
 from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs, Loaded, TileCoord
 
-__all__ = ["GmemTile", "KernelInputs", "Loaded", "TileCoord", "forward_in_panels", "in_panels", "tile_dims"]
-__all__ += ["values_in_panels", "whole_dims", "whole_rows"]
+__all__ = ["CallTiles", "GmemTile", "KernelInputs", "Loaded", "TileCoord", "forward_in_panels", "in_panels"]
+__all__ += ["tile_dims", "values_in_panels", "whole_dims", "whole_rows"]

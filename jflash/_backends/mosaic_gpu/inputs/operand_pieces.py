@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, WarpgroupOps, rounded, smem
+from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu.hardware.panels import Panels
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces
 from jflash._semantics.spec import Spec
@@ -102,37 +102,6 @@ def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Flo
     first, *others = bf16_pieces.split(jnp.where(is_finite, jnp.clip(array, -most, most), 0), rounded, number(spec))
     pieces = [jnp.where(is_finite, first, array), *others]
     return jnp.concatenate(pieces, axis=-1).astype(dtype(spec)).reshape(*shape[:-1], -1)
-
-
-def smem_tile(
-    spec: Spec, shape: tuple[int, ...], *divides: int, part: int | None = None, in_panels: bool = False
-) -> Any:
-    """Shared memory for tiles `[..., rows, columns]` of an operand, each piece with these columns. Others as for
-    `smem.tile`, of one piece."""
-    given, part = _of_pieces(spec, shape, divides, part)
-    return smem.tile(*given, part=part, in_panels=in_panels)
-
-
-def smem_ring(
-    spec: Spec,
-    shape: tuple[int, ...],
-    *divides: int,
-    readers: int,
-    others: int = 0,
-    part: int | None = None,
-    in_panels: bool = False,
-) -> Buffers:
-    """`smem.ring` of tiles of an operand, as for `smem_tile`."""
-    given, part = _of_pieces(spec, shape, divides, part)
-    return smem.ring(*given, readers=readers, others=others, part=part, in_panels=in_panels)
-
-
-def _of_pieces(
-    spec: Spec, shape: tuple[int, ...], divides: tuple[int, ...], part: int | None
-) -> tuple[tuple[Any, ...], int | None]:
-    count = number(spec)
-    given = (*shape[:-1], count * shape[-1]), dtype(spec), *(count * columns for columns in divides)
-    return given, shape[-1] if part is None and count > 1 else part
 
 
 def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None) -> Pieces:

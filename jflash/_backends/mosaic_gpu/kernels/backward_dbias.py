@@ -31,10 +31,10 @@ from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_rows
 from jflash._backends.mosaic_gpu.inputs import (
+    CallTiles,
     GmemTile,
     TileCoord,
     dropped,
-    in_panels,
     operand_pieces,
     tile_dims,
     whole_dims,
@@ -48,7 +48,7 @@ def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     all_done = smem.barriers(1, arrivals=tile.warpgroups)
-    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
+    operand = CallTiles.of(spec).operand
     q, k = (operand((rows, columns), head_dim) for rows in (tile.rows, tile.keys))
     do, v = (operand((rows, value_columns), value_dim) for rows in (tile.rows, tile.keys))
     return Buffers(

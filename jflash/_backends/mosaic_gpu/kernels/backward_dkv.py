@@ -30,11 +30,11 @@ from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, along_columns
 from jflash._backends.mosaic_gpu.inputs import (
+    CallTiles,
     GmemTile,
     TileCoord,
     bias_and_mask,
     dropped,
-    in_panels,
     operand_pieces,
     tile_dims,
     whole_dims,
@@ -51,17 +51,15 @@ def _shared_memory(plan: DkvPlan) -> Buffers:
     spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
     columns, value_columns = tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=2, in_panels=in_panels(spec))
-
-    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
-    k, v = operand((WARPGROUP_ROWS, columns), head_dim), operand((WARPGROUP_ROWS, value_columns), value_dim)
+    tiles, rows = CallTiles.of(spec), WARPGROUP_ROWS
+    ring = functools.partial(tiles.ring, readers=2)
+    k, v = tiles.operand((rows, columns), head_dim), tiles.operand((rows, value_columns), value_dim)
 
     def with_gradient(own: Any, dim: int) -> Any:
         """Keys or values, whose gradient takes their place. Sums leave from registers."""
         if plan.schedule.stores_sums:
             return (own,)
-        columns = tile_dims(spec)[own is v]
-        return smem.reused(own, smem.tile((WARPGROUP_ROWS, columns), spec.dtype, dim, in_panels=in_panels(spec)))
+        return smem.reused(own, tiles.result((rows, tile_dims(spec)[own is v]), dim))
 
     return Buffers(
         k_dk=with_gradient(k, head_dim),

@@ -32,11 +32,11 @@ from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
 from jflash._backends.mosaic_gpu.inputs import (
+    CallTiles,
     GmemTile,
     TileCoord,
     bias_and_mask,
     dropped,
-    in_panels,
     operand_pieces,
     tile_dims,
     whole_dims,
@@ -55,13 +55,11 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups, in_panels=in_panels(spec))
-    rows = tile.warpgroups, WARPGROUP_ROWS
-    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
-    q = operand((*rows, columns), head_dim)
-    dq = smem.tile((*rows, columns), spec.dtype, head_dim, in_panels=in_panels(spec))
+    tiles, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
+    ring = functools.partial(tiles.ring, readers=tile.warpgroups)
+    q, dq = tiles.operand((*rows, columns), head_dim), tiles.result((*rows, columns), head_dim)
     q_dq = (q,) if spec.partial else smem.reused(q, dq)
-    do = operand((*rows, value_columns), value_dim)
+    do = tiles.operand((*rows, value_columns), value_dim)
     return Buffers(
         # dQ takes the place of the queries. A partial call's leaves from registers.
         q_dq=q_dq,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import (
+    CallTiles,
     bf16_pieces,
     bias_and_mask,
     in_panels,
-    operand_pieces,
     row_statistics,
     tile_dims,
     whole_dims,
@@ -62,18 +62,18 @@ def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any,
     """Buffers of the keys and values of as many blocks."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
     columns, value_columns = map(tile.columns, tile_dims(spec))
-    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
-    k = operand((stages, tile.keys, columns), dims[0], part=width)
-    return k, operand((stages, tile.keys, value_columns), dims[1])
+    tiles = CallTiles.of(spec)
+    k = tiles.operand((stages, tile.keys, columns), dims[0], part=width)
+    return k, tiles.operand((stages, tile.keys, value_columns), dims[1])
 
 
 def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
     """Buffers of their gradients."""
     dims, width = whole_dims(spec), dq_width(spec, tile)
     columns, value_columns = map(tile.columns, tile_dims(spec))
-    made = functools.partial(smem.tile, in_panels=in_panels(spec))
-    dk = made((1, tile.keys, columns), spec.dtype, dims[0], part=width)
-    return dk, made((1, tile.keys, value_columns), spec.dtype, dims[1])
+    tiles = CallTiles.of(spec)
+    dk = tiles.result((1, tile.keys, columns), dims[0], part=width)
+    return dk, tiles.result((1, tile.keys, value_columns), dims[1])
 
 
 def ds(spec: Spec, tile: FusedTiles) -> Any:
@@ -81,7 +81,7 @@ def ds(spec: Spec, tile: FusedTiles) -> Any:
     shape = 2, tile.keys, tile.queries
     # As the keys, with whose columns it is multiplied.
     divides = () if in_panels(spec) else whole_dims(spec)[:1]
-    return operand_pieces.smem_tile(spec, shape, *divides, part=dq_width(spec, tile))
+    return CallTiles(spec, in_panels=False).operand(shape, *divides, part=dq_width(spec, tile))
 
 
 def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
     # First lse of all tiles, then delta.
     vectors = smem.vectors(2 * tile.stages, tile.queries)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups, in_panels=in_panels(spec))
+    ring = functools.partial(CallTiles.of(spec).ring, readers=tile.warpgroups)
     early = 1 if in_columns else row_statistics.early(spec)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
     return dict(

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
 from jflash._backends.mosaic_gpu.hardware.overlaid import Overlaid
-from jflash._backends.mosaic_gpu.inputs import in_panels, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.inputs import CallTiles, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.kernels import backward_fused_plan
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import WalkPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Launch
@@ -87,7 +87,7 @@ def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
     # Halves of tiles of dQ that are stored at once: as many as have the size of dS.
     slots = max(1, 2 * tile.keys // (tile.warpgroups * width))
     shape = tile.warpgroups, slots, WARPGROUP_ROWS, width
-    rounded_dq = smem.tile(shape, spec.dtype, dim, in_panels=in_panels(spec))
+    rounded_dq = CallTiles.of(spec).result(shape, dim)
     return Buffers(
         k=k,
         v=v,

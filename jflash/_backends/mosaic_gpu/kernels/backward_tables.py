@@ -30,11 +30,11 @@ from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, pipeline, smem
 from jflash._backends.mosaic_gpu.hardware.warpgroup import WarpgroupOps, along_rows
 from jflash._backends.mosaic_gpu.inputs import (
+    CallTiles,
     GmemTile,
     TileCoord,
     bias_and_mask,
     dropped,
-    in_panels,
     operand_pieces,
     score_mod_reads,
     tile_dims,
@@ -49,9 +49,9 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups, in_panels=in_panels(spec))
-    q, do = operand((tile.rows, columns), head_dim), operand((tile.rows, value_columns), value_dim)
+    tiles = CallTiles.of(spec)
+    ring = functools.partial(tiles.ring, readers=tile.warpgroups)
+    q, do = tiles.operand((tile.rows, columns), head_dim), tiles.operand((tile.rows, value_columns), value_dim)
     return Buffers(
         q=q,
         do=do,

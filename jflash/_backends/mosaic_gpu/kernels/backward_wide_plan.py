@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import CallTiles, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WalkedTiles
 from jflash._semantics.spec import Spec
@@ -56,23 +56,23 @@ def _dim(spec: Spec, name: str) -> int:
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
     readers are done."""
-    kind, has_bias_tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec)
+    kind, has_bias_tiles, tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
 
     def buffer(index: int, rows: tuple[int, ...], make: Any, **ring: int) -> Any:
         """An array's; of what is weighed each warpgroup takes half of the columns, by whole swizzles both ways."""
         dim = _dim(spec, kind.walked[index])
         columns = round_up(dim, 32)
         part = math.gcd(columns // 2, tile.size) if index == kind.summed else columns
-        return make(spec, (*rows, columns), dim, part=part, **ring)
+        return make((*rows, columns), dim, part=part, **ring)
 
     def ring(index: int) -> Buffers:
         readers = 2 if index == kind.summed else 1
         others = int(has_bias_tiles and index == 0)
-        return buffer(index, (tile.stages, tile.size), operand_pieces.smem_ring, readers=readers, others=others)
+        return buffer(index, (tile.stages, tile.size), tiles.ring, readers=readers, others=others)
 
     bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
-    own = [buffer(index, (1, WARPGROUP_ROWS), operand_pieces.smem_tile) for index in range(len(kind.own))]
+    own = [buffer(index, (1, WARPGROUP_ROWS), tiles.operand) for index in range(len(kind.own))]
     return Buffers(
         own=own,
         own_full=smem.barriers(1, arrivals=smem.copies(*own)),

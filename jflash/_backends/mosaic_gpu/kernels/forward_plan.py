@@ -16,6 +16,7 @@ from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import (
+    CallTiles,
     bf16_pieces,
     bias_and_mask,
     forward_in_panels,
@@ -41,18 +42,18 @@ Visits = Callable[[int, int], Sequence[int]]
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    (columns, value_columns), panels = tile_dims(spec), forward_in_panels(spec)
+    columns, value_columns = tile_dims(spec)
     has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), logits.form(spec).bias_by_mma
-    q = operand_pieces.smem_tile(spec, (tile.warpgroups, WARPGROUP_ROWS, columns), in_panels=panels)
+    tiles, value_tiles = CallTiles(spec, forward_in_panels(spec)), CallTiles(spec, values_in_panels(spec))
+    q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)
-    o = smem.tile(o_shape, out_dtype, in_panels=panels)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=tile.warpgroups)
+    o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
-        k=[ring((tile.stages, tile.keys, columns), others=has_bias_tiles + bias_by_mma, in_panels=panels)],
-        v=[ring((tile.stages, tile.keys, value_columns), in_panels=values_in_panels(spec))],
+        k=[tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=has_bias_tiles + bias_by_mma)],
+        v=[value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups)],
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import logits, online_softmax
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, WarpgroupOps, pipeline, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import TileCoord, bias_and_mask, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import CallTiles, TileCoord, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.forward import ForwardCta, MainLoop
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, may_pack
@@ -59,10 +59,10 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
     columns, half = round_up(head_dim, 16), round_up(value_dim, 32) // 2
     # A product's operands have one swizzle, which divides the columns of both: P's are keys.
     part = math.gcd(half, tile.keys)
-    operand = functools.partial(operand_pieces.smem_tile, spec)
-    ring = functools.partial(operand_pieces.smem_ring, spec, readers=1)
+    tiles = CallTiles.of(spec)
+    ring = functools.partial(tiles.ring, readers=1)
     return Buffers(
-        q_o=(operand((1, WARPGROUP_ROWS, columns), head_dim),),
+        q_o=(tiles.operand((1, WARPGROUP_ROWS, columns), head_dim),),
         q_full=smem.barriers(1),
         k=[
             ring((tile.stages, tile.keys, width), head_dim, others=int(has_bias_tiles and number == 0), part=columns)
@@ -72,7 +72,7 @@ def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
         # Tiles of the bias come and go with the keys.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=None,
-        p=operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part),
+        p=tiles.operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part),
         statistics=smem.vectors(3, WARPGROUP_ROWS),
         p_full=smem.barriers(1),
         p_empty=smem.barriers(1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
 from jflash._backends.mosaic_gpu.inputs import (
+    CallTiles,
     bias_and_mask,
-    in_panels,
     operand_pieces,
     tile_dims,
     whole_dims,
@@ -113,13 +112,12 @@ class TangentPlan(KernelPlan):
         """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
         spec, (head_dim, value_dim), (columns, value_columns) = self.part, self.dims, tile_dims(self.part)
         rows = tile.warpgroups, WARPGROUP_ROWS
-        operand = functools.partial(operand_pieces.smem_tile, spec, in_panels=in_panels(spec))
-        q = operand((*rows, columns), head_dim)
-        out = smem.tile((*rows, value_columns), spec.dtype, value_dim, in_panels=in_panels(spec))
+        tiles_of = CallTiles.of(spec)
+        q, out = tiles_of.operand((*rows, columns), head_dim), tiles_of.result((*rows, value_columns), value_dim)
         q_out = (q,) if spec.partial else smem.reused(q, out)
 
         def ring(names: tuple[str, ...], columns: int, dim: int, others: int = 0) -> Buffers:
-            tiles = {name: operand((tile.stages, tile.keys, columns), dim) for name in names}
+            tiles = {name: tiles_of.operand((tile.stages, tile.keys, columns), dim) for name in names}
             full = smem.barriers(tile.stages, arrivals=smem.copies(*tiles.values()) + others)
             return Buffers(tiles=tiles, full=full, empty=smem.barriers(tile.stages, arrivals=tile.warpgroups))
 
