@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equations import equations
 from jax import lax
-from jax.extend.core import Jaxpr, jaxprs_in_params
 from short_run import cover
 
 from jflash._semantics.score_mod import trace_score_mod
@@ -59,15 +59,6 @@ def test_numbers_are_those_of_jax(program: str, dtype: str):
     np.testing.assert_array_equal(modified(program, *drawn(dtype)), want.astype(np.float32))
 
 
-def sums(jaxpr: Jaxpr) -> Iterator[Any]:
-    """What a program, or one inside of it, sums over an axis or by index."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("reduce_sum", "scatter-add"):
-            yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from sums(inner)
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_sums_are_wide(program: str):
     """In gradients, and in gradients of derivatives along arrays."""
@@ -77,6 +68,7 @@ def test_sums_are_wide(program: str):
     for function in (total, along):
         closed = jax.make_jaxpr(jax.grad(function))(arrays)
         assert closed.out_avals == [jax.typeof(array) for array in arrays]
-        found = list(sums(closed.jaxpr))
+        is_sum = lambda equation: equation.primitive.name in ("reduce_sum", "scatter-add")
+        found = list(filter(is_sum, equations(closed.jaxpr)))
         assert found
         assert not [equation for equation in found if equation.outvars[0].aval.dtype == jnp.bfloat16]

@@ -4,14 +4,13 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from equations import equations
 from jax.experimental import pallas as pl
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from operands import assert_same
 from sharded_compile import SPLITS
 
@@ -79,18 +78,11 @@ def program(x: jax.Array) -> tuple[jax.Array, ...]:
     return looped, scanned, outputs, branched, switched, jax.jit(cubed)(halved(negated(x)))
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
 def test_only_one_call_has_a_location() -> None:
     x = jnp.arange(6.0).reshape(2, 3) / 6
     bare = without_locations(program)
     assert_same(tuple(jax.jit(bare)(x)), program(x))
-    first, *inner = equations(jax.make_jaxpr(bare)(x))
+    first, *inner = equations(jax.make_jaxpr(bare)(x).jaxpr)
     assert first.source_info.traceback is not None
     kinds = {equation.primitive.name for equation in inner}
     assert kinds >= {"while", "scan", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "pallas_call"}

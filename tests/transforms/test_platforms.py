@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from equations import equations
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -291,16 +292,10 @@ def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_mach
 
 def programs(function: Callable[..., Any], *args: Any) -> set[int]:
     """Of how many programs one is chosen when a call is lowered, its tangent and its gradient; one is traced before."""
-
-    def within(jaxpr: Any) -> Iterator[int]:
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "jflash":
-                assert len(equation.params["jaxprs"]) == 1
-                yield len(getattr(equation.params["operation"].choice, "programs", (None,)))
-            for inner in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-                yield from within(inner) if hasattr(inner, "eqns") else ()
-
-    return set(within(jax.make_jaxpr(function)(*args)))
+    every = equations(jax.make_jaxpr(function)(*args).jaxpr)
+    calls = [equation.params for equation in every if equation.primitive.name == "jflash"]
+    assert all(len(call["jaxprs"]) == 1 for call in calls)
+    return {len(getattr(call["operation"].choice, "programs", (None,))) for call in calls}
 
 
 @pytest.mark.parametrize("function", [attend, attend_and_pull_back])

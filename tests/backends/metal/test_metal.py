@@ -19,6 +19,7 @@ import oracle
 import pytest
 import short_run
 from cases import Case
+from equations import equations
 from operands import PLAIN
 from refusals import skip_refused
 
@@ -177,16 +178,6 @@ def test_gradient_of_a_shared_bias(batch: tuple[int, ...], shape: tuple[int, ...
     )
     assert largest <= max(bias.size, one.query.size * 4)
     assert largest < 4 * 75 * 100 or bias.size >= 4 * 75 * 100 or batch
-
-
-def equations(jaxpr: Any) -> Any:
-    """All equations of a program, nested ones included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @pytest.mark.usefixtures("emulated")

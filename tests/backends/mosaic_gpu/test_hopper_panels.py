@@ -6,9 +6,9 @@ from typing import Any
 
 import cases
 import hopper_kernels
-import jax
 import pytest
 from cases import Case
+from equations import equations
 from short_run import sampled
 
 from jflash._backends.mosaic_gpu import plan
@@ -83,16 +83,6 @@ def test_padding_is_explained():
 
 def built(rows: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], **options: Any) -> cases.Call:
     return cases.build(Case("bfloat16", *rows, heads=heads, dims=dims, batch=(2,), **options))
-
-
-def equations(jaxpr: Any) -> list[Any]:
-    """Of a function and of all that it calls."""
-    found: list[Any] = []
-    for equation in jaxpr.eqns:
-        found.append(equation)
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            found += equations(inner) if hasattr(inner, "eqns") else []
-    return found
 
 
 def is_copy(equation: Any) -> bool:
