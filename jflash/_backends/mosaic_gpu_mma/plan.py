@@ -15,7 +15,7 @@ from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, sc
 from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, HeadBlocks
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DbiasSchedule, HeadBlocks
 from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
 from jflash._backends.mosaic_gpu_mma.hardware import sums
 from jflash._backends.mosaic_gpu_mma.kernels import (
@@ -123,7 +123,8 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     bias_kind, dbias = bias_and_mask.bias_kind(spec) if "bias" in wanted else None, None
     if bias_kind == "tile":
         tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
-        dbias = DbiasPlan(spec, tile)
+        ctas = None if platform.processors is None else _CTAS * platform.processors
+        dbias = DbiasPlan(spec, tile, DbiasSchedule.of(spec, tile.rows, tile.size, ctas))
         wanted = tuple(name for name in wanted if name != "bias")
     tables = _plan_tables(spec, platform) if score_mod_reads.tables(spec) else None
     # Each sum over keys, and with deterministic=True every sum, has an owner in the other kernels alone.

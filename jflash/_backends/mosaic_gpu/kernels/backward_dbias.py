@@ -9,8 +9,7 @@
     the producer warpgroup copies tiles ahead of them into shared memory
 
 Two products again, of the backward's five. They cost less than adding up, in device memory, an array of the bias's size
-in float32 for every batch entry. Where there are fewer tiles than multiprocessors, several CTAs share the entries and
-heads of each; their float32 parts are summed afterwards. So every sum has one order.
+in float32 for every batch entry.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -40,7 +38,14 @@ from jflash._backends.mosaic_gpu.inputs import (
     whole_dims,
 )
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
-from jflash._backends.mosaic_gpu.schedule import RowTiles, TileMask, TileRange, tile_range
+from jflash._backends.mosaic_gpu.schedule import (
+    DbiasSchedule,
+    RowTiles,
+    TileMask,
+    TileRange,
+    dbias_schedule,
+    tile_range,
+)
 from jflash._semantics.spec import Spec
 
 
@@ -57,7 +62,7 @@ def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
         do=do,
         v=v,
         bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
-        d_bias=smem.tile((tile.rows, tile.keys), _stored(spec, splits)),
+        d_bias=smem.tile((tile.rows, tile.keys), dbias_schedule.stored_dtype(spec, splits)),
         qk_full=smem.barriers(1, arrivals=smem.copies(q, k)),
         qk_empty=all_done,
         vo_full=smem.barriers(1, arrivals=smem.copies(do, v)),
@@ -65,57 +70,32 @@ def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
     )
 
 
-def _stored(spec: Spec, splits: int) -> Any:
-    """The dtype in which the kernel stores."""
-    return spec.gradient_dtype(spec.bias_dtype) if splits == 1 else jnp.dtype(jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True)
 class DbiasPlan(KernelPlan):
     """The kernel for the bias's gradient, before any array."""
 
     tile: RowTiles
+    schedule: DbiasSchedule
     tiles_per_cta: int
     """Tiles of keys that a CTA takes."""
-    splits: int
-    """CTAs that share the batch entries and heads of a tile, each of which stores its part."""
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Of the bias."""
-        assert self.spec.bias_shape is not None
-        return self.spec.bias_shape
-
-    @property
-    def visits(self) -> int:
-        """Heads of all batch entries that share a tile of the bias."""
-        return self.spec.batch * self.spec.heads // (self.shape[0] * self.shape[1])
 
     @property
     def launch(self) -> Launch:
-        """The result has the bias's shape, in whole tiles; parts lie one behind the other along its first axis."""
-        spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
-        batch, heads, rows, keys = self.shape
-        shape = self.splits * batch, heads, round_up(rows, 8), round_up(keys, 64)
-        split = dict(split=self.splits) if self.splits > 1 else {}
-        blocks, key_tiles = pl.cdiv(rows, self.tile.rows), pl.cdiv(keys, self.tile.keys)
+        """The result is in whole tiles."""
+        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
+        _, _, rows, keys = schedule.shape
         return Launch(
             name=f"jflash_d_bias_{head_dim}_{value_dim}",
-            grid=dict(part=pl.cdiv(key_tiles, self.tiles_per_cta), block=blocks, head=heads, batch=batch) | split,
-            results=dict(d_bias=jax.ShapeDtypeStruct(shape, _stored(spec, self.splits))),
-            smem=shared_memory(spec, self.tile, self.splits),
+            grid=dict(part=pl.cdiv(schedule.tiles, self.tiles_per_cta), block=schedule.blocks) | schedule.grid,
+            results=dict(d_bias=schedule.stored(spec, round_up(rows, 8), round_up(keys, 64))),
+            smem=shared_memory(spec, self.tile, schedule.splits),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
 def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
     """Launch the kernel; the gradient in the bias's shape."""
-    made, (batch, heads, rows, keys) = _Cta.launch(plan, arrays, ops)["d_bias"], plan.shape
-    made = made[:, :, :rows, :keys]
-    if plan.splits > 1:
-        total = made.reshape(plan.splits, batch, heads, rows, keys).sum(axis=0)
-        made = total.astype(plan.spec.gradient_dtype(plan.spec.bias_dtype))
-    return made
+    return plan.schedule.summed(plan.spec, _Cta.launch(plan, arrays, ops)["d_bias"])
 
 
 class _Cta(Cta[DbiasPlan]):
@@ -124,23 +104,13 @@ class _Cta(Cta[DbiasPlan]):
         self.block = lax.axis_index("block")
         self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
         self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
-        self.heads = plan.spec.heads // plan.shape[1]
-        """Heads that share each head of the bias."""
-        self.split, self.first_visit, self.visits = 0, 0, plan.visits
-        """Which of those that share a tile this CTA visits."""
-        if plan.splits > 1:
-            most = pl.cdiv(plan.visits, plan.splits)
-            self.split = lax.axis_index("split")
-            self.first_visit = self.split * most
-            self.visits = jnp.clip(plan.visits - self.first_visit, 0, most)
+        self.first_visit, self.visits = plan.schedule.own_visits()
         self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
         """A batch entry and head that share the bias, their tile as a range, and whether anything in it is seen."""
         tile = self.plan.tile
-        # The bias's own entry and head are added to; only one of the two is not 0.
-        batch = lax.axis_index("batch") + lax.div(step, self.heads)
-        head = lax.axis_index("head") + lax.rem(step, self.heads)
+        batch, head = self.plan.schedule.sharing(step)
         tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.keys)
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
@@ -163,8 +133,7 @@ class _Cta(Cta[DbiasPlan]):
             shared.d_bias[self.own] = total.astype(shared.d_bias.dtype)
             plgpu.commit_smem()
             keys = pl.ds(index * tile.keys, tile.keys)
-            batch = self.split * self.plan.shape[0] + lax.axis_index("batch")
-            place = batch, lax.axis_index("head"), self.own_rows, keys
+            place = *self.plan.schedule.place(), self.own_rows, keys
             plgpu.copy_smem_to_gmem(shared.d_bias.at[self.own], self.refs.results["d_bias"].at[place])
 
         lax.fori_loop(0, self.count, own_tile, None)

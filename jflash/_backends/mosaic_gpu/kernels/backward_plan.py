@@ -34,7 +34,15 @@ from jflash._backends.mosaic_gpu.kernels.backward_tables import TablesPlan
 from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.kernels.widths import is_wide
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, FusedTiles, HeadBlocks, RowTiles, ShortTiles
+from jflash._backends.mosaic_gpu.schedule import (
+    BackwardSchedule,
+    DbiasSchedule,
+    DqTiles,
+    FusedTiles,
+    HeadBlocks,
+    RowTiles,
+    ShortTiles,
+)
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -197,19 +205,15 @@ def _dbias_tiles(spec: Spec) -> list[RowTiles]:
 
 
 def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
-    assert spec.bias_shape is not None
     fitting = [tile for tile in _dbias_tiles(spec) if smem.fits(backward_dbias.shared_memory(spec, tile))]
     tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", _facts(spec)), fitting)
-    plan = DbiasPlan(spec, tile, 1, 1)
-    if processors is None:
-        return plan
     # Two CTAs are left for every multiprocessor, or made.
-    batch, heads, rows, keys = spec.bias_shape
-    tiles = batch * heads * pl.cdiv(rows, tile.rows) * pl.cdiv(keys, tile.keys)
-    splits = min(2 * processors // tiles, plan.visits)
-    if splits > 1 and smem.fits(backward_dbias.shared_memory(spec, tile, splits)):
-        return dataclasses.replace(plan, splits=splits)
-    return dataclasses.replace(plan, tiles_per_cta=max(1, min(tiles // (2 * processors), _MOST_DBIAS_TILES)))
+    ctas = None if processors is None else 2 * processors
+    schedule = DbiasSchedule.of(spec, tile.rows, tile.keys, ctas)
+    if not smem.fits(backward_dbias.shared_memory(spec, tile, schedule.splits)):
+        schedule = dataclasses.replace(schedule, splits=1)
+    tiles_per_cta = 1 if ctas is None else max(1, min(schedule.number // ctas, _MOST_DBIAS_TILES))
+    return DbiasPlan(spec, tile, schedule, tiles_per_cta)
 
 
 def _plan_tables(spec: Spec, processors: int | None) -> TablesPlan:

@@ -1,11 +1,12 @@
 """Which CTA visits which tiles, and in which order."""
 
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
+from jflash._backends.mosaic_gpu.schedule.dbias_schedule import DbiasSchedule
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import ForwardSchedule
 from jflash._backends.mosaic_gpu.schedule.head_blocks import HeadBlocks
 from jflash._backends.mosaic_gpu.schedule.query_tiles import QueryProducer, TileOrder
 from jflash._backends.mosaic_gpu.schedule.tile_range import TileMask, TileRange
 from jflash._backends.mosaic_gpu.schedule.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles, WalkedTiles
 
-__all__ = ["BackwardSchedule", "DqTiles", "ForwardSchedule", "FusedTiles", "HeadBlocks", "QueryProducer", "RowTiles"]
-__all__ += ["ShortTiles", "TileMask", "TileOrder", "TileRange", "WalkedTiles", "WorkItem"]
+__all__ = ["BackwardSchedule", "DbiasSchedule", "DqTiles", "ForwardSchedule", "FusedTiles", "HeadBlocks"]
+__all__ += ["QueryProducer", "RowTiles", "ShortTiles", "TileMask", "TileOrder", "TileRange", "WalkedTiles", "WorkItem"]

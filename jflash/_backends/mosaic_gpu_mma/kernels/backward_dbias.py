@@ -7,7 +7,7 @@
       dB = dB + P (dP - delta)
 
 Two of the backward's products are made again. They cost less than adding up, in device memory, an array of the bias's
-size in float32 for every batch entry. A tile has one owner, so every sum has one order.
+size in float32 for every batch entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,7 +25,7 @@ from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_rows, round_up
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
-from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
+from jflash._backends.mosaic_gpu.schedule import DbiasSchedule, TileMask, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps
 from jflash._backends.mosaic_gpu_mma.kernels import backward_dq
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, TiledPlan, lending
@@ -43,56 +42,46 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 class DbiasPlan(TiledPlan):
     """The kernel for the bias's gradient, before any array."""
 
+    schedule: DbiasSchedule
+
     @property
     def launch(self) -> Launch:
-        """The result has the bias's shape, with whole tiles of keys."""
-        spec = self.spec
-        assert spec.bias_shape is not None
-        batch, heads, rows, keys = spec.bias_shape
-        grid = dict(batch=batch, head=heads, block=pl.cdiv(rows, self.tile.rows), tile=pl.cdiv(keys, self.tile.size))
-        shape = batch, heads, rows, round_up(keys, self.tile.size)
+        """The result is in whole tiles of keys."""
+        spec, schedule, (_, _, rows, keys) = self.spec, self.schedule, self.schedule.shape
         return Launch(
             name=f"jflash_mma_d_bias_{spec.head_dim}_{spec.value_dim}",
-            grid=grid,
-            results=dict(d_bias=jax.ShapeDtypeStruct(shape, spec.gradient_dtype(spec.bias_dtype))),
+            grid=schedule.grid | dict(block=schedule.blocks, tile=schedule.tiles),
+            results=dict(d_bias=schedule.stored(spec, rows, round_up(keys, self.tile.size))),
             smem=shared_memory(spec, self.tile),
         )
 
 
 def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: MmaOps) -> Float[Array, "#B #N T S"]:
     """Launch the kernel; the gradient in the bias's shape."""
-    assert plan.spec.bias_shape is not None
-    return _Cta.launch(plan, arrays, ops)["d_bias"][..., : plan.spec.bias_shape[3]]
+    return plan.schedule.summed(plan.spec, _Cta.launch(plan, arrays, ops)["d_bias"])
 
 
 class _Cta(Cta[DbiasPlan]):
     def __init__(self, plan: DbiasPlan, refs: Refs, ops: MmaOps) -> None:
         super().__init__(plan, refs, ops)
-        self.place = lax.axis_index("batch"), lax.axis_index("head")
         self.block, self.first_key = lax.axis_index("block"), lax.axis_index("tile") * plan.tile.size
         self.rows = pl.ds(self.block * plan.tile.rows, WARPGROUP_ROWS)
-        assert plan.spec.bias_shape is not None
-        self.heads = plan.spec.heads // plan.spec.bias_shape[1]
-        """Heads that share each head of the bias."""
 
     def run(self) -> None:
         """Add up a tile of the gradient, and store it."""
-        spec, tile = self.plan.spec, self.plan.tile
-        assert spec.bias_shape is not None
-        shape = WARPGROUP_ROWS, tile.size
-        at = TileCoord(*self.place, self.rows.start, self.first_key)
-        bias = self.load(at, shape)["bias"]
-        visits = spec.batch // spec.bias_shape[0] * self.heads
-        total = lax.fori_loop(0, visits, lambda step, total: self._visit(step, bias, total), self.ops.full(shape, 0))
-        target = self.refs.results["d_bias"].at[self.place]
+        tile, schedule, shape = self.plan.tile, self.plan.schedule, (WARPGROUP_ROWS, self.plan.tile.size)
+        own = lax.axis_index("batch"), lax.axis_index("head")
+        bias = self.load(TileCoord(*own, self.rows.start, self.first_key), shape)["bias"]
+        first, visits = schedule.own_visits()
+        visit = lambda step, total: self._visit(first + step, bias, total)
+        total = lax.fori_loop(0, visits, visit, self.ops.full(shape, 0))
+        target = self.refs.results["d_bias"].at[schedule.place()]
         columns = target.at[:, pl.ds(self.first_key, tile.size)]
-        self.ops.store_rows(total, columns, self.rows.start, spec.bias_shape[2])
+        self.ops.store_rows(total, columns, self.rows.start, schedule.shape[2])
 
-    def _visit(self, step: Any, bias: Array, total: Array) -> Array:
+    def _visit(self, visit: Any, bias: Array, total: Array) -> Array:
         """Add one head's part."""
-        tile = self.plan.tile
-        # The bias's own entry and head are added to; only one of the two is not 0.
-        batch, head = self.place[0] + lax.div(step, self.heads), self.place[1] + lax.rem(step, self.heads)
+        tile, (batch, head) = self.plan.tile, self.plan.schedule.sharing(visit)
         tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.size)
         seen = (self.first_key < tiles.first + tiles.count * tiles.size) & (self.first_key + tile.size > tiles.first)
         own = dataclasses.replace(tiles, first=self.first_key, count=jnp.int32(1))
