@@ -14,6 +14,8 @@ ifdef VIRTUAL_ENV
 export PATH := $(subst $(VIRTUAL_ENV)/bin:,,$(PATH))
 endif
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
+# Many tests start processes of their own, each of which would compile all of JAX's modules again: a second and a half.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Each worker begins at its own end of the list, so that modules stay together, and idle ones take from others.
 PYTEST := JFLASH_METAL_EMULATOR=1 $(VENV_PYTHON) -m pytest -n auto --dist worksteal
