@@ -32,20 +32,6 @@ IN_SHORT_RUN = {
     "mosaic_gpu_mma": set(cases.once(FEWER)),
 }
 IN_FULL = [name for name in _dispatch.BACKENDS if name != "metal"]
-EVERYTHING = Case(
-    scale="traced",
-    soft_cap=1.5,
-    bias="full",
-    alibi=True,
-    mask="full",
-    causal=True,
-    offset="each",
-    window=(150, 0),
-    lengths="both",
-    segments="sorted",
-    sinks=True,
-    dropout=True,
-)
 NOTHING = [
     dict(query_length=0),
     dict(key_length=0),
@@ -84,7 +70,7 @@ def test_logits_that_rise_from_tile_to_tile(attention: Callable[..., Any]):
 
 
 @pytest.mark.parametrize("sizes", NOTHING, ids=str)
-@pytest.mark.parametrize("case", [Case(), EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("case", [Case(), cases.EVERYTHING], ids=["plain", "everything"])
 def test_no_key_to_see_or_no_query_to_see_it(
     attention: Callable[..., Any], backend: str, case: Case, sizes: dict[str, Any]
 ):
@@ -95,7 +81,7 @@ def test_no_key_to_see_or_no_query_to_see_it(
     "case",
     [
         pytest.param(Case(), marks=pytest.mark.slow),
-        EVERYTHING,
+        cases.EVERYTHING,
         pytest.param(
             Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end"), marks=pytest.mark.slow
         ),
@@ -110,8 +96,8 @@ def test_exact_in_float64(attention: Callable[..., Any], case: Case):
 @pytest.mark.parametrize(
     "case",
     [
-        EVERYTHING._replace(query_length=40, key_length=50),
-        pytest.param(EVERYTHING._replace(bias="keys", score_mod="indices"), marks=pytest.mark.slow),
+        cases.EVERYTHING._replace(query_length=40, key_length=50),
+        pytest.param(cases.EVERYTHING._replace(bias="keys", score_mod="indices"), marks=pytest.mark.slow),
     ],
     ids=["everything", "score_mod"],
 )
@@ -131,7 +117,7 @@ def test_exact_beside_64_bits(attention: Callable[..., Any], backend: str, case:
     "options", [dict(deterministic=True), dict(precision="highest"), dict(precision=jax.lax.Precision.HIGH)], ids=str
 )
 def test_exact_with(attention: Callable[..., Any], backend: str, options: dict[str, Any]):
-    assert_exact(functools.partial(attention, **options), cases.served(EVERYTHING, backend))
+    assert_exact(functools.partial(attention, **options), cases.served(cases.EVERYTHING, backend))
 
 
 @cover(1)
@@ -156,7 +142,7 @@ def test_these_refuse_no_case(implementation: str):
 @pytest.mark.parametrize("lack", cases.LACKS["metal"])
 def test_what_a_backend_lacks_it_refuses(lack: str):
     """And says so, with nothing else in the way."""
-    call = build(Case(**{lack: EVERYTHING.dropout if lack == "dropout" else "indices"}))
+    call = build(Case(**{lack: cases.EVERYTHING.dropout if lack == "dropout" else "indices"}))
     (_, reason) = jflash.explain(**oracle.arguments(call), implementation="metal").splitlines()
     assert lack in reason
 

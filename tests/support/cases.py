@@ -162,6 +162,21 @@ EMULATED_FEWER = {
     **{name: FEWER[name] for name in ("dtype", "batch", "scale", "bias", "mask", "offset", "lengths", "segments")},
     "window": (None, (10, 40)),
 }
+EVERYTHING = Case(
+    scale="traced",
+    soft_cap=1.5,
+    bias="full",
+    alibi=True,
+    mask="full",
+    causal=True,
+    offset="each",
+    window=(150, 0),
+    lengths="both",
+    segments="sorted",
+    sinks=True,
+    dropout=True,
+)
+"""Every option but a score_mod."""
 VACUOUS = {("query_length", 1), ("key_length", 1)}
 """A single query or key hides much of what the rest does: what meets in such a case has to meet elsewhere too."""
 

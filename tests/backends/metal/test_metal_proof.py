@@ -27,23 +27,7 @@ from jflash_metal import _ffi, _source
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-SMALL = Case(
-    query_length=40,
-    key_length=44,
-    heads=(2, 1),
-    dims=(12, 18),
-    bias="full",
-    alibi=True,
-    mask="full",
-    soft_cap=1.5,
-    scale="traced",
-    causal=True,
-    offset="each",
-    window=(20, 0),
-    lengths="both",
-    segments="sorted",
-    sinks=True,
-)
+SMALL = cases.EVERYTHING._replace(query_length=40, key_length=44, dims=(12, 18), window=(20, 0), dropout=False)
 """Nearly every feature, in blocks that hold keys and values at once."""
 WIDE = Case(query_length=20, key_length=20, heads=(2, 1), dims=(256, 256), batch=(1,), bias="full")
 """Blocks of fewer rows, which hold keys and values in turn."""
