@@ -287,6 +287,11 @@ def build(case: Case) -> Call:
     )
 
 
+def of_forward(call: Call) -> Call:
+    """The call without cotangents, of which nothing but the forward is run."""
+    return dataclasses.replace(call, d_out=None, d_lse=None)
+
+
 def _by_indices() -> Any:
     """A function of the logit and all four indices, without arrays of its own and without roundings of its own."""
 

@@ -128,8 +128,9 @@ def test_several_items_a_cta(
     planned = lambda one, *_: dataclasses.replace(one, items_per_cta=items, entries=entries)
     monkeypatch.setattr(forward_schedule, "choose", planned)
     given = dict(dtype="bfloat16") | options
-    call = cases.build(Case(query_length=260, key_length=140, heads=(2, 2), dims=dims, batch=(2,), **given))
-    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, deterministic=True), call)
+    case = Case(query_length=260, key_length=140, heads=(2, 2), dims=dims, batch=(2,), **given)
+    call = cases.of_forward(cases.build(case))
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
 @sampled(2)
@@ -146,7 +147,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, t
     planned = []
     monkeypatch.setattr(forward_schedule, "choose", lambda one, *_: planned.append(one) or one)
     case = Case("bfloat16", 260, 140, heads=(6, 2), dims=(dim, dim), batch=(), causal=True)
-    call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None)
+    call = cases.of_forward(cases.build(case))
     with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (dim, dim, 0, "long")): tile}):
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
     assert [one.head_groups for one in planned] == [3]
@@ -197,8 +198,8 @@ def test_accumulators_of_few_heads_at_a_time(
 def test_decoding(query_length: int, processors: int, key_length: int, dtype: str):
     """Heads packed into rows, keys in several parts or batch entries in rounds, lengths for each sequence."""
     case = Case(dtype, query_length, key_length, heads=(4, 2), dims=(64, 64), lengths="keys", batch=(2,))
-    call = cases.build(case)
-    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, deterministic=True), call)
+    call = cases.of_forward(cases.build(case))
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
 @sampled(2)
@@ -274,7 +275,7 @@ def test_weights_of_large_logits(options: dict):
     With one processor the keys are not split.
     """
     call = cases.build(Case("float32", 3, 1500, heads=(1, 1), dims=(64, 64), batch=(), **options))
-    call = dataclasses.replace(cases.with_large_logits(call), d_out=None, d_lse=None)
+    call = cases.of_forward(cases.with_large_logits(call))
     oracle.assert_right(hopper_kernels.run(call, processors=1, precision="highest"), call)
 
 

@@ -77,7 +77,7 @@ def test_two_pieces():
 def test_decoding(dtype: str, dims: tuple[int, int], heads: tuple[int, int], query_length: int, processors: int):
     """Heads packed into rows, keys in several splits, lengths for each sequence."""
     case = Case(dtype, query_length, 600, heads, dims, (1,), causal=True, offset="end", lengths="keys")
-    call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None)
+    call = cases.of_forward(cases.build(case))
     spec, _ = hopper_kernels.canonical(call)
     found = plan.plan_forward(spec, processors)
     assert found.packed_heads > 1

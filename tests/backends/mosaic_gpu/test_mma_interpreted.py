@@ -1,6 +1,5 @@
 """The kernels by `mma.sync` in Pallas' interpreter: right over a short product of features."""
 
-import dataclasses
 import functools
 
 import cases
@@ -26,7 +25,7 @@ VALUES = {
     "key_length": (17, 131, 200),
     "dims": ((40, 24), (64, 64), (80, 80), (33, 100), (192, 128), (1, 5)),
 }
-CASES = [Case(batch=(2,), **row) for row in cases.product(VALUES, 2)]
+CASES = [Case(batch=(2,), **row) for row in cases.product(VALUES, 2)][::2]
 FUSED_TILES = plan.TILES["backward"]
 
 
@@ -84,9 +83,8 @@ def test_deterministic(case: Case):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(causal=True, offset="end", lengths="both"),
-        dict(bias="keys", alibi=True, scale="traced", dropout=True, heads=(4, 2)),
-        dict(mask="full", bias="full", segments="sorted"),
+        dict(causal=True, lengths="both", bias="keys", alibi=True, scale="traced", dropout=True, heads=(4, 2)),
+        dict(mask="full", bias="full", segments="sorted", offset="end"),
     ],
     ids=str,
 )
@@ -103,7 +101,7 @@ def test_fused_tiles(dim: int, tile: Tile, options: dict):
 
 
 @sampled(4)
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0"])
+@pytest.mark.parametrize("capability", ["8.0", "8.6"])
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
@@ -133,7 +131,7 @@ def test_budgets(dims: tuple[int, int], options: dict, capability: str):
 def test_decoding(query_length: int, processors: int, key_length: int, dtype: str):
     """Heads packed into rows, keys in several parts, lengths for each sequence."""
     case = Case(dtype, query_length, key_length, heads=(4, 2), dims=(64, 64), lengths="keys", batch=(2,))
-    assert_right(cases.build(case), "8.0", processors)
+    assert_right(cases.of_forward(cases.build(case)), "8.0", processors)
 
 
 @pytest.mark.slow
@@ -205,5 +203,4 @@ def test_tables(row):
 @pytest.mark.slow
 def test_forward_alone():
     call = cases.build(Case("bfloat16", 131, 4000, heads=(2, 2), dims=(64, 64), batch=(), causal=True, offset="end"))
-    call = dataclasses.replace(call, d_out=None, d_lse=None)
-    oracle.assert_right(run(call), call)
+    oracle.assert_right(run(cases.of_forward(call)), call)
