@@ -148,7 +148,7 @@ def test_sums_of_head_groups(options: dict):
 def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     """What weights are relative to changes only where it must."""
     case = Case(dtype, 70, 390, heads=(1, 1), dims=(64, 64), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
-    call = cases.with_steps(cases.build(case), steps)
+    call = cases.of_forward(cases.with_steps(cases.build(case), steps))
     oracle.assert_right(run(call), call)
 
 
