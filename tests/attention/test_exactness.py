@@ -23,6 +23,8 @@ EMULATED_FEWER, EMULATED_QUICK, EMULATED_SHORT, EMULATED_LONG = map(
 )
 CASES = list(dict.fromkeys([*FEWER, *QUICK, *SHORT, *LONG]))
 EMULATED = list(dict.fromkeys([*EMULATED_FEWER, *EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]))
+# The definition has no tiles.
+IN_FULL = dict.fromkeys(_dispatch.BACKENDS, CASES) | {"metal": EMULATED, "reference": [*FEWER, *QUICK]}
 IN_SHORT_RUN = {
     "xla": {*FEWER, *cases.once(SHORT), *cases.once(LONG, cases.SHAPES)},
     "metal": {*EMULATED_FEWER, *cases.once(EMULATED_SHORT), *cases.once(EMULATED_LONG, cases.SHAPES)},
@@ -31,7 +33,6 @@ IN_SHORT_RUN = {
     "mosaic_gpu": set(cases.once(FEWER)),
     "mosaic_gpu_mma": set(cases.once(FEWER)),
 }
-IN_FULL = [name for name in _dispatch.BACKENDS if name != "metal"]
 NOTHING = [
     dict(query_length=0),
     dict(key_length=0),
@@ -54,7 +55,8 @@ def assert_exact(attention: Callable[..., Any], case: Case):
     ("case", "backend"),
     [
         pytest.param(case, backend, marks=() if case in IN_SHORT_RUN[backend] else pytest.mark.slow)
-        for case, backend in [*itertools.product(CASES, IN_FULL), *((case, "metal") for case in EMULATED)]
+        for case, backend in itertools.product([*CASES, *EMULATED], _dispatch.BACKENDS)
+        if case in IN_FULL[backend]
     ],
     ids=str,
 )

@@ -70,12 +70,14 @@ def assert_near(got: Any, want: Any, allowed: Callable[[np.ndarray], Any]) -> No
     jax.tree.map_with_path(compare, got, want)
 
 
-def marked(rows: Any) -> list[Any]:
-    return [pytest.param(row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in rows]
-
-
-@pytest.mark.parametrize("row", marked(ROWS))
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("implementation", "row"),
+    [
+        *(pytest.param("xla", row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in ROWS),
+        # JAX alone takes its derivatives.
+        *(pytest.param("reference", row, marks=pytest.mark.slow) for row in (*IN_SHORT_RUN, *DEVICES)),
+    ],
+)
 def test_every_derivative(implementation: str, row: str) -> None:
     with jax.enable_x64(True):
         got = made(row, functools.partial(attend, implementation))
