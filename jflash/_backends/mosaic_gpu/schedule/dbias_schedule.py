@@ -55,14 +55,13 @@ class DbiasSchedule:
 
     @property
     def grid(self) -> dict[str, int]:
-        """The axes of a grid but those of a tile's place."""
+        """A grid's axes, without those that place a tile."""
         return dict(head=self.shape[1], batch=self.shape[0]) | ({"split": self.splits} if self.splits > 1 else {})
 
     def stored(self, spec: Spec, rows: int, keys: int) -> jax.ShapeDtypeStruct:
         """The kernel's result with so many rows and keys: parts lie one behind the other along the first axis."""
-        return jax.ShapeDtypeStruct(
-            (self.splits * self.shape[0], self.shape[1], rows, keys), stored_dtype(spec, self.splits)
-        )
+        shape = self.splits * self.shape[0], self.shape[1], rows, keys
+        return jax.ShapeDtypeStruct(shape, stored_dtype(spec, self.splits))
 
     def summed(self, spec: Spec, stored: Float[Array, "parts #N rows keys"]) -> Float[Array, "#B #N T S"]:
         """The gradient, in the bias's shape."""
@@ -83,10 +82,8 @@ class DbiasSchedule:
     def sharing(self, visit: Any) -> tuple[Any, Any]:
         """In a kernel: the batch entry and the head of a visit."""
         # The bias's own entry and head are added to; only one of the two is not 0.
-        return (
-            lax.axis_index("batch") + lax.div(visit, self.heads),
-            lax.axis_index("head") + lax.rem(visit, self.heads),
-        )
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        return batch + lax.div(visit, self.heads), head + lax.rem(visit, self.heads)
 
     def place(self) -> tuple[Any, Any]:
         """In a kernel: where a CTA stores, by the first two axes."""
