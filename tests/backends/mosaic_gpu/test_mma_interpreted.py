@@ -201,5 +201,6 @@ def test_tables(row):
 
 @pytest.mark.slow
 def test_forward_alone():
-    call = cases.build(Case("bfloat16", 131, 4000, heads=(2, 2), dims=(64, 64), batch=(), causal=True, offset="end"))
-    oracle.assert_right(run(cases.of_forward(call)), call)
+    case = Case("bfloat16", 131, 4000, heads=(2, 2), dims=(64, 64), batch=(), causal=True, offset="end")
+    call = cases.of_forward(cases.build(case))
+    oracle.assert_right(run(call), call)
