@@ -123,8 +123,7 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     bias_kind, dbias = bias_and_mask.bias_kind(spec) if "bias" in wanted else None, None
     if bias_kind == "tile":
         tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
-        ctas = None if platform.processors is None else _CTAS * platform.processors
-        dbias = DbiasPlan(spec, tile, DbiasSchedule.of(spec, tile.rows, tile.size, ctas))
+        dbias = DbiasPlan(spec, tile, DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform)))
         wanted = tuple(name for name in wanted if name != "bias")
     tables = _plan_tables(spec, platform) if score_mod_reads.tables(spec) else None
     # Each sum over keys, and with deterministic=True every sum, has an owner in the other kernels alone.
@@ -141,9 +140,13 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
 
 def _plan_tables(spec: Spec, platform: Platform) -> TablesPlan:
     tile = _choose(spec, platform, "d_tables", lambda tile: backward_tables.shared_memory(spec, tile))
-    ctas = None if platform.processors is None else _CTAS * platform.processors
     blocks = pl.cdiv(spec.query_length, tile.rows)
-    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, ctas))
+    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, _ctas(platform)))
+
+
+def _ctas(platform: Platform) -> int | None:
+    """CTAs that the device runs at a time, about; `None` where its multiprocessors are not counted."""
+    return None if platform.processors is None else _CTAS * platform.processors
 
 
 def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> FusedPlan | None:

@@ -39,7 +39,11 @@ class DbiasSchedule:
 
     @classmethod
     def of(cls, spec: Spec, rows: int, keys: int, ctas: int | None) -> Self:
-        """With tiles of so many rows and keys, and about `ctas`, where there are fewer tiles; `None`: one each."""
+        """The schedule for tiles of `rows` by `keys`.
+
+        Where there are fewer tiles than `ctas`, several CTAs share each tile, at most `ctas` in all. If `ctas` is
+        `None`, each tile has one.
+        """
         assert spec.bias_shape is not None
         batch, heads, *lengths = spec.bias_shape
         sharing = spec.heads // heads
@@ -59,7 +63,8 @@ class DbiasSchedule:
         return dict(head=self.shape[1], batch=self.shape[0]) | ({"split": self.splits} if self.splits > 1 else {})
 
     def stored(self, spec: Spec, rows: int, keys: int) -> jax.ShapeDtypeStruct:
-        """The kernel's result with so many rows and keys: parts lie one behind the other along the first axis."""
+        """Shape and dtype of the kernel's result, padded to `rows` and `keys`. The splits' parts are stacked along the
+        batch axis."""
         shape = self.splits * self.shape[0], self.shape[1], rows, keys
         return jax.ShapeDtypeStruct(shape, stored_dtype(spec, self.splits))
 
@@ -92,5 +97,5 @@ class DbiasSchedule:
 
 
 def stored_dtype(spec: Spec, splits: int) -> Any:
-    """What the kernel stores, with so many CTAs for each tile."""
+    """The dtype that the kernel stores: float32 if each of several CTAs stores a part of the sum."""
     return spec.gradient_dtype(spec.bias_dtype) if splits == 1 else jnp.dtype(jnp.float32)
