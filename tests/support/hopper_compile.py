@@ -36,7 +36,7 @@ PAIRS = (1, 4, LENGTH, LENGTH)
 DROPOUT_KEY = dict(dropout_key=((2,), jnp.uint32))
 CASES = {
     **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
-    **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 80, 96, 112, 128, 256)},
+    **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 72, 80, 96, 112, 128, 256)},
     "d64 causal, soft cap": (64, 64, dict(is_causal=True, logits_soft_cap=50.0), {}),
     "d64 causal, bias of keys": (64, 64, dict(is_causal=True), dict(bias=((1, 4, 1, LENGTH), bfloat16))),
     "d64 causal, alibi": (64, 64, dict(is_causal=True), dict(alibi_slopes=((4,), float32))),
@@ -132,8 +132,8 @@ SHORT = {
 """Cases that are compiled for 512 tokens too, where the last CTA rounds dQ, and for so many whose dQ stays in shared
 memory."""
 ODD = {
-    **{"d64": 1021, "d64 causal": 197, "d128 causal": 1021, "d80 causal": 261, "d112 causal": 1021},
-    **{"d256": 1021, "soft cap": 1021},
+    **{"d64": 1021, "d64 causal": 197, "d128 causal": 1021, "d80 causal": 261, "d96 causal": 1021},
+    **{"d112 causal": 1021, "d256": 1021, "soft cap": 1021},
 }
 """Cases that are also compiled for this many tokens, a number that 8 does not divide."""
 SHARED = ("d128 causal",)

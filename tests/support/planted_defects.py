@@ -274,9 +274,16 @@ DEFECTS = [
     Defect(
         "All panels of a product are added to the first one's columns",
         "jflash/_backends/mosaic_gpu/hardware/panels.py",
-        "yield accumulator.at[:, pl.ds(number * b.width, b.width)], a, panel",
-        "yield accumulator.at[:, pl.ds(0, b.width)], a, panel",
+        "yield accumulator.at[:, pl.ds(first, panel.shape[-1])], left, panel",
+        "yield accumulator.at[:, pl.ds(0, panel.shape[-1])], left, panel",
         "tests/backends/mosaic_gpu/test_hopper_panels.py",
+    ),
+    Defect(
+        "Warpgroups that take turns wait for no dS but that which they multiply",
+        "jflash/_backends/mosaic_gpu/kernels/fused_cta.py",
+        "            self._wait_for_ds(step - 1)\n",
+        "            pl.when(self._makes_dq(step - 1, before))(lambda: self._wait_for_ds(step - 1))\n",
+        "tests/backends/mosaic_gpu/test_hopper_interpreted.py::test_dq_in_shared_memory",
     ),
     Defect(
         "A head's part of a shared bias's gradient is added twice",

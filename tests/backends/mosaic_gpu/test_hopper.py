@@ -146,7 +146,7 @@ def test_rounds(dims, options):
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (72, 72), (128, 128)], ids=str)
 @pytest.mark.parametrize(
     ("queries", "kind", "batch", "heads"),
     [
@@ -177,6 +177,7 @@ SHORT = [
     ((70, 150), 56, (8, 4), (64, 40)),
     ((500, 390), 28, (4, 4), (64, 64)),
     ((140, 150), 56, (4, 4), (96, 96)),
+    ((140, 150), 56, (4, 4), (72, 72)),
 ]
 SHORT_OPTIONS = [
     {},

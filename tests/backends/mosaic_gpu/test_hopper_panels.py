@@ -1,4 +1,4 @@
-"""Lengths that 8 does not divide: tiles in panels, whose copies take arrays as they are."""
+"""Lengths that 8 does not divide and heads that 16 does not: tiles in panels, whose copies take arrays as they are."""
 
 import dataclasses
 import functools
@@ -31,6 +31,12 @@ from jflash._backends.mosaic_gpu.inputs import array_shapes
         ((67, 150), (2, 2), (8, 8), dict(score_mod="indices")),
         # Narrow panels.
         ((131, 77), (2, 2), (96, 80), dict(causal=True)),
+        # Panels of several widths, with dS in the swizzle of each; and heads that they do not fill.
+        ((131, 77), (2, 2), (80, 80), dict(causal=True)),
+        ((144, 128), (2, 2), (72, 72), {}),
+        ((64, 72), (4, 2), (70, 24), dict(causal=True, lengths="both")),
+        ((133, 61), (2, 2), (104, 88), dict(segments="sorted")),
+        ((72, 200), (2, 2), (40, 200), dict(window=(90, 20))),
         # Decoding, with heads as rows, and keys in splits.
         ((1, 1029), (4, 2), (128, 128), {}),
     ],
@@ -52,7 +58,7 @@ def test_values_are_padded_where_many_queries_see_them(monkeypatch: pytest.Monke
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (32, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (32, 128), (80, 80), (72, 88)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(lengths="both"), dict(deterministic=True)], ids=str)
 def test_nothing_is_copied(dims: tuple[int, int], options: dict[str, Any]):
     """Neither operands, d_out and output before kernels, nor results after them."""
@@ -66,7 +72,7 @@ def test_nothing_is_copied(dims: tuple[int, int], options: dict[str, Any]):
 
 
 def test_padding_is_explained():
-    """What is padded still: what many queries see, where products by panels take longer; heads that no panel fits."""
+    """What is padded still: what many queries see, as products by panels take longer; heads that 8 does not divide."""
     spec, _ = hopper_kernels.canonical(built((197, 203), (2, 2), (128, 128)))
     copies = lambda **changed: plan.describe(dataclasses.replace(spec, **changed), 132).split("copies:\n")[1]
     assert copies(query_length=4001, key_length=4001) == "  value is padded from (2, 4001, 2, 128) to (2, 4008, 2, 128)"
@@ -77,8 +83,13 @@ def test_padding_is_explained():
         f"  key is padded from {shapes} for the backward",
         f"  value is padded from {shapes}",
     ]
-    narrow = copies(head_dim=72, value_dim=72).splitlines()
-    assert narrow[0] == "  query is padded from (2, 197, 2, 72) to (2, 200, 2, 80)"
+    assert copies(head_dim=72, value_dim=72) == "  none"
+    of_many = copies(query_length=4000, key_length=4000, head_dim=72, value_dim=72)
+    assert of_many == "  value is padded from (2, 4000, 2, 72) to (2, 4000, 2, 80)"
+    assert copies(head_dim=70, value_dim=64) == "\n".join(
+        f"  {name} is padded from (2, {rows}, 2, 70) to (2, {rows}, 2, 80)"
+        for name, rows in dict(query=197, key=203).items()
+    )
 
 
 def built(rows: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], **options: Any) -> cases.Call:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jflash._backends.mosaic_gpu.hardware.panels import Panels
+from jflash._backends.mosaic_gpu.hardware import panels
 
 
 @jax.tree_util.register_pytree_node_class
@@ -33,25 +33,29 @@ class Overlaid:
         return cls(plgpu.RefUnion(*views), in_panels, len(views), is_tile=False)
 
     @classmethod
-    def of_panels(cls, blocks: Any, rows: Any) -> Self:
+    def of_panels(cls, blocks: tuple[Any, ...], rows: tuple[Any, ...]) -> Self:
         """A tile in panels, as products and as copies see it."""
         return cls(plgpu.RefUnion(blocks, rows), (True,), 2, is_tile=True)
 
     @property
     def panels(self) -> int:
         """Of a tile."""
-        return self.memory.refs[0].shape[0]
+        return panels.number(self.memory.refs[0])
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of a tile's panels of each kind."""
+        return panels.widths(self.memory.refs[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of a tile."""
-        panels, *leading, width = self.memory.refs[0].shape
-        return *leading, panels * width
+        return panels.shape(self.memory.refs[0])
 
     @property
     def dtype(self) -> Any:
         """Of a tile."""
-        return self.memory.refs[0].dtype
+        return self.memory.refs[0][0].dtype
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
         """For JAX."""
@@ -73,7 +77,7 @@ class Overlaid:
         """In a kernel: the groups, or the tile."""
         views = (self.memory,) if self.views == 1 else tuple(self.memory)
         number = len(self.in_panels)
-        tile = lambda in_panels, blocks, rows: Panels(blocks, rows) if in_panels else blocks
+        tile = lambda in_panels, blocks, rows: panels.Panels(blocks, rows) if in_panels else blocks
         given = zip(self.in_panels, views[:number], views[-number:], strict=True)
         groups = tuple(jax.tree.map(tile, *group) for group in given)
         return groups[0] if self.is_tile else groups

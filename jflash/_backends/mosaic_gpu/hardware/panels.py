@@ -3,11 +3,13 @@
 Products want a tile in blocks of 8 rows and a swizzle's columns. Pallas describes an array to the copy engine in blocks
 too, so that 8 would have to divide its rows, and a block's columns its columns. A panel is one swizzle wide. It has the
 same bytes whether it is made of blocks or of rows, and to a copy it is made of rows: those may begin and end anywhere.
+
+Fewer panels are fewer copies and products. So as many as can be are of the widest swizzle, and others of what is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax import lax
@@ -18,31 +20,30 @@ from jaxtyping import Array, Float
 class Panels:
     """A tile `[..., rows, columns]` in shared memory, which stands for a reference to it."""
 
-    def __init__(self, blocks: Any, rows: Any, *, is_transposed: bool = False) -> None:
-        """`blocks` and `rows` are the same memory `[panels, ..., rows, width]`, to products and threads, and to
-        copies."""
+    def __init__(self, blocks: Sequence[Any], rows: Sequence[Any], *, is_transposed: bool = False) -> None:
+        """`blocks` and `rows` are the same memory, to products and threads, and to copies: for panels of each width an
+        array `[panels, ..., rows, width]`."""
         self._blocks, self._rows, self.is_transposed = blocks, rows, is_transposed
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As of a reference."""
-        number, *leading, width = self._blocks.shape
-        return *leading, number * width
+        return shape(self._blocks)
 
     @property
     def dtype(self) -> Any:
         """As of a reference."""
-        return self._blocks.dtype
+        return self._blocks[0].dtype
 
     @property
-    def width(self) -> int:
-        """Columns of a panel."""
-        return self._blocks.shape[-1]
+    def widths(self) -> list[int]:
+        """Columns of a panel of each kind."""
+        return widths(self._blocks)
 
     @property
     def number(self) -> int:
         """How many panels there are."""
-        return self._blocks.shape[0]
+        return number(self._blocks)
 
     @property
     def at(self) -> _At:
@@ -55,31 +56,57 @@ class Panels:
         return Panels(self._blocks, self._rows, is_transposed=not self.is_transposed)
 
     def columns(self, first: Any, size: int) -> Panels:
-        """Some columns, in whole panels; a `first` that is not static is known to be at the beginning of one."""
-        index = first // self.width if isinstance(first, int) else lax.div(first, self.width)
-        return self.of_panels(pl.ds(index, size // self.width))
+        """Some columns, in whole panels of a tile whose panels are alike; a `first` that is not static is known to be
+        at the beginning of one."""
+        (blocks,) = self._blocks
+        width = blocks.shape[-1]
+        index = first // width if isinstance(first, int) else lax.div(first, width)
+        return self.of_panels(pl.ds(index, size // width))
 
     def of_panels(self, *index: Any) -> Panels:
         """By all axes but columns, that of panels first."""
-        return Panels(self._blocks.at[index], self._rows.at[index], is_transposed=self.is_transposed)
+        blocks, rows = ([ref.at[index] for ref in refs] for refs in (self._blocks, self._rows))
+        return Panels(blocks, rows, is_transposed=self.is_transposed)
 
     def __setitem__(self, index: Any, values: Float[Array, "rows columns"]) -> None:
         """By all axes but columns."""
-        for panel in range(self.number):
-            first = panel * self.width
-            self._blocks.at[panel][index] = lax.slice(values, (0, first), (values.shape[0], first + self.width))
+        for panel, first in _each(self._blocks):
+            panel[index] = lax.slice(values, (0, first), (values.shape[0], first + panel.shape[-1]))
 
     def of_products(self) -> list[Any]:
         """References to the panels, as products take them."""
-        panels = [self._blocks.at[panel] for panel in range(self.number)]
-        return [panel.T for panel in panels] if self.is_transposed else panels
+        return [panel.T if self.is_transposed else panel for panel, _ in _each(self._blocks)]
 
     def of_copies(self, source: Any) -> Iterator[tuple[Any, Any]]:
         """References to the panels, as copies take them, with what of an array `[rows, columns]` each is copied from or
         to."""
-        for panel in range(self.number):
-            columns = source if self.number == 1 else source.at[:, pl.ds(panel * self.width, self.width)]
-            yield self._rows.at[panel], columns
+        for panel, first in _each(self._rows):
+            yield panel, source if self.number == 1 else source.at[:, pl.ds(first, panel.shape[-1])]
+
+
+def shape(panels: Sequence[Any]) -> tuple[int, ...]:
+    """That of a tile, from arrays of its panels."""
+    *leading, _ = panels[0].shape[1:]
+    return *leading, sum(some.shape[0] * some.shape[-1] for some in panels)
+
+
+def widths(panels: Sequence[Any]) -> list[int]:
+    """Their columns, of each array of them."""
+    return [some.shape[-1] for some in panels]
+
+
+def number(panels: Sequence[Any]) -> int:
+    """How many there are in arrays of them."""
+    return sum(some.shape[0] for some in panels)
+
+
+def _each(panels: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """Each panel, and its first column."""
+    first = 0
+    for some in panels:
+        for index in range(some.shape[0]):
+            yield some.at[index], first
+            first += some.shape[-1]
 
 
 class _At:
@@ -88,6 +115,23 @@ class _At:
 
     def __getitem__(self, index: Any) -> Panels:
         return self._panels.of_panels(slice(None), *(index if isinstance(index, tuple) else (index,)))
+
+
+class ByWidth:
+    """A tile `[rows, columns]` whose products with panels want it in their swizzle: the same in each of them."""
+
+    def __init__(self, tiles: Mapping[int, Any]) -> None:
+        """`tiles` are references, by the panels' width."""
+        self._tiles = tiles
+
+    @property
+    def T(self) -> ByWidth:
+        """The transpose."""
+        return ByWidth({width: tile.T for width, tile in self._tiles.items()})
+
+    def beside(self, panel: Any) -> Any:
+        """As a product with this panel takes it."""
+        return self._tiles[panel.shape[-1]]
 
 
 def panel(tile: Any, first: Any, width: int) -> Any:
@@ -104,5 +148,8 @@ def products(accumulator: Any, a: Any, b: Panels) -> Iterator[tuple[Any, Any, An
     elif b.number == 1:
         yield accumulator, a, right[0]
     else:
-        for number, panel in enumerate(right):
-            yield accumulator.at[:, pl.ds(number * b.width, b.width)], a, panel
+        first = 0
+        for panel in right:
+            left = a.beside(panel) if isinstance(a, ByWidth) else a
+            yield accumulator.at[:, pl.ds(first, panel.shape[-1])], left, panel
+            first += panel.shape[-1]

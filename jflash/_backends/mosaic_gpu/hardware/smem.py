@@ -58,18 +58,40 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
       part: the columns that a product takes of these tiles, or of others with the same swizzle: whole swizzles too.
       in_panels: whether they are `Panels`, whose copies do not ask what `divides` an array's columns.
     """
-    itemsize = np.dtype(dtype).itemsize
-    whole = (shape[-1], part or shape[-1])
-    fits = lambda n: all(m % n == 0 for m in whole) and (in_panels or all(m <= n or m % n == 0 for m in divides))
-    swizzle = next(width for width in (128, 64, 32) if fits(width // itemsize))
-    width = swizzle // itemsize
-    tiling, swizzling = plgpu.TilingTransform, plgpu.SwizzleTransform
-    transforms: Any = tiling((8, width)), swizzling(swizzle)  # pyright: ignore[reportAbstractUsage]
     if not in_panels:
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-    panels = shape[-1] // width, *shape[:-1], width
-    blocks, rows = (plgpu.SMEM(panels, dtype, transforms=some) for some in (transforms, transforms[1:]))
-    return Overlaid.of_panels(blocks, rows)
+        whole = (shape[-1], part or shape[-1])
+        fits = lambda n: all(m % n == 0 for m in whole) and all(m <= n or m % n == 0 for m in divides)
+        return plgpu.SMEM(shape, dtype, transforms=_transforms(next(filter(fits, _widths(dtype))), dtype))
+    blocks, rows = [], []
+    for width, number in panels_of(shape[-1], dtype, part).items():
+        panels, transforms = (number, *shape[:-1], width), _transforms(width, dtype)
+        blocks.append(plgpu.SMEM(panels, dtype, transforms=transforms))
+        rows.append(plgpu.SMEM(panels, dtype, transforms=transforms[1:]))
+    return Overlaid.of_panels(tuple(blocks), tuple(rows))
+
+
+def panels_of(columns: int, dtype: Any, part: int | None = None) -> dict[int, int]:
+    """How many panels a tile's columns are, by their width: as few as can be, but equal ones where a `part` asks for
+    them. Arguments as for `tile`."""
+    if part is not None:
+        width = next(n for n in _widths(dtype) if columns % n == part % n == 0)
+        return {width: columns // width}
+    found: dict[int, int] = {}
+    for width in _widths(dtype):
+        number, columns = divmod(columns, width)
+        found |= {width: number} if number else {}
+    return found
+
+
+def _widths(dtype: Any) -> list[int]:
+    """Columns of each swizzle, the widest first."""
+    return [swizzle // np.dtype(dtype).itemsize for swizzle in (128, 64, 32)]
+
+
+def _transforms(width: int, dtype: Any) -> tuple[Any, ...]:
+    """Of the layout that products take, in swizzles of a number of columns."""
+    tiling, swizzling = plgpu.TilingTransform, plgpu.SwizzleTransform
+    return tiling((8, width)), swizzling(width * np.dtype(dtype).itemsize)  # pyright: ignore[reportAbstractUsage]
 
 
 def ring(

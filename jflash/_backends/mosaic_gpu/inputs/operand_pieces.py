@@ -12,7 +12,7 @@ Source: Henry, Tang and Heinecke, arXiv:1904.06376, section II.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps, rounded
-from jflash._backends.mosaic_gpu.hardware.panels import Panels
+from jflash._backends.mosaic_gpu.hardware.panels import ByWidth, Panels
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces
 from jflash._semantics.spec import Spec
 
@@ -114,6 +114,11 @@ def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None
     if isinstance(tile, Panels):
         return (tile.columns(first, columns),)
     return tuple(tile.at[:, pl.ds(index * each + first, columns)] for index in range(count))
+
+
+def by_width(widths: Sequence[int], tiles: Sequence[Pieces]) -> Pieces:
+    """The one piece of a tile, for products with panels of these widths."""
+    return (ByWidth({width: tile for width, (tile,) in zip(widths, tiles, strict=True)}),)
 
 
 def transposed(pieces: Pieces) -> Pieces:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,11 +12,12 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.hardware import round_up
 from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
 from jflash._backends.mosaic_gpu.inputs.array_shapes import (
+    block_dims,
+    block_shape,
     forward_in_panels,
     in_panels,
+    panel_dim,
     values_in_panels,
-    whole_dims,
-    whole_shape,
 )
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import zero_padding
@@ -37,12 +39,12 @@ def whole_tiles(
     spec: Spec, name: str, array: Array, axis: int = 1, parts: int = 1, *, in_panels: bool = False
 ) -> Array:
     """`[B, L, N, H]` (L at `axis`) padded with zeros to whole tiles, and in pieces: query, key, value or d_out. Of
-    `parts` of the columns each has its own pieces side by side. Tiles in panels are whole as they are."""
-    if in_panels:
-        return array
-    dim = whole_dims(spec)[name in ("value", "d_out")]
-    room = [(0, 0)] * 3 + [(0, dim - array.shape[3])]
-    room[axis] = (0, -array.shape[axis] % 8)
+    `parts` of the columns each has its own pieces side by side."""
+    columns = array.shape[3]
+    dim = panel_dim(columns) if in_panels else block_dims(spec)[name in ("value", "d_out")]
+    room = [(0, 0)] * 3 + [(0, dim - columns)]
+    if not in_panels:
+        room[axis] = (0, -array.shape[axis] % 8)
     return operand_pieces.split_array(spec, jnp.pad(array, room), parts)
 
 
@@ -131,13 +133,9 @@ def copied(spec: Spec) -> list[str]:
             f"{name} is split into bfloat16 pieces, {operand_pieces.number(spec)} of each number" for name in shapes
         ]
     else:
-        forward = shapes.keys() - ({"query", "key"} if forward_in_panels(spec) else set())
-        forward -= {"value"} if values_in_panels(spec) else set()
-        copies = [
-            f"{name} is padded from {shape} to {whole_shape(shape)}" + ("" if name in forward else " for the backward")
-            for name, shape in shapes.items()
-            if whole_shape(shape) != shape and (name in forward or not in_panels(spec))
-        ]
+        panels = dict.fromkeys(("query", "key"), forward_in_panels(spec)) | dict(value=values_in_panels(spec))
+        texts = (_padded(name, shape, panels[name], in_panels(spec)) for name, shape in shapes.items())
+        copies = list(itertools.chain(*texts))
     if spec.bias_shape is not None and bias_and_mask.has_bias_tiles(spec):
         *_, rows, columns = spec.bias_shape
         if rows % 8 or columns % 64:
@@ -145,3 +143,13 @@ def copied(spec: Spec) -> list[str]:
     if bias_and_mask.has_packed_mask(spec):
         copies.append("mask is packed into bits, an eighth of its bytes")
     return copies
+
+
+def _padded(name: str, shape: tuple[int, ...], forward_in_panels: bool, in_panels: bool) -> Iterator[str]:
+    """How an array of this shape is padded, if it is."""
+    whole = lambda panels: (*shape[:3], panel_dim(shape[3])) if panels else block_shape(shape)
+    forward, backward = whole(forward_in_panels), whole(in_panels)
+    if forward != shape:
+        yield f"{name} is padded from {shape} to {forward}"
+    if backward not in (shape, forward):
+        yield f"{name} is padded from {shape} to {backward} for the backward"

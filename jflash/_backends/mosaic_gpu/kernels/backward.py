@@ -84,7 +84,7 @@ class _Cta(FusedCta[FusedPlan]):
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
         width = self.plan.dq_width
         self.dq_columns = pl.ds(self.warpgroup * width, width)
-        if self.plan.tile.split_dq_by_rows:
+        if self.plan.tile.halves != "columns":
             self.dq_columns = pipeline.columns(width, self.refs.arrays["dq_acc"], self.item.batch)
         pl.when(self.dq.adds)(self._begin)
         self.dq.begin(self.warpgroup)
@@ -133,16 +133,20 @@ class _Cta(FusedCta[FusedPlan]):
             pipeline.drain(self.smem.q.empty, self.smem.do.empty)
             self.dq.finish_copies()
 
+    def turn(self, step: Any, at: Step) -> Any:
+        """From step to step."""
+        return step
+
     def dq_target(self, at: Step) -> Any:
         """In the accumulator of the step's head."""
         first = at.eighth * 8
-        by_rows = self.plan.tile.split_dq_by_rows
-        rows = pl.ds(first + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS) if by_rows else None
-        return self.dq.target(at.head, rows or pl.ds(first, self.plan.tile.queries), self.dq_columns)
+        if self.plan.tile.halves == "rows":
+            first += self.warpgroup * WARPGROUP_ROWS
+        return self.dq.target(at.head, pl.ds(first, WARPGROUP_ROWS), self.dq_columns)
 
-    def add_to_dq(self, target: Any, half: Float[Array, "rows columns"]) -> None:
+    def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
         """By a copy that adds."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.smem.dq[self.warpgroup] = half
+        self.smem.dq[self.warpgroup] = part
         plgpu.commit_smem()
         self.ops.reduce_add(target, self.smem.dq.at[self.warpgroup])

@@ -50,7 +50,12 @@ class WalkPlan(KernelPlan):
 def dq_width(spec: Spec, tile: FusedTiles) -> int:
     """Columns of a tile's dQ that a warpgroup makes."""
     columns = tile.columns(tile_dims(spec)[0])
-    return columns if tile.split_dq_by_rows else columns // 2
+    return columns // 2 if tile.halves == "columns" else columns
+
+
+def _part(spec: Spec, tile: FusedTiles) -> int | None:
+    """Columns of queries and keys that a product takes, if not all."""
+    return dq_width(spec, tile) if tile.halves == "columns" else None
 
 
 def as_columns(spec: Spec, tile: FusedTiles) -> bool:
@@ -60,35 +65,34 @@ def as_columns(spec: Spec, tile: FusedTiles) -> bool:
 
 def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any, Any]:
     """Buffers of the keys and values of as many blocks."""
-    dims, width = whole_dims(spec), dq_width(spec, tile)
-    columns, value_columns = map(tile.columns, tile_dims(spec))
+    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     tiles = CallTiles.of(spec)
-    k = tiles.operand((stages, tile.keys, columns), dims[0], part=width)
+    k = tiles.operand((stages, tile.keys, columns), dims[0], part=_part(spec, tile))
     return k, tiles.operand((stages, tile.keys, value_columns), dims[1])
 
 
 def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
     """Buffers of their gradients."""
-    dims, width = whole_dims(spec), dq_width(spec, tile)
-    columns, value_columns = map(tile.columns, tile_dims(spec))
+    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     tiles = CallTiles.of(spec)
-    dk = tiles.result((1, tile.keys, columns), dims[0], part=width)
+    dk = tiles.result((1, tile.keys, columns), dims[0], part=_part(spec, tile))
     return dk, tiles.result((1, tile.keys, value_columns), dims[1])
 
 
-def ds(spec: Spec, tile: FusedTiles) -> Any:
-    """A buffer for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next."""
-    shape = 2, tile.keys, tile.queries
-    # As the keys, with whose columns it is multiplied.
-    divides = () if in_panels(spec) else whole_dims(spec)[:1]
-    return CallTiles(spec, in_panels=False).operand(shape, *divides, part=dq_width(spec, tile))
+def ds(spec: Spec, tile: FusedTiles) -> tuple[Any, ...]:
+    """Buffers for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next. One in
+    each swizzle of the keys, with whose columns dS is multiplied."""
+    shape, tiles = (2, tile.keys, tile.queries), CallTiles(spec, in_panels=False)
+    if in_panels(spec):
+        k, _ = keys_and_values(spec, tile)
+        return tuple(tiles.operand(shape, part=width) for width in k.widths)
+    return (tiles.operand(shape, whole_dims(spec)[0], part=dq_width(spec, tile)),)
 
 
 def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     """Buffers and barriers of what is walked over, by name: `full` when a copy has arrived, `empty` when all readers
     are done."""
-    dims, width = whole_dims(spec), dq_width(spec, tile)
-    columns, value_columns = map(tile.columns, tile_dims(spec))
+    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
     # First lse of all tiles, then delta.
     vectors = smem.vectors(2 * tile.stages, tile.queries)
@@ -96,7 +100,7 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     early = 1 if in_columns else row_statistics.early(spec)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
     return dict(
-        q=ring((tile.stages, tile.queries, columns), dims[0], others=early + has_bias_tiles, part=width),
+        q=ring((tile.stages, tile.queries, columns), dims[0], others=early + has_bias_tiles, part=_part(spec, tile)),
         do=ring((tile.stages, tile.queries, value_columns), dims[1], others=0 if in_columns else 2 - early),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,

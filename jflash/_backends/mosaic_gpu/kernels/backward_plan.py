@@ -52,6 +52,10 @@ _MOST_DBIAS_TILES = 4
 _TILES_TO_BEGIN = 4
 """Tiles of queries that a CTA of the fused backward could visit while it begins and ends."""
 
+_MOST_COLUMNS_IN_TURNS = 96
+"""Up to which registers hold all columns of a tile's dQ beside dK and dV, though not beside pieces of float32. The
+warpgroup whose turn it is falls behind by a product, for which there have to be two stages of queries."""
+
 _PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose gradients kernels sum."""
 
@@ -139,7 +143,8 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
     candidates = [FusedTiles(128, 2)] if widest <= 64 and plain else []
     if widest <= 128:
-        candidates += [FusedTiles(64, 2), FusedTiles(64, 1)]
+        in_turns = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
+        candidates += [FusedTiles(64, 2, in_turns=in_turns), FusedTiles(64, 1)]
     fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
     key = TuningKey("mosaic_gpu backward", _facts(spec))
     return _tuning.choose(key, fitting) if fitting else None
@@ -165,9 +170,10 @@ def choose_short_tiles(spec: Spec) -> ShortTiles | None:
     widest = max(whole_dims(spec))
     if widest > 128 or spec.dtype == jnp.float32:
         return None
-    candidates = [ShortTiles(key_stages=2), ShortTiles()]
+    in_turns = widest <= _MOST_COLUMNS_IN_TURNS
+    candidates = [ShortTiles(key_stages=2, in_turns=in_turns), ShortTiles(in_turns=in_turns)]
     if row_statistics.as_columns(spec):
-        candidates.append(ShortTiles(columns_of_statistics=False))
+        candidates.append(ShortTiles(columns_of_statistics=False, in_turns=in_turns))
     if widest > 64:
         candidates.append(ShortTiles(stages=1))
     fitting = [tile for tile in candidates if backward_short_plan.fits(spec, tile)]

@@ -1,6 +1,6 @@
 """Backward, fused, of short sequences: a CTA has all queries and keys of a head, and dQ stays in shared memory.
 
-    dQ = 0                                            each thread's own part
+    dQ = 0                                            each thread's own numbers
     for each block of keys:
       dK, dV, dQ += ...                               as `fused_cta` has them
       store dK, dV                                    while the next block's keys are copied
@@ -94,10 +94,10 @@ class _Cta(FusedCta[ShortPlan]):
         QueryProducer(self.inputs, self.order, self.item, keys, early, axis="cta").copy_all(self.smem)
 
     def _compute_item(self) -> None:
-        self._each_half(self._zero)
+        self._each_part(self._zero)
         self._each_block(self._compute_block)
         self._wait_for_copies()
-        self._each_half(self._store_half)
+        self._each_part(self._store_part)
 
     def _wait_for_copies(self) -> None:
         """Until what both warpgroups store has left shared memory, where something else takes its place."""
@@ -114,40 +114,44 @@ class _Cta(FusedCta[ShortPlan]):
         plgpu.barrier_arrive(shared.kv_empty.at[self.slot])
         self.store_rounded(acc)
 
+    def turn(self, step: Any, at: Step) -> Any:
+        """From tile to tile: each block of keys adds to what the same warpgroup's threads have."""
+        return self._tile(at)
+
     def dq_target(self, at: Step) -> Any:
-        """This warpgroup's half of the step's tile."""
-        tile = lax.div(at.eighth, WARPGROUP_ROWS // 8)
-        return self.smem.acc_dq.at[self._place(self._index(at.head, tile))]
+        """This warpgroup's part of the step's tile."""
+        tile, every = self._tile(at), self.plan.tile.warpgroups
+        return self.smem.acc_dq.at[tile * every + self.warpgroup if self.plan.tile.halves else tile]
 
-    def add_to_dq(self, target: Any, half: Float[Array, "rows columns"]) -> None:
+    def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
         """Each thread to its own numbers, as it alone reads them."""
-        target[...] = self.ops.load(target) + half
+        target[...] = self.ops.load(target) + part
 
-    def _index(self, head: Any, tile: Any) -> Any:
-        """Of a tile, among those of all heads."""
-        return head * self.plan.tiles + tile
+    def _tile(self, at: Step) -> Any:
+        """The number of a step's tile, among those of all heads."""
+        return at.head * self.plan.tiles + lax.div(at.eighth, WARPGROUP_ROWS // 8)
 
-    def _place(self, index: Any) -> Any:
-        """Of this warpgroup's half of a tile."""
-        return index * self.plan.tile.warpgroups + self.warpgroup
+    def _each_part(self, visit: Callable[[Any, Any], None]) -> None:
+        """`visit(number, part)` for this warpgroup's parts of dQ, every other one."""
+        every = self.plan.tile.warpgroups
+        number = lax.div(self.plan.dq_parts - self.warpgroup + every - 1, every)
+        lax.fori_loop(0, number, lambda number, _: visit(number, number * every + self.warpgroup), None)
 
-    def _each_half(self, visit: Callable[[Any], None]) -> None:
-        """`visit(index)` for all tiles."""
-        lax.fori_loop(0, self.plan.heads * self.plan.tiles, lambda index, _: visit(index), None)
-
-    def _zero(self, index: Any) -> None:
-        acc = self.smem.acc_dq.at[self._place(index)]
+    def _zero(self, _: Any, part: Any) -> None:
+        acc = self.smem.acc_dq.at[part]
         acc[...] = self.ops.full(acc.shape, 0)
 
-    def _store_half(self, index: Any) -> None:
-        """Issue a copy of this warpgroup's half of a tile."""
+    def _store_part(self, number: Any, part: Any) -> None:
+        """Issue a copy of it."""
         plan, result = self.plan, self.refs.results["d_query"]
         slots = self.rounded_dq.shape[1]
-        rounded = self.rounded_dq.at[self.warpgroup, lax.rem(index, slots)]
-        dq = self.ops.load(self.smem.acc_dq.at[self._place(index)]) * sums_scale(plan.spec)
+        rounded = self.rounded_dq.at[self.warpgroup, lax.rem(number, slots)]
+        dq = self.ops.load(self.smem.acc_dq.at[part]) * sums_scale(plan.spec)
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         rounded[...] = dq.astype(result.dtype)
         plgpu.commit_smem()
-        head, rows = self.item.first_head + lax.div(index, plan.tiles), lax.rem(index, plan.tiles) * WARPGROUP_ROWS
-        columns = pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
+        tile, columns = part, pipeline.columns(plan.dq_width, result, self.item.batch)
+        if plan.tile.halves:
+            tile, columns = number, pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
+        head, rows = self.item.first_head + lax.div(tile, plan.tiles), lax.rem(tile, plan.tiles) * WARPGROUP_ROWS
         pipeline.copy_out(rounded, result.at[self.item.batch, pl.ds(rows, WARPGROUP_ROWS), head, columns])

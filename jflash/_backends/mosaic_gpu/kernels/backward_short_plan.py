@@ -41,6 +41,11 @@ class ShortPlan(WalkPlan):
         return self.spec.batch * self.spec.key_heads
 
     @property
+    def dq_parts(self) -> int:
+        """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
+        return dq_parts(self.spec, self.tile)
+
+    @property
     def blocks(self) -> int:
         """Of keys, that a work item has."""
         return pl.cdiv(self.spec.key_length, self.tile.keys)
@@ -77,14 +82,18 @@ class ShortPlan(WalkPlan):
         )
 
 
+def dq_parts(spec: Spec, tile: ShortTiles) -> int:
+    """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
+    return (tile.warpgroups if tile.halves else 1) * spec.group * pl.cdiv(spec.query_length, tile.queries)
+
+
 def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
     """The kernel's buffers, and barriers."""
     k, v = backward_fused_plan.keys_and_values(spec, tile, tile.key_stages)
     dk, dv = backward_fused_plan.gradients(spec, tile)
     width, dim = backward_fused_plan.dq_width(spec, tile), whole_dims(spec)[0]
-    halves = tile.warpgroups * spec.group * pl.cdiv(spec.query_length, tile.queries)
     ds = backward_fused_plan.ds(spec, tile)
-    # Halves of tiles of dQ that are stored at once: as many as have the size of dS.
+    # Parts of dQ that are stored at once: as many as have the size of dS.
     slots = max(1, 2 * tile.keys // (tile.warpgroups * width))
     shape = tile.warpgroups, slots, WARPGROUP_ROWS, width
     rounded_dq = CallTiles.of(spec).result(shape, dim)
@@ -97,7 +106,7 @@ def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
         **backward_fused_plan.walked(spec, tile),
         # What is stored takes the place of dS^T, so that keys and values are copied meanwhile.
         ds_gradients=Overlaid.of(ds, (dk, dv), rounded_dq),
-        acc_dq=smem.tile((halves, WARPGROUP_ROWS, width), jnp.float32, dim),
+        acc_dq=smem.tile((dq_parts(spec, tile), WARPGROUP_ROWS, width), jnp.float32, dim),
     )
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps, pipeline, round_up, smem
 from jflash._backends.mosaic_gpu.hardware.panels import panel
 from jflash._backends.mosaic_gpu.inputs import row_statistics
-from jflash._backends.mosaic_gpu.inputs.array_shapes import forward_in_panels, tile_dims, whole_shape
+from jflash._backends.mosaic_gpu.inputs.array_shapes import block_shape, forward_in_panels, panel_dim, tile_dims
 from jflash._backends.mosaic_gpu.inputs.bf16_pieces import STORED_COLUMNS
 from jflash._backends.mosaic_gpu.inputs.prepare import MARGIN
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
@@ -46,7 +46,7 @@ def delta(
     part = next(columns for columns in (64, 32, 16) if width % columns == 0)
     factors = dict(out=out, d_out=d_out)
     shape, panels = (WARPGROUP_ROWS, width), forward_in_panels(spec)
-    is_whole = panels or whole_shape(out.shape) == out.shape
+    is_whole = panel_dim(value_dim) == value_dim if panels else block_shape(out.shape) == out.shape
     tile = functools.partial(smem.tile, shape, out.dtype, value_dim, part=part, in_panels=panels)
     tiles = [tile() for _ in factors] if is_whole else []
     if not tiles or not smem.fits(tiles):

@@ -19,11 +19,12 @@ from jflash._backends.mosaic_gpu.inputs import (
     CallTiles,
     bf16_pieces,
     bias_and_mask,
+    block_dims,
     forward_in_panels,
     operand_pieces,
+    panel_dim,
     tile_dims,
     values_in_panels,
-    whole_dims,
 )
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.logits import LogitsForm
@@ -145,8 +146,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
             # Registers, from which a part's leaves, are stored whole.
             return self.schedule.blocks * self.tile.rows, self.columns
         if forward_in_panels(self.spec):
-            return self.rows, self.spec.value_dim
-        return round_up(self.rows, 8), whole_dims(self.spec)[1]
+            return self.rows, panel_dim(self.spec.value_dim)
+        return round_up(self.rows, 8), block_dims(self.spec)[1]
 
     @property
     def smem(self) -> Buffers:
@@ -161,7 +162,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def launch(self) -> Launch:
         """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
-        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
+        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, block_dims(self.spec)
         (rows, columns), all_rows = self.stored, schedule.blocks * self.tile.rows
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
         out = (self.splits, spec.batch, *order, columns)
@@ -228,7 +229,7 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
       visits: how many tiles of keys blocks of queries visit, about.
       processors_per_head: multiprocessors for each head of a batch entry; 0 where the device is unknown.
     """
-    head_dim, value_dim = whole_dims(spec)
+    head_dim, value_dim = block_dims(spec)
     bias_bytes = bias_and_mask.bias_tile_bytes(spec)
     few_rows = rows <= WARPGROUP_ROWS
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
@@ -253,7 +254,7 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
 
 def _of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
     """Tiles of three and four warpgroups, which have 160 and 112 registers a thread for O, P and a tile of logits."""
-    (head_dim, value_dim), form = whole_dims(spec), logits.form(spec)
+    (head_dim, value_dim), form = block_dims(spec), logits.form(spec)
     if max(head_dim, value_dim) <= 64:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
         tiles = RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4)
@@ -261,6 +262,9 @@ def _of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
     # What comes in words or columns for whole tiles comes for 64 keys.
     in_words = bias_and_mask.has_packed_mask(spec) or form.bias_by_mma or spec.dropout_rate > 0
     keys = h200.KEYS_OF_THREE_WARPGROUPS.get(value_dim)
+    if keys is not None and values_in_panels(spec) and keys % max(smem.panels_of(value_dim, spec.dtype)):
+        # A product over the rows of panels wants them in squares.
+        keys = WARPGROUP_ROWS
     if keys is None or in_words or head_dim != value_dim or form.max_warpgroups < 3:
         return []
     return [RowTiles(3, keys, 2)]
@@ -268,7 +272,7 @@ def _of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
 
 def output_parts(spec: Spec, tile: RowTiles) -> int:
     """In how few parts the output may leave from a buffer of its own; 0 if there is no room for one."""
-    _, value_dim = whole_dims(spec)
+    _, value_dim = block_dims(spec)
     possible = (1, 2) if value_dim % 128 == 0 else (1,)
     fitting = (parts for parts in possible if smem.fits(shared_memory(spec, tile, spec.dtype, parts)))
     return next(fitting, 0)
@@ -294,7 +298,7 @@ def block_times(tile: RowTiles, rows: int, visits: Visits, pace: h200.Pace) -> l
 def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) -> ForwardSchedule:
     """Which blocks of queries each CTA takes; `visits` are those of each block."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
-    head_dim, value_dim = whole_dims(spec)
+    head_dim, value_dim = block_dims(spec)
     # Each block visits more keys than the last: those of several heads leave fewer multiprocessors waiting at the end.
     blocks_grow = spec.bounds[0] is None and spec.bounds[1] is not None
     groups = heads // math.gcd(heads, 8) if blocks_grow and tile.warpgroups > 2 else 1

@@ -13,7 +13,8 @@
 Dropout changes P for dV, and dP (`inputs.dropped`).
 
 A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
-beside the other's products. `row_statistics` says how lse and delta come.
+beside the other's products. For half of dQ's columns the matrix unit reads as much of dS as for all. So where registers
+hold all, a warpgroup makes the whole dQ of every other tile. `row_statistics` says how lse and delta come.
 
 delta is what the forward's softmax takes from every dP of a row: sum(dO * O) - d_lse.
 
@@ -75,19 +76,23 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
     """Shared memory for the block's keys and values, `[1, keys, columns]`."""
     gradients: tuple[Ref, Ref]
     """Likewise for dK and dV."""
-    ds: Ref
-    """For dS^T of two steps, `[2, keys, queries]`."""
+    ds: tuple[Ref, ...]
+    """For dS^T of two steps, `[2, keys, queries]`, in each swizzle of the keys."""
 
     @property
     def own_keys(self) -> Any:
         """This warpgroup's."""
         return pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-    def dq_target(self, at: Step) -> Any:
-        """Where this warpgroup's half of a step's dQ is added to; found before the half is made."""
+    def turn(self, step: Any, at: Step) -> Any:
+        """A number that is even if a step's dQ is the first warpgroup's to make, where they take turns."""
         raise NotImplementedError
 
-    def add_to_dq(self, target: Any, half: Float[Array, "rows columns"]) -> None:
+    def dq_target(self, at: Step) -> Any:
+        """Where this warpgroup's part of a step's dQ is added to; found before the part is made."""
+        raise NotImplementedError
+
+    def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
         """Add it there."""
         raise NotImplementedError
 
@@ -135,7 +140,8 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
         start = (acc, zeros(), Step(jnp.int32(0), jnp.int32(0)))
         acc, _, before = self.order.each(self._visit, start, finish_head)
         steps = self.order.tiles.count * self.order.heads
-        pl.when(steps > 0)(lambda: self._make_dq(steps - 1, before, lambda: None))
+        self._wait_for_ds(steps - 1)
+        pl.when(self._makes_dq(steps - 1, before))(lambda: self._make_dq(steps - 1, before, lambda: None))
         # No barrier may end in the middle of its phase.
         plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
         return acc
@@ -187,7 +193,8 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
                 plgpu.barrier_arrive(smem.do.empty.at[slot])
                 plgpu.barrier_arrive(smem.q.empty.at[slot])
 
-            ops.cond(step > 0, lambda: self._make_dq(step - 1, before, free), free)
+            self._wait_for_ds(step - 1)
+            ops.cond(self._makes_dq(step - 1, before), lambda: self._make_dq(step - 1, before, free), free)
             return totals
 
         sums, (dk, dv) = operand_pieces.accumulate(spec, add, acc.dk, acc.dv, like=sums, ops=ops)
@@ -198,26 +205,33 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
         spec = self.plan.spec
         pieces = operand_pieces.split(spec, ds, self.ops)
         plgpu.barrier_wait(self.smem.ds_empty.at[parity])
-        shared = operand_pieces.of_tile(spec, self.ds.at[parity])
-        for piece, target in zip(pieces, shared, strict=True):
-            target[self.own] = piece
+        for buffer in self.ds:
+            for piece, target in zip(pieces, operand_pieces.of_tile(spec, buffer.at[parity]), strict=True):
+                target[self.own] = piece
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.smem.ds_full.at[parity])
         return pieces
 
+    def _makes_dq(self, step: Array, at: Step) -> Any:
+        """Whether this warpgroup makes a part of a step's dQ, if there is such a step."""
+        if not self.plan.tile.in_turns:
+            return step >= 0
+        return (step >= 0) & (lax.rem(self.turn(step, at), self.plan.tile.warpgroups) == self.warpgroup)
+
+    def _wait_for_ds(self, step: Array) -> None:
+        """Until both warpgroups have handed over a step's dS^T, if there is such a step; no phase may be left out."""
+        pl.when(step >= 0)(lambda: plgpu.barrier_wait(self.smem.ds_full.at[lax.rem(step, 2)]))
+
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
-        """Make this warpgroup's half of a step's dQ; calls `made` after its products."""
-        by_rows, ops, width = self.plan.tile.split_dq_by_rows, self.ops, self.plan.dq_width
+        """Make this warpgroup's part of a step's dQ; calls `made` after its products."""
+        halves, ops, width = self.plan.tile.halves, self.ops, self.plan.dq_width
         target = self.dq_target(at)
-        parity = lax.rem(step, 2)
-        plgpu.barrier_wait(self.smem.ds_full.at[parity])
-        ds = self.ds.at[parity]
         k = self.k.at[pipeline.opaque_zero(step, self.warpgroup)]
         pieces = functools.partial(operand_pieces.of_tile, self.plan.spec)
-        if by_rows:
-            ds, k = pieces(ds, self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pieces(k)
-        else:
-            ds, k = pieces(ds), pieces(k, self.warpgroup * width, width)
-        half = operand_pieces.matmul(operand_pieces.transposed(ds), k, (WARPGROUP_ROWS, width), ops)
+        rows: tuple[Any, ...] = (self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS) if halves == "rows" else ()
+        columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
+        each = [pieces(buffer.at[lax.rem(step, 2)], *rows) for buffer in self.ds]
+        ds = operand_pieces.transposed(each[0] if len(each) == 1 else operand_pieces.by_width(k.widths, each))
+        part = operand_pieces.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops)
         made()
-        self.add_to_dq(target, half)
+        self.add_to_dq(target, part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, round_up
 
@@ -48,18 +48,22 @@ class FusedTiles:
     """Tiles of queries that are in shared memory together."""
     columns_of_statistics: bool = True
     """Whether products subtract row statistics, where a call has them as columns; or else registers do."""
+    in_turns: bool = False
+    """Whether a warpgroup makes dQ of every other tile, or a half of each tile's."""
     warpgroups: ClassVar = 2
     """Warpgroups that compute, each on 64 keys."""
     keys: ClassVar = 2 * WARPGROUP_ROWS
 
     @property
-    def split_dq_by_rows(self) -> bool:
-        """Whether warpgroups share the rows of a tile's dQ, or its columns: the matrix unit wants 64 rows at least."""
-        return self.queries == 2 * WARPGROUP_ROWS
+    def halves(self) -> Literal["rows", "columns"] | None:
+        """How a tile's dQ is halved, if it is: the matrix unit wants 64 rows at least."""
+        if self.in_turns:
+            return None
+        return "rows" if self.queries == 2 * WARPGROUP_ROWS else "columns"
 
     def columns(self, dim: int) -> int:
-        """Columns of tiles of queries, keys and values: half of them are whole swizzles."""
-        return round_up(dim, 32)
+        """Columns of tiles of queries, keys and values: they, or half of them, are whole swizzles."""
+        return round_up(dim, 16 if self.in_turns else 32)
 
 
 @dataclasses.dataclass(frozen=True)
