@@ -100,7 +100,7 @@ class Interpreter(WarpgroupOps):
 
             @pl.when(first + row < ref.shape[0])
             def _(row: int = row) -> None:
-                ref[pl.ds(first + row, 1)] = values[row : row + 1]
+                ref[pl.ds(first + row, 1)] = values[row : row + 1, : ref.shape[1]]
 
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
         return rounded(values)

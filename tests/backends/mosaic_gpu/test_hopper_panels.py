@@ -84,8 +84,10 @@ def test_padding_is_explained():
         f"  value is padded from {shapes}",
     ]
     assert copies(head_dim=72, value_dim=72) == "  none"
+    of_more = copies(query_length=2000, key_length=2000, head_dim=72, value_dim=72)
+    assert of_more == "  value is padded from (2, 2000, 2, 72) to (2, 2000, 2, 80)"
     of_many = copies(query_length=4000, key_length=4000, head_dim=72, value_dim=72)
-    assert of_many == "  value is padded from (2, 4000, 2, 72) to (2, 4000, 2, 80)"
+    assert "query is padded from (2, 4000, 2, 72) to (2, 4000, 2, 80) for the backward" in of_many
     assert copies(head_dim=70, value_dim=64) == "\n".join(
         f"  {name} is padded from (2, {rows}, 2, 70) to (2, {rows}, 2, 80)"
         for name, rows in dict(query=197, key=203).items()

@@ -101,7 +101,7 @@ class WarpgroupOps(Protocol):
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _strided(shape))
 
     def store_strided(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
-        """Store rows from `first` on, as far as an array in device memory has them."""
+        """Store rows from `first` on, as far as an array in device memory has them and their columns."""
         _inline(_store_strided, plgpu.RefType(), _strided(values.shape), plgpu.Layout.WG_SPLAT(()))(ref, values, first)
 
     def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -288,12 +288,14 @@ def _gather(_: Any, table: Any, index: Any, is_signed: bool | None) -> Any:
 def _store_strided(_: Any, target: Any, values: Any, first: Any) -> None:
     arith, ir = _utils.arith, _utils.ir
     index = ir.IndexType.get()
-    rows, columns = (mgpu.c(size, index) for size in ir.MemRefType(target.type).shape)
+    ends = [mgpu.c(size, index) for size in ir.MemRefType(target.type).shape]
+    columns = mgpu.c(values.shape[1], index)
     first = arith.index_cast(index, first.registers.item())
     for place, numbers in zip(values.layout.linear_thread_idxs(), values.registers.flat, strict=True):
-        row, column = arith.addi(first, arith.divui(place, columns)), arith.remui(place, columns)
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, row, rows)):
-            _utils.vector.store(numbers, target, [row, column])
+        at = [arith.addi(first, arith.divui(place, columns)), arith.remui(place, columns)]
+        is_there = [arith.cmpi(arith.CmpIPredicate.slt, *pair) for pair in zip(at, ends, strict=True)]
+        with mgpu.when(arith.andi(*is_there)):
+            _utils.vector.store(numbers, target, at)
 
 
 def _all_below(_: Any, tile: Any, limit: float) -> Any:

@@ -22,7 +22,7 @@ _ONE_TILE = 128
 
 _FEW_ROWS = 2048
 """Rows of queries that see a key, up to which padded copies take longer than products by several panels (one H100,
-heads of 80, 96 and 128); of values in panels narrower than the widest up to half as many."""
+heads of 72 to 128); of values in panels narrower than the widest up to half as many."""
 
 
 def block_dim(dim: int) -> int:
@@ -56,12 +56,12 @@ def values_in_panels(spec: Spec) -> bool:
 
 
 def in_panels(spec: Spec) -> bool:
-    """Whether tiles of all kernels but the forward's are: where blocks would want copies. There three operands have
-    columns that become a sum's. So if only lengths ask for copies, many queries that see a key are worth them."""
+    """Whether tiles of all kernels but the forward's are: where blocks would want copies, and those take longer than
+    several products do for one, for three operands, or than copies of rows that begin in the middle of 32 bytes."""
     if not _may_have_panels(spec) or (_has_whole_lengths(spec) and _has_whole_dims(spec)):
         return False
-    are_wide = all(_panel(block_dim(dim)) in (block_dim(dim), _WIDEST) for dim in _dims(spec))
-    return are_wide or not _has_whole_dims(spec) or _rows_that_see_a_key(spec) <= _FEW_ROWS
+    are_wide = all(_panel(dim) in (dim, _WIDEST) for dim in _dims(spec))
+    return are_wide or _rows_that_see_a_key(spec) <= _FEW_ROWS
 
 
 def _may_have_panels(spec: Spec) -> bool:
@@ -91,7 +91,7 @@ def _dims(spec: Spec) -> tuple[int, int]:
 
 
 def _panel(dim: int) -> int:
-    """The width of equal panels into which `dim` columns are divided; `dim` is 8 or a multiple of 16."""
+    """The width of equal panels into which `dim` columns could be divided."""
     return math.gcd(dim, _WIDEST)
 
 

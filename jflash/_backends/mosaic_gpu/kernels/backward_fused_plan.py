@@ -14,6 +14,7 @@ from jflash._backends.mosaic_gpu.inputs import (
     CallTiles,
     bf16_pieces,
     bias_and_mask,
+    block_dims,
     in_panels,
     row_statistics,
     tile_dims,
@@ -123,7 +124,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         kv_full=smem.barriers(1, arrivals=smem.copies(k, v) + as_columns(spec, tile)),
         **walked(spec, tile),
         ds=ds(spec, tile),
-        dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, whole_dims(spec)[0]),
+        dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, block_dims(spec)[0]),
         # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
         ticket=smem.vectors(1, dtype=jnp.int32),
         numbers=smem.vectors(tile.warpgroups, dtype=jnp.int32),
@@ -167,5 +168,5 @@ class FusedPlan(WalkPlan):
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
         """The accumulators of dQ, `[accumulators, L, H]`, with a margin for copies that add."""
         rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
-        columns = whole_dims(self.spec)[0] + margin
+        columns = block_dims(self.spec)[0] + margin
         return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, columns), jnp.float32)

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps
+from jflash._backends.mosaic_gpu.inputs.array_shapes import block_dim
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
 
 LINE = 32
@@ -27,7 +28,7 @@ class DqRefs(NamedTuple):
     """Device memory of all CTAs, and shared memory."""
 
     acc: Ref
-    """The accumulators, `[accumulators, L, H]`; L is a multiple of 64."""
+    """The accumulators, `[accumulators, L, columns]`; L is a multiple of 64, and there are whole blocks of columns."""
     counters: Ref
     """The next ticket, and what CTAs tell each other of each work item."""
     dq: Ref
@@ -99,6 +100,11 @@ class DqAccumulator:
         """For the producer, after the last copy."""
 
     @property
+    def _columns(self) -> int:
+        """Of an accumulator."""
+        return block_dim(self.refs.dq.shape[3])
+
+    @property
     def _row_tiles(self) -> int:
         """Tiles of 64 rows of a head; the last may lack some."""
         return pl.cdiv(self.refs.dq.shape[1], WARPGROUP_ROWS)
@@ -110,10 +116,10 @@ class DqAccumulator:
 
     def _round_rows(self, item: WorkItem, wave: Any, head: Any, rows: Any) -> None:
         """Round rows of what this CTA's place accumulated in a wave, for one of the work item's heads."""
-        acc = self._acc(wave, head).at[rows, pl.ds(0, self.refs.dq.shape[3])]
+        acc = self._acc(wave, head).at[rows, pl.ds(0, self._columns)]
         total = self.ops.load_strided(acc)
         rounded = (total * self.scale).astype(self.refs.dq.dtype)
-        if self.refs.dq.shape[1] % WARPGROUP_ROWS:
+        if self.refs.dq.shape[1] % WARPGROUP_ROWS or self.refs.dq.shape[3] < self._columns:
             self.ops.store_strided(self.refs.dq.at[item.batch, :, item.first_head + head], rounded, rows.start)
         else:
             self.refs.dq[item.batch, rows, item.first_head + head] = rounded

@@ -107,7 +107,7 @@ class RoundedLater(DqAccumulator):
     @property
     def _parts(self) -> int:
         """Of a tile: as many numbers as 8 for each thread, or what comes out even."""
-        numbers = {rows: rows * self.refs.dq.shape[3] for rows in (64, 32, 16, 8)}
+        numbers = {rows: rows * self._columns for rows in (64, 32, 16, 8)}
         even = (rows for rows, size in numbers.items() if size <= 1024 and size % 128 == 0)
         return WARPGROUP_ROWS // next(even, 16)
 
