@@ -37,8 +37,11 @@ from jflash._backends.mosaic_gpu.inputs import array_shapes
         ((64, 72), (4, 2), (70, 24), dict(causal=True, lengths="both")),
         ((133, 61), (2, 2), (104, 88), dict(segments="sorted")),
         ((72, 200), (2, 2), (40, 200), dict(window=(90, 20))),
+        # Values as they are, in blocks.
+        ((131, 80), (4, 2), (128, 96), dict(causal=True, offset="end")),
         # Decoding, with heads as rows, and keys in splits.
         ((1, 1029), (4, 2), (128, 128), {}),
+        ((1, 1032), (4, 2), (72, 72), {}),
     ],
     ids=str,
 )
