@@ -281,8 +281,8 @@ DEFECTS = [
     Defect(
         "Warpgroups that take turns wait for no dS but that which they multiply",
         "jflash/_backends/mosaic_gpu/kernels/fused_cta.py",
-        "            self._wait_for_ds(step - 1)\n",
-        "            pl.when(self._makes_dq(step - 1, before))(lambda: self._wait_for_ds(step - 1))\n",
+        "        if self.plan.tile.in_turns:\n            # Who",
+        "        if self.plan.tile.in_turns and False:\n            # Who",
         "tests/backends/mosaic_gpu/test_hopper_interpreted.py::test_dq_in_shared_memory",
     ),
     Defect(

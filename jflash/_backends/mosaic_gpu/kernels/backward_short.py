@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -134,7 +135,9 @@ class _Cta(FusedCta[ShortPlan]):
     def _each_part(self, visit: Callable[[Any, Any], None]) -> None:
         """`visit(number, part)` for this warpgroup's parts of dQ, every other one."""
         every = self.plan.tile.warpgroups
-        number = lax.div(self.plan.dq_parts - self.warpgroup + every - 1, every)
+        number, more = divmod(self.plan.dq_parts, every)
+        if more:
+            number = jnp.where(self.warpgroup < more, number + 1, number)
         lax.fori_loop(0, number, lambda number, _: visit(number, number * every + self.warpgroup), None)
 
     def _zero(self, _: Any, part: Any) -> None:

@@ -140,8 +140,9 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
         start = (acc, zeros(), Step(jnp.int32(0), jnp.int32(0)))
         acc, _, before = self.order.each(self._visit, start, finish_head)
         steps = self.order.tiles.count * self.order.heads
-        self._wait_for_ds(steps - 1)
-        pl.when(self._makes_dq(steps - 1, before))(lambda: self._make_dq(steps - 1, before, lambda: None))
+        last, nothing = steps - 1, lambda: None
+        makes_dq = (steps > 0) & self._is_turn(last, before)
+        lax.cond(makes_dq, lambda: self._make_dq(last, before, nothing), lambda: self._leave_dq(last, nothing))
         # No barrier may end in the middle of its phase.
         plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
         return acc
@@ -193,8 +194,8 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
                 plgpu.barrier_arrive(smem.do.empty.at[slot])
                 plgpu.barrier_arrive(smem.q.empty.at[slot])
 
-            self._wait_for_ds(step - 1)
-            ops.cond(self._makes_dq(step - 1, before), lambda: self._make_dq(step - 1, before, free), free)
+            last, makes_dq = step - 1, (step > 0) & self._is_turn(step - 1, before)
+            ops.cond(makes_dq, lambda: self._make_dq(last, before, free), lambda: self._leave_dq(last, free))
             return totals
 
         sums, (dk, dv) = operand_pieces.accumulate(spec, add, acc.dk, acc.dv, like=sums, ops=ops)
@@ -212,25 +213,29 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
         plgpu.barrier_arrive(self.smem.ds_full.at[parity])
         return pieces
 
-    def _makes_dq(self, step: Array, at: Step) -> Any:
-        """Whether this warpgroup makes a part of a step's dQ, if there is such a step."""
-        if not self.plan.tile.in_turns:
-            return step >= 0
-        return (step >= 0) & (lax.rem(self.turn(step, at), self.plan.tile.warpgroups) == self.warpgroup)
+    def _is_turn(self, step: Array, at: Step) -> Any:
+        """Whether this warpgroup makes a part of a step's dQ."""
+        tile = self.plan.tile
+        return lax.rem(self.turn(step, at), tile.warpgroups) == self.warpgroup if tile.in_turns else True
 
-    def _wait_for_ds(self, step: Array) -> None:
-        """Until both warpgroups have handed over a step's dS^T, if there is such a step; no phase may be left out."""
-        pl.when(step >= 0)(lambda: plgpu.barrier_wait(self.smem.ds_full.at[lax.rem(step, 2)]))
+    def _leave_dq(self, step: Array, then: Callable[[], None]) -> None:
+        """Leave a step's dQ, if there is such a step, to the other warpgroup, and call `then`."""
+        if self.plan.tile.in_turns:
+            # Who waits for a barrier waits for each of its phases.
+            pl.when(step >= 0)(lambda: plgpu.barrier_wait(self.smem.ds_full.at[lax.rem(step, 2)]))
+        then()
 
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
         """Make this warpgroup's part of a step's dQ; calls `made` after its products."""
         halves, ops, width = self.plan.tile.halves, self.ops, self.plan.dq_width
         target = self.dq_target(at)
+        parity = lax.rem(step, 2)
+        plgpu.barrier_wait(self.smem.ds_full.at[parity])
         k = self.k.at[pipeline.opaque_zero(step, self.warpgroup)]
         pieces = functools.partial(operand_pieces.of_tile, self.plan.spec)
         rows: tuple[Any, ...] = (self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS) if halves == "rows" else ()
         columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
-        each = [pieces(buffer.at[lax.rem(step, 2)], *rows) for buffer in self.ds]
+        each = [pieces(buffer.at[parity], *rows) for buffer in self.ds]
         ds = operand_pieces.transposed(each[0] if len(each) == 1 else operand_pieces.by_width(k.widths, each))
         part = operand_pieces.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops)
         made()
