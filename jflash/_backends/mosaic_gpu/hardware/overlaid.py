@@ -43,11 +43,6 @@ class Overlaid:
         return panels.number(self.memory.refs[0])
 
     @property
-    def widths(self) -> list[int]:
-        """Columns of a tile's panels of each kind."""
-        return panels.widths(self.memory.refs[0])
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Of a tile."""
         return panels.shape(self.memory.refs[0])

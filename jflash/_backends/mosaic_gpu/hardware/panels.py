@@ -38,7 +38,7 @@ class Panels:
     @property
     def widths(self) -> list[int]:
         """Columns of a panel of each kind."""
-        return widths(self._blocks)
+        return [some.shape[-1] for some in self._blocks]
 
     @property
     def number(self) -> int:
@@ -88,11 +88,6 @@ def shape(panels: Sequence[Any]) -> tuple[int, ...]:
     """That of a tile, from arrays of its panels."""
     *leading, _ = panels[0].shape[1:]
     return *leading, sum(some.shape[0] * some.shape[-1] for some in panels)
-
-
-def widths(panels: Sequence[Any]) -> list[int]:
-    """Their columns, of each array of them."""
-    return [some.shape[-1] for some in panels]
 
 
 def number(panels: Sequence[Any]) -> int:

@@ -50,15 +50,15 @@ def values_in_panels(spec: Spec) -> bool:
     """Whether the forward's values are: where blocks would want a copy, and that takes longer than several products do
     for one of all columns."""
     columns, rows = round_up(spec.value_dim, 16), _rows_that_see_a_key(spec) * spec.group
-    is_whole = spec.key_length % 8 == 0 and panel_dim(spec.value_dim) == block_dim(spec.value_dim)
+    is_whole = spec.key_length % 8 == 0 and _is_whole(spec.value_dim)
     few = _FEW_ROWS if _panel(columns) == _WIDEST else _FEW_ROWS // 2
     return forward_in_panels(spec) and not is_whole and (_panel(columns) == columns or rows <= few)
 
 
 def in_panels(spec: Spec) -> bool:
     """Whether tiles of all kernels but the forward's are: where blocks would want copies, and those take longer than
-    several products do for one, for three operands, or than copies of rows that begin in the middle of 32 bytes."""
-    if not _may_have_panels(spec) or (_has_whole_lengths(spec) and _has_whole_dims(spec)):
+    what panels cost: three operands' columns are a product for each, and rows may begin in the middle of 32 bytes."""
+    if not _may_have_panels(spec) or (_has_whole_lengths(spec) and all(map(_is_whole, _dims(spec)))):
         return False
     are_wide = all(_panel(dim) in (dim, _WIDEST) for dim in _dims(spec))
     return are_wide or _rows_that_see_a_key(spec) <= _FEW_ROWS
@@ -76,14 +76,14 @@ def _has_whole_lengths(spec: Spec) -> bool:
     return spec.key_length % 8 == 0 and (spec.query_length % 8 == 0 or spec.query_length <= _ONE_TILE)
 
 
-def _has_whole_dims(spec: Spec) -> bool:
-    """Whether they take its columns, if those of panels take them."""
-    return all(panel_dim(dim) == block_dim(dim) for dim in _dims(spec))
+def _is_whole(dim: int) -> bool:
+    """Whether blocks have as many columns as panels."""
+    return panel_dim(dim) == block_dim(dim)
 
 
 def _has_wide_blocks(dim: int) -> bool:
-    """Whether blocks take as many columns, in a wider swizzle than the narrowest unless there are no more."""
-    return panel_dim(dim) == block_dim(dim) and (dim <= 16 or block_dim(dim) % 32 == 0)
+    """Whether they do, in a wider swizzle than the narrowest unless that has them all."""
+    return _is_whole(dim) and (dim <= 16 or block_dim(dim) % 32 == 0)
 
 
 def _dims(spec: Spec) -> tuple[int, int]:

@@ -85,8 +85,8 @@ def ds(spec: Spec, tile: FusedTiles) -> tuple[Any, ...]:
     each swizzle of the keys, with whose columns dS is multiplied."""
     shape, tiles = (2, tile.keys, tile.queries), CallTiles(spec, in_panels=False)
     if in_panels(spec):
-        k, _ = keys_and_values(spec, tile)
-        return tuple(tiles.operand(shape, part=width) for width in k.widths)
+        panels = smem.panels_of(tile.columns(tile_dims(spec)[0]), spec.dtype, _part(spec, tile))
+        return tuple(tiles.operand(shape, part=width) for width in panels)
     return (tiles.operand(shape, whole_dims(spec)[0], part=dq_width(spec, tile)),)
 
 
@@ -166,7 +166,7 @@ class FusedPlan(WalkPlan):
         )
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
-        """The accumulators of dQ, `[accumulators, L, H]`, with a margin for copies that add."""
+        """The accumulators of dQ, `[accumulators, L, columns]`: whole blocks, with a margin for copies that add."""
         rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
         columns = block_dims(self.spec)[0] + margin
         return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, columns), jnp.float32)
