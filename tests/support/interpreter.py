@@ -180,6 +180,12 @@ class Interpreter(WarpgroupOps):
     def opaque_zero(self, step: Any) -> Int[Array, ""]:
         return lax.shift_right_logical(step, 30)
 
+    def take_turn(self, warpgroup: Any) -> None:
+        """No turns: no result depends on them."""
+
+    def pass_turn(self, warpgroup: Any) -> None:
+        """Likewise."""
+
     def prevent_tail_merge(self) -> None:
         """Nothing."""
 

@@ -77,9 +77,9 @@ class LogitsForm:
         logits = _modified(s, mask)
         return online_softmax.step(self.exponent(mask.inputs.spec), mask.hide(logits, -jnp.inf), 1.0, mask, before)
 
-    def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Rows) -> Rows:
+    def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
         """O relative to the last tile's m, from O relative to the m before it."""
-        return online_softmax.scaled_rows(acc_o, state.rescale)
+        return online_softmax.scaled_rows(acc_o, rescale)
 
     def exponent(self, spec: Spec) -> Exponent:
         """What m is in the units of."""
@@ -105,7 +105,7 @@ class Plain(LogitsForm):
 
     def scheduling_fence(self, spec: Spec, tile: RowTiles, *, is_masked: bool) -> str | None:
         if tile.warpgroups == 3:
-            return "rescale"
+            return "rescale" if is_masked else None
         return "m" if tile.keys == 128 or tile.warpgroups == 4 or is_masked else None
 
 
@@ -153,9 +153,9 @@ class SoftCapped(LogitsForm):
     def scheduling_fence(self, spec: Spec, tile: RowTiles, *, is_masked: bool) -> str | None:
         return "rescale" if tile.warpgroups == 3 else None
 
-    def rescaled(self, inputs: KernelInputs, state: Softmax, acc_o: Rows) -> Rows:
-        is_same = inputs.ops.warp_all(state.rescale == 1)
-        return lax.cond(is_same, lambda acc_o, _: acc_o, online_softmax.scaled_rows, acc_o, state.rescale)
+    def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
+        is_same = inputs.ops.warp_all(rescale == 1)
+        return lax.cond(is_same, lambda acc_o, _: acc_o, online_softmax.scaled_rows, acc_o, rescale)
 
     def step(self, s: Tile, mask: TileMask, before: Softmax | None) -> Softmax:
         return online_softmax.capped_step(s, mask, before)

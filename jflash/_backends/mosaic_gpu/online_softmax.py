@@ -5,6 +5,8 @@ Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -26,6 +28,10 @@ _SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0, jnp.dtype
 float32 then has room for the sums of values whose magnitudes add up to no more than 2**97.
 """
 
+PARTS_OF_L = 8
+"""Sums of which l is made: of every eighth column, as a thread has two neighbours of eight in the matrix units' layouts.
+So a step sends nothing from thread to thread."""
+
 
 class Softmax(NamedTuple):
     """P of the last tile, and the rows' statistics after it."""
@@ -35,7 +41,8 @@ class Softmax(NamedTuple):
     m: Float[Array, "rows"]
     """What P is relative to: the largest logit so far, in the exponent's `units`. With a soft cap sometimes 0, and then
     never -inf."""
-    l: Float[Array, "rows"]
+    l: Float[Array, "rows parts"]
+    """`PARTS_OF_L`; l is their sum."""
     rescale: Float[Array, "rows"]
     """From the sums before the last tile to those after it."""
 
@@ -53,11 +60,19 @@ def step(
     factor, shape = factor * unit, s.shape
     scaled = s * (along_rows(factor, shape) if isinstance(factor, jax.Array) else factor)
     p = jnp.exp2(scaled - along_rows(subtrahend, shape))
-    l = p.sum(axis=1)
+    l = _parts_of_l(p)
     if before is None:
-        return Softmax(dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, l)
-    rescale = exponent.rescaling(before.m, reference)
-    return Softmax(dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), m, before.l * rescale + l, rescale)
+        rescale = inputs.ops.full(shape[:1], 0.0)
+    else:
+        rescale = exponent.rescaling(before.m, reference)
+        l = before.l * along_rows(rescale, l.shape) + l
+    return Softmax(dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, rescale)
+
+
+def _parts_of_l(p: Float[Array, "rows keys"]) -> Float[Array, "rows parts"]:
+    rows, keys = p.shape
+    parts = (lax.slice(p, (0, first), (rows, first + PARTS_OF_L)) for first in range(0, keys, PARTS_OF_L))
+    return functools.reduce(operator.add, parts)
 
 
 def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None) -> Softmax:
@@ -91,7 +106,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
         logits = mask.hide(soft_cap.of_any(numbers), -jnp.inf)
         largest, rescale = logits.max(axis=1), ones
         if before is not None:
-            is_empty = before.l == 0
+            is_empty = before.l.sum(axis=1) == 0
             largest = jnp.maximum(largest, jnp.where(is_empty, -jnp.inf, kept))
             rescale = jnp.where(is_empty, 1.0, jnp.exp2(kept - largest))
         m = finite_or_zero(largest)
@@ -99,7 +114,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
 
     def exponentiate(exponents: Array) -> tuple[Array, Array]:
         p = jnp.exp2(exponents)
-        return dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), p.sum(axis=1)
+        return dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), _parts_of_l(p)
 
     def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
         # One basic block, in which exponentials are made beside the polynomials.
@@ -117,7 +132,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
     all_seen = True if is_partial is None else ~is_partial
     p, l, m, rescale = lax.cond(are_small & all_seen, all_small_and_seen, others, numbers)
     if before is not None:
-        l = before.l * rescale + l
+        l = before.l * along_rows(rescale, l.shape) + l
     return Softmax(p, m, l, rescale)
 
 
@@ -127,12 +142,18 @@ def scaled_rows(acc_o: Float[Array, "rows D"], rescale: Float[Array, "rows"]) ->
 
 
 def finish(
-    spec: Spec, exponent: Exponent, state: Softmax, acc_o: Float[Array, "rows D"], sink: Float[Array, ""] | None
+    spec: Spec,
+    exponent: Exponent,
+    m: Float[Array, "rows"],
+    l: Float[Array, "rows"],
+    acc_o: Float[Array, "rows D"],
+    sink: Float[Array, ""] | None,
 ) -> tuple[Float[Array, "rows D"], Float[Array, "rows"]]:
-    """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
-    empty = state.l == 0
+    """The rows' output and log-sum-exp, from m and whole l; 0 and -inf for those that saw no key, with a sink or
+    without."""
+    empty = l == 0
     unit = 1.0 if exponent.exact else 1 / LOG2_E
-    reference, l = finite_or_zero(state.m) * unit, state.l
+    reference = finite_or_zero(m) * unit
     factor = 1 / jnp.where(empty, 1.0, l)
     if sink is not None:
         largest = jnp.maximum(reference, sink)

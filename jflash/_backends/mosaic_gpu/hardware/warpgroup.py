@@ -229,6 +229,14 @@ class WarpgroupOps(Protocol):
         """Keep the compiler from merging the equal ends of two branches, at the end of one of them."""
         _inline(lambda _: _utils.inline_ptx("", has_side_effects=True))()
 
+    def take_turn(self, warpgroup: Any) -> None:
+        """Wait until the turn has been passed to this warpgroup, as often as it waited before and once more."""
+        _inline(functools.partial(_turn, action="sync"), plgpu.Layout.WG_SPLAT(()))(jnp.int32(warpgroup))
+
+    def pass_turn(self, warpgroup: Any) -> None:
+        """Pass the turn to a warpgroup: it has to take it before it is passed to it again."""
+        _inline(functools.partial(_turn, action="arrive"), plgpu.Layout.WG_SPLAT(()))(jnp.int32(warpgroup))
+
     def take_ticket(self, counter: Ref, ticket: Ref) -> None:
         """Increment an integer in device memory, and store its old value in shared memory."""
         _inline(_take_ticket, plgpu.RefType(), plgpu.RefType())(counter, ticket)
@@ -326,6 +334,13 @@ def _highest_bits(_: Any, step: Any) -> Any:
     integer = _utils.ir.IntegerType.get_signless(32)
     bits = _utils.inline_ptx("shr.u32 $0, $1, 30;", step.registers.item(), result_types=integer)
     return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
+
+
+def _turn(_: Any, warpgroup: Any, action: str) -> None:
+    # Named barriers: Mosaic GPU has one for each warpgroup, from 1 on, and there are 16.
+    barrier = _utils.arith.addi(warpgroup.registers.item(), _utils.c(8, _utils.ir.IntegerType.get_signless(32)))
+    # The threads of two warpgroups: who waits, and who passes.
+    _utils.inline_ptx(f"barrier.cta.{action}.aligned $0, 256;", barrier, has_side_effects=True)
 
 
 def _signal(_: Any, counter: Any) -> None:

@@ -91,6 +91,8 @@ class ForwardCta(Cta[ForwardPlan]):
         pipeline.release(*(k.empty for k in shared.k), self.v.empty)
         pipeline.split_registers(plan.consumers, copies=False)
         self._copy_q(0)
+        if plan.takes_turns:
+            pl.when(self.warpgroup == plan.consumers - 1)(lambda: self.ops.pass_turn(0))
         plan.schedule.each(self.place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -129,7 +131,9 @@ class ForwardCta(Cta[ForwardPlan]):
         loop = self.main_loop(tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if plan.queries_stay else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
-        out, lse = online_softmax.finish(plan.spec, self.form.exponent(plan.spec), state, acc_o, sink)
+        out, lse = online_softmax.finish(
+            plan.spec, self.form.exponent(plan.spec), state.m, state.l.sum(axis=1), acc_o, sink
+        )
         self.store(batch, block, out, lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -206,12 +210,14 @@ class MainLoop:
     visited: Int[Array, ""] | int
     seed: HeadSeed | None = None
     """That of the head's dropout, from `run` on."""
+    own_q: Array | None = None
+    """The columns of the queries that stay in registers, if some do, from `run` on."""
 
     def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
         """The softmax's state, and O, after all tiles; `q_read` is called when the queries are not needed any more."""
         plan, ops = self.cta.plan, self.cta.ops
         seed = dropped.head_seed(self.cta.inputs, self.at)
-        start, stop, loop = 0, self.tiles.count, dataclasses.replace(self, seed=seed)
+        start, stop, loop = 0, self.tiles.count, dataclasses.replace(self, seed=seed, own_q=self._load_q())
         # A warpgroup leaves out tiles that only other rows of its CTA see.
         skips = plan.skips_tiles
         if skips:
@@ -221,12 +227,27 @@ class MainLoop:
         state = loop._attend(jnp.int32(start), None)
         acc_o = ops.full((WARPGROUP_ROWS, plan.columns), 0)
         next_tile = loop._attend_beside_product if plan.overlaps else loop._attend_after_product
-        state, acc_o = lax.fori_loop(start + 1, stop, next_tile, (state, acc_o))
+        # A loop that the compiler knows to have one step would be none, and spill registers.
+        end = pipeline.opaque(stop, "head", "block") if plan.spec.key_length <= 2 * plan.tile.keys else stop
+        state, acc_o = lax.fori_loop(start + 1, end, next_tile, (state, acc_o))
         q_read()
         acc_o = loop._add_product(stop, state, acc_o)
         if skips:
             lax.fori_loop(stop, self.tiles.count, self._leave, None)
         return state, acc_o
+
+    def _take_turn(self) -> None:
+        if self.cta.plan.takes_turns:
+            self.cta.ops.take_turn(self.cta.warpgroup)
+
+    def _pass_turn(self) -> None:
+        plan = self.cta.plan
+        if plan.takes_turns:
+            self.cta.ops.pass_turn(lax.rem(self.cta.warpgroup + 1, plan.consumers))
+
+    def _load_q(self) -> Array | None:
+        columns = self.cta.plan.query_columns_in_registers
+        return self.cta.ops.load(self.cta.q.at[self.cta.warpgroup, :, pl.ds(0, columns)]) if columns else None
 
     def _slot(self, index: Any) -> Any:
         return pipeline.slot(self.visited + index, self.cta.plan.tile.stages, self._still(index))
@@ -249,6 +270,11 @@ class MainLoop:
             if first > 0:
                 plgpu.barrier_wait(k.full.at[slot])
             q, part = pieces(self.cta.q.at[own], *columns), pieces(k.tiles.at[slot])
+            if self.own_q is not None:
+                count = self.own_q.shape[1]
+                self.cta.ops.mma(acc_s, self.own_q, k.tiles.at[slot, :, pl.ds(0, count)].T)
+                rest = pl.ds(count, k.tiles.shape[-1] - count)
+                q, part = (self.cta.q.at[own, :, rest],), (k.tiles.at[slot, :, rest],)
             operand_pieces.mma(acc_s, q, operand_pieces.transposed(part), self.cta.ops)
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
@@ -301,7 +327,7 @@ class MainLoop:
         state, acc_o = carry
         acc_o = self._add_product(index, state, acc_o)
         state = self._attend(index, state)
-        return state, self.cta.form.rescaled(self.cta.inputs, state, acc_o)
+        return state, self.cta.form.rescaled(self.cta.inputs, state.rescale, acc_o)
 
     def _attend_beside_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
@@ -316,10 +342,12 @@ class MainLoop:
 
         def attend_tile(acc_o: Any) -> Softmax:
             def overlap(acc_s: Any) -> Softmax:
+                self._take_turn()
                 self._issue_s(acc_s, index)
                 plgpu.barrier_wait(cta.v.full.at[last])
                 v = self._v(last)
                 operand_pieces.mma(acc_o, p, v, ops)
+                self._pass_turn()
                 s = self._read_s(acc_s, slot, pending=operand_pieces.issued(v))
                 new = self._softmax(s, index, state, loaded)
                 if fence is not None:
@@ -332,7 +360,7 @@ class MainLoop:
         state, (acc_o,) = operand_pieces.accumulate(cta.plan.spec, attend_tile, acc_o, like=state, ops=ops)
         plgpu.barrier_arrive(cta.v.empty.at[last])
         self.hand_over(state)
-        return state, cta.form.rescaled(cta.inputs, state, acc_o)
+        return state, cta.form.rescaled(cta.inputs, state.rescale, acc_o)
 
     def _add_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         """Add P V of the tile before `stop`."""
@@ -344,6 +372,9 @@ class MainLoop:
 
     def _leave(self, index: Array, _: None) -> None:
         """Pass a tile by that no row of this warpgroup sees."""
+        # The turn goes round as often for each.
+        self._take_turn()
+        self._pass_turn()
         shared, slot = self.cta.smem, self._slot(index)
         for ring in (*shared.k, self.cta.v):
             plgpu.barrier_wait(ring.full.at[slot])

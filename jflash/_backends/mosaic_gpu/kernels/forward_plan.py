@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import logits
+from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import (
     CallTiles,
@@ -135,6 +135,27 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return operand_pieces.number(self.spec) < 3 or self.columns <= 64
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether warpgroups issue their products in turns.
+
+        Three share the matrix unit so that each finds it free after its softmax. Of two, one's products run beside the
+        other's softmax anyway, and four have tiles of which some visit fewer.
+        """
+        return self.tile.warpgroups == 3
+
+    @property
+    def query_columns_in_registers(self) -> int:
+        """The first columns of a warpgroup's queries that stay in registers, so that products read less shared memory.
+
+        Where registers are left and heads are wide: not beside the indices of a mask, or a place among several items.
+        """
+        spec = self.spec
+        is_masked = tile_range.is_limited(spec) or spec.key_length % self.tile.keys != 0 or "mask" in spec.operands
+        is_plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and operand_pieces.number(spec) == 1
+        is_wide = spec.head_dim in (192, 256) and not forward_in_panels(spec)
+        return 128 if is_wide and is_plain and not is_masked and self.schedule.items_per_cta == 1 else 0
+
+    @property
     def skips_tiles(self) -> bool:
         """Whether some tiles are seen by some warpgroups only, which the others pass by."""
         return self.tile.rows > self.tile.keys
@@ -155,6 +176,12 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return shared_memory(self.spec, self.tile, self.out_dtype, self.output_parts)
 
     @property
+    def blocks_grow(self) -> bool:
+        """Whether each block visits more keys than the last."""
+        left, right = self.spec.bounds
+        return left is None and right is not None
+
+    @property
     def missing_rows(self) -> int:
         """Rows that the first block of queries lacks."""
         return self.tile.missing(self.rows)
@@ -168,10 +195,14 @@ class ForwardPlan(ForwardShape, KernelPlan):
         out = (self.splits, spec.batch, *order, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
+        order = dict(block=ctas, batch=lists)
+        if not self.blocks_grow and ctas >= h200.CTAS_OF_ONE_LIST:
+            # No block is longer than others, so that one list's can run together: they read the same keys.
+            order = dict(batch=lists, block=ctas)
         groups = schedule.head_groups
         return Launch(
             name=f"jflash_forward_{head_dim}_{value_dim}",
-            grid=dict(head=self.heads // groups, block=ctas, head_group=groups, batch=lists, split=self.splits),
+            grid=dict(head=self.heads // groups, **order, head_group=groups, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
             smem=self.smem,
             warpgroups=self.consumers + 1,
@@ -280,7 +311,7 @@ def output_parts(spec: Spec, tile: RowTiles) -> int:
 
 def block_times(tile: RowTiles, rows: int, visits: Visits, pace: h200.Pace) -> list[float]:
     """How long each block of queries takes, of `rows` in all."""
-    visit, beginning = pace[tile.warpgroups]
+    visit, beginning = pace[tile.warpgroups, tile.keys]
     absent = tile.missing(rows) // WARPGROUP_ROWS
     present = tile.warpgroups - absent
     if tile.rows > tile.keys:
@@ -299,9 +330,8 @@ def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) 
     """Which blocks of queries each CTA takes; `visits` are those of each block."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = block_dims(spec)
-    # Each block visits more keys than the last: those of several heads leave fewer multiprocessors waiting at the end.
-    blocks_grow = spec.bounds[0] is None and spec.bounds[1] is not None
-    groups = heads // math.gcd(heads, 8) if blocks_grow and tile.warpgroups > 2 else 1
+    # Growing blocks of several heads leave fewer multiprocessors waiting at the end.
+    groups = heads // math.gcd(heads, 8) if plan.blocks_grow and tile.warpgroups > 2 else 1
     staggered = not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
     parts = 1 if spec.partial else output_parts(spec, tile)

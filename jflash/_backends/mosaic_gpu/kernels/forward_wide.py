@@ -180,11 +180,9 @@ class _Cta(ForwardCta):
         pipeline.split_registers(plan.consumers, copies=False)
         batch, block, tiles = self.item(0)
         acc_o = lax.fori_loop(0, tiles.count, self._add_tile, ops.full((WARPGROUP_ROWS, plan.columns), 0))
-        m, l, rescale = (ops.load(shared.statistics.at[number], 0) for number in range(3))
+        m, l = (ops.load(shared.statistics.at[number], 0) for number in range(2))
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
-        # P is not needed any more.
-        state = Softmax(p=acc_o, m=m, l=l, rescale=rescale)
-        out, _ = online_softmax.finish(plan.spec, self.form.exponent(plan.spec), state, acc_o, sink)
+        out, _ = online_softmax.finish(plan.spec, self.form.exponent(plan.spec), m, l, acc_o, sink)
         self._store_half(1, batch, block, out)
 
     def _add_tile(self, index: Array, acc_o: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
@@ -194,7 +192,7 @@ class _Cta(ForwardCta):
         pieces = functools.partial(operand_pieces.of_tile, self.plan.spec)
         p, rescale = tuple(map(ops.load, pieces(shared.p))), ops.load(shared.statistics.at[2], 0)
         plgpu.barrier_arrive(shared.p_empty)
-        acc_o = self.form.rescaled(self.inputs, Softmax(p=p[0], m=rescale, l=rescale, rescale=rescale), acc_o)
+        acc_o = self.form.rescaled(self.inputs, rescale, acc_o)
         plgpu.barrier_wait(v.full.at[slot])
         acc_o = operand_pieces.add_matmul(self.plan.spec, acc_o, p, pieces(v.tiles.at[slot]), ops)
         plgpu.barrier_arrive(v.empty.at[slot])
@@ -224,7 +222,7 @@ class _HandingLoop(MainLoop):
         plgpu.barrier_wait(shared.p_empty)
         for target, piece in zip(operand_pieces.of_tile(spec, shared.p), pieces, strict=True):
             target[...] = piece
-        for number, statistic in enumerate((state.m, state.l, state.rescale)):
+        for number, statistic in enumerate((state.m, state.l.sum(axis=1), state.rescale)):
             shared.statistics[number] = statistic
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.p_full)

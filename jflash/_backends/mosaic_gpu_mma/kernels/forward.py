@@ -122,7 +122,7 @@ class _Cta(Cta[ForwardPlan]):
         ops.commit()
         nothing = _Rows(
             ops.full((WARPGROUP_ROWS,), self.form.first_m),
-            ops.full((WARPGROUP_ROWS,), 0),
+            ops.full((WARPGROUP_ROWS, online_softmax.PARTS_OF_L), 0),
             ops.full((WARPGROUP_ROWS, columns(spec.value_dim)), 0),
         )
         (q,) = self.own_operands(self.smem.q)
@@ -133,8 +133,7 @@ class _Cta(Cta[ForwardPlan]):
         target = results["out"].at[self.split]
         target = rows_of_head(target, self.batch, self.head, heads_first=plan.packed_heads > 1)
         for number, (m, l, acc_o) in enumerate(every):
-            state, exponent = Softmax(acc_o, m, l, l), self.form.exponent(spec)
-            out, lse = online_softmax.finish(spec, exponent, state, acc_o, sink)
+            out, lse = online_softmax.finish(spec, self.form.exponent(spec), m, l.sum(axis=1), acc_o, sink)
             first = self._first_row(number)
             results["lse"][self.split, self.batch, self.head, pl.ds(first, WARPGROUP_ROWS)] = lse
             ops.store_rows(out, target, first, plan.rows)
@@ -177,9 +176,10 @@ class _Cta(Cta[ForwardPlan]):
         states: list[Softmax] = []
         for one, numbers, before, ahead in zip(at, s, every, loaded, strict=True):
             mask = TileMask(self.inputs, self.tiles, index, one, ahead)
-            states.append(self.form.step(numbers, mask, Softmax(numbers, before.m, before.l, before.l)))
+            states.append(self.form.step(numbers, mask, Softmax(numbers, before.m, before.l, before.m)))
         acc_o = tuple(
-            self.form.rescaled(self.inputs, state, before.acc_o) for state, before in zip(states, every, strict=True)
+            self.form.rescaled(self.inputs, state.rescale, before.acc_o)
+            for state, before in zip(states, every, strict=True)
         )
         p = by_piece(operand_pieces.split(plan.spec, state.p, ops) for state in states)
         acc_o = self.add_product(acc_o, p, shared.v.at[slot], transposed=False)
