@@ -29,8 +29,8 @@ float32 then has room for the sums of values whose magnitudes add up to no more 
 """
 
 PARTS_OF_L = 8
-"""Sums of which l is made: of every eighth column, as a thread has two neighbours of eight in the matrix units' layouts.
-So a step sends nothing from thread to thread."""
+"""Sums of which l is made, each of every eighth column: of eight neighbours a thread has two, in the matrix units'
+layouts, so that a step sends nothing from thread to thread."""
 
 
 class Softmax(NamedTuple):

@@ -1,8 +1,8 @@
 """Constants of the schedules' models, fitted to measurements on one H200.
 
 `PACES`: times of the forward with 2, 3 and 4 warpgroups, causal and full, at head dim 64 with 128 to 16,384 tokens; at
-80, 96 and 112 on one H100 with 256 to 16,384, and with lengths that 8 does not divide, so that three warpgroups are taken
-where they were faster.
+80, 96 and 112 on one H100 with 256 to 16,384, of which 8 divides some, so that three warpgroups are taken where they
+were faster.
 The others: 12 calls at head dims 64 and 128, each measured with up to 10 schedules. With these values the schedule that
 the model chooses is the fastest measured, or on average 0.7% slower.
 """

@@ -89,7 +89,7 @@ class _Rows(NamedTuple):
     """A block of 64 rows: its softmax's state but for P, and O."""
 
     m: Float[Array, "rows"]
-    l: Float[Array, "rows"]
+    l: Float[Array, "rows parts"]
     acc_o: Float[Array, "rows D"]
 
 
