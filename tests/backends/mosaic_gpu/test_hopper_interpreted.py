@@ -201,6 +201,14 @@ def test_decoding(query_length: int, processors: int, key_length: int, dtype: st
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+def test_queries_in_registers(dims: tuple[int, int]):
+    """Where nothing is masked, products take some columns of wide heads' queries from registers."""
+    call = cases.of_forward(cases.build(Case("bfloat16", 136, 256, heads=(2, 1), dims=dims, batch=())))
+    assert plan.plan_forward(hopper_kernels.canonical(call)[0], 132).query_columns_in_registers == 128
+    oracle.assert_right(hopper_kernels.run(call), call)
+
+
 @sampled(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_weight_on_keys_past_the_end(deterministic: bool):

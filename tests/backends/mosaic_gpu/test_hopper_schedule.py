@@ -162,6 +162,22 @@ def test_three_warpgroups_where_they_were_faster(dims: tuple[int, int], length: 
 
 
 @pytest.mark.parametrize(
+    ("length", "options", "axes"),
+    [
+        (4096, {}, ["batch", "block"]),
+        # The longest blocks of all begin first; few CTAs of a list are next to others'.
+        (4096, dict(is_causal=True), ["block", "batch"]),
+        (256, {}, ["block", "batch"]),
+    ],
+    ids=str,
+)
+def test_ctas_that_read_the_same_keys_begin_together(length: int, options: dict, axes: list[str]):
+    call = spec(128, 128, batch=4, query_length=length, key_length=length)
+    grid = plan_forward(dataclasses.replace(call, **options), 132).launch.grid
+    assert [axis for axis in grid if axis in axes] == axes
+
+
+@pytest.mark.parametrize(
     ("dims", "bias", "parts"),
     [
         ((128, 128), None, 1),

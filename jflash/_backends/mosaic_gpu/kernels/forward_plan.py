@@ -139,9 +139,9 @@ class ForwardPlan(ForwardShape, KernelPlan):
         """Whether warpgroups issue their products in turns.
 
         Three share the matrix unit so that each finds it free after its softmax. Of two, one's products run beside the
-        other's softmax anyway, and four have tiles of which some visit fewer.
+        other's softmax anyway, and of four, some visit fewer tiles.
         """
-        return self.tile.warpgroups == 3
+        return self.tile.warpgroups == 3 and self.overlaps
 
     @property
     def query_columns_in_registers(self) -> int:
