@@ -7,6 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from plain_attention import Call
 
+from jflash._semantics.spec import Spec
+
+PLAIN = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
+"""A call that a backend takes wherever it takes any."""
+
 
 def poison() -> None:
     """Fill memory that the allocator may hand out again."""

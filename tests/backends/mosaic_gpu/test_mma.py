@@ -12,16 +12,14 @@ import pytest
 import score_mod_tables
 from cases import Case
 from kernel_values import ON_HARDWARE, drawn
-from on_hardware import poison, with_nan_in_padding
+from on_hardware import PLAIN, poison, with_nan_in_padding
 
 import jflash
 from jflash import _platform
 from jflash._backends import mosaic_gpu_mma
-from jflash._semantics.spec import Spec
 
 pytestmark = pytest.mark.gpu
 
-PLAIN = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
 REFUSAL = mosaic_gpu_mma.unsupported(PLAIN, _platform.current())
 
 # Elsewhere all of them would be skipped with one reason: one of them says it.
@@ -72,30 +70,6 @@ def test_deterministic(dims, options, dtype):
     oracle.assert_right(first, call, as_tf32=dtype == "float32")
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_soft_cap_of_few_large_products(dims: tuple[int, int], dtype: str):
-    call = cases.build(Case(dtype, 300, 400, (2, 1), dims, (2,), soft_cap=20.0, causal=True, offset="end"))
-    call = cases.with_large_products(call)
-    oracle.assert_right(oracle.run(attention, call), call)
-
-
-@pytest.mark.parametrize(("dtype", "cap", "dim"), [("bfloat16", 1024.0, 128), ("float16", 64.0, 64)])
-@pytest.mark.parametrize("steps", cases.STEPS)
-def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float, dim: int):
-    case = Case(dtype, 70, 390, heads=(1, 1), dims=(dim, dim), batch=(), soft_cap=cap, mask="full", sinks=cap == 64)
-    call = cases.with_steps(cases.build(case), steps)
-    oracle.assert_right(oracle.run(attention, call), call)
-
-
-@pytest.mark.parametrize(("dtype", "kind", "dim"), [("bfloat16", "keys", 64), ("float16", "full", 128)])
-@pytest.mark.parametrize("values", cases.LARGE_BIASES)
-def test_large_biases(values: str, dtype: str, kind: str, dim: int):
-    call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
-    call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
-    oracle.assert_right(oracle.run(attention, call), call)
 
 
 @pytest.mark.parametrize("kind", score_mod_tables.KINDS)
