@@ -8,6 +8,7 @@ in primitives that Mosaic GPU lowers.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,20 +46,23 @@ PushForward = Callable[[Array, dict[str, Array]], Array]
 """Takes the tangents of the products and, by name, of the parameters to those of the logits."""
 
 
-def form(spec: Spec, *, bias_by_mma: bool = True) -> LogitsForm:
+def form(spec: Spec, *, bias_by_mma: bool = True, sums_in_parts: bool = True) -> LogitsForm:
     """The form of a call's logits; of a kernel to whose products no bias can be added if not `bias_by_mma`."""
     if bias_by_mma and bias_columns.serves(spec):
-        return BiasByMma()
+        return BiasByMma(sums_in_parts)
     if is_plain(spec):
-        return Plain()
+        return Plain(sums_in_parts)
     if LessDistances.serves(spec):
-        return LessDistances()
-    return SoftCapped() if SoftCapped.serves(spec) else LogitsForm()
+        return LessDistances(sums_in_parts)
+    return SoftCapped(sums_in_parts) if SoftCapped.serves(spec) else LogitsForm(sums_in_parts)
 
 
+@dataclasses.dataclass(frozen=True)
 class LogitsForm:
     """Any logits: scale, cap, bias, ALiBi and score_mod are applied in registers."""
 
+    sums_in_parts: bool
+    """Whether registers are left for the parts of a row's sum."""
     max_warpgroups = 2
     """The most warpgroups that compute for which the form leaves registers."""
     bias_by_mma = False
@@ -74,8 +78,8 @@ class LogitsForm:
 
     def step(self, s: Tile, mask: TileMask, before: Softmax | None) -> Softmax:
         """The online softmax's step for a tile's products."""
-        logits = _modified(s, mask)
-        return online_softmax.step(self.exponent(mask.inputs.spec), mask.hide(logits, -jnp.inf), 1.0, mask, before)
+        logits, exponent = mask.hide(_modified(s, mask), -jnp.inf), self.exponent(mask.inputs.spec)
+        return online_softmax.step(exponent, logits, 1.0, mask, before, in_parts=self.sums_in_parts)
 
     def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
         """O relative to the last tile's m, from O relative to the m before it."""
@@ -120,8 +124,8 @@ class BiasByMma(Plain):
 
     def step(self, s: Tile, mask: TileMask, before: Softmax | None) -> Softmax:
         numbers, unit = bias_columns.with_large_biases(mask.inputs, s, mask.at, mask.loaded)
-        numbers = mask.hide(numbers, -jnp.inf)
-        return online_softmax.step(self.exponent(mask.inputs.spec), numbers, unit, mask, before)
+        numbers, exponent = mask.hide(numbers, -jnp.inf), self.exponent(mask.inputs.spec)
+        return online_softmax.step(exponent, numbers, unit, mask, before, in_parts=self.sums_in_parts)
 
 
 class LessDistances(LogitsForm):
@@ -158,7 +162,7 @@ class SoftCapped(LogitsForm):
         return lax.cond(is_same, lambda acc_o, _: acc_o, online_softmax.scaled_rows, acc_o, rescale)
 
     def step(self, s: Tile, mask: TileMask, before: Softmax | None) -> Softmax:
-        return online_softmax.capped_step(s, mask, before)
+        return online_softmax.capped_step(s, mask, before, in_parts=self.sums_in_parts)
 
 
 def _modified(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "rows columns"]:

@@ -29,8 +29,8 @@ float32 then has room for the sums of values whose magnitudes add up to no more 
 """
 
 PARTS_OF_L = 8
-"""Sums of which l is made, each of every eighth column: of eight neighbours a thread has two, in the matrix units'
-layouts, so that a step sends nothing from thread to thread."""
+"""The parts of l, where it has any: sums of every eighth column. Of eight neighbours a thread has two, in the matrix
+units' layouts, so that a step sends nothing from thread to thread. It keeps four numbers for the two of whole sums."""
 
 
 class Softmax(NamedTuple):
@@ -41,16 +41,22 @@ class Softmax(NamedTuple):
     m: Float[Array, "rows"]
     """What P is relative to: the largest logit so far, in the exponent's `units`. With a soft cap sometimes 0, and then
     never -inf."""
-    l: Float[Array, "rows parts"]
-    """`PARTS_OF_L`; l is their sum."""
+    l: Float[Array, "rows *parts"]
+    """Whole, or in `PARTS_OF_L`."""
     rescale: Float[Array, "rows"]
     """From the sums before the last tile to those after it."""
 
 
 def step(
-    exponent: Exponent, s: Float[Array, "rows keys"], unit: Array | float, mask: TileMask, before: Softmax | None
+    exponent: Exponent,
+    s: Float[Array, "rows keys"],
+    unit: Array | float,
+    mask: TileMask,
+    before: Softmax | None,
+    *,
+    in_parts: bool,
 ) -> Softmax:
-    """Show the rows the logits of more keys: s, times `unit`."""
+    """Show the rows the logits of more keys: s, times `unit`; l is `in_parts` or whole."""
     inputs, dtype = mask.inputs, mask.inputs.spec.dtype
     m = exponent.units(s.max(axis=1) * unit)
     if before is not None:
@@ -60,23 +66,34 @@ def step(
     factor, shape = factor * unit, s.shape
     scaled = s * (along_rows(factor, shape) if isinstance(factor, jax.Array) else factor)
     p = jnp.exp2(scaled - along_rows(subtrahend, shape))
-    l = _parts_of_l(p)
+    l = _sums(p, in_parts=in_parts)
     if before is None:
         rescale = inputs.ops.full(shape[:1], 0.0)
     else:
         rescale = exponent.rescaling(before.m, reference)
-        l = before.l * along_rows(rescale, l.shape) + l
+        l = _rescaled(before.l, rescale) + l
     return Softmax(dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, rescale)
 
 
-def _parts_of_l(p: Float[Array, "rows keys"]) -> Float[Array, "rows parts"]:
+def whole(l: Float[Array, "rows *parts"]) -> Float[Array, "rows"]:
+    """l, from its parts if it has any."""
+    return l if l.ndim == 1 else l.sum(axis=1)
+
+
+def _rescaled(l: Float[Array, "rows *parts"], rescale: Float[Array, "rows"]) -> Float[Array, "rows *parts"]:
+    return l * (rescale if l.ndim == 1 else along_rows(rescale, l.shape))
+
+
+def _sums(p: Float[Array, "rows keys"], *, in_parts: bool) -> Float[Array, "rows *parts"]:
+    if not in_parts:
+        return p.sum(axis=1)
     rows, keys = p.shape
     parts = (lax.slice(p, (0, first), (rows, first + PARTS_OF_L)) for first in range(0, keys, PARTS_OF_L))
     return functools.reduce(operator.add, parts)
 
 
-def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None) -> Softmax:
-    """Show the rows a tile's products, which are scaled and capped here; exponents are in base 2.
+def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | None, *, in_parts: bool) -> Softmax:
+    """Show the rows a tile's products, which are scaled and capped here; exponents are in base 2. Others as in `step`.
 
     Where all of a tile's logits are small, their exponentials fit P's dtype relative to what m was before, and the
     search for the row's maximum is left out.
@@ -106,7 +123,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
         logits = mask.hide(soft_cap.of_any(numbers), -jnp.inf)
         largest, rescale = logits.max(axis=1), ones
         if before is not None:
-            is_empty = before.l.sum(axis=1) == 0
+            is_empty = whole(before.l) == 0
             largest = jnp.maximum(largest, jnp.where(is_empty, -jnp.inf, kept))
             rescale = jnp.where(is_empty, 1.0, jnp.exp2(kept - largest))
         m = finite_or_zero(largest)
@@ -114,7 +131,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
 
     def exponentiate(exponents: Array) -> tuple[Array, Array]:
         p = jnp.exp2(exponents)
-        return dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), _parts_of_l(p)
+        return dropped.kept(inputs, mask.at, p, mask.loaded).astype(dtype), _sums(p, in_parts=in_parts)
 
     def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
         # One basic block, in which exponentials are made beside the polynomials.
@@ -132,7 +149,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileMask, before: Softmax | 
     all_seen = True if is_partial is None else ~is_partial
     p, l, m, rescale = lax.cond(are_small & all_seen, all_small_and_seen, others, numbers)
     if before is not None:
-        l = before.l * along_rows(rescale, l.shape) + l
+        l = _rescaled(before.l, rescale) + l
     return Softmax(p, m, l, rescale)
 
 

@@ -132,7 +132,7 @@ class ForwardCta(Cta[ForwardPlan]):
         state, acc_o = loop.run(q_read=copy_next if plan.queries_stay else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
         out, lse = online_softmax.finish(
-            plan.spec, self.form.exponent(plan.spec), state.m, state.l.sum(axis=1), acc_o, sink
+            plan.spec, self.form.exponent(plan.spec), state.m, online_softmax.whole(state.l), acc_o, sink
         )
         self.store(batch, block, out, lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
@@ -228,7 +228,8 @@ class MainLoop:
         acc_o = ops.full((WARPGROUP_ROWS, plan.columns), 0)
         next_tile = loop._attend_beside_product if plan.overlaps else loop._attend_after_product
         # A loop that the compiler knows to have one step would be none, and spill registers.
-        end = pipeline.opaque(stop, "head", "block") if plan.spec.key_length <= 2 * plan.tile.keys else stop
+        has_one_step = plan.tile.keys < plan.spec.key_length <= 2 * plan.tile.keys
+        end = pipeline.opaque(stop, "head", "block") if has_one_step else stop
         state, acc_o = lax.fori_loop(start + 1, end, next_tile, (state, acc_o))
         q_read()
         acc_o = loop._add_product(stop, state, acc_o)

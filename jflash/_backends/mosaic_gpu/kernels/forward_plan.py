@@ -108,7 +108,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def form(self) -> LogitsForm:
         """The form of the logits."""
-        return logits.form(self.spec)
+        few_registers = self.tile.warpgroups > 3 or self.columns >= 256 or self.spec.dropout_rate > 0
+        return logits.form(self.spec, sums_in_parts=not few_registers)
 
     @property
     def value_parts(self) -> int:

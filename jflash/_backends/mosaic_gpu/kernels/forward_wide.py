@@ -94,7 +94,7 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def form(self) -> LogitsForm:
-        return logits.form(self.spec, bias_by_mma=False)
+        return logits.form(self.spec, bias_by_mma=False, sums_in_parts=False)
 
     @property
     def value_parts(self) -> int:
@@ -222,7 +222,7 @@ class _HandingLoop(MainLoop):
         plgpu.barrier_wait(shared.p_empty)
         for target, piece in zip(operand_pieces.of_tile(spec, shared.p), pieces, strict=True):
             target[...] = piece
-        for number, statistic in enumerate((state.m, state.l.sum(axis=1), state.rescale)):
+        for number, statistic in enumerate((state.m, state.l, state.rescale)):
             shared.statistics[number] = statistic
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.p_full)

@@ -133,7 +133,7 @@ class _Cta(Cta[ForwardPlan]):
         target = results["out"].at[self.split]
         target = rows_of_head(target, self.batch, self.head, heads_first=plan.packed_heads > 1)
         for number, (m, l, acc_o) in enumerate(every):
-            out, lse = online_softmax.finish(spec, self.form.exponent(spec), m, l.sum(axis=1), acc_o, sink)
+            out, lse = online_softmax.finish(spec, self.form.exponent(spec), m, online_softmax.whole(l), acc_o, sink)
             first = self._first_row(number)
             results["lse"][self.split, self.batch, self.head, pl.ds(first, WARPGROUP_ROWS)] = lse
             ops.store_rows(out, target, first, plan.rows)
