@@ -270,10 +270,12 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
     elif not few_rows and not bias_bytes and (more := _of_more_warpgroups(spec, visits)):
         pace = h200.PACES[max(64, head_dim, value_dim)]
+        timed = spec.dropout_rate == 0 and spec.operands.isdisjoint({"query_segments", "mask", "bias"})
 
         def time(tile: RowTiles) -> float:
             each = block_times(tile, rows, visits, pace)
-            return max(sum(each), max(each) * processors_per_head)
+            longer = 1.0 if timed or tile.warpgroups != 3 else h200.LONGER_WHERE_UNTIMED
+            return max(sum(each), max(each) * processors_per_head) * longer
 
         candidates = sorted((candidates[0], *more), key=time)
     # Splits of the keys store a float32 output.

@@ -22,6 +22,9 @@ PACES: Mapping[int, Pace] = {
     112: {(2, 128): (0.98, 1.9), (3, 96): (0.78, 3.1), (3, 64): (0.98, 2.0)},
 }
 """By the columns of tiles: of 64 for all that are narrower."""
+LONGER_WHERE_UNTIMED = 1.06
+"""How much longer three warpgroups are taken to need with options that were not timed since they take turns: as much as
+they needed without."""
 KEYS_OF_THREE_WARPGROUPS = {80: 112, 96: 96, 112: 96}
 """By the columns of tiles, above 64: the most keys for which three warpgroups have registers."""
 
