@@ -46,7 +46,7 @@ PushForward = Callable[[Array, dict[str, Array]], Array]
 """Takes the tangents of the products and, by name, of the parameters to those of the logits."""
 
 
-def form(spec: Spec, *, bias_by_mma: bool = True, sums_in_parts: bool = True) -> LogitsForm:
+def form(spec: Spec, *, bias_by_mma: bool = True, sums_in_parts: bool = False) -> LogitsForm:
     """The form of a call's logits; of a kernel to whose products no bias can be added if not `bias_by_mma`."""
     if bias_by_mma and bias_columns.serves(spec):
         return BiasByMma(sums_in_parts)

@@ -94,7 +94,7 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def form(self) -> LogitsForm:
-        return logits.form(self.spec, bias_by_mma=False, sums_in_parts=False)
+        return logits.form(self.spec, bias_by_mma=False)
 
     @property
     def value_parts(self) -> int:

@@ -89,7 +89,7 @@ class _Rows(NamedTuple):
     """A block of 64 rows: its softmax's state but for P, and O."""
 
     m: Float[Array, "rows"]
-    l: Float[Array, "rows parts"]
+    l: Float[Array, "rows"]
     acc_o: Float[Array, "rows D"]
 
 
@@ -122,7 +122,7 @@ class _Cta(Cta[ForwardPlan]):
         ops.commit()
         nothing = _Rows(
             ops.full((WARPGROUP_ROWS,), self.form.first_m),
-            ops.full((WARPGROUP_ROWS, online_softmax.PARTS_OF_L), 0),
+            ops.full((WARPGROUP_ROWS,), 0),
             ops.full((WARPGROUP_ROWS, columns(spec.value_dim)), 0),
         )
         (q,) = self.own_operands(self.smem.q)
@@ -133,7 +133,7 @@ class _Cta(Cta[ForwardPlan]):
         target = results["out"].at[self.split]
         target = rows_of_head(target, self.batch, self.head, heads_first=plan.packed_heads > 1)
         for number, (m, l, acc_o) in enumerate(every):
-            out, lse = online_softmax.finish(spec, self.form.exponent(spec), m, online_softmax.whole(l), acc_o, sink)
+            out, lse = online_softmax.finish(spec, self.form.exponent(spec), m, l, acc_o, sink)
             first = self._first_row(number)
             results["lse"][self.split, self.batch, self.head, pl.ds(first, WARPGROUP_ROWS)] = lse
             ops.store_rows(out, target, first, plan.rows)
