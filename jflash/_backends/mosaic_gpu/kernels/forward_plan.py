@@ -196,14 +196,12 @@ class ForwardPlan(ForwardShape, KernelPlan):
         out = (self.splits, spec.batch, *order, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
-        order = dict(block=ctas, batch=lists)
-        if not self.blocks_grow and ctas >= h200.CTAS_OF_ONE_LIST:
-            # No block is longer than others, so that one list's can run together: they read the same keys.
-            order = dict(batch=lists, block=ctas)
+        # One list's CTAs run together and read the same keys, but for long blocks, of which those of all begin first.
+        inner = dict(block=ctas, batch=lists) if self.blocks_grow else dict(batch=lists, block=ctas)
         groups = schedule.head_groups
         return Launch(
             name=f"jflash_forward_{head_dim}_{value_dim}",
-            grid=dict(head=self.heads // groups, **order, head_group=groups, split=self.splits),
+            grid=dict(head=self.heads // groups, **inner, head_group=groups, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
             smem=self.smem,
             warpgroups=self.consumers + 1,

@@ -37,9 +37,6 @@ CACHE = 10 * 2**20
 MISSES = 0.0008 / 2**20
 """The part of the time that every byte beyond `CACHE` adds."""
 
-CTAS_OF_ONE_LIST = 8
-"""From so many CTAs on, those of one list begin one after the other. With fewer that was slower."""
-
 WORTH = 1.025
 """A schedule with several items a CTA, or more head groups, is taken where a call takes so much longer without it."""
 ENOUGH = 1.006
