@@ -152,9 +152,9 @@ class ForwardPlan(ForwardShape, KernelPlan):
         """
         spec = self.spec
         is_masked = tile_range.is_limited(spec) or spec.key_length % self.tile.keys != 0 or "mask" in spec.operands
-        is_plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and operand_pieces.number(spec) == 1
-        is_wide = spec.head_dim in (192, 256) and not forward_in_panels(spec)
-        return 128 if is_wide and is_plain and not is_masked and self.schedule.items_per_cta == 1 else 0
+        in_blocks = operand_pieces.number(spec) == 1 and not forward_in_panels(spec)
+        fits = spec.head_dim in (192, 256) and in_blocks and self.schedule.items_per_cta == 1
+        return 128 if fits and self.is_plain and not is_masked else 0
 
     @property
     def skips_tiles(self) -> bool:
@@ -177,6 +177,11 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return shared_memory(self.spec, self.tile, self.out_dtype, self.output_parts)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether logits are products, and no weight is dropped."""
+        return exponent.is_plain(self.spec) and self.spec.dropout_rate == 0
+
+    @property
     def blocks_grow(self) -> bool:
         """Whether each block visits more keys than the last."""
         left, right = self.spec.bounds
@@ -196,12 +201,14 @@ class ForwardPlan(ForwardShape, KernelPlan):
         out = (self.splits, spec.batch, *order, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
-        # One list's CTAs run together and read the same keys, but for long blocks, of which those of all begin first.
-        inner = dict(block=ctas, batch=lists) if self.blocks_grow else dict(batch=lists, block=ctas)
         groups = schedule.head_groups
+        # Long blocks of all lists begin first. Where none is longer, one list's run together: they read the same keys.
+        inner = dict(block=ctas, head_group=groups, batch=lists)
+        if self.is_plain and not self.blocks_grow:
+            inner = dict(batch=lists, block=ctas, head_group=groups)
         return Launch(
             name=f"jflash_forward_{head_dim}_{value_dim}",
-            grid=dict(head=self.heads // groups, **inner, head_group=groups, split=self.splits),
+            grid=dict(head=self.heads // groups, **inner, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
             smem=self.smem,
             warpgroups=self.consumers + 1,
