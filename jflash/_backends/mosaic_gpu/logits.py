@@ -48,13 +48,17 @@ PushForward = Callable[[Array, dict[str, Array]], Array]
 
 def form(spec: Spec, *, bias_by_mma: bool = True, sums_in_parts: bool = False) -> LogitsForm:
     """The form of a call's logits; of a kernel to whose products no bias can be added if not `bias_by_mma`."""
+    return _kind(spec, bias_by_mma=bias_by_mma)(sums_in_parts)
+
+
+def _kind(spec: Spec, *, bias_by_mma: bool) -> type[LogitsForm]:
     if bias_by_mma and bias_columns.serves(spec):
-        return BiasByMma(sums_in_parts)
+        return BiasByMma
     if is_plain(spec):
-        return Plain(sums_in_parts)
+        return Plain
     if LessDistances.serves(spec):
-        return LessDistances(sums_in_parts)
-    return SoftCapped(sums_in_parts) if SoftCapped.serves(spec) else LogitsForm(sums_in_parts)
+        return LessDistances
+    return SoftCapped if SoftCapped.serves(spec) else LogitsForm
 
 
 @dataclasses.dataclass(frozen=True)

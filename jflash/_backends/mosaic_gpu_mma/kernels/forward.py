@@ -176,7 +176,7 @@ class _Cta(Cta[ForwardPlan]):
         states: list[Softmax] = []
         for one, numbers, before, ahead in zip(at, s, every, loaded, strict=True):
             mask = TileMask(self.inputs, self.tiles, index, one, ahead)
-            states.append(self.form.step(numbers, mask, Softmax(numbers, before.m, before.l, before.m)))
+            states.append(self.form.step(numbers, mask, Softmax(numbers, before.m, before.l, before.l)))
         acc_o = tuple(
             self.form.rescaled(self.inputs, state.rescale, before.acc_o)
             for state, before in zip(states, every, strict=True)
