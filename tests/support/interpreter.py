@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jflash._backends.mosaic_gpu.hardware import panels
+from jflash._backends.mosaic_gpu.hardware import panels, sums
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
 from jflash._backends.mosaic_gpu_mma.hardware.products import STEPS_OF_PIECES
@@ -139,6 +139,12 @@ class Interpreter(WarpgroupOps):
 
     def reduce_add(self, destination: Ref, source: Ref) -> None:
         destination[...] = destination[...] + source[...]
+
+    def add_to_sums(self, target: Ref, part: Float[Array, "64 columns"]) -> None:
+        target[...] = target[...] + sums.from_rows(part[:, : target.shape[1]])
+
+    def store_sums(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
+        self.store_strided(ref, sums.as_rows(values), first)
 
     def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
         return packed_masks.pack(mask[...], plane, query, key, keys_first)
@@ -327,19 +333,19 @@ class MmaInterpreter(Interpreter, MmaOps):
 
     def add_rows(self, values: Float[Array, "64 columns"], target: Ref, row: Any, column: Any, together: int) -> None:
         groups, units = values.shape[0] // 8, values.shape[1] // 16
-        # Group, row; unit, eight, pair, neighbour.
-        numbers = values.reshape(groups, 8, units, 2, 4, 2)
-        order = (0, 2, 1, 4, 3, 5) if together == 4 else (0, 2, 3, 5, 1, 4)
+        if together == 4:
+            numbers = sums.from_rows(values)
+        else:
+            # Group, row; unit, eight, pair, neighbour.
+            numbers = values.reshape(groups, 8, units, 2, 4, 2).transpose(0, 2, 3, 5, 1, 4)
         own = target.at[pl.ds(lax.div(row, 8), groups), pl.ds(lax.div(column, 16), units)]
-        own[...] = own[...] + numbers.transpose(order).reshape(groups, units, 128)
+        own[...] = own[...] + numbers.reshape(groups, units, 128)
 
     def load_sums(self, source: Ref, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
         found = source[pl.ds(lax.div(row, 8), 8)]
         if together == 4:
-            rows = found.reshape(8, columns // 16, 8, 4, 2, 2).transpose(0, 2, 1, 4, 3, 5)
-        else:
-            rows = found.reshape(8, columns // 16, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3)
-        return rows.reshape(64, columns)
+            return sums.as_rows(found.reshape(64, columns))
+        return found.reshape(8, columns // 16, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3).reshape(64, columns)
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
         rows, columns = (

@@ -64,6 +64,9 @@ class Numbers(LaneWords):
         low, high = (number.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32) for number in numbers)
         return low | high << 16
 
+    def of_neighbour(self, word: np.ndarray) -> np.ndarray:
+        return word.reshape(-1, 2)[:, ::-1].reshape(-1)
+
     def bits(self, number: np.ndarray) -> np.ndarray:
         return number.view(np.uint32)
 
@@ -108,15 +111,14 @@ class Warpgroup(Numbers, Lanes):
         assert (np.sort(banks, axis=1) == np.arange(32)).all()
         self.shared[places[:, None] + np.arange(4)] = np.ascontiguousarray(word).view(np.uint8).reshape(THREADS, 4)
 
-    def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any], condition: Any) -> None:
+    def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any]) -> None:
         size, device = 4 * len(numbers), self.device.view(np.float32)
         places = address.astype(int) + offset
         assert not (places % size).any()
         # What a warp adds to lies side by side.
         assert (np.sort(places.reshape(4, 32), axis=1) == places.reshape(4, 32).min(1)[:, None] + size * LANE).all()
-        given = places[condition]
-        assert ((given >= 0) & (given <= self.device.size - size)).all()
-        np.add.at(device, given[:, None] // 4 + np.arange(len(numbers)), np.stack(numbers, axis=-1)[condition])
+        assert ((places >= 0) & (places <= self.device.size - size)).all()
+        np.add.at(device, places[:, None] // 4 + np.arange(len(numbers)), np.stack(numbers, axis=-1))
 
     def numbers(self, pair: Any) -> list[np.ndarray]:
         return [pair[:, 0], pair[:, 1]]

@@ -131,7 +131,8 @@ class Places:
         (6, 2, 5, 4, 640, 128, 12),
     ],
 )
-def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors):
+@pytest.mark.parametrize("in_order_of_sums", [False, True])
+def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, head_dim, processors, in_order_of_sums):
     """By a CTA that began after all those that add to it, and before any that has its place in memory."""
     whole = -(-rows // 64) * 64
     # Of fewer blocks the last CTA would round.
@@ -148,9 +149,9 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
         copies = (block * 5 + item) % 17
         with jax.disable_jit():
             own_batch, own_group, _, first_head = map(int, schedule.item(wave, item))
-            taken = RecordedLater(
-                schedule, None, _refs(places, (batch, rows, heads, head_dim)), 1.0, wave, block, item, copies
-            )
+            refs, columns = _refs(places, (batch, rows, heads, head_dim)), -(-head_dim // 16) * 16
+            place = wave, block, item
+            taken = RecordedLater(schedule, None, refs, 1.0, *place, copies, columns, in_order_of_sums)
             taken.visit()
             own_places = [taken.place(wave, head) for head in range(schedule.heads)]
         for awaited in taken.awaited:
@@ -204,7 +205,7 @@ def test_the_last_of_an_item_rounds_it_once(heads, group, blocks, batch, rows, h
     for wave, block, item in _places(schedule, RoundedByLast):
         with jax.disable_jit():
             own_batch, own_group, _, first_head = map(int, schedule.item(wave, item))
-            taken = RecordedLast(schedule, counters, refs, 1.0, wave, block, item, 0)
+            taken = RecordedLast(schedule, counters, refs, 1.0, wave, block, item, 0, head_dim, False)
             taken.begin(0)
             for head in range(schedule.heads):
                 place, own = taken.place(wave, head), (own_batch, first_head + head)
@@ -294,7 +295,7 @@ def _awaited(schedule: BackwardSchedule, kind: type[Recorded], place: tuple[int,
     """The work items that the CTA of a place waits for."""
     refs = _refs(kind.accumulators(schedule), (schedule.batch, 64, 64, 64), Counters())
     with jax.disable_jit():
-        taken = kind(schedule, None, refs, 1.0, *place, 0)
+        taken = kind(schedule, None, refs, 1.0, *place, 0, 64, False)
         taken.begin(0)
     return taken.awaited
 

@@ -1,6 +1,6 @@
 """The threads of a warpgroup, each with words of its own, in operations of MLIR.
 
-Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
+Source: PTX ISA, red, and of the layout wgmma, the accumulator's fragment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LaneWords:
     def __init__(self) -> None:
         utils: Any = mgpu.utils
         self.ir, self.arith, self.vector = utils.ir, utils.arith, utils.vector
-        self.type = utils.ir.IntegerType.get_signless(32)
+        self.type, self.long_type = map(utils.ir.IntegerType.get_signless, (32, 64))
         self.zero = utils.c(0.0, utils.ir.F32Type.get())
         """A float32."""
         thread = self.arith.remui(utils.thread_idx(), self(THREADS))
@@ -32,6 +32,14 @@ class LaneWords:
 
     def __call__(self, value: int) -> Any:
         return mgpu.utils.c(value, self.type)
+
+    def long(self, value: int) -> Any:
+        """A constant of 64 bits."""
+        return mgpu.utils.c(value, self.long_type)
+
+    def distance(self, index: Any, size: int) -> Any:
+        """The bytes that `index` items of a size take, in 64 bits."""
+        return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))
 
     def times(self, number: Any, factor: int) -> Any:
         return self.arith.muli(number, self(factor))
@@ -62,6 +70,17 @@ class LaneWords:
     def below(self, number: Any, limit: Any) -> Any:
         """Whether a signed number is below another."""
         return self.arith.cmpi(self.arith.CmpIPredicate.slt, number, limit)
+
+    def of_neighbour(self, word: Any) -> Any:
+        """The word of the thread beside this one: of two threads each has the other's."""
+        return mgpu.utils.shfl_bfly(word, 1)
+
+    def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any]) -> None:
+        """Add neighbouring float32 numbers, one or four, to device memory."""
+        names = ", ".join(f"${index}" for index in range(1, 1 + len(numbers)))
+        kind, values = ("f32", names) if len(numbers) == 1 else (f"v{len(numbers)}.f32", f"{{{names}}}")
+        add = f"red.relaxed.gpu.global.add.{kind} [$0 + {offset}], {values};"
+        mgpu.utils.inline_ptx(add, address, *numbers, has_side_effects=True)
 
     def numbers(self, pair: Any) -> list[Any]:
         """The two numbers of a register that holds two."""

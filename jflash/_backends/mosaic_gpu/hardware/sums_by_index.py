@@ -27,12 +27,10 @@ _utils: Any = mgpu.utils
 def add(_: Any, table: Any, index: Any, values: Any) -> None:
     """The instructions, for `plgpu.inline_mgpu`."""
     o = LaneWords()
-    long_type = _utils.ir.IntegerType.get_signless(64)
-    start = _utils.llvm.ptrtoint(long_type, _utils.memref_ptr(table))
+    start = _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(table))
     for place, total, condition in totals(o, in_order(o, index.registers), in_order(o, values.registers)):
-        offset = o.arith.muli(o.arith.extsi(long_type, place), _utils.c(4, long_type))
         instruction = "red.global.add.f32 [$0], $1;"
-        address = o.arith.addi(start, offset)
+        address = o.arith.addi(start, o.distance(place, 4))
         _utils.inline_ptx(instruction, address, total, predicate=condition, has_side_effects=True)
 
 

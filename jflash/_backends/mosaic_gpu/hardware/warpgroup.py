@@ -27,6 +27,7 @@ from jflash._backends.mosaic_gpu.hardware import (
     leading_piece,
     packed_mask,
     panels,
+    sums,
     sums_by_index,
 )
 
@@ -163,6 +164,15 @@ class WarpgroupOps(Protocol):
     def reduce_add(self, destination: Ref, source: Ref) -> None:
         """Issue a copy that adds shared memory to device memory."""
         plgpu.copy_smem_to_gmem(source, destination, reduction_op="add")
+
+    def add_to_sums(self, target: Ref, part: Float[Array, "64 columns"]) -> None:
+        """Add rows to `sums` of such, `[64, C]` in device memory, of which there may be fewer columns; in any order."""
+        _inline(sums.add, plgpu.RefType(), _TILE)(target, part)
+
+    def store_sums(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
+        """Store what `load_strided` read of them, rounded to 16 bits, as rows from `first` on, as far as an array in
+        device memory has them and their columns."""
+        _inline(sums.store, plgpu.RefType(), _strided(values.shape), plgpu.Layout.WG_SPLAT(()))(ref, values, first)
 
     def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
         """A packed mask's words for 64 x 64 elements of a mask."""

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.exponent import sums_scale
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline, sums
 from jflash._backends.mosaic_gpu.inputs import row_statistics, whole_dims
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.fused_cta import Accumulators, FusedCta, Step
@@ -35,7 +35,9 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
     of_keys = schedule.summed(plan.spec, made, whole_dims(plan.spec))
     if schedule.partial:
-        d_query = dq_accumulator.unrounded(schedule, written["dq_acc"]) * sums_scale(plan.spec)
+        acc = written["dq_acc"][:, :, : plan.acc_columns]
+        acc = sums.as_rows(acc) if plan.tile.adds_registers else acc
+        d_query = dq_accumulator.unrounded(schedule, acc) * sums_scale(plan.spec)
     else:
         d_query = made["d_query"]
     return made | of_keys | dict(d_query=d_query)
@@ -61,7 +63,8 @@ class _Cta(FusedCta[FusedPlan]):
         heads = plan.schedule.heads
         self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
         dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
-        self.dq = plan.dq(plan.schedule, ops, dq_refs, sums_scale(plan.spec), *place, tiles.count * heads)
+        sizes = plan.acc_columns, plan.tile.adds_registers
+        self.dq = plan.dq(plan.schedule, ops, dq_refs, sums_scale(plan.spec), *place, tiles.count * heads, *sizes)
 
     def _take_ticket(self) -> tuple[Any, Any, Any]:
         """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
@@ -84,7 +87,9 @@ class _Cta(FusedCta[FusedPlan]):
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
         width = self.plan.dq_width
         self.dq_columns = pl.ds(self.warpgroup * width, width)
-        if self.plan.tile.halves != "columns":
+        if self.plan.tile.adds_registers:
+            self.dq_columns = pl.ds(0, self.plan.acc_columns)
+        elif self.plan.tile.halves != "columns":
             self.dq_columns = pipeline.columns(width, self.refs.arrays["dq_acc"], self.item.batch)
         pl.when(self.dq.adds)(self._begin)
         self.dq.begin(self.warpgroup)
@@ -145,7 +150,10 @@ class _Cta(FusedCta[FusedPlan]):
         return self.dq.target(at.head, pl.ds(first, WARPGROUP_ROWS), self.dq_columns)
 
     def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
-        """By a copy that adds."""
+        """From registers, or by a copy that adds."""
+        if self.plan.tile.adds_registers:
+            self.ops.add_to_sums(target, part)
+            return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.smem.dq[self.warpgroup] = part
         plgpu.commit_smem()

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem, sums
 from jflash._backends.mosaic_gpu.inputs import (
     CallTiles,
     bf16_pieces,
@@ -124,7 +124,10 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         kv_full=smem.barriers(1, arrivals=smem.copies(k, v) + as_columns(spec, tile)),
         **walked(spec, tile),
         ds=ds(spec, tile),
-        dq=smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, block_dims(spec)[0]),
+        # What copies add from.
+        dq=None
+        if tile.adds_registers
+        else smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, block_dims(spec)[0]),
         # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
         ticket=smem.vectors(1, dtype=jnp.int32),
         numbers=smem.vectors(tile.warpgroups, dtype=jnp.int32),
@@ -165,8 +168,15 @@ class FusedPlan(WalkPlan):
             warpgroups=self.tile.warpgroups + 1,
         )
 
+    @property
+    def acc_columns(self) -> int:
+        """Columns of an accumulator of dQ."""
+        columns = block_dims(self.spec)[0]
+        return round_up(columns, sums.COLUMNS) if self.tile.adds_registers else columns
+
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
-        """The accumulators of dQ, `[accumulators, L, columns]`: whole blocks, with a margin for copies that add."""
-        rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + margin
-        columns = block_dims(self.spec)[0] + margin
-        return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, columns), jnp.float32)
+        """The accumulators of dQ, `[accumulators, L, columns]`: whole blocks, with a margin for copies that add, and
+        room for what registers add of a tile that begins at the last query."""
+        room = max(margin, self.tile.queries if self.tile.adds_registers else 0)
+        rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + room
+        return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, self.acc_columns + margin), jnp.float32)

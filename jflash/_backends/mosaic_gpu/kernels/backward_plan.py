@@ -141,10 +141,11 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     widest = max(head_dim, value_dim)
     # Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
     plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
-    candidates = [FusedTiles(128, 2)] if widest <= 64 and plain else []
+    candidates = [FusedTiles(128, 2, adds_registers=True)] if widest <= 64 and plain else []
     if widest <= 128:
         in_turns = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
-        candidates += [FusedTiles(64, 2, in_turns=in_turns), FusedTiles(64, 1)]
+        candidates += [FusedTiles(64, 2, in_turns=in_turns, adds_registers=in_turns and head_dim == 80)]
+        candidates += [FusedTiles(64, 1)]
     fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
     key = TuningKey("mosaic_gpu backward", _facts(spec))
     return _tuning.choose(key, fitting) if fitting else None

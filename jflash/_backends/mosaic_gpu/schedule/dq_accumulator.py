@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps
-from jflash._backends.mosaic_gpu.inputs.array_shapes import block_dim
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule, WorkItem
 
 LINE = 32
@@ -52,6 +51,10 @@ class DqAccumulator:
     """The CTA's work item, of its wave."""
     copies: Any
     """Tiles of queries that this CTA visits."""
+    columns: int
+    """Of an accumulator; more than dQ has, where that are no whole blocks."""
+    in_order_of_sums: bool
+    """Whether an accumulator's numbers are in the order of `hardware.sums`, or in that of rows."""
 
     @staticmethod
     def lag(schedule: BackwardSchedule) -> int:
@@ -100,11 +103,6 @@ class DqAccumulator:
         """For the producer, after the last copy."""
 
     @property
-    def _columns(self) -> int:
-        """Of an accumulator."""
-        return block_dim(self.refs.dq.shape[3])
-
-    @property
     def _row_tiles(self) -> int:
         """Tiles of 64 rows of a head; the last may lack some."""
         return pl.cdiv(self.refs.dq.shape[1], WARPGROUP_ROWS)
@@ -116,10 +114,12 @@ class DqAccumulator:
 
     def _round_rows(self, item: WorkItem, wave: Any, head: Any, rows: Any) -> None:
         """Round rows of what this CTA's place accumulated in a wave, for one of the work item's heads."""
-        acc = self._acc(wave, head).at[rows, pl.ds(0, self._columns)]
+        acc = self._acc(wave, head).at[rows, pl.ds(0, self.columns)]
         total = self.ops.load_strided(acc)
         rounded = (total * self.scale).astype(self.refs.dq.dtype)
-        if self.refs.dq.shape[1] % WARPGROUP_ROWS or self.refs.dq.shape[3] < self._columns:
+        if self.in_order_of_sums:
+            self.ops.store_sums(self.refs.dq.at[item.batch, :, item.first_head + head], rounded, rows.start)
+        elif self.refs.dq.shape[1] % WARPGROUP_ROWS or self.refs.dq.shape[3] < self.columns:
             self.ops.store_strided(self.refs.dq.at[item.batch, :, item.first_head + head], rounded, rows.start)
         else:
             self.refs.dq[item.batch, rows, item.first_head + head] = rounded

@@ -106,9 +106,10 @@ class RoundedLater(DqAccumulator):
 
     @property
     def _parts(self) -> int:
-        """Of a tile: as many numbers as 8 for each thread, or what comes out even."""
-        numbers = {rows: rows * self._columns for rows in (64, 32, 16, 8)}
-        even = (rows for rows, size in numbers.items() if size <= 1024 and size % 128 == 0)
+        """Of a tile: as many numbers as 8 for each thread, or what comes out even; sums are stored by twos."""
+        numbers = {rows: rows * self.columns for rows in (64, 32, 16, 8)}
+        for_all_threads = 256 if self.in_order_of_sums else 128
+        even = (rows for rows, size in numbers.items() if size <= 1024 and size % for_all_threads == 0)
         return WARPGROUP_ROWS // next(even, 16)
 
     @property

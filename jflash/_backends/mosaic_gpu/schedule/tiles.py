@@ -50,6 +50,9 @@ class FusedTiles:
     """Whether products subtract row statistics, where a call has them as columns; or else registers do."""
     in_turns: bool = False
     """Whether a warpgroup makes dQ of every other tile, or a half of each tile's."""
+    adds_registers: bool = False
+    """Whether dQ is added to device memory from registers, of which a warpgroup has whole rows, or by copies from
+    shared memory."""
     warpgroups: ClassVar = 2
     """Warpgroups that compute, each on 64 keys."""
     keys: ClassVar = 2 * WARPGROUP_ROWS

@@ -165,8 +165,8 @@ def store_rows(
         o = Lanes()
         rows = Rows.of(o, target)
         below, beside = own_place(o, values.shape[1], of_pair)
-        row, column = o.add(first.registers.item(), below, o.row), o.times(o.pair, 2)
-        column = o.add(column, *(one.registers.item() for one in first_column), *beside)
+        row = o.add(first.registers.item(), below, o.row)
+        column = o.add(o.times(o.pair, 2), *(one.registers.item() for one in first_column), beside)
         start = rows.address(o, row, column)
         is_there = [o.below(o.add(row, o(8 * half)), limit.registers.item()) for half in range(2)]
         kind, word = ("b32", o.type) if rows.item_bytes == 2 else ("b64", o.long_type)

@@ -1,6 +1,6 @@
 """The instructions that a warpgroup's threads issue together, each on words of its own.
 
-Source: PTX ISA, ldmatrix, mma.m16n8k16, cp.async and red.
+Source: PTX ISA, ldmatrix, mma.m16n8k16 and cp.async.
 """
 
 from __future__ import annotations
@@ -19,21 +19,9 @@ _utils: Any = mgpu.utils
 class Lanes(LaneWords):
     """Operations of MLIR, and instructions that it has none for; the tests have them in array code."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.long_type, self.number_type = _utils.ir.IntegerType.get_signless(64), _utils.ir.F32Type.get()
-
-    def long(self, value: int) -> Any:
-        """A constant of 64 bits."""
-        return _utils.c(value, self.long_type)
-
     def opaque(self, word: Any) -> Any:
         """The word, of which the compiler does not know how it was made."""
         return _utils.inline_ptx("mov.b32 $0, $1;", word, result_types=self.type)
-
-    def distance(self, index: Any, size: int) -> Any:
-        """The bytes that `index` items of a size take, in 64 bits."""
-        return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))
 
     def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[Any]:
         """Four 8 x 8 matrices of 16-bit numbers from shared memory; eight lanes have the addresses of one's rows."""
@@ -70,7 +58,7 @@ class Lanes(LaneWords):
             sums = [f"add.f32 {', '.join(three)};" for three in zip(made, before, total, strict=True)]
             code = "\n".join(["{", ".reg .f32 total<4>;", *products, *sums, "}"])
         given = [word for pair in factors for operand in pair for word in operand]
-        numbers = [self.number_type] * 4
+        numbers = [self.zero.type] * 4
         return list(_utils.inline_ptx(code, *given, *c, result_types=numbers, convergent=True))
 
     def copy_chunk(self, target: Any, source: Any, offsets: tuple[int, int], size: Any, condition: Any = None) -> None:
@@ -82,10 +70,3 @@ class Lanes(LaneWords):
     def store_word(self, address: Any, offset: int, word: Any) -> None:
         """Store two numbers of 16 bits in shared memory."""
         _utils.inline_ptx(f"st.shared.b32 [$0 + {offset}], $1;", address, word, has_side_effects=True)
-
-    def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any], condition: Any) -> None:
-        """Add neighbouring float32 numbers, one or four, to device memory, where a condition holds."""
-        names = ", ".join(f"${index}" for index in range(1, 1 + len(numbers)))
-        kind, values = ("f32", names) if len(numbers) == 1 else (f"v{len(numbers)}.f32", f"{{{names}}}")
-        add = f"red.relaxed.gpu.global.add.{kind} [$0 + {offset}], {values};"
-        _utils.inline_ptx(add, address, *numbers, predicate=condition, has_side_effects=True)

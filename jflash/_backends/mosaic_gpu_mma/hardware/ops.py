@@ -89,7 +89,7 @@ class MmaOps(WarpgroupOps, Protocol):
             copies.store_rows(values.astype(target.dtype), target, first, limit, part, number)
 
     def add_rows(self, values: Float[Array, "64 columns"], target: Sums, row: Any, column: Any, together: int) -> None:
-        """Add rows to sums in device memory, from a row and a column on; not past the last row."""
+        """Add rows to sums in device memory, from a row and a column on."""
         sums.add_rows(values, target, row, column, together)
 
     def add_pair(self, pair: Tiles, target: Sums, row: Any, column: Any, together: int) -> None:
@@ -98,7 +98,7 @@ class MmaOps(WarpgroupOps, Protocol):
             sums.add_rows(values, target, row, column, together, number)
 
     def load_sums(self, source: Sums, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
-        """Rows of sums in device memory, from a row on; any numbers past the last."""
+        """Rows of sums in device memory, from a row on."""
         return sums.load_rows(source, row, columns, together)
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:

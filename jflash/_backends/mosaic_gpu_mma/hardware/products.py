@@ -100,7 +100,7 @@ def add_product(
         base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
         right = (PairedColumns(o, tile, base) if paired else SmemOperand(o, tile, base)).pieces(pieces)
         multiply(o, dtype, sums, left, right, order, transposed=transposed)
-        return tuple(_array(o, block.shape, o.number_type, of_block) for block, of_block in zip(acc, sums, strict=True))
+        return tuple(_array(o, block.shape, o.zero.type, of_block) for block, of_block in zip(acc, sums, strict=True))
 
     call: Any = made
     return call(acc, a, b, *given)
@@ -131,13 +131,12 @@ def load_rows(ref: Ref) -> tuple[Tiles, ...]:
     return tuple(itertools.batched(call(ref), blocks))
 
 
-def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, list[Any]]:
-    """The first row of a lane's warp in a block, or in block `of_pair` of a pair, each with `columns`; and the warp's
-    first column, if it is not the block's."""
+def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, Any]:
+    """The first row and column of a lane's warp in a block, or in block `of_pair` of a pair, each with `columns`."""
     if of_pair is None:
-        return o.times(o.warp, 16), []
+        return o.times(o.warp, 16), o(0)
     first = o.add(o.times(o.right(o.warp, 1), 32), o(16 * of_pair))
-    return first, [o.times(o.arith.andi(o.warp, o(1)), columns)]
+    return first, o.times(o.arith.andi(o.warp, o(1)), columns)
 
 
 class RegisterOperand:

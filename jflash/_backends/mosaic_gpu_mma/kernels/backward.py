@@ -99,7 +99,8 @@ class FusedPlan(KeysPlan):
     def rounding(self) -> RoundDqPlan:
         """The kernel that rounds what this one adds up."""
         parts = self.tile.warpgroups
-        return RoundDqPlan(self.spec, parts * part_columns(self.spec.head_dim, parts), self.together)
+        columns = parts * part_columns(self.spec.head_dim, parts)
+        return RoundDqPlan(self.spec, columns, max(self.tile.size, WARPGROUP_ROWS), self.together)
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:

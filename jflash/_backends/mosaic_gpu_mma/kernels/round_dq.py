@@ -27,13 +27,15 @@ class RoundDqPlan(KernelPlan):
 
     columns: int
     """Of the sums."""
+    room: int
+    """Their rows for what a tile that begins at the last query has behind it."""
     together: int
     """Numbers that one instruction added."""
 
     def sums(self, margin: int) -> tuple[int, ...]:
-        """The shape of the sums of all heads, with some rows more."""
+        """The shape of the sums of all heads, with a margin of rows."""
         spec = self.spec
-        return spec.batch, spec.heads, *sums.shape(spec.query_length + margin, self.columns)
+        return spec.batch, spec.heads, *sums.shape(spec.query_length + max(self.room, margin), self.columns)
 
     @property
     def launch(self) -> Launch:
