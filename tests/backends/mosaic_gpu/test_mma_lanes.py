@@ -162,7 +162,8 @@ def test_sums(row: int, column: int, together: int):
     o = Warpgroup(DTYPE, 0, np.ones(shape, np.float32))
     added = normal(64, width).astype(np.float32)
     pairs = added.reshape(4, 2, 8, width // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(-1, 128, 2)
-    places = sums.Places(o, o.distance(o(0), 1), shape[1], (o(row), o(column)), own_place(o, width, None), together)
+    first = o.add(o(row), own_place(o, width, None)[0])
+    places = sums.Places(o, o.distance(o(0), 1), shape[1], first, o(column), together)
     sums.add_numbers(o, places, list(pairs))
     got = o.device.view(np.float32).reshape(12, 5, 128)
     # Group, row; unit, eight, pair, neighbour.

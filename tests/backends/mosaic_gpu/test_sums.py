@@ -16,8 +16,8 @@ def test_added_rows(columns: int, made: int, first: int):
     o = Warpgroup(np.dtype(np.float16), 0, np.ones((length, columns), np.float32))
     part = np.random.default_rng(0).normal(size=(64, made)).astype(np.float32)
     pairs = part.reshape(4, 2, 8, made // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(-1, THREADS, 2)
-    warp = o.times(o.warp, 16), o(0)
-    places = sums.Places(o, o.distance(o(0), 1), columns // sums.COLUMNS, (o(first), o(0)), warp, 4)
+    row = o.add(o(first), o.times(o.warp, 16))
+    places = sums.Places(o, o.distance(o(0), 1), columns // sums.COLUMNS, row, o(0), 4)
     sums.add_numbers(o, places, list(pairs)[: columns // 4])
     want = np.ones((length, columns), np.float32)
     want[first : first + 64] += part[:, :columns]

@@ -51,25 +51,16 @@ def _permuted(numbers: Array, order: tuple[int, ...]) -> Array:
 
 
 class Places:
-    """Where a thread's numbers are in sums that begin at an address and have so many `units` of 16 columns: its warp's
-    16 rows.
+    """Where a thread's numbers are in sums that begin at an address and have so many `units` of 16 columns.
 
-    A place is a row, a multiple of 8, and a column, a multiple of 16: the tile's, which changes in a loop, and of that
-    the warp's, which does not.
+    They are of its warp's 16 rows, from a multiple of 8 on, and of columns from a multiple of 16 on.
     """
 
-    def __init__(
-        self, o: LaneWords, sums: Any, units: int, tile: tuple[Any, Any], warp: tuple[Any, Any], together: int
-    ) -> None:
+    def __init__(self, o: LaneWords, sums: Any, units: int, row: Any, column: Any, together: int) -> None:
         self.units, self.together = units, together
-
-        def distance(place: tuple[Any, Any], *further: Any) -> Any:
-            row, column = place
-            unit = o.add(o.times(o.right(row, 3), units), o.right(column, 4))
-            return o.distance(o.add(o.times(unit, UNIT), *further), _ITEM)
-
-        own = distance(warp, o.times(o.lane, together))
-        self.start = o.arith.addi(o.arith.addi(sums, distance(tile)), own)
+        unit = o.add(o.times(o.right(row, 3), units), o.right(column, 4))
+        number = o.add(o.times(unit, UNIT), o.times(o.lane, together))
+        self.start = o.arith.addi(sums, o.distance(number, _ITEM))
 
     def offset(self, half: int, unit: int, number: int) -> int:
         """Of one of a thread's four numbers of a unit, in bytes from its first."""
@@ -95,7 +86,7 @@ def add(_: Any, sums: Any, part: Any) -> None:
     o = LaneWords()
     columns = _utils.ir.MemRefType(sums.type).shape[1]
     address = _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(sums))
-    places = Places(o, address, columns // COLUMNS, (o(0), o(0)), (o.times(o.warp, 16), o(0)), _HOPPERS)
+    places = Places(o, address, columns // COLUMNS, o.times(o.warp, 16), o(0), _HOPPERS)
     add_numbers(o, places, list(part.registers.flat)[: columns // 4])
 
 

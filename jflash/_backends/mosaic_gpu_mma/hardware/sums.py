@@ -44,8 +44,9 @@ def add_rows(
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR))
     def add(_: Any, values: Any, target: Any, row: Any, column: Any) -> None:
         o = Lanes()
-        tile, warp = (row.registers.item(), column.registers.item()), own_place(o, values.shape[1], of_pair)
-        places = Places(o, *_place(o, target), tile, warp, together)
+        below, beside = own_place(o, values.shape[1], of_pair)
+        first = o.add(row.registers.item(), below), o.add(column.registers.item(), beside)
+        places = Places(o, *_place(o, target), *first, together)
         add_numbers(o, places, list(values.registers.flat))
 
     call: Any = add
@@ -59,8 +60,8 @@ def load_rows(source: Sums, row: Any, columns: int, together: int) -> Float[Arra
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=result)
     def load(_: Any, source: Any, row: Any) -> Any:
         o = Lanes()
-        tile, warp = (row.registers.item(), o(0)), own_place(o, columns, None)
-        places = Places(o, *_place(o, source), tile, warp, together)
+        first = o.add(row.registers.item(), own_place(o, columns, None)[0])
+        places = Places(o, *_place(o, source), first, o(0), together)
         pair_type, some_type = (_utils.ir.VectorType.get((size,), o.zero.type) for size in (2, together))
         registers = np.empty(columns // 4, dtype=object)
         element = lambda some, at: o.vector.extract(some, [], o.ir.DenseI64ArrayAttr.get([at]))
