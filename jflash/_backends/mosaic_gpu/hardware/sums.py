@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float
 
@@ -35,25 +34,21 @@ def as_rows(sums: Float[Array, "*#B L C"]) -> Float[Array, "*#B L C"]:
     *batch, length, columns = sums.shape
     # Unit: row, pair, eight, neighbour.
     numbers = sums.reshape(*batch, length // ROWS, columns // COLUMNS, ROWS, 4, 2, 2)
-    return _permuted(numbers, (0, 2, 1, 4, 3, 5)).reshape(sums.shape)
+    return numbers.swapaxes(-5, -4).swapaxes(-3, -2).reshape(sums.shape)
 
 
 def from_rows(rows: Float[Array, "*#B L C"]) -> Float[Array, "*#B L C"]:
     """Rows in the order of Hopper's sums."""
     *batch, length, columns = rows.shape
     numbers = rows.reshape(*batch, length // ROWS, ROWS, columns // COLUMNS, 2, 4, 2)
-    return _permuted(numbers, (0, 2, 1, 4, 3, 5)).reshape(rows.shape)
-
-
-def _permuted(numbers: Array, order: tuple[int, ...]) -> Array:
-    batch = numbers.ndim - len(order)
-    return jax.numpy.transpose(numbers, (*range(batch), *(batch + axis for axis in order)))
+    return numbers.swapaxes(-5, -4).swapaxes(-3, -2).reshape(rows.shape)
 
 
 class Places:
-    """Where a thread's numbers are in sums that begin at an address and have so many `units` of 16 columns.
+    """The addresses of the numbers that a thread adds to, or loads, in sums of `units` times 16 columns.
 
-    They are of its warp's 16 rows, from a multiple of 8 on, and of columns from a multiple of 16 on.
+    `sums` is the address of the first sum. The thread's warp has 16 rows, from `row` on, which is a multiple of 8, and
+    columns from `column` on, which is a multiple of 16.
     """
 
     def __init__(self, o: LaneWords, sums: Any, units: int, row: Any, column: Any, together: int) -> None:
@@ -82,7 +77,7 @@ def add_numbers(o: LaneWords, places: Places, pairs: Sequence[Any]) -> None:
 
 
 def add(_: Any, sums: Any, part: Any) -> None:
-    """Add 64 rows in the layout of products to as many sums, `[64, C]`; as many columns as those have."""
+    """Add 64 rows in the layout of products to sums `[64, C]`. Columns from C on are left out."""
     o = LaneWords()
     columns = _utils.ir.MemRefType(sums.type).shape[1]
     address = _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(sums))

@@ -166,12 +166,12 @@ class WarpgroupOps(Protocol):
         plgpu.copy_smem_to_gmem(source, destination, reduction_op="add")
 
     def add_to_sums(self, target: Ref, part: Float[Array, "64 columns"]) -> None:
-        """Add rows to `sums` of such, `[64, C]` in device memory, of which there may be fewer columns; in any order."""
+        """Add 64 rows to `sums` in device memory, `[64, C]`, in any order. Columns from C on are left out."""
         _inline(sums.add, plgpu.RefType(), _TILE)(target, part)
 
     def store_sums(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
-        """Store what `load_strided` read of them, rounded to 16 bits, as rows from `first` on, as far as an array in
-        device memory has them and their columns."""
+        """Store sums that `load_strided` read, rounded to 16 bits, as rows from `first` on. Rows and columns that the
+        array in device memory does not have are left out."""
         _inline(sums.store, plgpu.RefType(), _strided(values.shape), plgpu.Layout.WG_SPLAT(()))(ref, values, first)
 
     def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:

@@ -144,6 +144,7 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     candidates = [FusedTiles(128, 2, adds_registers=True)] if widest <= 64 and plain else []
     if widest <= 128:
         in_turns = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
+        # Copies that add 80 columns do so in blocks of 16, and take longer than registers.
         candidates += [FusedTiles(64, 2, in_turns=in_turns, adds_registers=in_turns and head_dim == 80)]
         candidates += [FusedTiles(64, 1)]
     fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]

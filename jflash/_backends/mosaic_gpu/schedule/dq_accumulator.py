@@ -52,7 +52,7 @@ class DqAccumulator:
     copies: Any
     """Tiles of queries that this CTA visits."""
     columns: int
-    """Of an accumulator; more than dQ has, where that are no whole blocks."""
+    """Of an accumulator: whole blocks, which may be more columns than dQ has."""
     in_order_of_sums: bool
     """Whether an accumulator's numbers are in the order of `hardware.sums`, or in that of rows."""
 
