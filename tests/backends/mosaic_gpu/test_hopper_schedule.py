@@ -265,6 +265,17 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
     assert fused.schedule.stores_sums == (splits > 1 or call.partial or fused.schedule.head_groups > 1)
 
 
+@pytest.mark.parametrize("length", [1023, 1024, 1025, 1097, 1152])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
+    """Of a tile that begins at the last query, or at the multiple of 8 before it."""
+    fused = plan_backward(spec(head_dim, head_dim, query_length=length), 132).fused
+    assert fused is not None
+    assert fused.tile.adds_registers
+    last = (length - 1) // 8 * 8
+    assert fused.dq_acc(0).shape[1] >= last + fused.tile.queries
+
+
 @pytest.mark.parametrize(("count", "parts"), [(9, 4), (8, 4), (1, 3), (0, 2), (10, 1)])
 def test_parts_of_a_range_are_all_of_it(count: int, parts: int):
     """Each tile is one part's; a part may have none."""
