@@ -95,6 +95,7 @@ CASES = {
     **{f"float32 d{d}": (d, d, {}, {}) for d in (64, 128)},
     **{f"float32 d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 128)},
     **{f"float32 d{d}, highest": (d, d, dict(precision="highest"), {}) for d in (64, 128)},
+    "float32 d128 deterministic": (128, 128, dict(deterministic=True), {}),
     "float32 d64 as bfloat16": (64, 64, dict(precision="BF16_BF16_F32"), {}),
     "float32, soft cap": (64, 64, dict(logits_soft_cap=50.0), {}),
     "float32, bias": (128, 128, {}, dict(bias=(PAIRS, float32))),

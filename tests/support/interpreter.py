@@ -126,6 +126,9 @@ class Interpreter(WarpgroupOps):
         self._finish(pending)
         return accumulator.value
 
+    def wait(self, pending: int) -> None:
+        self._finish(pending)
+
     def cond(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
         self._finish(0)
         lax.cond(condition, last, nothing)

@@ -26,6 +26,7 @@ from jflash._backends.mosaic_gpu.kernels import backward as fused
 from jflash._backends.mosaic_gpu.kernels import (
     backward_dbias,
     backward_dkv,
+    backward_dkv_dq,
     backward_dq,
     backward_fused_plan,
     backward_short,
@@ -203,6 +204,9 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
         gradients = dict[str, Array]()
         for wide in plan.wide:
             gradients |= backward_wide.backward(wide, tiles | rows | of_blocks[wide.kind.keys_first], ops)
+    elif plan.dkv_dq is not None:
+        of_keys |= tiles | rows | table(WARPGROUP_ROWS, of_keys=True)
+        gradients = backward_dkv_dq.backward_dkv_dq(plan.dkv_dq, of_keys, ops)
     else:
         assert plan.dq is not None
         assert plan.dkv is not None

@@ -103,6 +103,11 @@ SPILLS = {
         "At d128 and d256 it holds two accumulators and two tiles, and spills where a tile needs a mask, or has tiles "
         "of a bias in float32. What that costs was not measured yet.",
     ),
+    "d_query_key_value": (
+        32,
+        "With six products dK and dV have second accumulators, in which a tile's sums begin at zero. What that costs "
+        "was not measured yet.",
+    ),
     "d_query": (
         32,
         "At d256 it keeps, where a tile needs a mask, what the rows' last keys are: the backward at 16,384 tokens has "

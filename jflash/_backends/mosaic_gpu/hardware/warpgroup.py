@@ -152,6 +152,10 @@ class WarpgroupOps(Protocol):
         """An accumulator, when all products but the last `pending` are made."""
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
+    def wait(self, pending: int) -> None:
+        """Wait until all products but the last `pending` are made."""
+        plgpu.wgmma_wait(pending)
+
     def cond(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
         """`last`, which issues products and reads them all, or else `nothing`, when all products are made."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -39,44 +39,12 @@ from jflash._backends.mosaic_gpu.inputs import (
     tile_dims,
     whole_dims,
 )
+from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, QueryProducer, TileMask, TileOrder, tile_range
 
 QUERIES = 64
 """Queries of a tile."""
-
-
-def _shared_memory(plan: DkvPlan) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-    spec, stages, (head_dim, value_dim) = plan.spec, plan.stages, whole_dims(plan.spec)
-    columns, value_columns = tile_dims(spec)
-    has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-    tiles, rows = CallTiles.of(spec), WARPGROUP_ROWS
-    ring = functools.partial(tiles.ring, readers=2)
-    k, v = tiles.operand((rows, columns), head_dim), tiles.operand((rows, value_columns), value_dim)
-
-    def with_gradient(own: Any, dim: int) -> Any:
-        """Keys or values, whose gradient takes their place. Sums leave from registers."""
-        if plan.schedule.stores_sums:
-            return (own,)
-        return smem.reused(own, tiles.result((rows, tile_dims(spec)[own is v]), dim))
-
-    return Buffers(
-        k_dk=with_gradient(k, head_dim),
-        v_dv=with_gradient(v, value_dim),
-        kv_full=smem.barriers(1, arrivals=smem.copies(k, v)),
-        q=ring((stages, QUERIES, columns), head_dim, others=1 + has_bias_tiles),
-        do=ring((stages, QUERIES, value_columns), value_dim, others=1),
-        # Tiles of the bias come and go with the queries.
-        bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
-        # First lse of all tiles, then delta.
-        statistics=smem.vectors(2 * stages, QUERIES),
-        p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
-        slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(plan.slopes)],
-        p_full=smem.barriers(1),
-        p_empty=smem.barriers(1),
-        finished=smem.barriers(1, arrivals=2),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +68,39 @@ class DkvPlan(KernelPlan):
         return (not exponent.is_plain(self.spec)) + len(self.score_mod_of_bias)
 
     @property
+    def smem(self) -> Buffers:
+        """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+        spec, stages, (head_dim, value_dim) = self.spec, self.stages, whole_dims(self.spec)
+        columns, value_columns = tile_dims(spec)
+        has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+        tiles, rows = CallTiles.of(spec), WARPGROUP_ROWS
+        ring = functools.partial(tiles.ring, readers=2)
+        k, v = tiles.operand((rows, columns), head_dim), tiles.operand((rows, value_columns), value_dim)
+
+        def with_gradient(own: Any, dim: int) -> Any:
+            """Keys or values, whose gradient takes their place. Sums leave from registers."""
+            if self.schedule.stores_sums:
+                return (own,)
+            return smem.reused(own, tiles.result((rows, tile_dims(spec)[own is v]), dim))
+
+        return Buffers(
+            k_dk=with_gradient(k, head_dim),
+            v_dv=with_gradient(v, value_dim),
+            kv_full=smem.barriers(1, arrivals=smem.copies(k, v)),
+            q=ring((stages, QUERIES, columns), head_dim, others=1 + has_bias_tiles),
+            do=ring((stages, QUERIES, value_columns), value_dim, others=1),
+            # Tiles of the bias come and go with the queries.
+            bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
+            # First lse of all tiles, then delta.
+            statistics=smem.vectors(2 * stages, QUERIES),
+            p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
+            slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(self.slopes)],
+            p_full=smem.barriers(1),
+            p_empty=smem.barriers(1),
+            finished=smem.barriers(1, arrivals=2),
+        )
+
+    @property
     def launch(self) -> Launch:
         spec, schedule = self.spec, self.schedule
         dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
@@ -112,19 +113,21 @@ class DkvPlan(KernelPlan):
             name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
             results=results,
-            smem=_shared_memory(self),
+            smem=self.smem,
             warpgroups=3,
         )
 
 
 def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`."""
-    made = _Cta.launch(plan, arrays, ops)
+    made = DkvCta.launch(plan, arrays, ops)
     return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
 
 
-class _Cta(Cta[DkvPlan]):
-    def __init__(self, plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
+class DkvCta[Plan: DkvPlan](Cta[Plan]):
+    """A CTA that has a block of keys."""
+
+    def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
         wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
@@ -134,6 +137,11 @@ class _Cta(Cta[DkvPlan]):
         self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
+
+    @property
+    def p(self) -> Ref:
+        """P^T of a tile."""
+        return self.smem.p
 
     def run(self) -> None:
         for index, body in enumerate((self.make_dv, self.make_dk, self.copy)):
@@ -168,7 +176,7 @@ class _Cta(Cta[DkvPlan]):
         p, pull_back = logits.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
         p = dropped.signed(self.inputs, at, p)
         plgpu.barrier_wait(shared.p_empty)
-        shared.p[...] = p.astype(spec.dtype)
+        self.p[...] = p.astype(spec.dtype)
         if shared.slopes:
             slope, others = pull_back(ops.full(shape, 1))
             for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
@@ -179,9 +187,8 @@ class _Cta(Cta[DkvPlan]):
         plgpu.barrier_wait(shared.do.full.at[slot])
         kept = operand_pieces.split(spec, dropped.kept_of_signed(spec, p), ops)
         do = operand_pieces.of_tile(spec, shared.do.tiles.at[slot])
-        acc_dv = operand_pieces.add_matmul(spec, acc_dv, kept, do, ops)
-        plgpu.barrier_arrive(shared.do.empty.at[slot])
-        return acc_dv
+        free = lambda: plgpu.barrier_arrive(shared.do.empty.at[slot])
+        return self.add_matmul(acc_dv, kept, do, free, at, still)
 
     def make_dk(self) -> None:
         """The second warpgroup makes dS and dK."""
@@ -214,17 +221,30 @@ class _Cta(Cta[DkvPlan]):
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         plgpu.barrier_wait(shared.p_full)
-        d_logits = dropped.d_logits(spec, ops.load(shared.p).astype(jnp.float32), dp, delta)
+        d_logits = dropped.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
         slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
         d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
         sums = [total + d_bias.sum(axis=1) for total in sums]
         ds = d_logits * slopes[0] if slopes else d_logits
-        plgpu.barrier_arrive(shared.p_empty)
-        plgpu.barrier_wait(shared.q.full.at[slot])
+        pieces = self.hand_over(ds, shared.q.full.at[slot])
         q = operand_pieces.of_tile(spec, shared.q.tiles.at[slot])
-        acc_dk = operand_pieces.add_matmul(spec, acc_dk, operand_pieces.split(spec, ds, ops), q, ops)
-        plgpu.barrier_arrive(shared.q.empty.at[slot])
-        return acc_dk, *sums
+        at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+        free = lambda: plgpu.barrier_arrive(shared.q.empty.at[slot])
+        return self.add_matmul(acc_dk, pieces, q, free, at, still), *sums
+
+    def hand_over(self, ds: Float[Array, "keys queries"], q_full: Any) -> Pieces:
+        """dS^T as an operand, when the queries are there. P has been read."""
+        plgpu.barrier_arrive(self.smem.p_empty)
+        plgpu.barrier_wait(q_full)
+        return operand_pieces.split(self.plan.spec, ds, self.ops)
+
+    def add_matmul(
+        self, acc: Array, a: Pieces, b: Pieces, free: Callable[[], None], at: TileCoord, still: Array
+    ) -> Float[Array, "keys columns"]:
+        """A warpgroup's sum and a @ b of a tile `at`; calls `free` when b has been read. `still` as for `_product`."""
+        acc = operand_pieces.add_matmul(self.plan.spec, acc, a, b, self.ops)
+        free()
+        return acc
 
     def _product(self, own: Ref, of_queries: Ref, still: Array) -> Float[Array, "keys queries"]:
         """S^T of keys and queries, or dP^T of values and d_out. `still` is the step's `opaque_zero`."""

@@ -19,6 +19,7 @@ from jflash._backends.mosaic_gpu.inputs import (
 )
 from jflash._backends.mosaic_gpu.kernels import (
     backward_dbias,
+    backward_dkv_dq,
     backward_dq,
     backward_fused_plan,
     backward_short_plan,
@@ -27,6 +28,7 @@ from jflash._backends.mosaic_gpu.kernels import (
 )
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dkv import DkvPlan
+from jflash._backends.mosaic_gpu.kernels.backward_dkv_dq import DkvDqPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.backward_short_plan import ShortPlan
@@ -66,8 +68,9 @@ class BackwardPlan:
 
     spec: Spec
     short: ShortPlan | None = None
-    """One kernel for dQ, dK and dV; or else the next one, or the two that follow, or those of a wide call."""
+    """One kernel for dQ, dK and dV; or else one of the next two, or the two that follow, or those of a wide call."""
     fused: FusedPlan | None = None
+    dkv_dq: DkvDqPlan | None = None
     dq: DqPlan | None = None
     dkv: DkvPlan | None = None
     wide: tuple[WidePlan, ...] = ()
@@ -80,7 +83,7 @@ class BackwardPlan:
     @property
     def kernels(self) -> list[KernelPlan]:
         """All of them."""
-        every = (self.short, self.fused, self.dq, self.dkv, *self.wide, self.dbias, self.tables)
+        every = (self.short, self.fused, self.dkv_dq, self.dq, self.dkv, *self.wide, self.dbias, self.tables)
         return [kernel for kernel in every if kernel is not None]
 
 
@@ -125,10 +128,15 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
         schedule = by_keys(fused_tiles.keys, tiles, splits)
         return BackwardPlan(spec, fused=FusedPlan(spec, fused_tiles, wanted, schedule), dbias=dbias, tables=tables)
     by_key = bias_kind == "column"
+    others = tuple(name for name in wanted if name != "bias" or not by_key)
+    if one_kernel and not spec.deterministic and not others and backward_dkv_dq.suits(spec):
+        stages = (DkvDqPlan(spec, number, by_keys(WARPGROUP_ROWS), by_key) for number in (2, 1))
+        if (all_three := next((plan for plan in stages if smem.fits(plan.smem)), None)) is not None:
+            return BackwardPlan(spec, dkv_dq=all_three, dbias=dbias, tables=tables)
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
     schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors)
-    dq = DqPlan(spec, tile, schedule, tuple(name for name in wanted if name != "bias" or not by_key))
+    dq = DqPlan(spec, tile, schedule, others)
     dkv = DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key)
     if not smem.fits(dkv.launch.smem):
         dkv = dataclasses.replace(dkv, stages=1)

@@ -1,0 +1,81 @@
+"""The backward in one kernel whose warpgroups hold one sum each, in Pallas' interpreter: right, and free of races."""
+
+import functools
+
+import cases
+import hopper_kernels
+import pytest
+from cases import Case
+
+from jflash._backends.mosaic_gpu import plan
+
+OPTIONS = [
+    dict(causal=True, offset="end"),
+    dict(window=(40, 90), lengths="both", sinks=True),
+    dict(soft_cap=40.0, segments="sorted", dropout=True),
+    dict(bias="full", mask="full"),
+    dict(bias="keys", score_mod="indices"),
+    dict(dims=(100, 64)),
+]
+
+
+def slow(*row: object):
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
+def built(query_length: int, key_length: int, heads: tuple[int, int], **options):
+    given = dict(dims=(128, 128)) | options
+    return cases.build(Case("float32", query_length, key_length, heads=heads, batch=(2,), **given))
+
+
+def kernel(call, **options):
+    return plan.plan_backward(hopper_kernels.canonical(call, **options)[0], 132).dkv_dq
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], *map(slow, OPTIONS[1:])], ids=str)
+def test_one_block_of_keys(options: dict):
+    """Races are looked for: no other block adds to what this one adds to."""
+    call = built(150, 60, (2, 1), **options)
+    assert kernel(call) is not None
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "options"),
+    [
+        ((130, 200), (4, 2), dict(causal=True)),
+        *[slow((70, 150), (2, 2), options) for options in OPTIONS],
+        # Heads that share keys are in head groups, whose dK and dV are summed afterwards.
+        slow((260, 70), (8, 1), {}),
+    ],
+    ids=str,
+)
+def test_several_blocks(lengths: tuple[int, int], heads: tuple[int, int], options: dict):
+    call = built(*lengths, heads, **options)
+    assert kernel(call) is not None
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, detect_races=False), call)
+
+
+def test_room_behind_the_last_query():
+    """A tile may begin at the last query, and is added whole."""
+    call = built(64, 64, (1, 1))
+    found = kernel(call)
+    assert found is not None
+    assert found.dq_acc[3] - call.query.shape[-3] >= 64 - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "is_taken"),
+    [
+        ({}, {}, True),
+        ({}, dict(precision="highest"), True),
+        # Sums in one order; parameters, whose gradients dQ's kernel sums; sums that registers hold together.
+        ({}, dict(deterministic=True), False),
+        (dict(alibi=True), {}, False),
+        (dict(dims=(64, 64)), {}, False),
+        (dict(dims=(96, 96)), {}, False),
+    ],
+    ids=str,
+)
+def test_which_calls_take_it(options: dict, asked: dict, is_taken: bool):
+    assert (kernel(built(300, 300, (2, 2), **options), **asked) is not None) == is_taken
