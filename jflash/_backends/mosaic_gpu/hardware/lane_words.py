@@ -37,6 +37,14 @@ class LaneWords:
         """A constant of 64 bits."""
         return mgpu.utils.c(value, self.long_type)
 
+    def device_address(self, ref: Any) -> Any:
+        """Where a reference to device memory begins, in 64 bits."""
+        return mgpu.utils.llvm.ptrtoint(self.long_type, mgpu.utils.memref_ptr(ref))
+
+    def shared_address(self, ref: Any) -> Any:
+        """Where a reference to shared memory begins, in 32 bits."""
+        return mgpu.utils.llvm.ptrtoint(self.type, mgpu.utils.memref_ptr(ref))
+
     def distance(self, index: Any, size: int) -> Any:
         """The bytes that `index` items of a size take, in 64 bits."""
         return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))

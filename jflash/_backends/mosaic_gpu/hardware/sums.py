@@ -80,8 +80,7 @@ def add(_: Any, sums: Any, part: Any) -> None:
     """Add 64 rows in the layout of products to sums `[64, C]`. Columns from C on are left out."""
     o = LaneWords()
     columns = _utils.ir.MemRefType(sums.type).shape[1]
-    address = _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(sums))
-    places = Places(o, address, columns // COLUMNS, o.times(o.warp, 16), o(0), _HOPPERS)
+    places = Places(o, o.device_address(sums), columns // COLUMNS, o.times(o.warp, 16), o(0), _HOPPERS)
     add_numbers(o, places, list(part.registers.flat)[: columns // 4])
 
 

@@ -27,7 +27,7 @@ _utils: Any = mgpu.utils
 def add(_: Any, table: Any, index: Any, values: Any) -> None:
     """The instructions, for `plgpu.inline_mgpu`."""
     o = LaneWords()
-    start = _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(table))
+    start = o.device_address(table)
     for place, total, condition in totals(o, in_order(o, index.registers), in_order(o, values.registers)):
         instruction = "red.global.add.f32 [$0], $1;"
         address = o.arith.addi(start, o.distance(place, 4))

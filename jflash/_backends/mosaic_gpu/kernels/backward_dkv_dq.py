@@ -30,12 +30,12 @@ from jflash._backends.mosaic_gpu.kernels.backward_dkv import QUERIES, DkvCta, Dk
 from jflash._backends.mosaic_gpu.kernels.launch import Launch
 from jflash._semantics.spec import Spec
 
-_HALVES = 2
+_WARPGROUPS = 2
 """Warpgroups that compute."""
 
 
 def suits(spec: Spec) -> bool:
-    """Whether it is faster than two kernels, for pieces of float32, and halves of dQ's columns are whole swizzles."""
+    """Whether products are dear, as those of float32's pieces are, and halves of dQ's columns are whole swizzles."""
     return spec.dtype == jnp.float32 and tile_dims(spec)[0] == 128
 
 
@@ -48,7 +48,7 @@ class DkvDqPlan(DkvPlan):
         """Those of `backward_dkv`, with dS^T in the place of P^T."""
         others = vars(super().smem)
         p, ds = others.pop("p"), CallTiles.of(self.spec).operand((WARPGROUP_ROWS, QUERIES))
-        handed = dict(p_ds=smem.reused(p, ds), p_empty=smem.barriers(1, arrivals=_HALVES), ds_full=smem.barriers(1))
+        handed = dict(p_ds=smem.reused(p, ds), p_empty=smem.barriers(1, arrivals=_WARPGROUPS), ds_full=smem.barriers(1))
         return Buffers(**others | handed)
 
     @property
@@ -59,14 +59,14 @@ class DkvDqPlan(DkvPlan):
     @property
     def dq_width(self) -> int:
         """Columns of a tile's dQ that a warpgroup makes."""
-        return tile_dims(self.spec)[0] // _HALVES
+        return tile_dims(self.spec)[0] // _WARPGROUPS
 
     @property
     def dq_acc(self) -> tuple[int, ...]:
         """The shape of dQ's accumulators: of each head and warpgroup, with room for a tile that begins at the last
         query."""
         rows = round_up(self.spec.query_length, sums.ROWS) + QUERIES
-        return self.spec.batch, self.spec.heads, _HALVES, rows, self.dq_width
+        return self.spec.batch, self.spec.heads, _WARPGROUPS, rows, self.dq_width
 
 
 def backward_dkv_dq(plan: DkvDqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:

@@ -46,7 +46,7 @@ def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, part: Part | Non
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, *[_SCALAR] * len(given)))
     def copy(_: Any, source: Any, target: Any, first: Any, limit: Any, *column: Any) -> None:
         o = Lanes()
-        base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
+        base = o.shared_address(target)
         *pieces, length, columns = _utils.ir.MemRefType(target.type).shape
         tile, number = SmemTile(length, columns), math.prod(pieces)
         own = None if part is None else Part(column[0].registers.item(), part.whole)
@@ -118,7 +118,7 @@ def store_tile(values: Sequence[Float[Array, "64 columns"]], target: Ref, first_
     @plgpu.inline_mgpu(arg_types=((_TILE,) * len(values), plgpu.RefType(), _SCALAR))
     def store(_: Any, values: Any, target: Any, first: Any) -> None:
         o = Lanes()
-        base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(target))
+        base = o.shared_address(target)
         tile = SmemTile(*_utils.ir.MemRefType(target.type).shape)
         store_words(o, tile, base, list(map(words, values)), first.registers.item())
 
@@ -239,7 +239,7 @@ class Rows(NamedTuple):
         (length, columns), ((stride, one), _) = kind.shape, kind.get_strides_and_offset()
         assert one == 1 or columns == 1
         item_bytes = _utils.bitwidth(kind.element_type) // 8
-        start = _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(ref))
+        start = o.device_address(ref)
         return Rows(start, length, columns, stride * item_bytes, item_bytes)
 
     def address(self, o: Lanes, row: Any, column: Any) -> Any:

@@ -257,7 +257,7 @@ def multiply(
 
 def _place(o: Lanes, ref: Any) -> tuple[SmemTile, Any, int]:
     """A tile in shared memory, or the first of its pieces; where it begins; and how many pieces there are."""
-    base = _utils.llvm.ptrtoint(o.type, _utils.memref_ptr(ref))
+    base = o.shared_address(ref)
     *pieces, rows, columns = _utils.ir.MemRefType(ref.type).shape
     return SmemTile(rows, columns), base, math.prod(pieces)
 

@@ -84,4 +84,4 @@ def load_rows(source: Sums, row: Any, columns: int, together: int) -> Float[Arra
 
 def _place(o: Lanes, sums: Any) -> tuple[Any, int]:
     """Where sums begin, and how many units of columns they have."""
-    return _utils.llvm.ptrtoint(o.long_type, _utils.memref_ptr(sums)), _utils.ir.MemRefType(sums.type).shape[1]
+    return o.device_address(sums), _utils.ir.MemRefType(sums.type).shape[1]
