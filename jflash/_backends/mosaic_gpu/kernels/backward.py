@@ -1,7 +1,8 @@
 """Backward, fused: a CTA owns some keys, and adds what it makes of dQ to accumulators in device memory.
 
 `fused_cta` says what it makes. The additions to dQ come in any order; `backward_dq` and `backward_dkv` are the backward
-in which every sum has one order, and `backward_short` is that of short sequences.
+in which every sum has one order, `backward_dkv_dq` that of float32 with 128 columns, and `backward_short` that of short
+sequences.
 """
 
 from __future__ import annotations
