@@ -38,13 +38,13 @@ def hopper() -> bool:
 
 # Elsewhere all of them would be skipped with one reason: one of them says it.
 PRODUCT = list(cases.product(VALUES, 2)) if hopper() else [{}]
-OF_SUMS = ("bfloat16", (64, 64)), ("float16", (40, 24)), ("bfloat16", (80, 80)), ("float32", (128, 100))
-"""Registers add dQ to sums in device memory, where logits are products times a number."""
+FROM_REGISTERS = ("bfloat16", (64, 64)), ("float16", (40, 24)), ("bfloat16", (80, 80)), ("float32", (128, 100))
+"""Where dQ is added from registers, if logits are products times a number."""
 CASES = [
     *(Case(**row) for row in PRODUCT),
     *(
         Case(dtype, 330, 280, heads=(4, 2), dims=dims, batch=(2,), **options)
-        for dtype, dims in (OF_SUMS if hopper() else ())
+        for dtype, dims in (FROM_REGISTERS if hopper() else ())
         for options in ({}, dict(causal=True, lengths="both"), dict(window=(40, 90), segments="sorted"))
     ),
     # Some columns of the queries stay in registers.

@@ -72,10 +72,13 @@ def test_room_behind_the_last_query():
     [
         ({}, {}, True),
         ({}, dict(precision="highest"), True),
-        # Sums in one order; parameters, whose gradients dQ's kernel sums; sums that registers hold together.
+        # Every sum has one order.
         ({}, dict(deterministic=True), False),
+        # The kernel of dQ sums a parameter's gradient.
         (dict(alibi=True), {}, False),
+        # The fused kernel fits.
         (dict(dims=(64, 64)), {}, False),
+        # Half of the columns is no whole number of swizzles.
         (dict(dims=(96, 96)), {}, False),
     ],
     ids=str,

@@ -233,7 +233,7 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         return self.add_matmul(acc_dk, pieces, q, free, at, still), *sums
 
     def hand_over(self, ds: Float[Array, "keys queries"], q_full: Any) -> Pieces:
-        """dS^T as an operand, when the queries are there. P has been read."""
+        """Signal that this warpgroup has read P, wait for the tile of queries, and return dS^T as an operand."""
         plgpu.barrier_arrive(self.smem.p_empty)
         plgpu.barrier_wait(q_full)
         return operand_pieces.split(self.plan.spec, ds, self.ops)
@@ -241,7 +241,7 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
     def add_matmul(
         self, acc: Array, a: Pieces, b: Pieces, free: Callable[[], None], at: TileCoord, still: Array
     ) -> Float[Array, "keys columns"]:
-        """A warpgroup's sum and a @ b of a tile `at`; calls `free` when b has been read. `still` as for `_product`."""
+        """acc + a @ b for the tile `at`. Calls `free` when the product has read b. `still` as for `_product`."""
         acc = operand_pieces.add_matmul(self.plan.spec, acc, a, b, self.ops)
         free()
         return acc

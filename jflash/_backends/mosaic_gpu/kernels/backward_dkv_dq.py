@@ -85,12 +85,12 @@ class _Cta(DkvCta[DkvDqPlan]):
         return self.smem.p_ds[0]
 
     def make_dv(self) -> None:
-        """As there, and half of dQ. P's place is empty when both warpgroups have made theirs."""
+        """Make P, dV and half of dQ. P's place is empty when both warpgroups have made their halves."""
         plgpu.barrier_arrive(self.smem.p_empty)
         super().make_dv()
 
     def hand_over(self, ds: Float[Array, "keys queries"], q_full: Any) -> Pieces:
-        """dS^T as an operand, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
+        """Store dS^T in the place of P, for both warpgroups' dQ, and return it as an operand, for dK."""
         spec = self.plan.spec
         pieces = operand_pieces.split(spec, ds, self.ops)
         # All threads have read P.
@@ -105,7 +105,11 @@ class _Cta(DkvCta[DkvDqPlan]):
     def add_matmul(
         self, acc: Array, a: Pieces, b: Pieces, free: Callable[[], None], at: TileCoord, still: Array
     ) -> Float[Array, "keys columns"]:
-        """As there; then this warpgroup's part of the tile's dQ, which runs beside a @ b if registers hold both."""
+        """acc + a @ b; and add this warpgroup's part of the tile's dQ to device memory.
+
+        Both products run at once, unless products begin at zero in an accumulator of their own: then registers have no
+        room for both.
+        """
         spec, ops, shape = self.plan.spec, self.ops, (QUERIES, self.plan.dq_width)
         if operand_pieces.number(spec) < 3:
 
@@ -122,8 +126,8 @@ class _Cta(DkvCta[DkvDqPlan]):
         ops.add_to_sums(acc_dq.at[pl.ds(at.query, QUERIES)], part)
         return acc
 
-    def _make_dq(self, acc_dq: Any, still: Array, before: Callable[[], None]) -> Float[Array, "queries columns"]:
-        """dS K, for this warpgroup's columns of K; calls `before` when earlier products are made."""
+    def _make_dq(self, acc_dq: Any, still: Array, free: Callable[[], None]) -> Float[Array, "queries columns"]:
+        """dS K, for this warpgroup's columns of K. Calls `free` when earlier products are made."""
         plgpu.barrier_wait(self.smem.ds_full)
         spec, width = self.plan.spec, self.plan.dq_width
         k = self.k.at[pl.ds(still * WARPGROUP_ROWS, WARPGROUP_ROWS)]
@@ -131,5 +135,5 @@ class _Cta(DkvCta[DkvDqPlan]):
         ds = operand_pieces.transposed(operand_pieces.of_tile(spec, self.smem.p_ds[1]))
         operand_pieces.mma(acc_dq, ds, k, self.ops)
         self.ops.wait(operand_pieces.issued(k))
-        before()
+        free()
         return self.ops.read(acc_dq)

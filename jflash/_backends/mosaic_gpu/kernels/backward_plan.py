@@ -130,17 +130,20 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     by_key = bias_kind == "column"
     others = tuple(name for name in wanted if name != "bias" or not by_key)
     if one_kernel and not spec.deterministic and not others and backward_dkv_dq.suits(spec):
-        stages = (DkvDqPlan(spec, number, by_keys(WARPGROUP_ROWS), by_key) for number in (2, 1))
-        if (all_three := next((plan for plan in stages if smem.fits(plan.smem)), None)) is not None:
-            return BackwardPlan(spec, dkv_dq=all_three, dbias=dbias, tables=tables)
+        dkv_dq = _staged(DkvDqPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
+        if smem.fits(dkv_dq.smem):
+            return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias, tables=tables)
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
     schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors)
     dq = DqPlan(spec, tile, schedule, others)
-    dkv = DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key)
-    if not smem.fits(dkv.launch.smem):
-        dkv = dataclasses.replace(dkv, stages=1)
+    dkv = _staged(DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
     return BackwardPlan(spec, dq=dq, dkv=dkv, dbias=dbias, tables=tables)
+
+
+def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
+    """With one stage, if shared memory has no room for more."""
+    return plan if smem.fits(plan.smem) else dataclasses.replace(plan, stages=1)
 
 
 def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
