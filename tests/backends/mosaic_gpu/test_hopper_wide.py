@@ -20,6 +20,8 @@ from short_run import sampled
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.hardware import smem
+from jflash._backends.mosaic_gpu.inputs import operand_pieces
+from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
 from jflash._backends.mosaic_gpu.kernels.forward_wide import WideForwardPlan
 from jflash._semantics.spec import Spec
 
@@ -202,3 +204,35 @@ def test_the_plan_in_words():
     assert text.count("jflash_wide_d_") == 3
     assert "tangent" not in text
     assert "jflash_tangent_320" in plan.describe(spec_of(320, 320), 132)
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("dim", [32, 64, 256, 288, 320, 512, 576])
+def test_parts_make_every_product_once(dim: int, precision: str | None):
+    """Of pieces that are multiplied, over all columns; a part is read from its first product to its last."""
+    for dtype in (jnp.bfloat16, jnp.float32):
+        divided = TileParts.of(spec_of(8, 8, dtype=dtype, precision=precision), dim)
+        assert divided.width % min(64, dim & -dim) == 0
+        places = [divmod(first, divided.columns) for first in divided.first_columns]
+        made = [(product.own_piece, *places[product.part]) for product in divided.products]
+        assert all(first == product.first_column for (*_, first), product in zip(made, divided.products, strict=True))
+        columns = range(0, dim, divided.width)
+        pairs = operand_pieces.order(divided.pieces)
+        assert sorted(made) == sorted((own, piece, first) for own, piece in pairs for first in columns)
+        read: set[int] = set()
+        most = 0
+        for product in divided.products:
+            assert product.is_first == (product.part not in read)
+            read.add(product.part)
+            most = max(most, len(read))
+            if product.is_last:
+                read.remove(product.part)
+        assert not read
+        assert most <= divided.least
+
+
+def test_three_pieces_are_added_the_smallest_first():
+    """Products of larger pieces come later: what is added to them is rounded more."""
+    divided = TileParts.of(spec_of(8, 8, dtype=jnp.float32, precision="highest"), 192)
+    pieces = [(divided.first_columns[product.part] // 192, product.own_piece) for product in divided.products]
+    assert [piece for piece, _ in itertools.groupby(pieces)] == [(2, 0), (1, 1), (1, 0), (0, 2), (0, 1), (0, 0)]

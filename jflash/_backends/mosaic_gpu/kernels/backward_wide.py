@@ -15,8 +15,10 @@
 64 rows of dK and dV, of 512 columns each, take twice the registers of a CTA. So each gradient has a kernel, and S is
 made three times, dP twice. dP goes through shared memory in float32: the first warpgroup alone takes it back to the
 products, and to the parameters of the logits. P or dS of a float32 call goes back whole, as pieces may take more room
-than dP has; each warpgroup splits it. The second one is a tile ahead with dP, as V is with its copies: where there is
-room for a single tile of each, that of K, which dQ needs last, comes late.
+than dP has; each warpgroup splits it. The second one is a tile ahead with dP.
+
+What is walked over and not weighed, as V here, comes in parts (`tile_parts`). A few of them are enough, so that there
+is room for two tiles of what is weighed: with one, S of a tile waits until dQ of the last one is made and K was copied.
 
 Counted: eight products of a tile, where the two kernels of narrow heads make seven. With H = D = 512, for 32 keys a CTA
 of dQ copies 64 KiB and makes 3.1 million multiply-adds, 48 for each byte, one of dK likewise, and one of dV 32.
@@ -84,7 +86,7 @@ class _Cta(Cta[WidePlan]):
     def make_weights(self) -> None:
         """The first warpgroup makes P or dS; it copies the CTA's own rows."""
         plan, shared = self.plan, self.smem
-        pipeline.release(shared.walked[0].empty, *[shared.walked[1].empty] * (plan.kind.summed == 1))
+        pipeline.release(shared.weighed.empty, *[shared.parts.empty] * (not plan.kind.makes_dp))
         pipeline.split_registers(2, copies=False)
         head = self.key_head if plan.kind.keys_first else self.first_head
         rows = GmemTile(self.batch, self.first_row, WARPGROUP_ROWS, head)
@@ -109,8 +111,11 @@ class _Cta(Cta[WidePlan]):
         slot, at = lax.rem(step, plan.tile.stages), self.place(head, index)
         loaded = inputs.load_packed_mask(at, self.shape)
         lse, delta = (self._statistic(name, at) for name in ("lse", "delta"))
-        plgpu.barrier_wait(shared.walked[0].full.at[slot])
-        s = self._product(0, step, slot)
+        weighed_arrives = lambda: plgpu.barrier_wait(shared.weighed.full.at[slot])
+        needs_it_early = plan.kind.makes_dp or shared.bias is not None
+        if needs_it_early:
+            weighed_arrives()
+        s = self._s(step, slot)
         if shared.bias is not None:
             bias = shared.bias.at[slot]
             loaded["bias"] = ops.load(bias.T if plan.kind.keys_first else bias)
@@ -131,15 +136,14 @@ class _Cta(Cta[WidePlan]):
         weights = weights.astype(spec.dtype)
         self.weights[...] = weights
         plgpu.barrier_arrive(shared.weights_full)
-        if plan.kind.summed == 1:
-            plgpu.barrier_arrive(shared.walked[0].empty.at[slot])
-            plgpu.barrier_wait(shared.walked[1].full.at[slot])
+        if not needs_it_early:
+            weighed_arrives()
         return self._add(0, acc, weights, slot), sums
 
     def make_dp(self) -> None:
         """The second warpgroup makes dP, a tile ahead. Where there is none, it says when P may be stored."""
         plan, shared = self.plan, self.smem
-        pipeline.release(shared.walked[1].empty, *[shared.walked[0].empty] * (plan.kind.summed == 0))
+        pipeline.release(shared.weighed.empty, *[shared.parts.empty] * plan.kind.makes_dp)
         pipeline.split_registers(2, copies=False)
         plgpu.barrier_wait(shared.own_full)
 
@@ -155,20 +159,14 @@ class _Cta(Cta[WidePlan]):
         def visit(step: Any, acc: Array) -> Array:
             weights = lax.cond(step + 1 < steps, hand_next, self._take_weights, step)
             slot = lax.rem(step, plan.tile.stages)
-            plgpu.barrier_wait(shared.walked[plan.kind.summed].full.at[slot])
+            plgpu.barrier_wait(shared.weighed.full.at[slot])
             return self._add(1, acc, weights, slot)
 
         self._store(1, lax.fori_loop(0, steps, visit, self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0)))
 
     def _dp(self, step: Any) -> Array | None:
         """A step's dP, if the kernel needs it."""
-        if self.dp is None:
-            return None
-        ring, slot = self.smem.walked[1], lax.rem(step, self.plan.tile.stages)
-        plgpu.barrier_wait(ring.full.at[slot])
-        dp = self._product(1, step, slot)
-        plgpu.barrier_arrive(ring.empty.at[slot])
-        return dp
+        return self._of_parts(1, step) if self.plan.kind.makes_dp else None
 
     def _hand_dp(self, dp: Array | None) -> None:
         if self.dp is not None:
@@ -188,16 +186,44 @@ class _Cta(Cta[WidePlan]):
         queries = pl.ds(at.query, self.shape[axis])
         return along(self.ops.load(self.refs.arrays[name].at[at.batch, at.head, queries], axis), self.shape)
 
-    def _product(self, number: int, step: Any, slot: Any) -> Float[Array, "rows columns"]:
-        """S (number 0) or dP (1) of a tile."""
+    def _s(self, step: Any, slot: Any) -> Float[Array, "rows columns"]:
+        """A step's S. What it is made of is weighed too if the kernel makes dP."""
+        if not self.plan.kind.makes_dp:
+            return self._of_parts(0, step)
         still = self.ops.opaque_zero(step)
-        own, walked = self.smem.own[number].at[still], self.smem.walked[number].tiles.at[slot + still]
+        own, walked = self.smem.own[0].at[still], self.smem.weighed.tiles.at[slot + still]
         own, walked = (operand_pieces.of_tile(self.plan.spec, tile) for tile in (own, walked))
         return operand_pieces.matmul(own, operand_pieces.transposed(walked), self.shape, self.ops)
 
+    def _of_parts(self, number: int, step: Any) -> Float[Array, "rows columns"]:
+        """S (number 0) or dP (1), of parts that leave as they have been read."""
+        plan, ops, ring = self.plan, self.ops, self.smem.parts
+        own, width = self.smem.own[number].at[ops.opaque_zero(step)], plan.parts.width
+
+        def multiply(acc: Any) -> Array:
+            read = None
+            for product in plan.parts.products:
+                slot = self._slot(step, product.part)
+                if product.is_first:
+                    plgpu.barrier_wait(ring.full.at[slot])
+                factor = operand_pieces.of_tile(plan.spec, own, product.first_column, width)[product.own_piece]
+                ops.mma(acc, factor, ring.tiles.at[slot].T)
+                if read is not None:
+                    ops.wait(1)
+                    plgpu.barrier_arrive(ring.empty.at[read])
+                read = slot if product.is_last else None
+            made = ops.read(acc)
+            plgpu.barrier_arrive(ring.empty.at[read])
+            return made
+
+        return ops.accumulators(multiply, self.shape)
+
+    def _slot(self, step: Any, part: int) -> Array:
+        return lax.rem(step * self.plan.parts.number + part, self.plan.tile.parts)
+
     def _add(self, half: int, acc: Float[Array, "rows columns"], weights: Array, slot: Any) -> Array:
         """A warpgroup's half of the gradient, with what a tile adds to it."""
-        ring, width, spec = self.smem.walked[self.plan.kind.summed], acc.shape[1], self.plan.spec
+        ring, width, spec = self.smem.weighed, acc.shape[1], self.plan.spec
         weighed = operand_pieces.of_tile(spec, ring.tiles.at[slot], half * width, width)
         acc = operand_pieces.add_matmul(spec, acc, operand_pieces.split(spec, weights, self.ops), weighed, self.ops)
         plgpu.barrier_arrive(ring.empty.at[slot])
@@ -221,22 +247,25 @@ class _Cta(Cta[WidePlan]):
         count = pipeline.opaque(order.tiles.count, "block")
 
         def take(step: Any, _: None) -> None:
-            slot, (head, index) = lax.rem(step, plan.tile.stages), order.at(step, count)
+            head, index = order.at(step, count)
             at = self.place(head, index)
             first, from_head = order.tiles.start(index), at.head if plan.kind.keys_first else self.key_head
             tile = GmemTile(self.batch, first, plan.tile.size, from_head)
             # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
-            for number in (1 - plan.kind.summed, plan.kind.summed):
-                ring = shared.walked[number]
-                full = ring.full.at[slot]
+            ring = shared.parts
+            for part, column in enumerate(plan.parts.first_columns):
+                slot = self._slot(step, part)
                 plgpu.barrier_wait(ring.empty.at[slot])
-                inputs.copy_rows(plan.kind.walked[number], tile, ring.tiles.at[slot], full)
-                if shared.bias is not None and number == 0:
-                    queries, keys = self.own_rows, pl.ds(first, plan.tile.size)
-                    if plan.kind.keys_first:
-                        queries, keys = keys, queries
-                    source = inputs.part("bias", self.batch, at.head).at[queries, keys]
-                    plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
+                inputs.copy_rows(plan.kind.unweighed, tile, ring.tiles.at[slot], ring.full.at[slot], column)
+            ring, slot = shared.weighed, lax.rem(step, plan.tile.stages)
+            plgpu.barrier_wait(ring.empty.at[slot])
+            inputs.copy_rows(plan.kind.weighed, tile, ring.tiles.at[slot], ring.full.at[slot])
+            if shared.bias is not None:
+                queries, keys = self.own_rows, pl.ds(first, plan.tile.size)
+                if plan.kind.keys_first:
+                    queries, keys = keys, queries
+                source = inputs.part("bias", self.batch, at.head).at[queries, keys]
+                plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], ring.full.at[slot])
 
         lax.fori_loop(0, count * order.heads, take, None)
-        pipeline.drain(*(ring.empty for ring in shared.walked))
+        pipeline.drain(shared.parts.empty, shared.weighed.empty)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,12 +14,17 @@ from jax.experimental import pallas as pl
 from jflash import _tuning
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import CallTiles, bias_and_mask, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WalkedTiles
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
-_TILES = (WalkedTiles(64, 2), WalkedTiles(32, 2), WalkedTiles(64, 1), WalkedTiles(32, 1))
+_PARTS_IN_FLIGHT = 24 * 1024
+"""Bytes of parts that are enough: products of as many take as long as a copy."""
+
+_MOST_COLUMNS = 320
+"""Of a tile of logits and a warpgroup's half of the sum together: what registers hold."""
 
 
 class _Kind(NamedTuple):
@@ -28,8 +34,16 @@ class _Kind(NamedTuple):
     """Arrays of which a CTA has 64 rows: the left operand of S, and that of dP where it is made."""
     walked: tuple[str, str]
     """Arrays whose tiles it walks over, likewise."""
-    summed: int
-    """Which of these two is weighed."""
+
+    @property
+    def weighed(self) -> str:
+        """The walked array that P or dS is multiplied with."""
+        return self.walked[0 if self.makes_dp else 1]
+
+    @property
+    def unweighed(self) -> str:
+        """The other one."""
+        return self.walked[1 if self.makes_dp else 0]
 
     @property
     def keys_first(self) -> bool:
@@ -40,12 +54,18 @@ class _Kind(NamedTuple):
         """Whether it makes dP: dS is weighed, not P."""
         return len(self.own) > 1
 
+    @property
+    def tiles(self) -> Sequence[tuple[int, int]]:
+        """Sizes and stages of tiles, the best first. What is weighed is needed early where S is made of it too: two
+        tiles of 32 are better than one of 64."""
+        return (64, 2), *[(32, 2), (64, 1)][:: 1 if self.makes_dp else -1], (32, 1)
+
 
 Gradient = Literal["d_query", "d_key", "d_value"]
 _KINDS: dict[Gradient, _Kind] = {
-    "d_query": _Kind(("query", "d_out"), ("key", "value"), 0),
-    "d_key": _Kind(("key", "value"), ("query", "d_out"), 0),
-    "d_value": _Kind(("key",), ("query", "d_out"), 1),
+    "d_query": _Kind(("query", "d_out"), ("key", "value")),
+    "d_key": _Kind(("key", "value"), ("query", "d_out")),
+    "d_value": _Kind(("key",), ("query", "d_out")),
 }
 
 
@@ -53,31 +73,49 @@ def _dim(spec: Spec, name: str) -> int:
     return whole_dims(spec)[name in ("value", "d_out", "d_value")]
 
 
+def _columns(spec: Spec, name: str) -> int:
+    """Columns of one piece of an array's tiles."""
+    return round_up(_dim(spec, name), 32)
+
+
+def _parts(spec: Spec, gradient: Gradient) -> TileParts:
+    return TileParts.of(spec, _dim(spec, _KINDS[gradient].unweighed))
+
+
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
     readers are done."""
     kind, has_bias_tiles, tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
+    weighed, part = _columns(spec, kind.weighed), _parts(spec, gradient).width
+    # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.
+    widths = {kind.weighed: math.gcd(weighed // 2, tile.size), kind.unweighed: part}
 
-    def buffer(index: int, rows: tuple[int, ...], make: Any, **ring: int) -> Any:
-        """An array's; of what is weighed each warpgroup takes half of the columns, by whole swizzles both ways."""
-        dim = _dim(spec, kind.walked[index])
-        columns = round_up(dim, 32)
-        part = math.gcd(columns // 2, tile.size) if index == kind.summed else columns
-        return make((*rows, columns), dim, part=part, **ring)
-
-    def ring(index: int) -> Buffers:
-        readers = 2 if index == kind.summed else 1
-        others = int(has_bias_tiles and index == 0)
-        return buffer(index, (tile.stages, tile.size), tiles.ring, readers=readers, others=others)
+    def own(name: str, factor: str) -> Any:
+        """Rows whose products are made with tiles of `factor`."""
+        shape = 1, WARPGROUP_ROWS, _columns(spec, name)
+        return tiles.operand(shape, _dim(spec, name), part=widths[factor])
 
     bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
-    own = [buffer(index, (1, WARPGROUP_ROWS), tiles.operand) for index in range(len(kind.own))]
+    owned = list(map(own, kind.own, kind.walked))
     return Buffers(
-        own=own,
-        own_full=smem.barriers(1, arrivals=smem.copies(*own)),
-        walked=[ring(index) for index in range(2)],
-        # Tiles of the bias come and go with what S is made of.
+        own=owned,
+        own_full=smem.barriers(1, arrivals=smem.copies(*owned)),
+        weighed=tiles.ring(
+            (tile.stages, tile.size, weighed),
+            _dim(spec, kind.weighed),
+            readers=2,
+            others=int(has_bias_tiles),
+            part=widths[kind.weighed],
+        ),
+        parts=smem.ring(
+            (tile.parts, tile.size, part),
+            operand_pieces.dtype(spec),
+            _dim(spec, kind.unweighed) * operand_pieces.number(spec),
+            readers=1,
+            part=part,
+        ),
+        # Tiles of the bias come and go with what is weighed.
         bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,
         # What the second warpgroup hands to the first one, and what takes its place on the way back.
         dp_weights=smem.reused(dp, weights) if kind.makes_dp else (weights,),
@@ -105,7 +143,17 @@ class WidePlan(KernelPlan):
     @property
     def columns(self) -> int:
         """Columns of the gradient."""
-        return round_up(_dim(self.spec, self.gradient), 32)
+        return _columns(self.spec, self.gradient)
+
+    @property
+    def parts(self) -> TileParts:
+        """Those of a tile that is not weighed."""
+        return _parts(self.spec, self.gradient)
+
+    @property
+    def smem(self) -> Buffers:
+        """The kernel's buffers and barriers."""
+        return shared_memory(self.spec, self.gradient, self.tile)
 
     @property
     def stores_sums(self) -> bool:
@@ -126,7 +174,7 @@ class WidePlan(KernelPlan):
             name=f"jflash_wide_{self.gradient}_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
             results={self.gradient: result, **{f"d_{name}": sums for name in self.wanted}},
-            smem=shared_memory(spec, self.gradient, self.tile),
+            smem=self.smem,
             warpgroups=3,
         )
 
@@ -147,11 +195,23 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
 
 
 def fits(spec: Spec) -> bool:
-    """Whether shared memory has room for the smallest tiles of every kernel."""
-    return all(smem.fits(shared_memory(spec, gradient, _TILES[-1])) for gradient in _KINDS)
+    """Whether shared memory has room for the smallest whole tiles of every kernel."""
+    smallest = lambda gradient: WalkedTiles(32, 1, _parts(spec, gradient).number)
+    return all(smem.fits(shared_memory(spec, gradient, smallest(gradient))) for gradient in _KINDS)
+
+
+def _fitting(spec: Spec, gradient: Gradient) -> list[WalkedTiles]:
+    """Tiles for which shared memory has room, each with as many parts as fit, of up to two whole tiles."""
+    found, parts, bytes_each = list[WalkedTiles](), _parts(spec, gradient), operand_pieces.dtype(spec).itemsize
+    most = _MOST_COLUMNS - _columns(spec, gradient) // 2
+    for size, stages in (tile for tile in _KINDS[gradient].tiles if tile[0] <= most):
+        in_flight = pl.cdiv(_PARTS_IN_FLIGHT, size * parts.width * bytes_each)
+        least = min(parts.number, max(in_flight, parts.least))
+        tiles = (WalkedTiles(size, stages, count) for count in range(2 * parts.number, least - 1, -1))
+        found += [tile for tile in tiles if smem.fits(shared_memory(spec, gradient, tile))][:1]
+    return found
 
 
 def _choose_tiles(spec: Spec, gradient: Gradient) -> WalkedTiles:
-    fitting = [tile for tile in _TILES if smem.fits(shared_memory(spec, gradient, tile))]
     facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
-    return _tuning.choose(TuningKey(f"mosaic_gpu wide {gradient}", facts), fitting)
+    return _tuning.choose(TuningKey(f"mosaic_gpu wide {gradient}", facts), _fitting(spec, gradient))

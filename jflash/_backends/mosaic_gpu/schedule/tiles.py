@@ -86,4 +86,6 @@ class WalkedTiles:
     size: int
     """Keys or queries of a tile."""
     stages: int
-    """Tiles that are in shared memory together."""
+    """Tiles of what is weighed that are in shared memory together."""
+    parts: int
+    """Parts of tiles of what is not, likewise."""
