@@ -215,13 +215,17 @@ class _Cta(Cta[FusedPlan]):
         at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
         q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
         ops.wait(warpgroups=parts)
-        if tile.stages > 1:
-            self._copy_tile(step + 1)
         rows = batch, own_head, pl.ds(first, self.queries)
-        lse, delta = (along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape) for name in ("lse", "delta"))
+        statistic = lambda name: along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape)
+        # Where masks and many columns take registers too, delta has none before P is stored.
+        delta_comes_late = self.order.tiles.whole is not None and spec.head_dim > 64
+        lse, delta = statistic("lse"), None if delta_comes_late else statistic("delta")
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         loaded = [self.load(one, shape) for one in at]
         s = self._products(own[:parts], q)
+        # Products need what they read at once, and the copies a tile later.
+        if tile.stages > 1:
+            self._copy_tile(step + 1)
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
@@ -230,6 +234,8 @@ class _Cta(Cta[FusedPlan]):
             ops.store_tile(kept, shared.p, self.warpgroup * self.queries)
         else:
             acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False)
+        if delta is None:
+            delta = statistic("delta")
         dp = self._products(own[parts:], do)
         pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
         totals = tuple(
