@@ -276,6 +276,23 @@ def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
     assert fused.dq_acc(0).shape[1] >= last + fused.tile.queries
 
 
+@pytest.mark.parametrize("facts", [dict(logits_soft_cap=50.0), dict(dropout_rate=0.1), dict(scale=None)], ids=str)
+def test_what_spills_leaves_room_for_the_cache(facts: dict):
+    """Spilled registers are in the cache, which has what shared memory leaves of 256 KiB. A CTA that asks for more than
+    196, with one that CUDA takes for itself, is given 228."""
+    fused = plan_backward(dataclasses.replace(spec(128, 128), **facts), 132).fused
+    assert fused is not None
+    assert fused.tile.stages == 2
+    assert smem.size(fused.launch.smem) + 1024 <= 196 * 1024
+
+
+def test_two_stages_fit_beside_tiles_of_a_bias():
+    """With one, the fused backward of 128 columns spills fifteen times as much."""
+    fused = plan_backward(spec(128, 128, bias=jnp.bfloat16), 132).fused
+    assert fused is not None
+    assert fused.tile.stages == 2
+
+
 @pytest.mark.parametrize(("count", "parts"), [(9, 4), (8, 4), (1, 3), (0, 2), (10, 1)])
 def test_parts_of_a_range_are_all_of_it(count: int, parts: int):
     """Each tile is one part's; a part may have none."""

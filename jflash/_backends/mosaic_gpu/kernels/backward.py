@@ -74,12 +74,12 @@ class _Cta(FusedCta[FusedPlan]):
 
         @pl.when(self.warpgroup == self.plan.tile.warpgroups)
         def _() -> None:
-            self.ops.take_ticket(self.refs.arrays["counters"], shared.ticket)
+            self.ops.take_ticket(self.refs.arrays["counters"], shared.numbers.at[pl.ds(0, 1)])
             plgpu.barrier_arrive(shared.ticket_drawn)
 
         plgpu.barrier_wait(shared.ticket_drawn)
         # No ticket is negative. The compiler divides with fewer instructions if it knows.
-        ticket = lax.bitwise_and(shared.ticket[0], jnp.int32(0x7FFFFFFF))
+        ticket = lax.bitwise_and(shared.numbers[0], jnp.int32(0x7FFFFFFF))
         items, blocks = schedule.items, schedule.blocks
         return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)
 

@@ -129,8 +129,8 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         if tile.adds_registers
         else smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, block_dims(spec)[0]),
         # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
-        ticket=smem.vectors(1, dtype=jnp.int32),
-        numbers=smem.vectors(tile.warpgroups, dtype=jnp.int32),
+        # One vector: another would begin a kilobyte later.
+        numbers=smem.vectors(1 + tile.warpgroups, dtype=jnp.int32),
         ticket_drawn=smem.barriers(1),
     )
 

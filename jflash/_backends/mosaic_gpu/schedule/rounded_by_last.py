@@ -50,7 +50,7 @@ class RoundedByLast(DqAccumulator):
     def finish(self, warpgroup: Any) -> None:
         """Wait for the other warpgroup's additions; the work item's last CTA then rounds every other tile."""
         self._wait_for_other()
-        own_number = self.refs.smem.numbers.at[pl.ds(warpgroup, 1)]
+        own_number = self.refs.smem.numbers.at[pl.ds(1 + warpgroup, 1)]
         number = self.ops.take_number(self._counter(self.wave, warpgroup), own_number)
 
         @pl.when(number == self.schedule.blocks - 1)
