@@ -217,8 +217,9 @@ class _Cta(Cta[FusedPlan]):
         ops.wait(warpgroups=parts)
         rows = batch, own_head, pl.ds(first, self.queries)
         statistic = lambda name: along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape)
-        # Where masks and many columns take registers too, delta has none before P is stored.
-        delta_comes_late = self.order.tiles.whole is not None and spec.head_dim > 64
+        # Where masks or parameters and many columns take registers too, delta has none before P is stored.
+        is_plain = self.order.tiles.whole is None and exponent.is_plain(spec)
+        delta_comes_late = not is_plain and spec.head_dim > 64
         lse, delta = statistic("lse"), None if delta_comes_late else statistic("delta")
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         loaded = [self.load(one, shape) for one in at]
