@@ -58,7 +58,9 @@ class _Kind(NamedTuple):
     def tiles(self) -> Sequence[tuple[int, int]]:
         """Sizes and stages of tiles, the best first. What is weighed is needed early where S is made of it too: two
         tiles of 32 are better than one of 64."""
-        return (64, 2), *[(32, 2), (64, 1)][:: 1 if self.makes_dp else -1], (32, 1)
+        if self.makes_dp:
+            return (64, 2), (32, 2), (64, 1), (32, 1)
+        return (64, 2), (64, 1), (32, 2), (32, 1)
 
 
 Gradient = Literal["d_query", "d_key", "d_value"]
