@@ -215,17 +215,20 @@ class _Cta(Cta[FusedPlan]):
         at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
         q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
         ops.wait(warpgroups=parts)
+        # Parameters of the logits leave few registers: copies, whose addresses take some, are issued before.
+        is_plain = exponent.is_plain(spec)
+        if tile.stages > 1 and not is_plain:
+            self._copy_tile(step + 1)
         rows = batch, own_head, pl.ds(first, self.queries)
         statistic = lambda name: along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape)
-        # Where masks or parameters and many columns take registers too, delta has none before P is stored.
-        is_plain = self.order.tiles.whole is None and exponent.is_plain(spec)
-        delta_comes_late = not is_plain and spec.head_dim > 64
+        # With many columns, so do masks; delta is loaded when P is stored.
+        delta_comes_late = spec.head_dim > 64 and not (is_plain and self.order.tiles.whole is None)
         lse, delta = statistic("lse"), None if delta_comes_late else statistic("delta")
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         loaded = [self.load(one, shape) for one in at]
         s = self._products(own[:parts], q)
         # Products need what they read at once, and the copies a tile later.
-        if tile.stages > 1:
+        if tile.stages > 1 and is_plain:
             self._copy_tile(step + 1)
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
