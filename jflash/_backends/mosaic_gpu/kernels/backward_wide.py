@@ -111,12 +111,10 @@ class _Cta(Cta[WidePlan]):
         slot, at = lax.rem(step, plan.tile.stages), self.place(head, index)
         loaded = inputs.load_packed_mask(at, self.shape)
         lse, delta = (self._statistic(name, at) for name in ("lse", "delta"))
-        weighed_arrives = lambda: plgpu.barrier_wait(shared.weighed.full.at[slot])
-        needs_it_early = plan.kind.makes_dp or shared.bias is not None
-        if needs_it_early:
-            weighed_arrives()
         s = self._s(step, slot)
         if shared.bias is not None:
+            if not plan.kind.makes_dp:
+                plgpu.barrier_wait(shared.weighed.full.at[slot])
             bias = shared.bias.at[slot]
             loaded["bias"] = ops.load(bias.T if plan.kind.keys_first else bias)
             # A copy may overwrite what threads have read.
@@ -136,8 +134,8 @@ class _Cta(Cta[WidePlan]):
         weights = weights.astype(spec.dtype)
         self.weights[...] = weights
         plgpu.barrier_arrive(shared.weights_full)
-        if not needs_it_early:
-            weighed_arrives()
+        if not plan.kind.makes_dp and shared.bias is None:
+            plgpu.barrier_wait(shared.weighed.full.at[slot])
         return self._add(0, acc, weights, slot), sums
 
     def make_dp(self) -> None:
@@ -187,9 +185,11 @@ class _Cta(Cta[WidePlan]):
         return along(self.ops.load(self.refs.arrays[name].at[at.batch, at.head, queries], axis), self.shape)
 
     def _s(self, step: Any, slot: Any) -> Float[Array, "rows columns"]:
-        """A step's S. What it is made of is weighed too if the kernel makes dP."""
+        """A step's S. What it is made of is weighed too if the kernel makes dP. If not, its parts come first: who waits
+        for what is weighed before they are read waits forever, if there is no room for all of them."""
         if not self.plan.kind.makes_dp:
             return self._of_parts(0, step)
+        plgpu.barrier_wait(self.smem.weighed.full.at[slot])
         still = self.ops.opaque_zero(step)
         own, walked = self.smem.own[0].at[still], self.smem.weighed.tiles.at[slot + still]
         own, walked = (operand_pieces.of_tile(self.plan.spec, tile) for tile in (own, walked))
