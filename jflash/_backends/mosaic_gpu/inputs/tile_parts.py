@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from jflash._backends.mosaic_gpu.hardware import round_up
 from jflash._backends.mosaic_gpu.inputs import operand_pieces
 from jflash._semantics.spec import Spec
 
@@ -45,9 +44,8 @@ class TileParts:
     """Columns of a part."""
 
     @classmethod
-    def of(cls, spec: Spec, dim: int) -> Self:
-        """The parts of tiles of an array with `dim` columns: whole swizzles."""
-        columns = round_up(dim, 32)
+    def of(cls, spec: Spec, columns: int) -> Self:
+        """The parts of tiles with `columns` of a piece, a multiple of 32: whole swizzles."""
         swizzle = math.gcd(columns, 64)
         width = max(some for some in range(swizzle, _MOST_COLUMNS + 1, swizzle) if columns % some == 0)
         return cls(operand_pieces.number(spec), columns, width)

@@ -81,7 +81,7 @@ def _columns(spec: Spec, name: str) -> int:
 
 
 def _parts(spec: Spec, gradient: Gradient) -> TileParts:
-    return TileParts.of(spec, _dim(spec, _KINDS[gradient].unweighed))
+    return TileParts.of(spec, _columns(spec, _KINDS[gradient].unweighed))
 
 
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
