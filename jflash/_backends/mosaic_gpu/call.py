@@ -37,7 +37,7 @@ from jflash._backends.mosaic_gpu.kernels import (
 )
 from jflash._backends.mosaic_gpu.kernels import forward as kernel
 from jflash._backends.mosaic_gpu.kernels import tangent as tangent_kernel
-from jflash._backends.mosaic_gpu.kernels.forward_wide import WideForwardPlan
+from jflash._backends.mosaic_gpu.kernels.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.kernels.pack_mask import pack_mask
 from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan, TangentPlan
 from jflash._backends.mosaic_gpu.schedule import tile_range
@@ -87,7 +87,7 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
     arrays |= packed_mask(spec, operands, ops) | prepare.edges(operands, dict(value=value))
     if bias_by_mma:
         arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
-    rows, missing = max(plan.tile.rows // packed, 1), plan.missing_rows // packed
+    rows, missing = max(plan.rows_of_a_range // packed, 1), plan.missing_rows // packed
     return arrays | tile_range.table(spec, operands, rows, missing)
 
 

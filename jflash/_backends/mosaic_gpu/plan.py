@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
-from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, forward_wide, tangent_plan
+from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, forward_wide_plan, tangent_plan
 from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
@@ -18,7 +18,7 @@ __all__ += ["describe", "fits", "plan_backward", "plan_forward", "plan_tangent"]
 
 def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     """The plan of a call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    return (forward_wide if is_wide(spec) else forward_plan).plan_forward(spec, processors)
+    return (forward_wide_plan if is_wide(spec) else forward_plan).plan_forward(spec, processors)
 
 
 def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan | ForwardPlan:
@@ -33,7 +33,7 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
 
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of every kernel that a call may need."""
-    return not is_wide(spec) or (forward_wide.fits(spec) and backward_plan.wide_fits(spec))
+    return not is_wide(spec) or (forward_wide_plan.fits(spec) and backward_plan.wide_fits(spec))
 
 
 def describe(spec: Spec, processors: int | None) -> str:

@@ -47,6 +47,12 @@ CASES = [
         for dtype, dims in (FROM_REGISTERS if hopper() else ())
         for options in ({}, dict(causal=True, lengths="both"), dict(window=(40, 90), segments="sorted"))
     ),
+    # Wide forwards: tiles of 128 keys, blocks in pairs, a window, and the most columns.
+    *(
+        Case("bfloat16", 330, 280, heads=(4, 2), dims=dims, batch=(2,), **options)
+        for dims in ((512, 512), (576, 576))
+        for options in ({}, dict(causal=True), dict(window=(100, 0)), dict(causal=True, lengths="both"))
+    ),
     # Some columns of the queries stay in registers.
     *(Case("bfloat16", 520, 640, dims=dims) for dims in [(192, 128), (256, 256)]),
     *(pytest.param(drawn(VALUES, seed), marks=pytest.mark.slow) for seed in range(400 if hopper() else 0)),

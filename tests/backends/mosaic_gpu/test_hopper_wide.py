@@ -9,7 +9,6 @@ from typing import Any
 import cases
 import hopper_kernels
 import jax.numpy as jnp
-import numpy as np
 import oracle
 import parts
 import pytest
@@ -22,7 +21,7 @@ from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import operand_pieces
 from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
-from jflash._backends.mosaic_gpu.kernels.forward_wide import WideForwardPlan
+from jflash._backends.mosaic_gpu.kernels.forward_wide_plan import WideForwardPlan
 from jflash._semantics.spec import Spec
 
 DIMS = ((512, 512), (576, 512), (320, 320), (257, 64), (64, 512))
@@ -87,15 +86,33 @@ def test_decoding(dtype: str, dims: tuple[int, int], heads: tuple[int, int], que
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
-@pytest.mark.slow
-def test_tiles_of_few_keys():
-    """Where tiles of a float32 bias leave room for no more."""
-    case = Case("float16", 131, 131, heads=(2, 1), dims=(576, 512), bias="full", mask="full", window=(40, 10))
-    call = cases.build(case)
-    call = dataclasses.replace(call, bias=call.bias.astype(np.float32))
-    spec, _ = hopper_kernels.canonical(call)
-    assert plan.plan_forward(spec, 132).tile.keys == 32
-    oracle.assert_right(hopper_kernels.run(call), call)
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((512, 512), dict(causal=True)),
+        pytest.param((576, 512), dict(causal=True, segments="sorted", lengths="both"), marks=pytest.mark.slow),
+        pytest.param((320, 320), {}, marks=pytest.mark.slow),
+        pytest.param((576, 576), dict(causal=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_blocks_that_grow_go_in_pairs(dims: tuple[int, int], options: dict):
+    """The last pair lacks a block. Tiles have 128 keys, but where registers hold more than 512 columns."""
+    case = Case("bfloat16", 140, 300, heads=(2, 1), dims=dims, batch=(1,), **options)
+    call = cases.of_forward(cases.build(case))
+    found = plan.plan_forward(hopper_kernels.canonical(call)[0], 132)
+    assert found.in_pairs == bool(options)
+    assert found.schedule.blocks == (4 if options else 3)
+    assert found.tile.keys == (128 if dims[1] <= 512 else 64)
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
+
+
+def test_registers():
+    """A CTA has 512 for a thread of each warpgroup together: who asks for more waits forever."""
+    for value_dim in (64, 512, 576):
+        weights, weigh, copy = plan.plan_forward(spec_of(512, value_dim), 132).registers
+        assert weights + 2 * weigh + copy == 512
+        assert all(count % 8 == 0 for count in (weights, weigh, copy))
 
 
 @pytest.mark.slow
@@ -219,16 +236,17 @@ def test_parts_make_every_product_once(dim: int, precision: str | None):
         columns = range(0, dim, divided.width)
         pairs = operand_pieces.order(divided.pieces)
         assert sorted(made) == sorted((own, piece, first) for own, piece in pairs for first in columns)
-        read: set[int] = set()
-        most = 0
+        held: set[int | None] = set()
+        most, leaving = 0, None
         for product in divided.products:
-            assert product.is_first == (product.part not in read)
-            read.add(product.part)
-            most = max(most, len(read))
-            if product.is_last:
-                read.remove(product.part)
-        assert not read
-        assert most <= divided.least
+            assert product.is_first == (product.part not in held)
+            held.add(product.part)
+            most = max(most, len(held))
+            # It leaves when the next product is issued, for which that part must be there.
+            held.discard(leaving)
+            leaving = product.part if product.is_last else None
+        assert held == {leaving}
+        assert most == divided.least
 
 
 def test_three_pieces_are_added_the_smallest_first():

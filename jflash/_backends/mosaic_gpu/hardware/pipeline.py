@@ -27,6 +27,13 @@ def split_registers(warpgroups: int, *, copies: bool) -> None:
         plgpu.set_max_registers(compute, action="increase")
 
 
+def set_registers(count: int, warpgroups: int) -> None:
+    """Give each thread of this warpgroup `count` registers, where a CTA's `warpgroups` each have another number. As in
+    `split_registers`, their sum is at most 512."""
+    at_first = 512 // warpgroups // 8 * 8
+    plgpu.set_max_registers(count, action="increase" if count > at_first else "decrease")
+
+
 def release(*empty: Any) -> None:
     """Every slot of a ring is empty at first; called once by each warpgroup that will read it.
 
@@ -44,10 +51,10 @@ def drain(*empty: Any) -> None:
             plgpu.barrier_wait(barriers.at[slot])
 
 
-def copy_in(source: Any, tile: Any, full: Any) -> None:
-    """Issue copies to shared memory of what is in device memory."""
+def copy_in(source: Any, tile: Any, full: Any, cluster: str | None = None) -> None:
+    """Issue copies to shared memory of what is in device memory; of an equal share for all CTAs along `cluster`."""
     for part, columns in _copied(tile, source):
-        plgpu.copy_gmem_to_smem(columns, part, full)
+        plgpu.copy_gmem_to_smem(columns, part, full, collective_axes=cluster)
 
 
 def copy_out(tile: Any, target: Any) -> None:

@@ -102,14 +102,17 @@ def ring(
     others: int = 0,
     part: int | None = None,
     in_panels: bool = False,
+    cluster: str | None = None,
 ) -> Buffers:
     """`tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
 
-    `full` completes a phase when a slot's tile and as many `others` have arrived, `empty` when all readers are done.
-    Others as for `tile`.
+    `full` completes a phase when a slot's tile and as many `others` have arrived, `empty` when all readers are done: of
+    each CTA along the axis `cluster`, if copies are for all of them. Others as for `tile`.
     """
     tiles = tile(shape, dtype, *divides, part=part, in_panels=in_panels)
     full, empty = barriers(shape[0], arrivals=copies(tiles) + others), barriers(shape[0], arrivals=readers)
+    if cluster is not None:
+        empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=shape[0], num_arrivals=readers)
     return Buffers(tiles=tiles, full=full, empty=empty)
 
 
@@ -138,7 +141,7 @@ def size(declaration: Any) -> int:
     """Bytes that a declaration takes; what a union holds shares its bytes."""
 
     def taken(leaf: Any) -> int:
-        if isinstance(leaf, plgpu.Barrier):
+        if isinstance(leaf, plgpu.Barrier | plgpu.ClusterBarrier):
             return int(np.prod(leaf.num_barriers)) * _BARRIER
         return round_up(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize, _ALIGNMENT)
 

@@ -27,12 +27,10 @@ class CallTiles:
         given, part = self._of_pieces(shape, divides, part)
         return smem.tile(*given, part=part, in_panels=self.in_panels)
 
-    def ring(
-        self, shape: tuple[int, ...], *divides: int, readers: int, others: int = 0, part: int | None = None
-    ) -> Buffers:
-        """`smem.ring` of such tiles."""
+    def ring(self, shape: tuple[int, ...], *divides: int, part: int | None = None, **options: Any) -> Buffers:
+        """`smem.ring` of such tiles, whose other options these are."""
         given, part = self._of_pieces(shape, divides, part)
-        return smem.ring(*given, readers=readers, others=others, part=part, in_panels=self.in_panels)
+        return smem.ring(*given, part=part, in_panels=self.in_panels, **options)
 
     def result(self, shape: tuple[int, ...], *divides: int, part: int | None = None) -> Any:
         """Tiles `[..., rows, columns]` of a result."""

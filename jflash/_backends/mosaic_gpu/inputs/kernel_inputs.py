@@ -71,13 +71,16 @@ class KernelInputs:
         ref = self.refs[name]
         return ref.at[shared_index(ref, batch, head)]
 
-    def copy_rows(self, name: str, source: GmemTile, target: Ref, full: Ref, first_column: int = 0) -> None:
+    def copy_rows(
+        self, name: str, source: GmemTile, target: Ref, full: Ref, first_column: int = 0, cluster: str | None = None
+    ) -> None:
         """Copy a tile of queries, keys, values or d_out to shared memory, with zeros for padding: 0 * NaN is NaN.
+        `cluster` is as for `pipeline.copy_in`.
 
         A tile in which padding begins comes from the array's edge, past whose end copies read zeros.
         """
         edge = self.refs.get(f"{name}_edge")
-        copy = lambda ref, tile: pipeline.copy_in(tile.of(ref, target.shape[-1], first_column), target, full)
+        copy = lambda ref, tile: pipeline.copy_in(tile.of(ref, target.shape[-1], first_column), target, full, cluster)
         if edge is None:
             copy(self.refs[name], source)
             return

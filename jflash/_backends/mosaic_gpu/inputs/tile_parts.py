@@ -12,12 +12,18 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.hardware import Buffers, Ref, WarpgroupOps, smem
 from jflash._backends.mosaic_gpu.inputs import operand_pieces
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import GmemTile, KernelInputs
 from jflash._semantics.spec import Spec
 
-_MOST_COLUMNS = 128
+_MOST_COLUMNS = 192
 """Of a part: each is waited for. With 64 the kernels of d256 in float32 take 1.35 times as long (one H100)."""
 
 
@@ -44,10 +50,10 @@ class TileParts:
     """Columns of a part."""
 
     @classmethod
-    def of(cls, spec: Spec, columns: int) -> Self:
-        """The parts of tiles with `columns` of a piece, a multiple of 32: whole swizzles."""
+    def of(cls, spec: Spec, columns: int, most: int = _MOST_COLUMNS) -> Self:
+        """The parts of tiles with `columns` of a piece, a multiple of 32, each of `most` at most: whole swizzles."""
         swizzle = math.gcd(columns, 64)
-        width = max(some for some in range(swizzle, _MOST_COLUMNS + 1, swizzle) if columns % some == 0)
+        width = max(some for some in range(swizzle, most + 1, swizzle) if columns % some == 0)
         return cls(operand_pieces.number(spec), columns, width)
 
     @property
@@ -62,8 +68,8 @@ class TileParts:
 
     @property
     def least(self) -> int:
-        """How many are in shared memory together, at least."""
-        return self.of_a_piece if self._waits_for_a_piece else 1
+        """How many are in shared memory together, at least: a part leaves when the next one's product is issued."""
+        return min(self.number, max(2, self.of_a_piece if self._waits_for_a_piece else 1))
 
     @property
     def first_columns(self) -> Sequence[int]:
@@ -91,3 +97,56 @@ class TileParts:
         """Whether a piece's parts stay until its largest products are made, after all smaller ones. With two pieces the
         rest is not so exact that it matters."""
         return self.pieces > 2
+
+    def ring(self, spec: Spec, slots: int, rows: int, columns: int, cluster: str | None = None) -> Buffers:
+        """Shared memory for parts of tiles of so many rows of an array with `columns`.
+
+        One warpgroup reads them, of each CTA along `cluster`.
+        """
+        shape, in_array = (slots, rows, self.width), columns * self.pieces
+        return smem.ring(shape, operand_pieces.dtype(spec), in_array, readers=1, part=self.width, cluster=cluster)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartsRing:
+    """The ring that the parts of all tiles go through, in the order of the tiles."""
+
+    parts: TileParts
+    ring: Buffers
+    cluster: str | None = None
+    """The axis of the CTAs that share copies, if some do."""
+
+    def slot(self, step: Any, part: int) -> Array:
+        """Of a part of a step's tile."""
+        return lax.rem(step * self.parts.number + part, self.ring.tiles.shape[0])
+
+    def copy(self, inputs: KernelInputs, name: str, tile: GmemTile, step: Any, part: int) -> None:
+        """Copy a part of a step's tile, as soon as its slot is free."""
+        ring, slot = self.ring, self.slot(step, part)
+        first_column = self.parts.first_columns[part]
+        plgpu.barrier_wait(ring.empty.at[slot])
+        inputs.copy_rows(name, tile, ring.tiles.at[slot], ring.full.at[slot], first_column, self.cluster)
+
+    def product(
+        self, spec: Spec, own: Ref, step: Any, shape: tuple[int, int], ops: WarpgroupOps
+    ) -> Float[Array, "rows columns"]:
+        """own tile^T of a step's tile, whose parts leave as they have been read."""
+        ring = self.ring
+
+        def multiply(acc: Any) -> Array:
+            read = None
+            for product in self.parts.products:
+                slot = self.slot(step, product.part)
+                if product.is_first:
+                    plgpu.barrier_wait(ring.full.at[slot])
+                factor = operand_pieces.of_tile(spec, own, product.first_column, self.parts.width)[product.own_piece]
+                ops.mma(acc, factor, ring.tiles.at[slot].T)
+                if read is not None:
+                    ops.wait(1)
+                    plgpu.barrier_arrive(ring.empty.at[read])
+                read = slot if product.is_last else None
+            made = ops.read(acc)
+            plgpu.barrier_arrive(ring.empty.at[read])
+            return made
+
+        return ops.accumulators(multiply, shape)

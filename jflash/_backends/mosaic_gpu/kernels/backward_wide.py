@@ -41,6 +41,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, along_columns, along_rows, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs.tile_parts import PartsRing
 from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
@@ -69,6 +70,7 @@ class _Cta(Cta[WidePlan]):
         tiles = tile_range.visited(self.inputs, item.batch, block, WARPGROUP_ROWS, plan.tile.size)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
         self.shape = WARPGROUP_ROWS, plan.tile.size
+        self.parts = PartsRing(plan.parts, refs.smem.parts)
         dp_weights = tuple(refs.smem.dp_weights)
         self.dp, self.weights = dp_weights[0] if kind.makes_dp else None, dp_weights[-1]
 
@@ -196,30 +198,9 @@ class _Cta(Cta[WidePlan]):
         return operand_pieces.matmul(own, operand_pieces.transposed(walked), self.shape, self.ops)
 
     def _of_parts(self, number: int, step: Any) -> Float[Array, "rows columns"]:
-        """S (number 0) or dP (1), of parts that leave as they have been read."""
-        plan, ops, ring = self.plan, self.ops, self.smem.parts
-        own, width = self.smem.own[number].at[ops.opaque_zero(step)], plan.parts.width
-
-        def multiply(acc: Any) -> Array:
-            read = None
-            for product in plan.parts.products:
-                slot = self._slot(step, product.part)
-                if product.is_first:
-                    plgpu.barrier_wait(ring.full.at[slot])
-                factor = operand_pieces.of_tile(plan.spec, own, product.first_column, width)[product.own_piece]
-                ops.mma(acc, factor, ring.tiles.at[slot].T)
-                if read is not None:
-                    ops.wait(1)
-                    plgpu.barrier_arrive(ring.empty.at[read])
-                read = slot if product.is_last else None
-            made = ops.read(acc)
-            plgpu.barrier_arrive(ring.empty.at[read])
-            return made
-
-        return ops.accumulators(multiply, self.shape)
-
-    def _slot(self, step: Any, part: int) -> Array:
-        return lax.rem(step * self.plan.parts.number + part, self.plan.tile.parts)
+        """S (number 0) or dP (1), of parts."""
+        own = self.smem.own[number].at[self.ops.opaque_zero(step)]
+        return self.parts.product(self.plan.spec, own, step, self.shape, self.ops)
 
     def _add(self, half: int, acc: Float[Array, "rows columns"], weights: Array, slot: Any) -> Array:
         """A warpgroup's half of the gradient, with what a tile adds to it."""
@@ -252,11 +233,8 @@ class _Cta(Cta[WidePlan]):
             first, from_head = order.tiles.start(index), at.head if plan.kind.keys_first else self.key_head
             tile = GmemTile(self.batch, first, plan.tile.size, from_head)
             # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
-            ring = shared.parts
-            for part, column in enumerate(plan.parts.first_columns):
-                slot = self._slot(step, part)
-                plgpu.barrier_wait(ring.empty.at[slot])
-                inputs.copy_rows(plan.kind.unweighed, tile, ring.tiles.at[slot], ring.full.at[slot], column)
+            for part in range(plan.parts.number):
+                self.parts.copy(inputs, plan.kind.unweighed, tile, step, part)
             ring, slot = shared.weighed, lax.rem(step, plan.tile.stages)
             plgpu.barrier_wait(ring.empty.at[slot])
             inputs.copy_rows(plan.kind.weighed, tile, ring.tiles.at[slot], ring.full.at[slot])

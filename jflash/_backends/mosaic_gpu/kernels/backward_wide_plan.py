@@ -110,13 +110,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
             others=int(has_bias_tiles),
             part=widths[kind.weighed],
         ),
-        parts=smem.ring(
-            (tile.parts, tile.size, part),
-            operand_pieces.dtype(spec),
-            _dim(spec, kind.unweighed) * operand_pieces.number(spec),
-            readers=1,
-            part=part,
-        ),
+        parts=_parts(spec, gradient).ring(spec, tile.parts, tile.size, _dim(spec, kind.unweighed)),
         # Tiles of the bias come and go with what is weighed.
         bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,
         # What the second warpgroup hands to the first one, and what takes its place on the way back.

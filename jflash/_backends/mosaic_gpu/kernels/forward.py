@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, WarpgroupOps, pipeline
 from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, bias_columns, dropped, operand_pieces
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
@@ -49,14 +49,6 @@ def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -
     return ForwardCta.launch(plan, arrays, ops)
 
 
-def _by_first_column(parts: Sequence[Buffers]) -> Iterator[tuple[int, Buffers]]:
-    """Rings that share the columns of a tile, by the first column of each."""
-    first = 0
-    for part in parts:
-        yield first, part
-        first += part.tiles.shape[-1]
-
-
 class ForwardCta(Cta[ForwardPlan]):
     """A CTA of the forward; of wide heads' too, which differs where it says so."""
 
@@ -69,17 +61,20 @@ class ForwardCta(Cta[ForwardPlan]):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         q_o = tuple(refs.smem.q_o)
         self.q, self.o = q_o[0], q_o[-1]
-        self.v = refs.smem.v[0]
         self.place = lax.axis_index("block"), lax.axis_index("batch")
 
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:
         """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
         that none of them is left at the end alone."""
-        plan, tile = self.plan, self.plan.tile
+        plan = self.plan
         batch, turn = plan.schedule.item(self.place, index)
         block = plan.schedule.blocks - 1 - turn
-        tiles = tile_range.visited(self.inputs, batch, block, tile.rows, tile.keys, plan.missing_rows)
-        return batch, block, tiles.split(self.split, plan.splits)
+        return batch, block, self.visited(batch, block).split(self.split, plan.splits)
+
+    def visited(self, batch: Any, block: Any) -> TileRange:
+        """The tiles of keys that a block sees."""
+        plan, tile = self.plan, self.plan.tile
+        return tile_range.visited(self.inputs, batch, block, tile.rows, tile.keys, plan.missing_rows)
 
     def block_start(self, block: Any) -> Any:
         """The first row of a block."""
@@ -88,17 +83,13 @@ class ForwardCta(Cta[ForwardPlan]):
     def compute(self) -> None:
         """Copy its own queries, attend, and store its own output."""
         plan, shared = self.plan, self.smem
-        pipeline.release(*(k.empty for k in shared.k), self.v.empty)
+        pipeline.release(shared.k.empty, shared.v.empty)
         pipeline.split_registers(plan.consumers, copies=False)
         self._copy_q(0)
         if plan.takes_turns:
             pl.when(self.warpgroup == plan.consumers - 1)(lambda: self.ops.pass_turn(0))
         plan.schedule.each(self.place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def main_loop(self, tiles: TileRange, at: TileCoord, visited: Any) -> MainLoop:
-        """The walk over a work item's tiles."""
-        return MainLoop(self, tiles, at, visited)
 
     def rows(self, block: Any) -> Any:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
@@ -128,7 +119,7 @@ class ForwardCta(Cta[ForwardPlan]):
         plgpu.barrier_wait(self.smem.q_full.at[self.warpgroup])
         at = TileCoord(batch, self.head, self.rows(block).start, 0)
         copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_q)
-        loop = self.main_loop(tiles, at, visited)
+        loop = MainLoop(self, tiles, at, visited)
         state, acc_o = loop.run(q_read=copy_next if plan.queries_stay else lambda: None)
         sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
         out, lse = online_softmax.finish(
@@ -179,14 +170,14 @@ class ForwardCta(Cta[ForwardPlan]):
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)
-        pipeline.drain(*(ring.empty for ring in (*shared.k, *shared.v)))
+        pipeline.drain(shared.k.empty, shared.v.empty)
 
     def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
-        for first, k in _by_first_column(shared.k):
-            plgpu.barrier_wait(k.empty.at[slot])
-            inputs.copy_rows("key", keys, k.tiles.at[slot], k.full.at[slot], first)
-        full = shared.k[0].full.at[slot]
+        k, v = shared.k, shared.v
+        plgpu.barrier_wait(k.empty.at[slot])
+        full = k.full.at[slot]
+        inputs.copy_rows("key", keys, k.tiles.at[slot], full)
         if shared.bias_columns is not None:
             source = bias_columns.part(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
@@ -194,10 +185,8 @@ class ForwardCta(Cta[ForwardPlan]):
             own = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
             source = inputs.part("bias", keys.batch, self.head).at[own]
             plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
-        for part, v in enumerate(shared.v):
-            plgpu.barrier_wait(v.empty.at[slot])
-            first = part * v.tiles.shape[-1]
-            inputs.copy_rows("value", keys, v.tiles.at[slot], v.full.at[slot], first)
+        plgpu.barrier_wait(v.empty.at[slot])
+        inputs.copy_rows("value", keys, v.tiles.at[slot], v.full.at[slot])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,37 +255,21 @@ class MainLoop:
         if operand_pieces.number(self.cta.plan.spec) > 1:
             # Registers hold the addresses of one piece's parts for the whole loop, but not those of several.
             own = own + self._still(index)
-        for first, k in _by_first_column(shared.k):
-            columns = () if len(shared.k) == 1 else (first, k.tiles.shape[-1])
-            if first > 0:
-                plgpu.barrier_wait(k.full.at[slot])
-            q, part = pieces(self.cta.q.at[own], *columns), pieces(k.tiles.at[slot])
-            if self.own_q is not None:
-                count = self.own_q.shape[1]
-                self.cta.ops.mma(acc_s, self.own_q, k.tiles.at[slot, :, pl.ds(0, count)].T)
-                rest = pl.ds(count, k.tiles.shape[-1] - count)
-                q, part = (self.cta.q.at[own, :, rest],), (k.tiles.at[slot, :, rest],)
-            operand_pieces.mma(acc_s, q, operand_pieces.transposed(part), self.cta.ops)
+        q, k = pieces(self.cta.q.at[own]), pieces(shared.k.tiles.at[slot])
+        if self.own_q is not None:
+            count, tiles = self.own_q.shape[1], shared.k.tiles
+            self.cta.ops.mma(acc_s, self.own_q, tiles.at[slot, :, pl.ds(0, count)].T)
+            rest = pl.ds(count, tiles.shape[-1] - count)
+            q, k = (self.cta.q.at[own, :, rest],), (tiles.at[slot, :, rest],)
+        operand_pieces.mma(acc_s, q, operand_pieces.transposed(k), self.cta.ops)
         if shared.bias_columns is not None:
             bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
 
-    def _read_s(self, acc_s: Any, slot: Any, pending: int = 0) -> Float[Array, "rows keys"]:
-        """S, when all products but the last `pending` are made; the parts of K leave as they have been read."""
-        ops, (*parts, _) = self.cta.ops, self.cta.smem.k
-        for number, k in enumerate(parts):
-            ops.read(acc_s, pending=len(parts) - number + pending)
-            plgpu.barrier_arrive(k.empty.at[slot])
-        return ops.read(acc_s, pending=pending)
-
-    def hand_over(self, state: Softmax) -> None:
-        """Pass a tile's P on to another warpgroup that weighs values by it."""
-
-    def p(self, state: Softmax) -> Pieces:
-        """P as an operand."""
+    def _p(self, state: Softmax) -> Pieces:
         return operand_pieces.split(self.cta.plan.spec, state.p, self.cta.ops)
 
     def _v(self, slot: Any) -> Pieces:
-        return operand_pieces.of_tile(self.cta.plan.spec, self.cta.v.tiles.at[slot])
+        return operand_pieces.of_tile(self.cta.plan.spec, self.cta.smem.v.tiles.at[slot])
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
         shared, ops, slot = self.cta.smem, self.cta.ops, self._slot(index)
@@ -305,7 +278,7 @@ class MainLoop:
             loaded = loaded | {"bias": ops.load(shared.bias.at[slot, self.cta.own])}
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.k[-1].empty.at[slot])
+        plgpu.barrier_arrive(shared.k.empty.at[slot])
         loaded = loaded | dropped.tile_words(self.cta.inputs, at, self.cta.shape, self.seed)
         mask = TileMask(self.cta.inputs, self.tiles, index, at, loaded)
         return self.cta.form.step(s, mask, before)
@@ -313,16 +286,14 @@ class MainLoop:
     def _attend(self, index: Any, before: Softmax | None) -> Softmax:
         ops = self.cta.ops
         slot, loaded = self._slot(index), self._prefetch(index)
-        plgpu.barrier_wait(self.cta.smem.k[0].full.at[slot])
+        plgpu.barrier_wait(self.cta.smem.k.full.at[slot])
 
         def product(acc_s: Any) -> Array:
             self._issue_s(acc_s, index)
-            return self._read_s(acc_s, slot)
+            return ops.read(acc_s)
 
         s = ops.accumulators(product, self.cta.shape)
-        state = self._softmax(s, index, before, loaded)
-        self.hand_over(state)
-        return state
+        return self._softmax(s, index, before, loaded)
 
     def _attend_after_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
@@ -336,20 +307,20 @@ class MainLoop:
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
         # Before any product is issued: ptxas serialises products if registers that one reads are written among them.
-        p = self.p(state)
+        p = self._p(state)
         is_masked = self.tiles.whole is not None
         fence = cta.form.scheduling_fence(cta.plan.spec, cta.plan.tile, is_masked=is_masked)
-        plgpu.barrier_wait(shared.k[0].full.at[slot])
+        plgpu.barrier_wait(shared.k.full.at[slot])
 
         def attend_tile(acc_o: Any) -> Softmax:
             def overlap(acc_s: Any) -> Softmax:
                 self._take_turn()
                 self._issue_s(acc_s, index)
-                plgpu.barrier_wait(cta.v.full.at[last])
+                plgpu.barrier_wait(shared.v.full.at[last])
                 v = self._v(last)
                 operand_pieces.mma(acc_o, p, v, ops)
                 self._pass_turn()
-                s = self._read_s(acc_s, slot, pending=operand_pieces.issued(v))
+                s = ops.read(acc_s, pending=operand_pieces.issued(v))
                 new = self._softmax(s, index, state, loaded)
                 if fence is not None:
                     # Four threads write one number: racecheck reports it.
@@ -359,15 +330,14 @@ class MainLoop:
             return ops.accumulators(overlap, cta.shape)
 
         state, (acc_o,) = operand_pieces.accumulate(cta.plan.spec, attend_tile, acc_o, like=state, ops=ops)
-        plgpu.barrier_arrive(cta.v.empty.at[last])
-        self.hand_over(state)
+        plgpu.barrier_arrive(shared.v.empty.at[last])
         return state, cta.form.rescaled(cta.inputs, state.rescale, acc_o)
 
     def _add_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         """Add P V of the tile before `stop`."""
-        v, last = self.cta.v, self._slot(stop - 1)
+        v, last = self.cta.smem.v, self._slot(stop - 1)
         plgpu.barrier_wait(v.full.at[last])
-        acc_o = operand_pieces.add_matmul(self.cta.plan.spec, acc_o, self.p(state), self._v(last), self.cta.ops)
+        acc_o = operand_pieces.add_matmul(self.cta.plan.spec, acc_o, self._p(state), self._v(last), self.cta.ops)
         plgpu.barrier_arrive(v.empty.at[last])
         return acc_o
 
@@ -377,6 +347,6 @@ class MainLoop:
         self._take_turn()
         self._pass_turn()
         shared, slot = self.cta.smem, self._slot(index)
-        for ring in (*shared.k, self.cta.v):
+        for ring in (shared.k, shared.v):
             plgpu.barrier_wait(ring.full.at[slot])
             plgpu.barrier_arrive(ring.empty.at[slot])

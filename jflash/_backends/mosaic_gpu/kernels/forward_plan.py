@@ -53,8 +53,8 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int 
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
-        k=[tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=has_bias_tiles + bias_by_mma)],
-        v=[value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups)],
+        k=tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=has_bias_tiles + bias_by_mma),
+        v=value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_pieces.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -182,10 +182,14 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return exponent.is_plain(self.spec) and self.spec.dropout_rate == 0
 
     @property
-    def blocks_grow(self) -> bool:
-        """Whether each block visits more keys than the last."""
-        left, right = self.spec.bounds
-        return left is None and right is not None
+    def lists_run_together(self) -> bool:
+        """Whether all blocks of a list run at about the same time, and not the long ones of all lists first."""
+        return self.is_plain and not tile_range.blocks_grow(self.spec)
+
+    @property
+    def rows_of_a_range(self) -> int:
+        """Rows for which it is said together what they see."""
+        return self.tile.rows
 
     @property
     def missing_rows(self) -> int:
@@ -202,9 +206,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
         groups = schedule.head_groups
-        # Long blocks of all lists begin first. Where none is longer, one list's run together: they read the same keys.
         inner = dict(block=ctas, head_group=groups, batch=lists)
-        if self.is_plain and not self.blocks_grow:
+        if self.lists_run_together:
             inner = dict(batch=lists, block=ctas, head_group=groups)
         return Launch(
             name=f"jflash_forward_{head_dim}_{value_dim}",
@@ -339,7 +342,7 @@ def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) 
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = block_dims(spec)
     # Growing blocks of several heads leave fewer multiprocessors waiting at the end.
-    groups = heads // math.gcd(heads, 8) if plan.blocks_grow and tile.warpgroups > 2 else 1
+    groups = heads // math.gcd(heads, 8) if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
     staggered = not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
     parts = 1 if spec.partial else output_parts(spec, tile)

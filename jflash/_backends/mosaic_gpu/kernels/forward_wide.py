@@ -1,159 +1,50 @@
 """Forward of wide heads (`widths`): two warpgroups share the columns of a CTA's 64 rows of the output.
 
-    the first, with half of V's columns, as in `forward`       the second, with the other half
+    the first warpgroup                                     the second and the third, each with half of V's columns
       S = Q K_j^T
-      O = O + P V_(j-1)
-      P, m, l = online softmax of S              --- P, rescale, m, l --->
-      O = O * rescale                                            O = O * rescale
-                                                                 O = O + P V_j
-      out = O / l;  lse = log l + m                              out = O / l
-    the producer warpgroup copies tiles of keys, and of each half of the values, ahead of them into shared memory
+      P, m, l = online softmax of S    --- P, rescale --->    O = O * rescale
+                                                              O = O + P V_j
+      after the last tile                 --- m, l --->       out = O / l;  lse = log l + m
+    the producer warpgroup copies parts of tiles of keys, and of values, ahead of them into shared memory
 
 O of 64 rows and 512 columns takes 256 registers of each thread of one warpgroup, or 128 of two. S is made once: with a
-CTA for each half of the columns it would be made twice. The second warpgroup's products run beside the first one's
-exponentials.
+CTA for each half of the columns it would be made twice. Who makes it weighs nothing, so that the next S is made beside
+the products of P; and it needs few registers, which the others have.
+
+A part of a tile of keys leaves as soon as it has been read (`tile_parts`), and one of values likewise, so that there is
+room for what comes next.
 
 Counted, with H = D = 512: for 64 keys a CTA copies 128 KiB and makes 4.2 million multiply-adds, 32 for each byte. With
 256, where a CTA has 128 rows, it makes 64. float32 in two pieces has as many bytes with H = D = 256, and 48 for each.
+CTAs that read the same at the same time are served by one read of the second-level cache. Those that begin at different
+times, as causal blocks do, are too many for it: so the CTAs of two neighbouring blocks copy each tile together.
 
-Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", whose first kernel has
-this division; its later one lets both warpgroups make every other S.
+Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", has halves of the
+columns in two warpgroups.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash import _tuning
-from jflash._backends.mosaic_gpu import logits, online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, WarpgroupOps, pipeline, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import CallTiles, TileCoord, bias_and_mask, operand_pieces, whole_dims
-from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
-from jflash._backends.mosaic_gpu.kernels.forward import ForwardCta, MainLoop
-from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, may_pack
-from jflash._backends.mosaic_gpu.logits import LogitsForm
+from jflash._backends.mosaic_gpu import online_softmax
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, pipeline
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces
+from jflash._backends.mosaic_gpu.inputs.tile_parts import PartsRing
+from jflash._backends.mosaic_gpu.kernels.forward import ForwardCta
+from jflash._backends.mosaic_gpu.kernels.forward_wide_plan import HALVES, PAIR, WideForwardPlan
+from jflash._backends.mosaic_gpu.kernels.launch import Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
-from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, RowTiles, TileRange
-from jflash._semantics.spec import Spec
-from jflash._tuning import TuningKey
-
-_KEY_COLUMNS = 128
-"""Of a part of a tile of keys."""
-
-_TILES = (RowTiles(1, 64, 2), RowTiles(1, 64, 1), RowTiles(1, 32, 1))
-
-
-def shared_memory(spec: Spec, tile: RowTiles) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived or P was stored, `empty` when all readers are
-    done."""
-    (head_dim, value_dim), has_bias_tiles = whole_dims(spec), bias_and_mask.has_bias_tiles(spec)
-    columns, half = round_up(head_dim, 16), round_up(value_dim, 32) // 2
-    # A product's operands have one swizzle, which divides the columns of both: P's are keys.
-    part = math.gcd(half, tile.keys)
-    tiles = CallTiles.of(spec)
-    ring = functools.partial(tiles.ring, readers=1)
-    return Buffers(
-        q_o=(tiles.operand((1, WARPGROUP_ROWS, columns), head_dim),),
-        q_full=smem.barriers(1),
-        k=[
-            ring((tile.stages, tile.keys, width), head_dim, others=int(has_bias_tiles and number == 0), part=columns)
-            for number, width in enumerate(_key_parts(spec, columns))
-        ],
-        v=[ring((tile.stages, tile.keys, half), value_dim, part=part) for _ in range(2)],
-        # Tiles of the bias come and go with the keys.
-        bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        bias_columns=None,
-        p=tiles.operand((WARPGROUP_ROWS, tile.keys), value_dim, part=part),
-        statistics=smem.vectors(3, WARPGROUP_ROWS),
-        p_full=smem.barriers(1),
-        p_empty=smem.barriers(1),
-        # As in `forward`.
-        fence=smem.vectors(1, WARPGROUP_ROWS),
-    )
-
-
-def _key_parts(spec: Spec, columns: int) -> Sequence[int]:
-    """The columns of each part of a tile of keys. Where there is room for one tile, a part of the next is copied while
-    others are still read. The pieces of float32 lie side by side, and come together."""
-    whole = 1 if operand_pieces.number(spec) > 1 else columns // _KEY_COLUMNS
-    return (*[_KEY_COLUMNS] * (whole - 1), columns - _KEY_COLUMNS * (whole - 1)) if whole > 1 else (columns,)
-
-
-@dataclasses.dataclass(frozen=True)
-class WideForwardPlan(ForwardPlan):
-    """A wide call's forward, known before any array; the output leaves from registers."""
-
-    @property
-    def form(self) -> LogitsForm:
-        return logits.form(self.spec, bias_by_mma=False)
-
-    @property
-    def value_parts(self) -> int:
-        return 2
-
-    @property
-    def columns(self) -> int:
-        return round_up(whole_dims(self.spec)[1], 32) // 2
-
-    @property
-    def consumers(self) -> int:
-        return 2
-
-    @property
-    def overlaps(self) -> bool:
-        # No other warpgroup's products run beside the softmax.
-        return True
-
-    @property
-    def skips_tiles(self) -> bool:
-        return False
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        return self.schedule.blocks * self.tile.rows, 2 * self.columns
-
-    @property
-    def smem(self) -> Buffers:
-        return shared_memory(self.spec, self.tile)
-
-
-def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
-    """The plan of a wide call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    packed_heads = _packed_heads(spec) if may_pack(spec) else 1
-    rows = spec.query_length * packed_heads
-    blocks = pl.cdiv(rows, WARPGROUP_ROWS)
-    tile = _choose_tiles(spec)
-    splits = 1
-    if packed_heads > 1 or blocks == 1:
-        share = (processors or 0) // (spec.batch * (spec.heads // packed_heads) * blocks)
-        splits = max(1, min(share, spec.key_length // (4 * tile.keys)))
-    return WideForwardPlan(spec, tile, ForwardSchedule(blocks, spec.batch), packed_heads, splits)
-
-
-def fits(spec: Spec) -> bool:
-    """Whether shared memory has room for the smallest tiles of a forward."""
-    return smem.fits(shared_memory(spec, _TILES[-1]))
-
-
-def _packed_heads(spec: Spec) -> int:
-    """How many heads that share keys go into the rows of one tile: as many as end where a block does."""
-    one_block = spec.query_length * spec.group <= WARPGROUP_ROWS
-    return spec.group if one_block else math.gcd(spec.group, WARPGROUP_ROWS)
-
-
-def _choose_tiles(spec: Spec) -> RowTiles:
-    fitting = [tile for tile in _TILES if smem.fits(shared_memory(spec, tile))]
-    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
-    return _tuning.choose(TuningKey("mosaic_gpu wide forward", facts), fitting)
+from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
+from jflash._semantics.dropout import HeadSeed
 
 
 def forward(plan: WideForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
@@ -161,72 +52,175 @@ def forward(plan: WideForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOp
     return _Cta.launch(plan, arrays, ops)
 
 
-class _Cta(ForwardCta):
-    def run(self) -> None:
-        for index, body in enumerate((self.compute, self.weigh, self.copy)):
-            pl.when(self.warpgroup == index)(body)
+_Turn = tuple[float, Callable[[Any], None]]
+"""What share of a tile has been read when a slot is free; and the copy to it, of a tile by its index."""
 
-    def main_loop(self, tiles: TileRange, at: TileCoord, visited: Any) -> MainLoop:
-        return _HandingLoop(self, tiles, at, visited)
+
+def _share(turn: tuple[float, Callable[[Any], None], int]) -> float:
+    return turn[0]
+
+
+class _Cta(ForwardCta):
+    plan: WideForwardPlan  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        super().__init__(plan, refs, ops)
+        if plan.in_pairs:
+            block, batch = self.place
+            self.place = 2 * block + lax.axis_index(PAIR), batch
+        self.batch, self.block, self.tiles = self.item(0)
+        self.own_rows = pl.ds(self.block_start(self.block), WARPGROUP_ROWS)
+        self.at = TileCoord(self.batch, self.head, self.own_rows.start, 0)
+        self.keys = PartsRing(plan.key_parts, refs.smem.keys, plan.cluster)
+
+    def visited(self, batch: Any, block: Any) -> TileRange:
+        plan = self.plan
+        number = lax.div(block, 2) if plan.in_pairs else block
+        return tile_range.visited(self.inputs, batch, number, plan.rows_of_a_range, plan.tile.keys)
 
     def rows(self, block: Any) -> Any:
         return pl.ds(self.block_start(block), WARPGROUP_ROWS)
 
-    def weigh(self) -> None:
-        """Weigh the second half of the values, by what the first warpgroup makes."""
-        plan, shared, ops = self.plan, self.smem, self.ops
-        pipeline.release(shared.v[1].empty)
-        plgpu.barrier_arrive(shared.p_empty)
-        pipeline.split_registers(plan.consumers, copies=False)
-        batch, block, tiles = self.item(0)
-        acc_o = lax.fori_loop(0, tiles.count, self._add_tile, ops.full((WARPGROUP_ROWS, plan.columns), 0))
-        m, l = (ops.load(shared.statistics.at[number], 0) for number in range(2))
-        sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
-        out, _ = online_softmax.finish(plan.spec, self.form.exponent(plan.spec), m, l, acc_o, sink)
-        self._store_half(1, batch, block, out)
+    def run(self) -> None:
+        halves = (functools.partial(self.weigh, half) for half in range(HALVES))
+        for index, body in enumerate((self.make_weights, *halves, self.copy)):
+            pl.when(self.warpgroup == index)(body)
 
-    def _add_tile(self, index: Array, acc_o: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-        v, shared, ops = self.smem.v[1], self.smem, self.ops
-        slot = lax.rem(index, self.plan.tile.stages)
-        plgpu.barrier_wait(shared.p_full)
-        pieces = functools.partial(operand_pieces.of_tile, self.plan.spec)
-        p, rescale = tuple(map(ops.load, pieces(shared.p))), ops.load(shared.statistics.at[2], 0)
-        plgpu.barrier_arrive(shared.p_empty)
-        acc_o = self.form.rescaled(self.inputs, rescale, acc_o)
-        plgpu.barrier_wait(v.full.at[slot])
-        acc_o = operand_pieces.add_matmul(self.plan.spec, acc_o, p, pieces(v.tiles.at[slot]), ops)
-        plgpu.barrier_arrive(v.empty.at[slot])
-        return acc_o
+    def _set_registers(self, count: int) -> None:
+        pipeline.set_registers(count, self.plan.consumers + 1)
 
-    def store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
-        self.refs.results["lse"][self.split, batch, self.head, self.rows(block)] = lse
-        self._store_half(0, batch, block, out)
+    def make_weights(self) -> None:
+        """The first warpgroup makes P of every tile, and what earlier tiles' sums are multiplied with."""
+        shared, spec = self.smem, self.plan.spec
+        pipeline.release(*(ring.empty for ring in (shared.keys, *shared.biases)))
+        self._set_registers(self.plan.registers.weights)
+        self._copy_q(0)
+        seed = dropped.head_seed(self.inputs, self.at)
+        plgpu.barrier_wait(shared.q_full.at[0])
 
-    def _store_half(self, half: int, batch: Array, block: Array, out: Array) -> None:
-        result, columns = self.refs.results["out"].at[self.split, batch], self.plan.columns
-        self.part(result, block, pl.ds(half * columns, columns))[...] = out.astype(result.dtype)
+        def visit(index: Array, before: Softmax | None) -> Softmax:
+            state = self._softmax(index, before, seed)
+            pieces = operand_pieces.split(spec, state.p, self.ops)
+            plgpu.barrier_wait(shared.p_empty)
+            for target, piece in zip(operand_pieces.of_tile(spec, shared.p), pieces, strict=True):
+                target[...] = piece
+            shared.rescale[...] = state.rescale
+            plgpu.barrier_arrive(shared.p_full)
+            return state
 
-
-class _HandingLoop(MainLoop):
-    """The first warpgroup's."""
-
-    def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
-        results = super().run(q_read)
-        # No barrier may end in the middle of its phase.
-        plgpu.barrier_wait(self.cta.smem.p_empty)
-        return results
-
-    def hand_over(self, state: Softmax) -> None:
-        shared, spec = self.cta.smem, self.cta.plan.spec
-        pieces = operand_pieces.split(spec, state.p, self.cta.ops)
+        last = lax.fori_loop(1, self.tiles.count, visit, visit(jnp.int32(0), None))
+        shared.statistics[0], shared.statistics[1] = last.m, online_softmax.whole(last.l)
         plgpu.barrier_wait(shared.p_empty)
-        for target, piece in zip(operand_pieces.of_tile(spec, shared.p), pieces, strict=True):
-            target[...] = piece
-        for number, statistic in enumerate((state.m, state.l, state.rescale)):
-            shared.statistics[number] = statistic
-        plgpu.commit_smem()
         plgpu.barrier_arrive(shared.p_full)
 
-    def p(self, state: Softmax) -> Pieces:
-        # Registers that are stored too would serialise products: ptxas (CUDA 13.5) writes them once more among these.
-        return operand_pieces.of_tile(self.cta.plan.spec, self.cta.smem.p)
+    def _softmax(self, index: Array, before: Softmax | None, seed: HeadSeed | None) -> Softmax:
+        plan, inputs, ops, shape = self.plan, self.inputs, self.ops, self.shape
+        at = self.at._replace(key=self.tiles.start(index))
+        loaded = self.form.prefetch(inputs, at, plan.tile)
+        s = self.keys.product(plan.spec, self.q.at[ops.opaque_zero(index)], index, shape, ops)
+        for bias in self.smem.biases:
+            plgpu.barrier_wait(bias.full.at[0])
+            loaded = loaded | {"bias": ops.load(bias.tiles.at[0])}
+            # A copy may overwrite what threads have read.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(bias.empty.at[0])
+        loaded = loaded | dropped.tile_words(inputs, at, shape, seed)
+        return self.form.step(s, TileMask(inputs, self.tiles, index, at, loaded), before)
+
+    def weigh(self, half: int) -> None:
+        """Another warpgroup weighs half of the values' columns, and stores what it makes of them."""
+        plan, shared, ops, spec = self.plan, self.smem, self.ops, self.plan.spec
+        parts = plan.value_parts // HALVES
+        own = range(half * parts, (half + 1) * parts)
+        pipeline.release(*(shared.values[part].empty for part in own))
+        plgpu.barrier_arrive(shared.p_empty)
+        self._set_registers(plan.registers.weigh)
+        acc_o = tuple(ops.full((WARPGROUP_ROWS, plan.columns), 0) for _ in own)
+        acc_o = lax.fori_loop(0, self.tiles.count, functools.partial(self._add_tile, own), acc_o)
+        plgpu.barrier_wait(shared.p_full)
+        m, l = (ops.load(shared.statistics.at[number], 0) for number in range(2))
+        sink = None if plan.splits > 1 else self.inputs.value("sinks", self.batch, self.head)
+        result, exponent = self.refs.results["out"].at[self.split, self.batch], self.form.exponent(spec)
+        for part, acc in zip(own, acc_o, strict=True):
+            out, lse = online_softmax.finish(spec, exponent, m, l, acc, sink)
+            columns = pl.ds(part * plan.columns, plan.columns)
+            self.part(result, self.block, columns)[...] = out.astype(result.dtype)
+            if part == 0:
+                self.refs.results["lse"][self.split, self.batch, self.head, self.own_rows] = lse
+
+    def _add_tile(
+        self, own: Sequence[int], index: Array, acc_o: tuple[Float[Array, "rows columns"], ...]
+    ) -> tuple[Float[Array, "rows columns"], ...]:
+        """The sums of some parts, with what a tile of keys adds to them."""
+        shared, ops, spec, tile = self.smem, self.ops, self.plan.spec, self.plan.tile
+        plgpu.barrier_wait(shared.p_full)
+        rescale, still = ops.load(shared.rescale, 0), ops.opaque_zero(index)
+        sums = [self.form.rescaled(self.inputs, rescale, acc) for acc in acc_o]
+        for number in range(tile.value_tiles):
+            p = operand_pieces.of_tile(spec, shared.p, number * tile.value_keys, tile.value_keys)
+            p = tuple(map(ops.load, p))
+            if number == tile.value_tiles - 1:
+                plgpu.barrier_arrive(shared.p_empty)
+            slot = pipeline.slot(index * tile.value_tiles + number, tile.stages, still)
+            for turn, part in enumerate(own):
+                v = shared.values[part]
+                plgpu.barrier_wait(v.full.at[slot])
+                pieces = operand_pieces.of_tile(spec, v.tiles.at[slot])
+                sums[turn] = operand_pieces.add_matmul(spec, sums[turn], p, pieces, ops)
+                plgpu.barrier_arrive(v.empty.at[slot])
+        return tuple(sums)
+
+    def copy(self) -> None:
+        """Copy keys, a tile ahead of values, in the order in which their slots are read; and tiles of a bias."""
+        shared, last = self.smem, self.tiles.count - 1
+        self._set_registers(self.plan.registers.copy)
+        keys, values = self._key_turns(), self._value_turns()
+
+        def copy_tile(index: Array) -> None:
+            # The next tile's keys take the slots of those that are read beside these values.
+            for _, copy, ahead in sorted(
+                [*((*turn, 1) for turn in keys), *((*turn, 0) for turn in values)], key=_share
+            ):
+                copy(index + ahead)
+
+        for _, copy in keys:
+            copy(jnp.int32(0))
+        pipeline.for_each_copy(last, copy_tile, "head", "block", "head_group", "batch")
+        for _, copy in values:
+            copy(last)
+        pipeline.drain(*(ring.empty for ring in (shared.keys, *shared.biases, *shared.values)))
+
+    def _key_turns(self) -> Sequence[_Turn]:
+        """Copies of the parts of a tile of keys."""
+        number = self.plan.key_parts.number
+        return [((part + 1) / number, functools.partial(self._copy_keys, part)) for part in range(number)]
+
+    def _value_turns(self) -> Sequence[_Turn]:
+        """Copies of the values for one tile of keys: both halves are read at once."""
+        tiles, parts = self.plan.tile.value_tiles, self.plan.value_parts // HALVES
+        turns = [(tile, part) for tile in range(tiles) for part in range(parts)]
+        return [
+            ((turn + 1) / len(turns), functools.partial(self._copy_values, tile, half * parts + part))
+            for turn, (tile, part) in enumerate(turns)
+            for half in range(HALVES)
+        ]
+
+    def _tile(self, first: Any, size: int) -> GmemTile:
+        key_head = lax.div(self.head, self.plan.heads // self.plan.spec.key_heads)
+        return GmemTile(self.batch, first, size, key_head)
+
+    def _copy_keys(self, part: int, index: Any) -> None:
+        first, size = self.tiles.start(index), self.plan.tile.keys
+        for bias in self.smem.biases if part == 0 else ():
+            plgpu.barrier_wait(bias.empty.at[0])
+            source = self.inputs.part("bias", self.batch, self.head).at[self.own_rows, pl.ds(first, size)]
+            plgpu.copy_gmem_to_smem(source, bias.tiles.at[0], bias.full.at[0])
+        self.keys.copy(self.inputs, "key", self._tile(first, size), index, part)
+
+    def _copy_values(self, number: int, part: int, index: Any) -> None:
+        plan, tile, v = self.plan, self.plan.tile, self.smem.values[part]
+        slot = lax.rem(index * tile.value_tiles + number, tile.stages)
+        source = self._tile(self.tiles.start(index) + number * tile.value_keys, tile.value_keys)
+        plgpu.barrier_wait(v.empty.at[slot])
+        columns = v.tiles.shape[-1]
+        self.inputs.copy_rows("value", source, v.tiles.at[slot], v.full.at[slot], part * columns, plan.cluster)

@@ -47,6 +47,8 @@ class Launch:
     smem: Buffers = dataclasses.field(default_factory=Buffers)
     warpgroups: int | None = None
     """Of a CTA; `None`: one, which has no index."""
+    cluster: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    """Axes of the CTAs of a cluster, behind those of the grid, which then counts clusters."""
 
     def run(self, body: Callable[[Refs], None], arrays: Mapping[str, Any], ops: WarpgroupOps) -> dict[str, Any]:
         """Launch `body` on arrays, or on references inside `pl.run_state`; the results by name."""
@@ -65,6 +67,8 @@ class Launch:
             out_type=tuple(self.results.values()),
             grid=tuple(self.grid.values()),
             grid_names=tuple(self.grid),
+            cluster=tuple(self.cluster.values()),
+            cluster_names=tuple(self.cluster),
             scratch_types=scratch,
             compiler_params=_COMPILER,
             interpret=ops.interpret,

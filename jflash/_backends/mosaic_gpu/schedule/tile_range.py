@@ -113,6 +113,12 @@ def is_limited(spec: Spec) -> bool:
     return spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
 
 
+def blocks_grow(spec: Spec) -> bool:
+    """Whether each block of queries sees more keys than the last."""
+    left, right = spec.bounds
+    return left is None and right is not None
+
+
 def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
     """The spans of some rows in a call without segments."""
     limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}

@@ -80,6 +80,22 @@ class ShortTiles(FusedTiles):
 
 
 @dataclasses.dataclass(frozen=True)
+class WideTiles(RowTiles):
+    """Tiles of the forward of wide heads; `stages` are those of values."""
+
+    value_keys: ClassVar[int] = 64
+    """Keys of a tile of values."""
+
+    parts: int
+    """Parts of tiles of keys that are in shared memory together."""
+
+    @property
+    def value_tiles(self) -> int:
+        """Tiles of values for one of keys."""
+        return self.keys // self.value_keys
+
+
+@dataclasses.dataclass(frozen=True)
 class WalkedTiles:
     """Tiles of the backward of wide heads, whose CTAs own 64 rows of queries or keys and walk over the others."""
 

@@ -1,0 +1,205 @@
+"""A wide call's forward before any array: parts of tiles, shared memory, registers and launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jflash import _tuning
+from jflash._backends.mosaic_gpu import exponent, logits
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
+from jflash._backends.mosaic_gpu.inputs import CallTiles, bias_and_mask, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, may_pack
+from jflash._backends.mosaic_gpu.kernels.launch import Launch
+from jflash._backends.mosaic_gpu.logits import LogitsForm
+from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, WideTiles, tile_range
+from jflash._semantics.spec import Spec
+from jflash._tuning import TuningKey
+
+HALVES = 2
+"""Of the columns of values: each has a warpgroup."""
+
+PAIR = "pair"
+"""The axis of the two CTAs that share what they copy."""
+
+_MOST_SUMMED = 192
+"""Columns of values that one product weighs. Its sums are half as many registers of the 128 that ptxas counts on where
+a CTA has 512 threads."""
+
+_KEYS_OF_A_SPLIT = 256
+"""At least."""
+
+_FEW_BLOCKS = 16
+"""Blocks of a head up to which they run together. Causal ones take 0.90 of the time if they are
+8, 0.98 if 16, and 1.01 if 64 (one H100, 512 columns)."""
+
+
+class Registers(NamedTuple):
+    """Of each thread of a warpgroup; of all four 512 together."""
+
+    weights: int
+    weigh: int
+    copy: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WideForwardPlan(ForwardPlan):
+    """A wide call's forward, known before any array; the output leaves from registers."""
+
+    tile: WideTiles
+    in_pairs: bool = False
+    """Whether CTAs of neighbouring blocks share the tiles that they copy."""
+
+    @property
+    def form(self) -> LogitsForm:
+        return logits.form(self.spec, bias_by_mma=False, sums_in_parts=True)
+
+    @property
+    def consumers(self) -> int:
+        return 1 + HALVES
+
+    @property
+    def registers(self) -> Registers:
+        """What each kind of warpgroup has: half of O takes 64 to 144."""
+        return Registers(136, 176, 24) if whole_dims(self.spec)[1] <= 512 else Registers(104, 192, 24)
+
+    @property
+    def lists_run_together(self) -> bool:
+        return super().lists_run_together or (self.is_plain and self.schedule.blocks <= _FEW_BLOCKS)
+
+    @property
+    def key_parts(self) -> TileParts:
+        """Those of a tile of keys."""
+        return _key_parts(self.spec, self.tile.keys)
+
+    @property
+    def value_parts(self) -> int:
+        return _value_parts(self.spec)
+
+    @property
+    def columns(self) -> int:
+        return _value_columns(self.spec)
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        return self.schedule.blocks * self.tile.rows, self.value_parts * self.columns
+
+    @property
+    def rows_of_a_range(self) -> int:
+        return self.tile.rows * (2 if self.in_pairs else 1)
+
+    @property
+    def cluster(self) -> str | None:
+        """The axis of the CTAs that share copies, if some do."""
+        return PAIR if self.in_pairs else None
+
+    @property
+    def smem(self) -> Buffers:
+        return shared_memory(self.spec, self.tile, self.cluster)
+
+    @property
+    def launch(self) -> Launch:
+        launch = super().launch
+        if not self.in_pairs:
+            return launch
+        pairs = launch.grid["block"] // 2
+        return dataclasses.replace(launch, grid={**launch.grid, "block": pairs}, cluster={PAIR: 2})
+
+
+def _key_parts(spec: Spec, keys: int) -> TileParts:
+    """Parts of 128 keys have few columns: a part is 16 to 24 KiB."""
+    columns = round_up(whole_dims(spec)[0], 32)
+    return TileParts.of(spec, columns, 64) if keys > 64 else TileParts.of(spec, columns)
+
+
+def _value_parts(spec: Spec) -> int:
+    return HALVES * pl.cdiv(whole_dims(spec)[1], HALVES * _MOST_SUMMED)
+
+
+def _value_columns(spec: Spec) -> int:
+    """The columns of a part."""
+    parts = _value_parts(spec)
+    return round_up(whole_dims(spec)[1], 16 * parts) // parts
+
+
+def shared_memory(spec: Spec, tile: WideTiles, cluster: str | None = None) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
+    readers are done."""
+    (head_dim, value_dim), tiles, parts = whole_dims(spec), CallTiles.of(spec), _key_parts(spec, tile.keys)
+    q = tiles.operand((1, WARPGROUP_ROWS, parts.columns), head_dim, part=parts.width)
+    values = tile.stages, tile.value_keys, _value_columns(spec)
+    bias = 1, tile.rows, tile.keys
+    return Buffers(
+        q_o=(q,),
+        q_full=smem.barriers(1, arrivals=smem.copies(q)),
+        keys=parts.ring(spec, tile.parts, tile.keys, head_dim, cluster),
+        values=[tiles.ring(values, value_dim, readers=1, cluster=cluster) for _ in range(_value_parts(spec))],
+        biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if bias_and_mask.has_bias_tiles(spec) else [],
+        p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
+        rescale=smem.vectors(WARPGROUP_ROWS),
+        statistics=smem.vectors(2, WARPGROUP_ROWS),
+        p_full=smem.barriers(1),
+        p_empty=smem.barriers(1, arrivals=HALVES),
+    )
+
+
+def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
+    """The plan of a wide call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
+    packed_heads = _packed_heads(spec) if may_pack(spec) else 1
+    blocks, splits = pl.cdiv(spec.query_length * packed_heads, WARPGROUP_ROWS), 1
+    if packed_heads > 1 or blocks == 1:
+        share = (processors or 0) // (spec.batch * (spec.heads // packed_heads) * blocks)
+        splits = max(1, min(share, spec.key_length // _KEYS_OF_A_SPLIT))
+    # Where all see the same, CTAs read the same at the same time anyway, and the cache answers them together.
+    in_pairs = splits == packed_heads == 1 < blocks and tile_range.blocks_grow(spec)
+    schedule = ForwardSchedule(round_up(blocks, 2) if in_pairs else blocks, spec.batch)
+    tile = _choose_tiles(spec, few_rows=blocks == 1)
+    return WideForwardPlan(spec, tile, schedule, packed_heads, splits, in_pairs=in_pairs)
+
+
+def fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles of a forward."""
+    return bool(_fitting(spec, few_rows=True))
+
+
+def _packed_heads(spec: Spec) -> int:
+    """How many heads that share keys go into the rows of one tile: as many as end where a block does."""
+    one_block = spec.query_length * spec.group <= WARPGROUP_ROWS
+    return spec.group if one_block else math.gcd(spec.group, WARPGROUP_ROWS)
+
+
+def _sizes(spec: Spec, *, few_rows: bool) -> Iterator[tuple[int, int]]:
+    """Keys of a tile, and tiles of values in shared memory together; the best first.
+
+    With 128 keys a product of S reads less of Q, where registers hold as many logits.
+    """
+    left, _ = spec.bounds
+    few_registers = not exponent.is_plain(spec) or spec.dropout_rate > 0 or spec.dtype == jnp.float32
+    # A block's rows see parts of two tiles, at both ends of a window.
+    if left is None and not few_rows and not few_registers and whole_dims(spec)[1] <= 512:
+        yield from ((128, 2), (128, 1))
+    yield from ((64, 2), (64, 1))
+
+
+def _fitting(spec: Spec, *, few_rows: bool) -> Sequence[WideTiles]:
+    """Tiles for which shared memory has room, each with as many parts as fit, of up to two whole tiles."""
+    found = list[WideTiles]()
+    for keys, stages in _sizes(spec, few_rows=few_rows):
+        parts = _key_parts(spec, keys)
+        # One more tile of values is not worth a part of keys.
+        least = parts.number if stages > 1 else parts.least
+        tiles = (WideTiles(1, keys, stages, count) for count in range(2 * parts.number, least - 1, -1))
+        found += [tile for tile in tiles if smem.fits(shared_memory(spec, tile))][:1]
+    return found
+
+
+def _choose_tiles(spec: Spec, *, few_rows: bool) -> WideTiles:
+    rows_kind = "short" if few_rows else "long"
+    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), rows_kind, *operand_pieces.facts(spec)
+    return _tuning.choose(TuningKey("mosaic_gpu wide forward", facts), _fitting(spec, few_rows=few_rows))
