@@ -26,8 +26,9 @@ columns in two warpgroups.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -52,12 +53,15 @@ def forward(plan: WideForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOp
     return _Cta.launch(plan, arrays, ops)
 
 
-_Turn = tuple[float, Callable[[Any], None]]
-"""What share of a tile has been read when a slot is free; and the copy to it, of a tile by its index."""
+class _Copy(NamedTuple):
+    """A copy of a part of a tile."""
 
-
-def _share(turn: tuple[float, Callable[[Any], None], int]) -> float:
-    return turn[0]
+    share: float
+    """Of a tile that has been read when the part's slot is free."""
+    issue: Callable[[Any], None]
+    """Issues it, given the tile's index."""
+    ahead: int
+    """How many tiles ahead of the values that are read."""
 
 
 class _Cta(ForwardCta):
@@ -171,38 +175,35 @@ class _Cta(ForwardCta):
         return tuple(sums)
 
     def copy(self) -> None:
-        """Copy keys, a tile ahead of values, in the order in which their slots are read; and tiles of a bias."""
+        """Copy keys, a tile ahead of values, in the order in which slots become free; and tiles of a bias."""
         shared, last = self.smem, self.tiles.count - 1
         self._set_registers(self.plan.registers.copy)
-        keys, values = self._key_turns(), self._value_turns()
+        keys, values = self._key_copies(), self._value_copies()
+        in_turns = sorted((*keys, *values), key=lambda copy: copy.share)
 
         def copy_tile(index: Array) -> None:
-            # The next tile's keys take the slots of those that are read beside these values.
-            for _, copy, ahead in sorted(
-                [*((*turn, 1) for turn in keys), *((*turn, 0) for turn in values)], key=_share
-            ):
-                copy(index + ahead)
+            for copy in in_turns:
+                copy.issue(index + copy.ahead)
 
-        for _, copy in keys:
-            copy(jnp.int32(0))
+        for copy in keys:
+            copy.issue(jnp.int32(0))
         pipeline.for_each_copy(last, copy_tile, "head", "block", "head_group", "batch")
-        for _, copy in values:
-            copy(last)
+        for copy in values:
+            copy.issue(last)
         pipeline.drain(*(ring.empty for ring in (shared.keys, *shared.biases, *shared.values)))
 
-    def _key_turns(self) -> Sequence[_Turn]:
-        """Copies of the parts of a tile of keys."""
+    def _key_copies(self) -> Sequence[_Copy]:
+        """Of all parts of a tile of keys."""
         number = self.plan.key_parts.number
-        return [((part + 1) / number, functools.partial(self._copy_keys, part)) for part in range(number)]
+        return [_Copy((part + 1) / number, functools.partial(self._copy_keys, part), 1) for part in range(number)]
 
-    def _value_turns(self) -> Sequence[_Turn]:
-        """Copies of the values for one tile of keys: both halves are read at once."""
+    def _value_copies(self) -> Sequence[_Copy]:
+        """Of all values for one tile of keys: both halves are read at once."""
         tiles, parts = self.plan.tile.value_tiles, self.plan.value_parts // HALVES
-        turns = [(tile, part) for tile in range(tiles) for part in range(parts)]
+        copy = lambda tile, part: functools.partial(self._copy_values, tile, part)
         return [
-            ((turn + 1) / len(turns), functools.partial(self._copy_values, tile, half * parts + part))
-            for turn, (tile, part) in enumerate(turns)
-            for half in range(HALVES)
+            _Copy((tile * parts + part + 1) / (tiles * parts), copy(tile, half * parts + part), 0)
+            for tile, part, half in itertools.product(range(tiles), range(parts), range(HALVES))
         ]
 
     def _tile(self, first: Any, size: int) -> GmemTile:
