@@ -183,7 +183,7 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: products begin before the tile of keys has arrived",
         "jflash/_backends/mosaic_gpu/kernels/forward.py",
-        "is_masked=is_masked)\n        plgpu.barrier_wait(shared.k[0].full.at[slot])\n",
+        "is_masked=is_masked)\n        plgpu.barrier_wait(shared.k.full.at[slot])\n",
         "is_masked=is_masked)\n",
         f"{INTERPRETED}::test_any_tiles",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
 from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, forward_wide_plan, tangent_plan
@@ -60,6 +62,8 @@ def _kernel(plan: KernelPlan) -> list[str]:
     """A kernel's name, grid and shared memory, and the fields of its tiles and schedule."""
     launch = plan.launch
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
+    if launch.cluster:
+        grid += f" in clusters of {math.prod(launch.cluster.values())}"
     return [
         f"  {launch.name}: grid {grid}, {launch.warpgroups} warpgroups",
         f"    {smem.size(launch.smem) / 1024:.1f} of {smem.CAPACITY / 1024:.1f} KiB of shared memory",

@@ -97,13 +97,13 @@ def test_decoding(dtype: str, dims: tuple[int, int], heads: tuple[int, int], que
     ids=str,
 )
 def test_blocks_that_grow_go_in_pairs(dims: tuple[int, int], options: dict):
-    """The last pair lacks a block. Tiles have 128 keys, but where registers hold more than 512 columns."""
+    """The last pair lacks a block. Tiles have 128 keys where registers hold products and up to 512 columns alone."""
     case = Case("bfloat16", 140, 300, heads=(2, 1), dims=dims, batch=(1,), **options)
     call = cases.of_forward(cases.build(case))
     found = plan.plan_forward(hopper_kernels.canonical(call)[0], 132)
     assert found.in_pairs == bool(options)
     assert found.schedule.blocks == (4 if options else 3)
-    assert found.tile.keys == (128 if dims[1] <= 512 else 64)
+    assert found.tile.keys == (64 if "lengths" in options or dims[1] > 512 else 128)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
@@ -220,6 +220,8 @@ def test_the_plan_in_words():
     assert "jflash_forward_576_512" in text
     assert text.count("jflash_wide_d_") == 3
     assert "tangent" not in text
+    assert "clusters" not in text
+    assert "in clusters of 2, 4 warpgroups" in plan.describe(spec_of(576, 512, is_causal=True), 132)
     assert "jflash_tangent_320" in plan.describe(spec_of(320, 320), 132)
 
 

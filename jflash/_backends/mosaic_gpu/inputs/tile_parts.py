@@ -132,6 +132,9 @@ class PartsRing:
     ) -> Float[Array, "rows columns"]:
         """own tile^T of a step's tile, whose parts leave as they have been read."""
         ring = self.ring
+        # Where a part has the same slot in every tile, its addresses would stay in registers.
+        same_slots = self.parts.number % ring.tiles.shape[0] == 0
+        still = ops.opaque_zero(step) if same_slots else 0
 
         def multiply(acc: Any) -> Array:
             read = None
@@ -140,7 +143,7 @@ class PartsRing:
                 if product.is_first:
                     plgpu.barrier_wait(ring.full.at[slot])
                 factor = operand_pieces.of_tile(spec, own, product.first_column, self.parts.width)[product.own_piece]
-                ops.mma(acc, factor, ring.tiles.at[slot].T)
+                ops.mma(acc, factor, ring.tiles.at[slot + still].T)
                 if read is not None:
                     ops.wait(1)
                     plgpu.barrier_arrive(ring.empty.at[read])

@@ -66,8 +66,9 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def registers(self) -> Registers:
-        """What each kind of warpgroup has: half of O takes 64 to 144."""
-        return Registers(136, 176, 24) if whole_dims(self.spec)[1] <= 512 else Registers(104, 192, 24)
+        """What each kind of warpgroup has: half of O takes up to 144, and P 16 for each piece."""
+        most = 512 if operand_pieces.number(self.spec) == 1 else 384
+        return Registers(136, 176, 24) if whole_dims(self.spec)[1] <= most else Registers(104, 192, 24)
 
     @property
     def lists_run_together(self) -> bool:
@@ -179,10 +180,11 @@ def _sizes(spec: Spec, *, few_rows: bool) -> Iterator[tuple[int, int]]:
 
     With 128 keys a product of S reads less of Q, where registers hold as many logits.
     """
-    left, _ = spec.bounds
-    few_registers = not exponent.is_plain(spec) or spec.dropout_rate > 0 or spec.dtype == jnp.float32
+    limits_are_known = spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
+    is_plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and limits_are_known
+    few_columns = whole_dims(spec)[1] <= 512 and spec.dtype != jnp.float32
     # A block's rows see parts of two tiles, at both ends of a window.
-    if left is None and not few_rows and not few_registers and whole_dims(spec)[1] <= 512:
+    if spec.bounds[0] is None and is_plain and few_columns and not few_rows:
         yield from ((128, 2), (128, 1))
     yield from ((64, 2), (64, 1))
 
