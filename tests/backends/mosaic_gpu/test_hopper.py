@@ -40,6 +40,8 @@ def hopper() -> bool:
 PRODUCT = list(cases.product(VALUES, 2)) if hopper() else [{}]
 FROM_REGISTERS = ("bfloat16", (64, 64)), ("float16", (40, 24)), ("bfloat16", (80, 80)), ("float32", (128, 100))
 """Where dQ is added from registers, if logits are products times a number."""
+WIDEST = (512, 512), (576, 576)
+"""The most columns that tiles of 128 keys have room for, and the most of all."""
 CASES = [
     *(Case(**row) for row in PRODUCT),
     *(
@@ -47,10 +49,10 @@ CASES = [
         for dtype, dims in (FROM_REGISTERS if hopper() else ())
         for options in ({}, dict(causal=True, lengths="both"), dict(window=(40, 90), segments="sorted"))
     ),
-    # Wide forwards: tiles of 128 keys, blocks in pairs, a window, and the most columns.
+    # With blocks in pairs or not, and limits that are known or not.
     *(
         Case("bfloat16", 330, 280, heads=(4, 2), dims=dims, batch=(2,), **options)
-        for dims in ((512, 512), (576, 576))
+        for dims in (WIDEST if hopper() else ())
         for options in ({}, dict(causal=True), dict(window=(100, 0)), dict(causal=True, lengths="both"))
     ),
     # Some columns of the queries stay in registers.
