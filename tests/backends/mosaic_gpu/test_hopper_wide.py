@@ -9,6 +9,7 @@ from typing import Any
 import cases
 import hopper_kernels
 import jax.numpy as jnp
+import numpy as np
 import oracle
 import parts
 import pytest
@@ -105,6 +106,18 @@ def test_blocks_that_grow_go_in_pairs(dims: tuple[int, int], options: dict):
     assert found.schedule.blocks == (4 if options else 3)
     assert found.tile.keys == (64 if "lengths" in options or dims[1] > 512 else 128)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
+
+
+@pytest.mark.slow
+def test_least_parts():
+    """Tiles of a float32 bias leave room for no more."""
+    case = Case("float16", 131, 131, heads=(2, 1), dims=(576, 512), bias="full", mask="full", window=(40, 10))
+    call = cases.build(case)
+    call = dataclasses.replace(call, bias=call.bias.astype(np.float32))
+    spec, _ = hopper_kernels.canonical(call)
+    forward = plan.plan_forward(spec, 132)
+    assert forward.tile.parts == forward.key_parts.least
+    oracle.assert_right(hopper_kernels.run(call), call)
 
 
 def test_registers():

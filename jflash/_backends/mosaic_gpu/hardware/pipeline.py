@@ -21,15 +21,11 @@ def split_registers(warpgroups: int, *, copies: bool) -> None:
     if warpgroups == 1:
         return
     compute, copy = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
-    if copies:
-        plgpu.set_max_registers(copy, action="decrease")
-    else:
-        plgpu.set_max_registers(compute, action="increase")
+    set_registers(copy if copies else compute, warpgroups + 1)
 
 
 def set_registers(count: int, warpgroups: int) -> None:
-    """Give each thread of this warpgroup `count` registers, where a CTA's `warpgroups` each have another number. As in
-    `split_registers`, their sum is at most 512."""
+    """Give each thread of this warpgroup `count` registers; those of all `warpgroups` add up to 512 at most."""
     at_first = 512 // warpgroups // 8 * 8
     plgpu.set_max_registers(count, action="increase" if count > at_first else "decrease")
 

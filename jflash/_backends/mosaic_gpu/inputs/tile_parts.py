@@ -99,9 +99,9 @@ class TileParts:
         return self.pieces > 2
 
     def ring(self, spec: Spec, slots: int, rows: int, columns: int, cluster: str | None = None) -> Buffers:
-        """Shared memory for parts of tiles of so many rows of an array with `columns`.
+        """Shared memory for parts `[slots, rows, width]`, copied from an array whose pieces have `columns`.
 
-        One warpgroup reads them, of each CTA along `cluster`.
+        One warpgroup of each CTA along `cluster` reads them.
         """
         shape, in_array = (slots, rows, self.width), columns * self.pieces
         return smem.ring(shape, operand_pieces.dtype(spec), in_array, readers=1, part=self.width, cluster=cluster)

@@ -73,7 +73,7 @@ class _Cta(ForwardCta):
             block, batch = self.place
             self.place = 2 * block + lax.axis_index(PAIR), batch
         self.batch, self.block, self.tiles = self.item(0)
-        self.own_rows = pl.ds(self.block_start(self.block), WARPGROUP_ROWS)
+        self.own_rows = self.rows(self.block)
         self.at = TileCoord(self.batch, self.head, self.own_rows.start, 0)
         self.keys = PartsRing(plan.key_parts, refs.smem.keys, plan.cluster)
 
