@@ -1,6 +1,7 @@
 """Which CTA of the Hopper kernels does what, and when: nothing is left out, done twice, or waited for in vain."""
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import types
@@ -16,8 +17,9 @@ from short_run import cover
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.kernels.forward_plan import output_parts, shared_memory
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
-from jflash._backends.mosaic_gpu.schedule import HeadBlocks, forward_schedule, tile_range
+from jflash._backends.mosaic_gpu.schedule import HeadBlocks, dealt_items, forward_schedule, tile_range
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
+from jflash._backends.mosaic_gpu.schedule.dealt_items import DealtItems
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.schedule.query_tiles import TileOrder
 from jflash._semantics.spec import Spec
@@ -53,6 +55,32 @@ def test_every_block_of_a_head_has_one_cta(heads: int, blocks: int, batch: int, 
     assert max(counts) - min(counts) <= 1
     taken = [schedule.block(cta, index) for cta, count in enumerate(counts) for index in range(count)]
     assert sorted(tuple(map(int, one)) for one in taken) == list(itertools.product(range(heads), range(blocks)))
+
+
+@pytest.mark.parametrize(("items", "ctas"), [(40, 7), (64, 32), (9, 8)])
+def test_items_are_dealt_out(items: int, ctas: int):
+    """Each once, in their order, and no CTA has an item more to do than another."""
+    places, times = tuple((index % 3, index % 2, index) for index in range(items)), tuple(range(items + 5, 5, -1))
+    dealt = DealtItems.of(places, times, ctas)
+    assert sorted(place for own in dealt.lists for place in own) == sorted(places)
+    assert all(own == tuple(sorted(own, key=places.index)) for own in dealt.lists)
+    work = [sum(times[turn] for *_, turn in own) for own in dealt.lists]
+    assert max(work) - min(work) <= max(times)
+    table, taken = jax.jit(dealt.table)(), []
+
+    def take(cta: int, index: int, before: int) -> int:
+        """Each CTA of a kernel finds its list in the table."""
+        taken.append(tuple(map(int, dealt_items.place(table, cta, index))))
+        following = index + 1 if index + 1 < len(dealt.lists[cta]) else None
+        given = []
+        dealt_items.if_next(table, cta, index, given.append, lambda: given.append(None))
+        assert given == [following]
+        return before + 1
+
+    with jax.disable_jit():
+        counts = [int(dealt_items.each(table, cta, functools.partial(take, cta))) for cta in range(ctas)]
+    assert counts == list(map(len, dealt.lists))
+    assert taken == [place for own in dealt.lists for place in own]
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2, 3])

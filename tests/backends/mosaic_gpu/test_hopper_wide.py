@@ -103,9 +103,30 @@ def test_blocks_that_grow_go_in_pairs(dims: tuple[int, int], options: dict):
     call = cases.of_forward(cases.build(case))
     found = plan.plan_forward(hopper_kernels.canonical(call)[0], 132)
     assert found.in_pairs == bool(options)
-    assert found.schedule.blocks == (4 if options else 3)
+    assert found.schedule.blocks == (2 if options else 3)
     assert found.tile.keys == (64 if "lengths" in options or dims[1] > 512 else 128)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((512, 512), dict(causal=True)),
+        pytest.param((320, 512), dict(causal=True, offset="end", bias="full"), marks=pytest.mark.slow),
+        pytest.param((576, 576), dict(causal=True, dropout=True, sinks=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_blocks_are_dealt_out(dims: tuple[int, int], options: dict):
+    """Two pairs of CTAs share three pairs of blocks of each of four heads."""
+    case = Case("bfloat16", 300, 340, heads=(2, 1), dims=dims, batch=(2,), **options)
+    call = cases.of_forward(cases.build(case))
+    found = plan.plan_forward(hopper_kernels.canonical(call)[0], 4)
+    assert found.dealt is not None
+    assert sorted(place for places in found.dealt.lists for place in places) == sorted(np.ndindex(2, 2, 3))
+    assert len(found.dealt.lists) == 2
+    assert min(map(len, found.dealt.lists)) > 1
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, 4), call)
 
 
 @pytest.mark.slow

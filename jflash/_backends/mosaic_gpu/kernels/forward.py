@@ -69,12 +69,13 @@ class ForwardCta(Cta[ForwardPlan]):
         plan = self.plan
         batch, turn = plan.schedule.item(self.place, index)
         block = plan.schedule.blocks - 1 - turn
-        return batch, block, self.visited(batch, block).split(self.split, plan.splits)
+        return batch, block, self.visited(batch, block)
 
-    def visited(self, batch: Any, block: Any) -> TileRange:
-        """The tiles of keys that a block sees."""
-        plan, tile = self.plan, self.plan.tile
-        return tile_range.visited(self.inputs, batch, block, tile.rows, tile.keys, plan.missing_rows)
+    def visited(self, batch: Any, number: Any) -> TileRange:
+        """The tiles of keys that the `number`-th range of rows sees, or this CTA's share of them."""
+        plan, rows = self.plan, self.plan.rows_of_a_range
+        every = tile_range.visited(self.inputs, batch, number, rows, plan.tile.keys, plan.missing_rows)
+        return every.split(self.split, plan.splits)
 
     def block_start(self, block: Any) -> Any:
         """The first row of a block."""
@@ -101,15 +102,19 @@ class ForwardCta(Cta[ForwardPlan]):
             start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.warpgroup * WARPGROUP_ROWS)
         return pl.ds(start, WARPGROUP_ROWS)
 
-    def part(self, ref: Ref, block: Any, columns: Any) -> Ref:
+    def part(self, ref: Ref, head: Any, block: Any, columns: Any) -> Ref:
         """This warpgroup's rows of queries or output."""
-        head, rows = self.head, self.rows(block)
+        rows = self.rows(block)
         return ref.at[rows, head, columns] if self.plan.packed_heads == 1 else ref.at[head, rows, columns]
 
     def _copy_q(self, index: Any) -> None:
         batch, block, _ = self.item(index)
+        self.copy_queries(batch, self.head, block)
+
+    def copy_queries(self, batch: Any, head: Any, block: Any) -> None:
+        """Copy this warpgroup's rows of a block."""
         query, q = self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
-        source = self.part(query, block, pipeline.columns(q.shape[-1], query, self.head))
+        source = self.part(query, head, block, pipeline.columns(q.shape[-1], query, head))
         pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
 
     def _attend(self, index: Any, visited: Any) -> Any:
@@ -143,14 +148,14 @@ class ForwardCta(Cta[ForwardPlan]):
         result = self.refs.results["out"].at[self.split, batch]
         columns, width = out.shape[1], o.shape[1]
         if plan.spec.partial:
-            self.part(result, block, pl.ds(0, columns))[...] = out
+            self.part(result, self.head, block, pl.ds(0, columns))[...] = out
             return
         for first in range(0, columns, width):
             if own_buffer:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             values = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width))
             part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
-            pipeline.store(values, o, self.part(result, block, part))
+            pipeline.store(values, o, self.part(result, self.head, block, part))
 
     def copy(self) -> None:
         """Copy keys and values."""

@@ -200,7 +200,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     def launch(self) -> Launch:
         """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, block_dims(self.spec)
-        (rows, columns), all_rows = self.stored, schedule.blocks * self.tile.rows
+        (rows, columns), all_rows = self.stored, schedule.blocks * self.rows_of_a_range
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
         out = (self.splits, spec.batch, *order, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
@@ -222,7 +222,7 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     """The plan of a call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
     packed_heads = spec.group if packs(spec) else 1
     heads, rows = spec.heads // packed_heads, spec.query_length * packed_heads
-    visits = functools.partial(_visits, spec, packed_heads)
+    visits = functools.partial(visited_tiles, spec, packed_heads)
     share = (processors or 0) / (spec.batch * heads)
     tile = forward_tiles(spec, round_up(rows, 8), visits, share)
     splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if rows <= tile.rows else 1
@@ -247,7 +247,7 @@ def may_pack(spec: Spec) -> bool:
     return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
 
 
-def _visits(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:
+def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:
     """How many tiles of `keys` keys each block of `rows` rows visits, by what is known before the call."""
     rows = max(rows // packed_heads, 1)
     left, right = spec.bounds

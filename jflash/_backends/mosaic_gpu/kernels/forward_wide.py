@@ -17,7 +17,8 @@ room for what comes next.
 Counted, with H = D = 512: for 64 keys a CTA copies 128 KiB and makes 4.2 million multiply-adds, 32 for each byte. With
 256, where a CTA has 128 rows, it makes 64. float32 in two pieces has as many bytes with H = D = 256, and 48 for each.
 CTAs that read the same at the same time are served by one read of the second-level cache. Those that begin at different
-times, as causal blocks do, are too many for it: so the CTAs of two neighbouring blocks copy each tile together.
+times, as causal blocks do, are too many for it: so the CTAs of two neighbouring blocks copy each tile together. Such a
+pair takes several pairs of blocks, one after the other (`schedule.dealt_items`).
 
 Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", has halves of the
 columns in two warpgroups.
@@ -44,13 +45,31 @@ from jflash._backends.mosaic_gpu.kernels.forward import ForwardCta
 from jflash._backends.mosaic_gpu.kernels.forward_wide_plan import HALVES, PAIR, WideForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
-from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, tile_range
+from jflash._backends.mosaic_gpu.schedule import TileMask, TileRange, dealt_items
 from jflash._semantics.dropout import HeadSeed
 
 
 def forward(plan: WideForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; results as `forward.forward` has them, both in whole blocks of rows."""
-    return _Cta.launch(plan, arrays, ops)
+    dealt = {} if plan.dealt is None else {dealt_items.TABLE: plan.dealt.table()}
+    return _Cta.launch(plan, {**arrays, **dealt}, ops)
+
+
+class _Item(NamedTuple):
+    """A work item of a CTA."""
+
+    at: TileCoord
+    """Of its first tile."""
+    block: Any
+    """Of 64 rows."""
+    tiles: TileRange
+    before: Any
+    """How many tiles came before, in others."""
+
+    @property
+    def stop(self) -> Any:
+        """How many come before the next one."""
+        return self.before + self.tiles.count
 
 
 class _Copy(NamedTuple):
@@ -58,7 +77,7 @@ class _Copy(NamedTuple):
 
     share: float
     """Of a tile that has been read when the part's slot is free."""
-    issue: Callable[[Any], None]
+    issue: Callable[[_Item, Any], None]
     """Issues it, given the tile's index."""
     ahead: int
     """How many tiles ahead of the values that are read."""
@@ -69,18 +88,8 @@ class _Cta(ForwardCta):
 
     def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
-        if plan.in_pairs:
-            block, batch = self.place
-            self.place = 2 * block + lax.axis_index(PAIR), batch
-        self.batch, self.block, self.tiles = self.item(0)
-        self.own_rows = self.rows(self.block)
-        self.at = TileCoord(self.batch, self.head, self.own_rows.start, 0)
+        self.items = refs.arrays.get(dealt_items.TABLE)
         self.keys = PartsRing(plan.key_parts, refs.smem.keys, plan.cluster)
-
-    def visited(self, batch: Any, block: Any) -> TileRange:
-        plan = self.plan
-        number = lax.div(block, 2) if plan.in_pairs else block
-        return tile_range.visited(self.inputs, batch, number, plan.rows_of_a_range, plan.tile.keys)
 
     def rows(self, block: Any) -> Any:
         return pl.ds(self.block_start(block), WARPGROUP_ROWS)
@@ -93,35 +102,78 @@ class _Cta(ForwardCta):
     def _set_registers(self, count: int) -> None:
         pipeline.set_registers(count, self.plan.consumers + 1)
 
+    def _each(self, body: Callable[[Any, _Item], None]) -> None:
+        """`body(index, item)` for every work item of this CTA."""
+        if self.items is None:
+            body(0, self._item(0, 0))
+            return
+
+        def visit(index: Any, before: Any) -> Any:
+            item = self._item(index, before)
+            body(index, item)
+            return item.stop
+
+        dealt_items.each(self.items, self.place[0], visit)
+
+    def _if_next(self, index: Any, body: Callable[[Any], None], otherwise: Callable[[], None] = lambda: None) -> None:
+        """`body(index + 1)`, if this CTA has such an item, else `otherwise()`."""
+        if self.items is None:
+            otherwise()
+        else:
+            dealt_items.if_next(self.items, self.place[0], index, body, otherwise)
+
+    def _item(self, index: Any, before: Any) -> _Item:
+        plan = self.plan
+        if self.items is None:
+            head, (batch, turn) = self.head, plan.schedule.item(self.place, index)
+        else:
+            head, batch, turn = dealt_items.place(self.items, self.place[0], index)
+        number = plan.schedule.blocks - 1 - turn
+        block = 2 * number + lax.axis_index(PAIR) if plan.in_pairs else number
+        at = TileCoord(batch, head, self.block_start(block), 0)
+        return _Item(at, block, self.visited(batch, number), before)
+
+    def _first(self, number: Any) -> Any:
+        """The index of an item's first tile: 0, but if the compiler knew that it would spill three times as much."""
+        return self.ops.opaque_zero(jnp.int32(number))
+
+    def _copy_own_q(self, item: _Item) -> None:
+        self.copy_queries(item.at.batch, item.at.head, item.block)
+
     def make_weights(self) -> None:
         """The first warpgroup makes P of every tile, and what earlier tiles' sums are multiplied with."""
-        shared, spec = self.smem, self.plan.spec
+        shared = self.smem
         pipeline.release(*(ring.empty for ring in (shared.keys, *shared.biases)))
         self._set_registers(self.plan.registers.weights)
-        self._copy_q(0)
-        seed = dropped.head_seed(self.inputs, self.at)
+        self._copy_own_q(self._item(0, 0))
+        self._each(self._make_weights)
+
+    def _make_weights(self, number: Any, item: _Item) -> None:
+        shared, plan = self.smem, self.plan
+        seed = dropped.head_seed(self.inputs, item.at)
         plgpu.barrier_wait(shared.q_full.at[0])
 
         def visit(index: Array, before: Softmax | None) -> Softmax:
-            state = self._softmax(index, before, seed)
-            pieces = operand_pieces.split(spec, state.p, self.ops)
+            state = self._softmax(item, index, before, seed)
+            pieces = operand_pieces.split(plan.spec, state.p, self.ops)
             plgpu.barrier_wait(shared.p_empty)
-            for target, piece in zip(operand_pieces.of_tile(spec, shared.p), pieces, strict=True):
+            for target, piece in zip(operand_pieces.of_tile(plan.spec, shared.p), pieces, strict=True):
                 target[...] = piece
             shared.rescale[...] = state.rescale
             plgpu.barrier_arrive(shared.p_full)
             return state
 
-        last = lax.fori_loop(1, self.tiles.count, visit, visit(jnp.int32(0), None))
+        last = lax.fori_loop(1, item.tiles.count, visit, visit(self._first(number), None))
+        self._if_next(number, lambda following: self._copy_own_q(self._item(following, item.stop)))
         shared.statistics[0], shared.statistics[1] = last.m, online_softmax.whole(last.l)
         plgpu.barrier_wait(shared.p_empty)
         plgpu.barrier_arrive(shared.p_full)
 
-    def _softmax(self, index: Array, before: Softmax | None, seed: HeadSeed | None) -> Softmax:
+    def _softmax(self, item: _Item, index: Array, before: Softmax | None, seed: HeadSeed | None) -> Softmax:
         plan, inputs, ops, shape = self.plan, self.inputs, self.ops, self.shape
-        at = self.at._replace(key=self.tiles.start(index))
+        at = item.at._replace(key=item.tiles.start(index))
         loaded = self.form.prefetch(inputs, at, plan.tile)
-        s = self.keys.product(plan.spec, self.q.at[ops.opaque_zero(index)], index, shape, ops)
+        s = self.keys.product(plan.spec, self.q.at[ops.opaque_zero(index)], item.before + index, shape, ops)
         for bias in self.smem.biases:
             plgpu.barrier_wait(bias.full.at[0])
             loaded = loaded | {"bias": ops.load(bias.tiles.at[0])}
@@ -129,31 +181,36 @@ class _Cta(ForwardCta):
             plgpu.commit_smem()
             plgpu.barrier_arrive(bias.empty.at[0])
         loaded = loaded | dropped.tile_words(inputs, at, shape, seed)
-        return self.form.step(s, TileMask(inputs, self.tiles, index, at, loaded), before)
+        return self.form.step(s, TileMask(inputs, item.tiles, index, at, loaded), before)
 
     def weigh(self, half: int) -> None:
         """Another warpgroup weighs half of the values' columns, and stores what it makes of them."""
-        plan, shared, ops, spec = self.plan, self.smem, self.ops, self.plan.spec
+        plan, shared = self.plan, self.smem
         parts = plan.value_parts // HALVES
         own = range(half * parts, (half + 1) * parts)
         pipeline.release(*(shared.values[part].empty for part in own))
         plgpu.barrier_arrive(shared.p_empty)
         self._set_registers(plan.registers.weigh)
+        self._each(functools.partial(self._weigh, own))
+
+    def _weigh(self, own: Sequence[int], number: Any, item: _Item) -> None:
+        plan, shared, ops, spec = self.plan, self.smem, self.ops, self.plan.spec
         acc_o = tuple(ops.full((WARPGROUP_ROWS, plan.columns), 0) for _ in own)
-        acc_o = lax.fori_loop(0, self.tiles.count, functools.partial(self._add_tile, own), acc_o)
+        acc_o = lax.fori_loop(self._first(number), item.tiles.count, functools.partial(self._add_tile, own, item), acc_o)
         plgpu.barrier_wait(shared.p_full)
         m, l = (ops.load(shared.statistics.at[number], 0) for number in range(2))
-        sink = None if plan.splits > 1 else self.inputs.value("sinks", self.batch, self.head)
-        result, exponent = self.refs.results["out"].at[self.split, self.batch], self.form.exponent(spec)
+        self._if_next(number, lambda _: plgpu.barrier_arrive(shared.p_empty))
+        sink = None if plan.splits > 1 else self.inputs.value("sinks", item.at.batch, item.at.head)
+        result, exponent = self.refs.results["out"].at[self.split, item.at.batch], self.form.exponent(spec)
         for part, acc in zip(own, acc_o, strict=True):
             out, lse = online_softmax.finish(spec, exponent, m, l, acc, sink)
             columns = pl.ds(part * plan.columns, plan.columns)
-            self.part(result, self.block, columns)[...] = out.astype(result.dtype)
+            self.part(result, item.at.head, item.block, columns)[...] = out.astype(result.dtype)
             if part == 0:
-                self.refs.results["lse"][self.split, self.batch, self.head, self.own_rows] = lse
+                self.refs.results["lse"][self.split, item.at.batch, item.at.head, self.rows(item.block)] = lse
 
     def _add_tile(
-        self, own: Sequence[int], index: Array, acc_o: tuple[Float[Array, "rows columns"], ...]
+        self, own: Sequence[int], item: _Item, index: Array, acc_o: tuple[Float[Array, "rows columns"], ...]
     ) -> tuple[Float[Array, "rows columns"], ...]:
         """The sums of some parts, with what a tile of keys adds to them."""
         shared, ops, spec, tile = self.smem, self.ops, self.plan.spec, self.plan.tile
@@ -165,7 +222,7 @@ class _Cta(ForwardCta):
             p = tuple(map(ops.load, p))
             if number == tile.value_tiles - 1:
                 plgpu.barrier_arrive(shared.p_empty)
-            slot = pipeline.slot(index * tile.value_tiles + number, tile.stages, still)
+            slot = pipeline.slot((item.before + index) * tile.value_tiles + number, tile.stages, still)
             for turn, part in enumerate(own):
                 v = shared.values[part]
                 plgpu.barrier_wait(v.full.at[slot])
@@ -176,20 +233,33 @@ class _Cta(ForwardCta):
 
     def copy(self) -> None:
         """Copy keys, a tile ahead of values, in the order in which slots become free; and tiles of a bias."""
-        shared, last = self.smem, self.tiles.count - 1
+        shared = self.smem
         self._set_registers(self.plan.registers.copy)
         keys, values = self._key_copies(), self._value_copies()
         in_turns = sorted((*keys, *values), key=lambda copy: copy.share)
 
-        def copy_tile(index: Array) -> None:
-            for copy in in_turns:
-                copy.issue(index + copy.ahead)
+        def copy_item(number: Any, item: _Item) -> None:
+            last = item.tiles.count - 1
+
+            def copy_tile(index: Array) -> None:
+                for copy in in_turns:
+                    copy.issue(item, index + copy.ahead)
+
+            def copy_last_beside(following: Any) -> None:
+                first = self._item(following, item.stop), jnp.int32(0)
+                for copy in in_turns:
+                    copy.issue(*(first if copy.ahead else (item, last)))
+
+            def copy_last() -> None:
+                for copy in values:
+                    copy.issue(item, last)
+
+            pipeline.for_each_copy(last, copy_tile, "head", "block", "head_group", "batch")
+            self._if_next(number, copy_last_beside, copy_last)
 
         for copy in keys:
-            copy.issue(jnp.int32(0))
-        pipeline.for_each_copy(last, copy_tile, "head", "block", "head_group", "batch")
-        for copy in values:
-            copy.issue(last)
+            copy.issue(self._item(0, 0), jnp.int32(0))
+        self._each(copy_item)
         pipeline.drain(*(ring.empty for ring in (shared.keys, *shared.biases, *shared.values)))
 
     def _key_copies(self) -> Sequence[_Copy]:
@@ -206,22 +276,22 @@ class _Cta(ForwardCta):
             for tile, part, half in itertools.product(range(tiles), range(parts), range(HALVES))
         ]
 
-    def _tile(self, first: Any, size: int) -> GmemTile:
-        key_head = lax.div(self.head, self.plan.heads // self.plan.spec.key_heads)
-        return GmemTile(self.batch, first, size, key_head)
+    def _tile(self, item: _Item, first: Any, size: int) -> GmemTile:
+        key_head = lax.div(item.at.head, self.plan.heads // self.plan.spec.key_heads)
+        return GmemTile(item.at.batch, first, size, key_head)
 
-    def _copy_keys(self, part: int, index: Any) -> None:
-        first, size = self.tiles.start(index), self.plan.tile.keys
+    def _copy_keys(self, part: int, item: _Item, index: Any) -> None:
+        first, size = item.tiles.start(index), self.plan.tile.keys
         for bias in self.smem.biases if part == 0 else ():
             plgpu.barrier_wait(bias.empty.at[0])
-            source = self.inputs.part("bias", self.batch, self.head).at[self.own_rows, pl.ds(first, size)]
+            source = self.inputs.part("bias", item.at.batch, item.at.head).at[self.rows(item.block), pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, bias.tiles.at[0], bias.full.at[0])
-        self.keys.copy(self.inputs, "key", self._tile(first, size), index, part)
+        self.keys.copy(self.inputs, "key", self._tile(item, first, size), item.before + index, part)
 
-    def _copy_values(self, number: int, part: int, index: Any) -> None:
+    def _copy_values(self, number: int, part: int, item: _Item, index: Any) -> None:
         plan, tile, v = self.plan, self.plan.tile, self.smem.values[part]
-        slot = lax.rem(index * tile.value_tiles + number, tile.stages)
-        source = self._tile(self.tiles.start(index) + number * tile.value_keys, tile.value_keys)
+        slot = lax.rem((item.before + index) * tile.value_tiles + number, tile.stages)
+        source = self._tile(item, item.tiles.start(index) + number * tile.value_keys, tile.value_keys)
         plgpu.barrier_wait(v.empty.at[slot])
         columns = v.tiles.shape[-1]
         self.inputs.copy_rows("value", source, v.tiles.at[slot], v.full.at[slot], part * columns, plan.cluster)

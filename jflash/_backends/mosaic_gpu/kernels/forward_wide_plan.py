@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,10 +16,11 @@ from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import CallTiles, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
-from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, may_pack
+from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, may_pack, visited_tiles
 from jflash._backends.mosaic_gpu.kernels.launch import Launch
 from jflash._backends.mosaic_gpu.logits import LogitsForm
 from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, WideTiles, tile_range
+from jflash._backends.mosaic_gpu.schedule.dealt_items import DealtItems
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -35,9 +37,15 @@ a CTA has 512 threads."""
 _KEYS_OF_A_SPLIT = 256
 """At least."""
 
-_FEW_BLOCKS = 16
-"""A head's blocks run together if it has no more. With 8 causal blocks that takes 0.90 of the time, with 16 0.98, and
-with 64 1.01 (one H100, 512 columns)."""
+_FEW_ROWS = 1024
+"""A head's blocks run together if it has no more. With 512 causal rows that takes 0.90 of the time, with 1,024 0.98,
+with 4,096 1.01 (one H100, 512 columns)."""
+
+_ITEM = 0.3
+"""How long a work item takes beside its tiles, in visits to one."""
+
+_MOST_DEALT = 2**15
+"""The most work items that are dealt out: they are a constant of the program."""
 
 
 class Registers(NamedTuple):
@@ -55,6 +63,8 @@ class WideForwardPlan(ForwardPlan):
     tile: WideTiles
     in_pairs: bool = False
     """Whether CTAs of neighbouring blocks share the tiles that they copy."""
+    dealt: DealtItems | None = None
+    """The work items of each CTA; `None`: each has one."""
 
     @property
     def form(self) -> LogitsForm:
@@ -72,7 +82,7 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def lists_run_together(self) -> bool:
-        return super().lists_run_together or (self.is_plain and self.schedule.blocks <= _FEW_BLOCKS)
+        return super().lists_run_together or (self.is_plain and self.rows <= _FEW_ROWS)
 
     @property
     def key_parts(self) -> TileParts:
@@ -89,7 +99,7 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def stored(self) -> tuple[int, int]:
-        return self.schedule.blocks * self.tile.rows, self.value_parts * self.columns
+        return self.schedule.blocks * self.rows_of_a_range, self.value_parts * self.columns
 
     @property
     def rows_of_a_range(self) -> int:
@@ -107,10 +117,10 @@ class WideForwardPlan(ForwardPlan):
     @property
     def launch(self) -> Launch:
         launch = super().launch
-        if not self.in_pairs:
-            return launch
-        pairs = launch.grid["block"] // 2
-        return dataclasses.replace(launch, grid={**launch.grid, "block": pairs}, cluster={PAIR: 2})
+        grid = launch.grid
+        if self.dealt is not None:
+            grid = {**dict.fromkeys(grid, 1), "block": len(self.dealt.lists)}
+        return dataclasses.replace(launch, grid=grid, cluster={PAIR: 2} if self.in_pairs else {})
 
 
 def _key_parts(spec: Spec, keys: int) -> TileParts:
@@ -159,14 +169,40 @@ def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
         splits = max(1, min(share, spec.key_length // _KEYS_OF_A_SPLIT))
     # Where all see the same, CTAs read the same at the same time anyway, and the cache answers them together.
     in_pairs = splits == packed_heads == 1 < blocks and tile_range.blocks_grow(spec)
-    schedule = ForwardSchedule(round_up(blocks, 2) if in_pairs else blocks, spec.batch)
+    schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch)
     tile = _choose_tiles(spec, few_rows=blocks == 1)
-    return WideForwardPlan(spec, tile, schedule, packed_heads, splits, in_pairs=in_pairs)
+    plan = WideForwardPlan(spec, tile, schedule, packed_heads, splits, in_pairs=in_pairs)
+    return dataclasses.replace(plan, dealt=_deal(plan, processors))
+
+
+def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
+    """The work items of each pair of CTAs, if one has several and it is known what they visit.
+
+    Not where all blocks see the same: CTAs with lists come to read at different times. 512 columns take 0.94 to 0.99 of
+    the time, but 320 1.04, and keys of 576 1.01 (one H100).
+    """
+    spec, pairs = plan.spec, (processors or 0) // 2
+    heads, entries, turns = map(range, (plan.heads, spec.batch, plan.schedule.blocks))
+    items = len(heads) * len(entries) * len(turns)
+    if not plan.in_pairs or not limits_are_known(spec) or not 0 < pairs < items <= _MOST_DEALT:
+        return None
+    # In the order of a grid's CTAs.
+    if plan.lists_run_together:
+        places = itertools.product(heads, entries, turns)
+    else:
+        places = ((head, entry, turn) for head, turn, entry in itertools.product(heads, turns, entries))
+    visits = visited_tiles(spec, plan.packed_heads, plan.rows_of_a_range, plan.tile.keys)
+    return DealtItems.of(tuple(places), tuple(_ITEM + count for count in reversed(visits)), pairs)
 
 
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of a forward."""
     return bool(_fitting(spec, few_rows=True))
+
+
+def limits_are_known(spec: Spec) -> bool:
+    """Whether what is seen is known before the call, but for a dense mask."""
+    return spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
 
 
 def _packed_heads(spec: Spec) -> int:
@@ -180,8 +216,7 @@ def _sizes(spec: Spec, *, few_rows: bool) -> Iterator[tuple[int, int]]:
 
     With 128 keys a product of S reads less of Q, where registers hold as many logits.
     """
-    limits_are_known = spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
-    is_plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and limits_are_known
+    is_plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and limits_are_known(spec)
     few_columns = whole_dims(spec)[1] <= 512 and spec.dtype != jnp.float32
     # A block's rows see parts of two tiles, at both ends of a window.
     if spec.bounds[0] is None and is_plain and few_columns and not few_rows:
