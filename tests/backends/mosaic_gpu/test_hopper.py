@@ -49,9 +49,9 @@ CASES = [
         for dtype, dims in (FROM_REGISTERS if hopper() else ())
         for options in ({}, dict(causal=True, lengths="both"), dict(window=(40, 90), segments="sorted"))
     ),
-    # With blocks in pairs or not, and limits that are known or not.
+    # With blocks in pairs, more than there are multiprocessors, or not, and limits that are known or not.
     *(
-        Case("bfloat16", 330, 280, heads=(4, 2), dims=dims, batch=(2,), **options)
+        Case("bfloat16", 330, 280, heads=(8, 2), dims=dims, batch=(4,), **options)
         for dims in (WIDEST if hopper() else ())
         for options in ({}, dict(causal=True), dict(window=(100, 0)), dict(causal=True, lengths="both"))
     ),

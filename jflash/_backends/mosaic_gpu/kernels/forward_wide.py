@@ -196,9 +196,10 @@ class _Cta(ForwardCta):
     def _weigh(self, own: Sequence[int], number: Any, item: _Item) -> None:
         plan, shared, ops, spec = self.plan, self.smem, self.ops, self.plan.spec
         acc_o = tuple(ops.full((WARPGROUP_ROWS, plan.columns), 0) for _ in own)
-        acc_o = lax.fori_loop(self._first(number), item.tiles.count, functools.partial(self._add_tile, own, item), acc_o)
+        add_tile = functools.partial(self._add_tile, own, item)
+        acc_o = lax.fori_loop(self._first(number), item.tiles.count, add_tile, acc_o)
         plgpu.barrier_wait(shared.p_full)
-        m, l = (ops.load(shared.statistics.at[number], 0) for number in range(2))
+        m, l = (ops.load(shared.statistics.at[which], 0) for which in range(2))
         self._if_next(number, lambda _: plgpu.barrier_arrive(shared.p_empty))
         sink = None if plan.splits > 1 else self.inputs.value("sinks", item.at.batch, item.at.head)
         result, exponent = self.refs.results["out"].at[self.split, item.at.batch], self.form.exponent(spec)
