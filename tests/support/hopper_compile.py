@@ -124,6 +124,7 @@ ROUNDS = (
     *("d64", "d64 causal", "d64 causal, soft cap", "d64 causal, bias of keys", "d64 causal, segments"),
     *("d128", "d128 causal", "d192/128 causal", "d256", "d256 causal", "window", "bias", "bias of keys"),
     *("d128 causal, partial", "float32 d64", "float32 d128", "float32 d128 causal"),
+    *("d512 causal", "d576/512 causal, soft cap", "d320 causal, dropout", "float32 d256 causal"),
 )
 """Cases that are compiled for one processor too, where a block of the grid takes several blocks."""
 SHORT = {

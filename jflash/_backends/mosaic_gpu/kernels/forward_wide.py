@@ -89,6 +89,7 @@ class _Cta(ForwardCta):
     def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         self.items = refs.arrays.get(dealt_items.TABLE)
+        self.first_item = self._item(0, 0)
         self.keys = PartsRing(plan.key_parts, refs.smem.keys, plan.cluster)
 
     def rows(self, block: Any) -> Any:
@@ -105,7 +106,7 @@ class _Cta(ForwardCta):
     def _each(self, body: Callable[[Any, _Item], None]) -> None:
         """`body(index, item)` for every work item of this CTA."""
         if self.items is None:
-            body(0, self._item(0, 0))
+            body(0, self.first_item)
             return
 
         def visit(index: Any, before: Any) -> Any:
@@ -130,12 +131,14 @@ class _Cta(ForwardCta):
             head, batch, turn = dealt_items.place(self.items, self.place[0], index)
         number = plan.schedule.blocks - 1 - turn
         block = 2 * number + lax.axis_index(PAIR) if plan.in_pairs else number
-        at = TileCoord(batch, head, self.block_start(block), 0)
-        return _Item(at, block, self.visited(batch, number), before)
+        # Not `number`, with which ptxas spills 20 bytes more.
+        tiles = self.visited(batch, lax.div(block, 2) if plan.in_pairs else block)
+        return _Item(TileCoord(batch, head, self.block_start(block), 0), block, tiles, before)
 
     def _first(self, number: Any) -> Any:
-        """The index of an item's first tile: 0, but if the compiler knew that it would spill three times as much."""
-        return self.ops.opaque_zero(jnp.int32(number))
+        """The index of an item's first tile: 0. Of plain logits ptxas spills less if the compiler cannot know that, of
+        others more."""
+        return self.ops.opaque_zero(jnp.int32(number)) if self.plan.is_plain else jnp.int32(0)
 
     def _copy_own_q(self, item: _Item) -> None:
         self.copy_queries(item.at.batch, item.at.head, item.block)
@@ -145,7 +148,7 @@ class _Cta(ForwardCta):
         shared = self.smem
         pipeline.release(*(ring.empty for ring in (shared.keys, *shared.biases)))
         self._set_registers(self.plan.registers.weights)
-        self._copy_own_q(self._item(0, 0))
+        self._copy_own_q(self.first_item)
         self._each(self._make_weights)
 
     def _make_weights(self, number: Any, item: _Item) -> None:
@@ -196,8 +199,7 @@ class _Cta(ForwardCta):
     def _weigh(self, own: Sequence[int], number: Any, item: _Item) -> None:
         plan, shared, ops, spec = self.plan, self.smem, self.ops, self.plan.spec
         acc_o = tuple(ops.full((WARPGROUP_ROWS, plan.columns), 0) for _ in own)
-        add_tile = functools.partial(self._add_tile, own, item)
-        acc_o = lax.fori_loop(self._first(number), item.tiles.count, add_tile, acc_o)
+        acc_o = lax.fori_loop(0, item.tiles.count, functools.partial(self._add_tile, own, item), acc_o)
         plgpu.barrier_wait(shared.p_full)
         m, l = (ops.load(shared.statistics.at[which], 0) for which in range(2))
         self._if_next(number, lambda _: plgpu.barrier_arrive(shared.p_empty))
@@ -259,7 +261,7 @@ class _Cta(ForwardCta):
             self._if_next(number, copy_last_beside, copy_last)
 
         for copy in keys:
-            copy.issue(self._item(0, 0), jnp.int32(0))
+            copy.issue(self.first_item, jnp.int32(0))
         self._each(copy_item)
         pipeline.drain(*(ring.empty for ring in (shared.keys, *shared.biases, *shared.values)))
 

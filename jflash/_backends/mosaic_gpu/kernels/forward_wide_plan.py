@@ -181,10 +181,10 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     Not where all blocks see the same: CTAs with lists come to read at different times. 512 columns take 0.94 to 0.99 of
     the time, but 320 1.04, and keys of 576 1.01 (one H100).
     """
-    spec, pairs = plan.spec, (processors or 0) // 2
+    spec, pairs = plan.spec, None if processors is None else max(1, processors // 2)
     heads, entries, turns = map(range, (plan.heads, spec.batch, plan.schedule.blocks))
     items = len(heads) * len(entries) * len(turns)
-    if not plan.in_pairs or not limits_are_known(spec) or not 0 < pairs < items <= _MOST_DEALT:
+    if pairs is None or not plan.in_pairs or not limits_are_known(spec) or not pairs < items <= _MOST_DEALT:
         return None
     # In the order of a grid's CTAs.
     if plan.lists_run_together:
