@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int32
 
 from jflash import _arguments
-from jflash._semantics import dropout
+from jflash._semantics import dropout, score_mod_as_cap
 from jflash._semantics.spec import Operands, Spec, shape_facts
 
 
@@ -87,9 +87,14 @@ def canonicalize(
     query_offset = 0 if query_offset is None else query_offset
     _arguments.query_offset(query_offset, batch_axes)
     traced_score_mod, captured = (None, ()) if score_mod is None else score_mod
+    if traced_score_mod is not None and logits_soft_cap is None and bias is None and alibi_slopes is None:
+        # Nothing stands between the two, so that they are the same.
+        static["logits_soft_cap"] = score_mod_as_cap.cap_of(traced_score_mod)
+        if static["logits_soft_cap"] is not None:
+            traced_score_mod, captured = None, ()
 
     batch_index = head_index = seed = None
-    if score_mod is not None or dropout_rate > 0:
+    if traced_score_mod is not None or dropout_rate > 0:
         batch_index = jnp.arange(math.prod(batch_axes), dtype=jnp.int32)
         head_index = jnp.arange(heads, dtype=jnp.int32)[None]
         if dropout_rate > 0:

@@ -146,6 +146,14 @@ def values_of_64_bits(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from values_of_64_bits(inner)
 
 
+def primitives(jaxpr: Jaxpr) -> Iterator[str]:
+    """The names of a program's primitives, and of those inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from primitives(inner)
+
+
 def _may_have_32_bits(closed: ClosedJaxpr) -> bool:
     """Whether a program has 64 bits for no other reason than that Python's numbers have them, with `jax_enable_x64`.
 

@@ -109,6 +109,14 @@ def test_a_soft_cap_is_not_exact_enough_for_float32(backend: Any):
     assert "its soft cap" in str(backend.unsupported_call(spec_of(logits_soft_cap=5.0, precision="highest")))
 
 
+@BOTH
+@pytest.mark.parametrize("name", ["tanh", "sin", "cos"])
+def test_nor_is_a_score_mod_with_such_functions(name: str, backend: Any):
+    score_mod = jax.jit(lambda logit, b, h, q, k: 2.0 * getattr(jnp, name)(logit))
+    assert backend.unsupported_call(spec_of(score_mod=score_mod)) is None
+    assert name in str(backend.unsupported_call(spec_of(score_mod=score_mod, precision="highest")))
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     dict(is_causal=True, alibi_slopes=jnp.zeros(2)),

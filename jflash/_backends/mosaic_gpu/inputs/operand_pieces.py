@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu.hardware.panels import ByWidth, Panels
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces
+from jflash._semantics.score_mod import primitives
 from jflash._semantics.spec import Spec
 
 Pieces = tuple[Any, ...]
@@ -36,6 +37,10 @@ _BY_PRECISION = {
 }
 """How many pieces float32 operands have, by the precision's name."""
 
+_LESS_EXACT = ("tanh", "sin", "cos")
+"""Functions that kernels compute less exactly than float32 has room for: the first as a soft cap, with a relative error
+of 1e-6; the others by the hardware's own, whose error grows with the argument."""
+
 
 def unsupported(spec: Spec) -> str | None:
     """Why products of pieces are not a call's, in words for the user; `None`: they are."""
@@ -43,8 +48,13 @@ def unsupported(spec: Spec) -> str | None:
         return None
     if (unknown := next((name for name in _precisions(spec) if name not in _BY_PRECISION), None)) is not None:
         return f"it has no float32 products of precision {unknown}."
-    if number(spec) == 3 and spec.logits_soft_cap is not None:
+    if number(spec) < 3:
+        return None
+    if spec.logits_soft_cap is not None:
         return "its soft cap has a relative error of 1e-6, which is more than float32's own precision allows."
+    used = () if spec.score_mod is None else set(primitives(spec.score_mod.jaxpr.jaxpr))
+    if (inexact := next((name for name in _LESS_EXACT if name in used), None)) is not None:
+        return f"`score_mod` uses {inexact}, whose error there is more than float32's own precision allows."
     return None
 
 
