@@ -9,7 +9,6 @@ in primitives that Mosaic GPU lowers.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -176,16 +175,7 @@ def _modified(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "
     if is_plain(inputs.spec):
         return s
     tile = _tile(mask, s.shape)
-    return _evaluated(lambda s: _modify(inputs, s, tile), _lowerable)(s)
-
-
-def _modify(inputs: KernelInputs, s: Array, tile: semantics.Tile) -> Array:
-    """The logits of a tile of products."""
-    modify = functools.partial(modify_logits, score_mod_reads.rest(inputs.spec))
-    if inputs.spec.score_mod is None:
-        return modify(s, tile, _soft_cap(inputs))
-    rule = functools.partial(_by_multiplication, inputs)
-    return _evaluated(lambda s: modify(s, tile, _soft_cap(inputs)), rule)(s)
+    return _lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec), s, tile, _soft_cap(inputs)))(s)
 
 
 def differentiate(
@@ -203,7 +193,7 @@ def differentiate(
     modify, parameters = _modification(mask, s.shape)
     values = {name: jnp.broadcast_to(value, s.shape) for name, value in _named(parameters, wanted).items()}
     logits, pull_back = jax.vjp(modify, s, values)
-    return mask.hide(probabilities(logits), 0.0), _evaluated(pull_back, _lowerable)
+    return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
 
 
 def linearize(
@@ -218,7 +208,7 @@ def linearize(
     logits, push = jax.linearize(modify, s, _named(parameters, moving))
     p = mask.hide(probabilities(logits), 0.0)
     # What padding holds may be NaN.
-    return p, lambda ts, values: jnp.where(p == 0, 0.0, _evaluated(push, _lowerable)(ts, values))
+    return p, lambda ts, values: jnp.where(p == 0, 0.0, _lowerable(push)(ts, values))
 
 
 def _modification(
@@ -233,7 +223,8 @@ def _modification(
         reads = tuple(values.get(score_mod_reads.name(place), read) for place, read in reads)
         given = tile.parameters._replace(**others, score_mod_arrays=reads)
         parameters = without_unseen(inputs.spec, given, inputs.visible(tile))
-        return _modify(inputs, s, tile._replace(parameters=parameters))
+        spec = score_mod_reads.rest(inputs.spec)
+        return modify_logits(spec, s, tile._replace(parameters=parameters), _soft_cap(inputs))
 
     return modify, tile.parameters
 
@@ -263,21 +254,18 @@ def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], A
     return lambda s, scale, cap: soft_cap(s, scale, cap, inputs.ops.warp_all_below)
 
 
-def _evaluated[**Arguments, Results](
-    function: Callable[Arguments, Results], rule: program.Rule
-) -> Callable[Arguments, Results]:
-    """`function`, of whose equations a rule makes the results."""
+def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
+    """`function` without what Mosaic GPU does not lower: what differentiation leaves, and custom derivatives."""
 
-    def evaluated(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
+    def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
-        leaves = program.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((args, kwargs)), rule)
+        leaves = program.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((args, kwargs)), _lowerable_results)
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
-    return evaluated
+    return lowered
 
 
-def _lowerable(equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    """Without what Mosaic GPU does not lower: what differentiation leaves, and custom derivatives."""
+def _lowerable_results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
     match equation.primitive.name:
         case "add_any":
             return [inputs[0] + inputs[1]]
@@ -287,27 +275,6 @@ def _lowerable(equation: Any, inputs: list[Any]) -> Sequence[Any]:
             return [inputs[0].reshape(equation.params["new_sizes"])]
         case "jit" | "pjit" | "custom_jvp_call":
             inner = equation.params["call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"]
-            return program.evaluate(inner.jaxpr, inner.consts, inputs, _lowerable)
+            return program.evaluate(inner.jaxpr, inner.consts, inputs, _lowerable_results)
         case _:
             return program.apply(equation, inputs)
-
-
-def _by_multiplication(kernel: KernelInputs, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    """Hyperbolic tangents as a soft cap has them, and quotients by a constant as products: by neither the unit that
-    makes exponentials, nor with its errors."""
-    match equation.primitive.name:
-        case "tanh" if inputs[0].ndim == 2:
-            return [soft_cap(inputs[0], 1.0, 1.0, kernel.ops.warp_all_below)]
-        case "div" if _is_invertible(inputs[1]):
-            return [inputs[0] * (1 / inputs[1])]
-        case "jit" | "pjit":
-            inner, rule = equation.params["jaxpr"], functools.partial(_by_multiplication, kernel)
-            return program.evaluate(inner.jaxpr, inner.consts, inputs, rule)
-        case _:
-            return program.apply(equation, inputs)
-
-
-def _is_invertible(number: Any) -> bool:
-    """Whether it is a constant whose inverse is neither too large nor too small for float32."""
-    is_constant = not isinstance(number, jax.Array) and jnp.issubdtype(jnp.result_type(number), jnp.floating)
-    return is_constant and jnp.ndim(number) == 0 and 2**-120 < abs(number) < 2**120

@@ -38,8 +38,8 @@ _BY_PRECISION = {
 """How many pieces float32 operands have, by the precision's name."""
 
 _LESS_EXACT = ("tanh", "sin", "cos")
-"""Functions that kernels compute less exactly than float32 has room for: the first as a soft cap, with a relative error
-of 1e-6; the others by the hardware's own, whose error grows with the argument."""
+"""Functions that the hardware computes less exactly than float32 has room for: the first with a relative error of 1e-5,
+the others with one that grows with the argument."""
 
 
 def unsupported(spec: Spec) -> str | None:
