@@ -131,7 +131,8 @@ def attention(
       alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).
       score_mod: `f(logit, batch, head, query_index, key_index) -> logit` on scalars, any traceable function. Arrays
         that it closes over have gradients. Indices count from 0, without `query_offset`; batch axes count as one.
-        Python's numbers have 32 bits beside a float32 logit, with `jax_enable_x64` too.
+        Python's numbers have 32 bits beside a float32 logit, with `jax_enable_x64` too. Where neither bias, slopes nor
+        a cap come before it, c * tanh(logit / c) alone is computed as `logits_soft_cap=c`.
         Reuse one function object: outside `jax.jit` a new one compiles anew.
       query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. 0, also if
         not given, aligns the top left as jax.nn does, S - T the bottom right. In decoding it is the number of keys

@@ -89,7 +89,9 @@ class _Cta(ForwardCta):
     def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         self.items = refs.arrays.get(dealt_items.TABLE)
-        self.first_item = self._item(0, 0)
+        self.has_16_bits = operand_pieces.number(plan.spec) == 1
+        # In lists: found before the warpgroups part, 16 bits take 0.98 of the time, float32 1.06 (one H100).
+        self.found = self._item(0, 0) if self.items is None or self.has_16_bits else None
         self.keys = PartsRing(plan.key_parts, refs.smem.keys, plan.cluster)
 
     def rows(self, block: Any) -> Any:
@@ -106,7 +108,7 @@ class _Cta(ForwardCta):
     def _each(self, body: Callable[[Any, _Item], None]) -> None:
         """`body(index, item)` for every work item of this CTA."""
         if self.items is None:
-            body(0, self.first_item)
+            body(0, self._first_item())
             return
 
         def visit(index: Any, before: Any) -> Any:
@@ -135,11 +137,14 @@ class _Cta(ForwardCta):
         tiles = self.visited(batch, lax.div(block, 2) if plan.in_pairs else block)
         return _Item(TileCoord(batch, head, self.block_start(block), 0), block, tiles, before)
 
-    def _first(self, number: Any) -> Any:
+    def _first_item(self) -> _Item:
+        return self._item(0, 0) if self.found is None else self.found
+
+    def _first_tile(self, number: Any) -> Any:
         """The index of an item's first tile: 0. Of plain logits of 16-bit operands ptxas spills less if the compiler
-        cannot know that. Of others more, and float32 in lists takes 1.08 of the time (one H100)."""
-        is_plain = self.plan.is_plain and operand_pieces.number(self.plan.spec) == 1
-        return self.ops.opaque_zero(jnp.int32(number)) if is_plain else jnp.int32(0)
+        cannot know that, of others more."""
+        is_hidden = self.plan.is_plain and self.has_16_bits
+        return self.ops.opaque_zero(jnp.int32(number)) if is_hidden else jnp.int32(0)
 
     def _copy_own_q(self, item: _Item) -> None:
         self.copy_queries(item.at.batch, item.at.head, item.block)
@@ -149,7 +154,7 @@ class _Cta(ForwardCta):
         shared = self.smem
         pipeline.release(*(ring.empty for ring in (shared.keys, *shared.biases)))
         self._set_registers(self.plan.registers.weights)
-        self._copy_own_q(self.first_item)
+        self._copy_own_q(self._first_item())
         self._each(self._make_weights)
 
     def _make_weights(self, number: Any, item: _Item) -> None:
@@ -167,7 +172,7 @@ class _Cta(ForwardCta):
             plgpu.barrier_arrive(shared.p_full)
             return state
 
-        last = lax.fori_loop(1, item.tiles.count, visit, visit(self._first(number), None))
+        last = lax.fori_loop(1, item.tiles.count, visit, visit(self._first_tile(number), None))
         self._if_next(number, lambda following: self._copy_own_q(self._item(following, item.stop)))
         shared.statistics[0], shared.statistics[1] = last.m, online_softmax.whole(last.l)
         plgpu.barrier_wait(shared.p_empty)
@@ -250,9 +255,9 @@ class _Cta(ForwardCta):
                     copy.issue(item, index + copy.ahead)
 
             def copy_last_beside(following: Any) -> None:
-                first = self._item(following, item.stop), jnp.int32(0)
+                begin = self._item(following, item.stop), jnp.int32(0)
                 for copy in in_turns:
-                    copy.issue(*(first if copy.ahead else (item, last)))
+                    copy.issue(*(begin if copy.ahead else (item, last)))
 
             def copy_last() -> None:
                 for copy in values:
@@ -261,8 +266,9 @@ class _Cta(ForwardCta):
             pipeline.for_each_copy(last, copy_tile, "head", "block", "head_group", "batch")
             self._if_next(number, copy_last_beside, copy_last)
 
+        first = self._first_item()
         for copy in keys:
-            copy.issue(self.first_item, jnp.int32(0))
+            copy.issue(first, jnp.int32(0))
         self._each(copy_item)
         pipeline.drain(*(ring.empty for ring in (shared.keys, *shared.biases, *shared.values)))
 

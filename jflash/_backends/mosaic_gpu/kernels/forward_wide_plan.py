@@ -179,12 +179,13 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     """The work items of each pair of CTAs, if one has several and it is known what they visit.
 
     Not where all blocks see the same: CTAs with lists come to read at different times. 512 columns take 0.94 to 0.99 of
-    the time, but 320 1.04, and keys of 576 1.01 (one H100).
+    the time, but 320 1.04, and keys of 576 1.01. Nor with three pieces of float32, which take 1.06 to 1.13 (one H100).
     """
     spec, pairs = plan.spec, None if processors is None else max(1, processors // 2)
     heads, entries, turns = map(range, (plan.heads, spec.batch, plan.schedule.blocks))
     items = len(heads) * len(entries) * len(turns)
-    if pairs is None or not plan.in_pairs or not limits_are_known(spec) or not pairs < items <= _MOST_DEALT:
+    suits = plan.in_pairs and limits_are_known(spec) and operand_pieces.number(spec) < 3
+    if pairs is None or not suits or not pairs < items <= _MOST_DEALT:
         return None
     # In the order of a grid's CTAs.
     if plan.lists_run_together:
