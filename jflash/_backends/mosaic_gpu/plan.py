@@ -9,6 +9,7 @@ from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
 from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, forward_wide_plan, tangent_plan
 from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
+from jflash._backends.mosaic_gpu.kernels.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.kernels.tangent_plan import TangentPlan
 from jflash._backends.mosaic_gpu.kernels.widths import is_wide
@@ -47,6 +48,8 @@ def describe(spec: Spec, processors: int | None) -> str:
         details += f", {products} products of pieces for each product"
     if forward.output_parts:
         details += f", output in {forward.output_parts} parts"
+    if isinstance(forward, WideForwardPlan) and forward.dealt is not None:
+        details += f", lists of up to {max(map(len, forward.dealt.lists))} blocks"
     lines = ["forward:", *_kernel(forward), f"    {details}"]
     if tangent_plan.fits(spec):
         tangent = plan_tangent(spec, tangent_plan.MOVING & spec.operands, processors)

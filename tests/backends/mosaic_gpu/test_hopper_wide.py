@@ -109,23 +109,26 @@ def test_blocks_that_grow_go_in_pairs(dims: tuple[int, int], options: dict):
 
 
 @pytest.mark.parametrize(
-    ("dims", "options"),
+    ("dtype", "dims", "options"),
     [
-        ((512, 512), dict(causal=True)),
-        pytest.param((320, 512), dict(causal=True, offset="end", bias="full"), marks=pytest.mark.slow),
-        pytest.param((576, 576), dict(causal=True, dropout=True, sinks=True), marks=pytest.mark.slow),
+        ("bfloat16", (512, 512), {}),
+        pytest.param("bfloat16", (320, 512), dict(offset="end", bias="full"), marks=pytest.mark.slow),
+        pytest.param("float16", (576, 576), dict(dropout=True, sinks=True), marks=pytest.mark.slow),
+        pytest.param("float32", (256, 256), {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_blocks_are_dealt_out(dims: tuple[int, int], options: dict):
+def test_blocks_are_dealt_out(dtype: str, dims: tuple[int, int], options: dict):
     """Two pairs of CTAs share three pairs of blocks of each of four heads."""
-    case = Case("bfloat16", 300, 340, heads=(2, 1), dims=dims, batch=(2,), **options)
+    case = Case(dtype, 300, 340, heads=(2, 1), dims=dims, batch=(2,), causal=True, **options)
     call = cases.of_forward(cases.build(case))
-    found = plan.plan_forward(hopper_kernels.canonical(call)[0], 4)
+    spec, _ = hopper_kernels.canonical(call)
+    found = plan.plan_forward(spec, 4)
     assert found.dealt is not None
     assert sorted(place for places in found.dealt.lists for place in places) == sorted(np.ndindex(2, 2, 3))
     assert len(found.dealt.lists) == 2
     assert min(map(len, found.dealt.lists)) > 1
+    assert f"lists of up to {max(map(len, found.dealt.lists))} blocks" in plan.describe(spec, 4)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, 4), call)
 
 

@@ -28,7 +28,6 @@ from jflash._backends.mosaic_gpu.hardware import Ref
 TABLE = "items"
 """The lists' name among a kernel's arrays."""
 
-
 Place = tuple[int, int, int]
 """The head of an item, its batch entry, and its turn among the blocks of these."""
 
@@ -78,7 +77,7 @@ def _values(items: DealtItems) -> Int[np.ndarray, "ctas places 3"]:
     return table
 
 
-# An array that a traced function closes over would be one, which `custom_partitioning` refuses.
+# `custom_partitioning` refuses arrays that a traced function closes over, as this would be.
 _table = Primitive("jflash_items")
 _table.def_impl(lambda items: jnp.asarray(_values(items)))
 _table.def_abstract_eval(lambda items: ShapedArray(_values(items).shape, jnp.int32))
