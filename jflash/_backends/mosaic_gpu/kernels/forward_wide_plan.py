@@ -19,7 +19,7 @@ from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan, may_pack, visited_tiles
 from jflash._backends.mosaic_gpu.kernels.launch import Launch
 from jflash._backends.mosaic_gpu.logits import LogitsForm
-from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, WideTiles, tile_range
+from jflash._backends.mosaic_gpu.schedule import ForwardSchedule, WideTiles, h200, tile_range
 from jflash._backends.mosaic_gpu.schedule.dealt_items import DealtItems
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -40,9 +40,6 @@ _KEYS_OF_A_SPLIT = 256
 _FEW_ROWS = 1024
 """A head's blocks run together if it has no more. With 512 causal rows that takes 0.90 of the time, with 1,024 0.98,
 with 4,096 1.01 (one H100, 512 columns)."""
-
-_ITEM = 0.3
-"""How long a work item takes beside its tiles, in visits to one."""
 
 _MOST_DEALT = 2**15
 """The most work items that are dealt out: they are a constant of the program."""
@@ -184,7 +181,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     spec, pairs = plan.spec, None if processors is None else max(1, processors // 2)
     heads, entries, turns = map(range, (plan.heads, spec.batch, plan.schedule.blocks))
     items = len(heads) * len(entries) * len(turns)
-    suits = plan.in_pairs and limits_are_known(spec) and operand_pieces.number(spec) < 3
+    suits = plan.in_pairs and _limits_are_known(spec) and operand_pieces.number(spec) < 3
     if pairs is None or not suits or not pairs < items <= _MOST_DEALT:
         return None
     # In the order of a grid's CTAs.
@@ -193,7 +190,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     else:
         places = ((head, entry, turn) for head, turn, entry in itertools.product(heads, turns, entries))
     visits = visited_tiles(spec, plan.packed_heads, plan.rows_of_a_range, plan.tile.keys)
-    return DealtItems.of(tuple(places), tuple(_ITEM + count for count in reversed(visits)), pairs)
+    return DealtItems.of(tuple(places), tuple(h200.ITEM + count for count in reversed(visits)), pairs)
 
 
 def fits(spec: Spec) -> bool:
@@ -201,7 +198,7 @@ def fits(spec: Spec) -> bool:
     return bool(_fitting(spec, few_rows=True))
 
 
-def limits_are_known(spec: Spec) -> bool:
+def _limits_are_known(spec: Spec) -> bool:
     """Whether what is seen is known before the call, but for a dense mask."""
     return spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
 
@@ -217,7 +214,7 @@ def _sizes(spec: Spec, *, few_rows: bool) -> Iterator[tuple[int, int]]:
 
     With 128 keys a product of S reads less of Q, where registers hold as many logits.
     """
-    is_plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and limits_are_known(spec)
+    is_plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and _limits_are_known(spec)
     few_columns = whole_dims(spec)[1] <= 512 and spec.dtype != jnp.float32
     # A block's rows see parts of two tiles, at both ends of a window.
     if spec.bounds[0] is None and is_plain and few_columns and not few_rows:
