@@ -88,7 +88,7 @@ def canonicalize(
     _arguments.query_offset(query_offset, batch_axes)
     traced_score_mod, captured = (None, ()) if score_mod is None else score_mod
     if traced_score_mod is not None and logits_soft_cap is None and bias is None and alibi_slopes is None:
-        # Nothing stands between the two, so that they are the same.
+        # Nothing comes between the scale and `score_mod`: if that is a soft cap, it is the call's.
         static["logits_soft_cap"] = score_mod_as_cap.cap_of(traced_score_mod)
         if static["logits_soft_cap"] is not None:
             traced_score_mod, captured = None, ()

@@ -137,21 +137,19 @@ def _traced(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ClosedJax
         return once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
 
 
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Those of a program, and of those inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
 def values_of_64_bits(jaxpr: Jaxpr) -> Iterator[Any]:
     """What a program, or one inside of it, has of 64 bits: variables and literals."""
-    for equation in jaxpr.eqns:
+    for equation in equations(jaxpr):
         values: list[Any] = [*equation.invars, *equation.outvars]
         yield from (value for value in values if value.aval.dtype.itemsize > 4)
-        for inner in jaxprs_in_params(equation.params):
-            yield from values_of_64_bits(inner)
-
-
-def primitives(jaxpr: Jaxpr) -> Iterator[str]:
-    """The names of a program's primitives, and of those inside of it."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jaxprs_in_params(equation.params):
-            yield from primitives(inner)
 
 
 def _may_have_32_bits(closed: ClosedJaxpr) -> bool:

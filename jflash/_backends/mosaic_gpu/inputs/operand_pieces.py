@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu.hardware.panels import ByWidth, Panels
 from jflash._backends.mosaic_gpu.inputs import bf16_pieces
-from jflash._semantics.score_mod import primitives
+from jflash._semantics.score_mod import equations
 from jflash._semantics.spec import Spec
 
 Pieces = tuple[Any, ...]
@@ -52,8 +52,9 @@ def unsupported(spec: Spec) -> str | None:
         return None
     if spec.logits_soft_cap is not None:
         return "its soft cap has a relative error of 1e-6, which is more than float32's own precision allows."
-    used = () if spec.score_mod is None else set(primitives(spec.score_mod.jaxpr.jaxpr))
-    if (inexact := next((name for name in _LESS_EXACT if name in used), None)) is not None:
+    program = () if spec.score_mod is None else equations(spec.score_mod.jaxpr.jaxpr)
+    names = (equation.primitive.name for equation in program)
+    if (inexact := next((name for name in names if name in _LESS_EXACT), None)) is not None:
         return f"`score_mod` uses {inexact}, whose error there is more than float32's own precision allows."
     return None
 
