@@ -189,6 +189,39 @@ def test_three_warpgroups_where_they_were_faster(dims: tuple[int, int], length: 
     assert plan_forward(call, 132).tile.warpgroups == warpgroups
 
 
+def backward_ends(schedule: BackwardSchedule, causal: bool) -> float:
+    """When the last multiprocessor is done with a backward, as a multiple of what all of them would take together."""
+    tiles = [schedule.blocks - block if causal else 1 for block in range(schedule.blocks)]
+    times = [tile for _ in range(schedule.waves) for tile in tiles for _ in range(schedule.items)]
+    return last(times) / (sum(times) / 132)
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "batch", "items"),
+    # 21 and 25 heads, of 96 and of 80 columns; few waves; heads that fill no wave.
+    [(21, 32, 4, 4), (25, 32, 4, 4), (25, 64, 2, 10), (15, 128, 1, 3), (3, 16, 8, 24), (16, 128, 1, 1), (3, 16, 1, 3)],
+)
+def test_waves_of_a_causal_backward(heads: int, blocks: int, batch: int, items: int):
+    """No more heads at a time than keep all multiprocessors busy: their sums of dQ are in the cache."""
+    schedule = BackwardSchedule.of(heads, heads, blocks, batch, 132, accumulated=blocks)
+    assert (schedule.items, schedule.items * schedule.waves) == (items, heads * batch)
+    assert backward_ends(schedule, causal=True) < 1.05 or schedule.waves == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "items"),
+    [({}, 2), (dict(window=(512, 512)), 2), (dict(is_causal=True), 6), (dict(window=(None, 64)), 6)],
+    ids=str,
+)
+def test_waves_of_blocks_that_are_alike(options: dict, items: int):
+    """None needs a partner, however many there are."""
+    call = dataclasses.replace(spec(96, 96, heads=21, key_heads=21, query_length=8192, key_length=8192), **options)
+    fused = plan_backward(call, 132).fused
+    assert fused is not None
+    assert fused.schedule.items == items
+    assert options or backward_ends(fused.schedule, causal=False) < 1.05
+
+
 @pytest.mark.parametrize(("is_causal", "axes"), [(False, ["batch", "block"]), (True, ["block", "batch"])], ids=str)
 def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list[str]):
     """But causal ones, of which the longest begin first."""

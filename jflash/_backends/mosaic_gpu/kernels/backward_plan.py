@@ -44,6 +44,7 @@ from jflash._backends.mosaic_gpu.schedule import (
     HeadBlocks,
     RowTiles,
     ShortTiles,
+    tile_range,
 )
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -112,6 +113,7 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
             pl.cdiv(spec.key_length, size) * splits,
             spec.batch,
             processors,
+            alike=tile_range.are_alike(spec),
             accumulated=accumulated,
         ),
         partial=spec.partial,
@@ -135,7 +137,8 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
             return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias, tables=tables)
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
-    schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors)
+    alike = tile_range.are_alike(spec)
+    schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors, alike=alike)
     dq = DqPlan(spec, tile, schedule, others)
     dkv = _staged(DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
     return BackwardPlan(spec, dq=dq, dkv=dkv, dbias=dbias, tables=tables)

@@ -33,9 +33,10 @@ _QUARTER = 0.24
 """Likewise of a wave of few blocks: 32 are enough."""
 _FEW_BLOCKS = 8
 """Of keys, so few that the longest CTA takes little longer than the average, and small waves wait for none."""
-_UNPAIRED_BLOCKS = 16
-"""The most blocks with which the schedule keeps an odd number of waves. To make it even, waves would have to be twice
-as large, and would push accumulators of dQ out of the cache: that costs more time than an even number saves."""
+_UNPAIRED_WAVES = 0.5
+"""Waves for each block with which the schedule keeps an odd number of them. One without a partner takes a share of the
+time that falls with their number. Waves twice as large push accumulators of dQ out of the cache, which costs a share
+that falls with the number of blocks."""
 _FEW_TILES = 4
 """Of 128 queries or keys, so few that one CTA rounds a work item's dQ without delay."""
 _LAG, _ROOM = 1.45, 1.9
@@ -92,12 +93,20 @@ class BackwardSchedule:
 
     @staticmethod
     def of(
-        heads: int, key_heads: int, blocks: int, batch: int, processors: int | None, *, accumulated: int | None = None
+        heads: int,
+        key_heads: int,
+        blocks: int,
+        batch: int,
+        processors: int | None,
+        *,
+        alike: bool = False,
+        accumulated: int | None = None,
     ) -> BackwardSchedule:
         """The schedule for `blocks` of keys of each key head and batch entry.
 
-        `processors` are the device's multiprocessors, `None` where it is unknown. `accumulated` are the tiles of 128
-        queries, if CTAs add to a dQ that others round: the accumulators of a few waves should stay in the cache.
+        `processors` are the device's multiprocessors, `None` where it is unknown. `alike` says whether all blocks take
+        the same time. `accumulated` are the tiles of 128 queries, if CTAs add to a dQ that others round: the
+        accumulators of a few waves should stay in the cache.
         """
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)
@@ -107,9 +116,9 @@ class BackwardSchedule:
         # Whole head groups, or entries of one: others would need divisions, in every CTA.
         sizes = [size for size in range(1, every) if batch % size == 0 or (size % batch, every % size) == (0, 0)]
         # Of an odd number of waves, one has no partner with which long and short CTAs are exchanged.
-        in_pairs = accumulated is None or blocks > _UNPAIRED_BLOCKS
+        kept = math.inf if accumulated is None else _UNPAIRED_WAVES * blocks
         least = (_QUARTER if small else _ALMOST_ALL) * (processors or math.inf)
-        enough = lambda waves: least * (2 if in_pairs and waves % 2 else 1)
+        enough = lambda waves: least * (2 if waves % 2 and waves < kept and not alike else 1)
         items = next((size for size in sizes if size * blocks >= enough(every // size)), every)
         waves = every // items
         with_ctas = lambda number: math.ceil(number * (processors or 0) / (items * blocks))
