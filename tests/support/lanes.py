@@ -111,6 +111,16 @@ class Warpgroup(Numbers, Lanes):
         assert (np.sort(banks, axis=1) == np.arange(32)).all()
         self.shared[places[:, None] + np.arange(4)] = np.ascontiguousarray(word).view(np.uint8).reshape(THREADS, 4)
 
+    def store_in_row(self, address: Any, offset: int, words: Sequence[Any], condition: Any) -> None:
+        places = address.astype(int) + offset
+        assert not (places % 8).any()
+        # Of each row, of which four threads have a part, 32 bytes.
+        by_row = np.sort(places.reshape(-1, 4), axis=1)
+        assert (by_row == by_row[:, :1] + 8 * np.arange(4)).all()
+        given = np.stack(words, axis=1).view(np.uint8)
+        assert ((places >= 0) & (places <= self.device.size - 8))[condition].all()
+        self.device[places[condition][:, None] + np.arange(8)] = given[condition]
+
     def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any]) -> None:
         size, device = 4 * len(numbers), self.device.view(np.float32)
         places = address.astype(int) + offset

@@ -9,7 +9,7 @@ from lanes import THREAD, Warpgroup
 
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
 from jflash._backends.mosaic_gpu_mma.hardware import indices, sums
-from jflash._backends.mosaic_gpu_mma.hardware.copies import Part, Rows, copy_tile, store_words
+from jflash._backends.mosaic_gpu_mma.hardware.copies import Part, Rows, copy_tile, in_rows, store_in_rows, store_words
 from jflash._backends.mosaic_gpu_mma.hardware.products import (
     LeftOperand,
     PairedColumns,
@@ -76,6 +76,43 @@ def tile_of(pairs: np.ndarray) -> np.ndarray:
     """`[64, columns]` from an accumulator's registers in their order, `[registers, threads, 2]`."""
     # Eight columns, half; warp, row, pair, neighbour.
     return pairs.reshape(-1, 2, 4, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(64, -1)
+
+
+@pytest.mark.parametrize("of_pair", [None, 0, 1])
+@pytest.mark.parametrize("missing", [0, 8])
+@pytest.mark.parametrize("columns", [16, 48, 128])
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_stored_rows(dtype: type, columns: int, missing: int, of_pair: int | None):
+    """Rows from 5 to 50, where the warps' are, of an array that has the second half of the columns but for some."""
+    whole = 4 * columns
+    array = np.zeros((60, whole - missing), dtype)
+    o = Warpgroup(DTYPE, 0, array)
+    item = array.itemsize
+    below, beside = own_place(o, columns, of_pair)
+    row, column = 5 + below + o.row, beside + whole // 2
+    # What a thread has: eights of columns, halves, and neighbours.
+    own_rows = (5 + below + o.row)[:, None, None, None] + 8 * np.arange(2)[:, None]
+    eights = (beside + whole // 2 + 2 * o.pair)[:, None, None, None] + 8 * np.arange(columns // 8)[:, None, None]
+    numbers = (own_rows * 1000 + eights + np.arange(2)).astype(dtype).transpose(1, 2, 0, 3).reshape(-1, THREADS, 2)
+    if item == 2:
+        each = in_rows(o, [np.ascontiguousarray(two).view(np.uint32)[:, 0] for two in numbers])
+    else:
+        each = ((at % 2, 8 * (at // 2), o.times(o.pair, 2), list(two.T)) for at, two in enumerate(numbers))
+    rows = Rows(np.int64(0), len(array), whole - missing, (whole - missing) * item, item)
+    store_in_rows(o, rows, each, (row, column), o(50), whole - columns)
+    want = np.zeros_like(array)
+    for at_row, at_column, number in zip(
+        *(
+            np.broadcast_to(places, (THREADS, columns // 8, 2, 2)).ravel()
+            for places in (own_rows, eights + np.arange(2))
+        ),
+        numbers.reshape(columns // 8, 2, THREADS, 2).transpose(2, 0, 1, 3).ravel(),
+        strict=True,
+    ):
+        if at_row < 50 and at_column < whole - missing:
+            want[at_row, at_column] = number
+    np.testing.assert_array_equal(array, want)
+    assert array.any()
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -176,18 +213,20 @@ def test_sums(row: int, column: int, together: int):
     np.testing.assert_array_equal(got.reshape(96, columns), want[:96])
 
 
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("first", [0, 32])
-def test_products_of_some_rows(first: int):
-    """Of b's rows those from a row on."""
-    left, right = normal(64, 48), normal(64, 48)
-    left_tile, right_tile = SmemTile(64, 48), SmemTile(64, 48)
+def test_products_of_some_rows(first: int, transposed: bool):
+    """Of b's rows those from a row on: as columns of the product, or as many as A has columns."""
+    left, right = normal(64, 48 if transposed else 32), normal(64, 48)
+    left_tile, right_tile = SmemTile(*left.shape), SmemTile(64, 48)
     o = copied(left, left_tile)
     o.shared = np.concatenate([o.shared, copied(right, right_tile).shared])
     b = SmemOperand(o, right_tile, o(left.nbytes + first * right_tile.pitch))
-    block = [[np.zeros(THREADS, np.float32)] * 2 for _ in range(8)]
-    multiply(o, DTYPE, [block], [LeftOperand(o, left_tile, o(0))], [b], ONE, transposed=True)
+    some = right[first : first + 32].astype(np.float64)
+    want = left.astype(np.float64) @ (some.T if transposed else some)
+    block = [[np.zeros(THREADS, np.float32)] * 2 for _ in range(want.shape[1] // 4)]
+    multiply(o, DTYPE, [block], [LeftOperand(o, left_tile, o(0))], [b], ONE, transposed=transposed)
     got = tile_of(np.stack([np.stack(pair, axis=-1) for pair in block]))
-    want = left.astype(np.float64) @ right[first : first + 32].astype(np.float64).T
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 

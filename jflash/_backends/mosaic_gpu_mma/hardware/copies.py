@@ -6,8 +6,9 @@ rows past a limit and columns past an array's. So padding may hold anything, and
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref
-from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
+from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
 from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.hardware.products import own_place, words
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import CHUNK, SmemTile
@@ -153,7 +154,7 @@ def store_rows(
     part: Part | None = None,
     of_pair: int | None = None,
 ) -> None:
-    """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, which is even.
+    """Store rows, from `first` on, in `[L, D]`; but for those from `limit` on and columns past D, a multiple of 8.
 
     They may have a part of the columns alone, and be one block `of_pair`.
     """
@@ -166,21 +167,54 @@ def store_rows(
         rows = Rows.of(o, target)
         below, beside = own_place(o, values.shape[1], of_pair)
         row = o.add(first.registers.item(), below, o.row)
-        column = o.add(o.times(o.pair, 2), *(one.registers.item() for one in first_column), beside)
-        start = rows.address(o, row, column)
-        is_there = [o.below(o.add(row, o(8 * half)), limit.registers.item()) for half in range(2)]
-        kind, word = ("b32", o.type) if rows.item_bytes == 2 else ("b64", o.long_type)
-        for index, pair in np.ndenumerate(values.registers):
-            _, eight, _, _, half, *_ = index
-            is_inside = is_there[half]
-            if 8 * eight + 8 + other_columns > rows.columns:
-                is_inside = o.arith.andi(is_inside, o.below(o.add(column, o(8 * eight)), o(rows.columns)))
-            offset = 8 * half * rows.pitch + 8 * eight * rows.item_bytes
-            one = f"st.global.{kind} [$0 + {offset}], $1;"
-            _utils.inline_ptx(one, start, _utils.bitcast(pair, word), predicate=is_inside, has_side_effects=True)
+        column = o.add(beside, *(one.registers.item() for one in first_column))
+        if rows.item_bytes == 2:
+            each = in_rows(o, words(values))
+        else:
+            pair = _utils.ir.VectorType.get((2,), o.type)
+            numbers = ((at, _utils.bitcast(two, pair)) for at, two in enumerate(values.registers.flat))
+            each = ((at % 2, 8 * (at // 2), o.times(o.pair, 2), o.numbers(two)) for at, two in numbers)
+        store_in_rows(o, rows, each, (row, column), limit.registers.item(), other_columns)
 
     call: Any = store
     call(values, target, jnp.int32(first), jnp.int32(limit), *given)
+
+
+Stored = tuple[int, int, Any, Sequence[Any]]
+"""Of two neighbouring words: which half of 16 rows; a column, to which that of the thread is to be added; and they."""
+
+
+def in_rows(o: LaneWords, words: Sequence[Any]) -> Iterator[Stored]:
+    """What threads store of an accumulator's words of 16-bit numbers.
+
+    Of two words of neighbouring eights of columns one is exchanged with the next thread. So a warp stores 32 bytes of
+    each row at a time, as much as device memory is written in.
+    """
+    is_odd = o.arith.cmpi(o.arith.CmpIPredicate.ne, o.arith.andi(o.pair, o(1)), o(0))
+    own_column = o.add(o.left(o.arith.andi(o.pair, o(2)), 1), o.arith.select(is_odd, o(8), o(0)))
+    for place, half in itertools.product(range(len(words) // 4), range(2)):
+        both = words[4 * place + half], words[4 * place + 2 + half]
+        given, kept = (o.arith.select(is_odd, *two) for two in (both, both[::-1]))
+        taken = o.of_neighbour(given)
+        ordered = [o.arith.select(is_odd, *two) for two in ((taken, kept), (kept, taken))]
+        yield half, 16 * place, own_column, ordered
+
+
+def store_in_rows(
+    o: Lanes, rows: Rows, each: Iterable[Stored], first: tuple[Any, Any], limit: Any, other_columns: int
+) -> None:
+    """Store words in rows below `limit` and columns that there are; `first` are a thread's first row and its warp's
+    first column, which is one of `other_columns` at most."""
+    row, column = first
+    is_there = [o.below(o.add(row, o(8 * half)), limit) for half in range(2)]
+    for half, ahead, own_column, two in each:
+        # The compiler sees that this is the same for all.
+        own = o.add(column, own_column)
+        start, is_inside = rows.address(o, row, own), is_there[half]
+        if ahead + 16 + other_columns > rows.columns:
+            is_inside = o.arith.andi(is_inside, o.below(o.add(own, o(ahead)), o(rows.columns)))
+        offset = 8 * half * rows.pitch + ahead * rows.item_bytes
+        o.store_in_row(start, offset, two, is_inside)
 
 
 def load_tile(

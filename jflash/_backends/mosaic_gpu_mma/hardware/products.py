@@ -69,7 +69,7 @@ def add_product(
       b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before.
       order: which pieces of a and of b are multiplied, in the order in which their products are added.
       transposed: whether it is b's transpose that `a` is multiplied with.
-      first_row: a multiple of 16, from which on the rows of a transposed b count; `None` if it is 0.
+      first_row: a multiple of 16, from which on the rows of b count; `None` if it is 0.
       a_transposed: whether `a` is `[K, rows]`, in shared memory.
       paired: whether `acc` is a pair, and `a` in shared memory.
     """
@@ -143,7 +143,7 @@ class RegisterOperand:
     """Rows of A that a warpgroup holds in the layout of accumulators: words of two numbers."""
 
     def __init__(self, blocks: Sequence[Sequence[Any]]) -> None:
-        self.blocks = blocks
+        self.blocks, self.depth = blocks, 4 * len(blocks[0])
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
         """The four words of 16 columns of a block of 64 rows."""
@@ -175,12 +175,18 @@ class SmemOperand:
     def _address(self, chunk: int, rows_first: bool) -> Any:
         """Where a lane's row of the matrices begins, but for what is the same for all lanes."""
         key = chunk % self.tile.chunks, rows_first
-        if key not in self.addresses:
-            o = self.o
+        if key in self.addresses:
+            return self.addresses[key]
+        o = self.o
+        if key[0] > 0:
+            # Rows of a panel begin at multiples of their bytes. One instruction from one address, which the compiler
+            # repeats where registers are short.
+            self.addresses[key] = o.arith.xori(self._address(0, rows_first), o(16 * key[0]))
+        else:
             row, matrix = o.arith.andi(o.lane, o(7)), o.right(o.lane, 3)
             low, high = o.arith.andi(matrix, o(1)), o.right(matrix, 1)
             below, beside = (low, high) if rows_first else (high, low)
-            own_row, own_chunk = o.add(row, o.left(below, 3)), o.arith.ori(beside, o(key[0]))
+            own_row, own_chunk = o.add(row, o.left(below, 3)), beside
             if self.first_chunk is not None:
                 own_chunk = o.arith.ori(own_chunk, self.first_chunk)
             places = o.times(own_row, self.tile.pitch), self.tile.permuted(o, row, own_chunk)
@@ -194,7 +200,7 @@ class LeftOperand(SmemOperand):
     def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
         own = o.times(o.right(o.warp, 1), 32 * tile.pitch) if paired else o.times(o.warp, 16 * tile.pitch)
         super().__init__(o, tile, o.add(base, own))
-        self.rows = 16 if paired else WARPGROUP_ROWS
+        self.rows, self.depth = 16 if paired else WARPGROUP_ROWS, tile.columns
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
         """The four words of 16 columns of a block."""
@@ -206,7 +212,7 @@ class TransposedOperand(SmemOperand):
 
     def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
         super().__init__(o, tile, base, o.times(o.right(o.warp, 1), 4) if paired else o.times(o.warp, 2))
-        self.chunks = (16 if paired else WARPGROUP_ROWS) // CHUNK
+        self.chunks, self.depth = (16 if paired else WARPGROUP_ROWS) // CHUNK, tile.rows
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
         """The four words of 16 rows of a block."""
@@ -239,7 +245,7 @@ def multiply(
     Of operands in pieces, all products of a few steps of K are one sum, which is added to the others
     (`Lanes.multiply`): so what is read of each piece serves them all.
     """
-    columns, depth = 4 * len(sums[0]), right[0].tile.columns if transposed else right[0].tile.rows
+    columns, depth = 4 * len(sums[0]), left[0].depth
     for steps in itertools.batched(range(depth // 16), STEPS_OF_PIECES if len(order) > 1 else 1):
         fragments = [[[one.fragment(block, k) for one in left] for k in steps] for block in range(len(sums))]
         for n in range(columns // 16):

@@ -61,15 +61,16 @@ def part_columns(dim: int, warpgroups: int) -> int:
 
 def shared_memory(spec: Spec, tile: Tile) -> Buffers:
     """The kernel's buffers: tiles of queries, keys and values have one of each warpgroup's columns."""
-    parts = tile.warpgroups
+    parts, groups = tile.warpgroups, tile.size // WARPGROUP_ROWS
     head_columns, value_columns = part_columns(spec.head_dim, parts), part_columns(spec.value_dim, parts)
     return Buffers(
         k=buffer(spec, parts, tile.rows, head_columns),
         v=buffer(spec, parts, tile.rows, value_columns),
         q=buffer(spec, tile.stages, parts, tile.size, head_columns),
         do=buffer(spec, tile.stages, parts, tile.size, value_columns),
-        p=buffer(spec, tile.rows, tile.size) if parts > 1 else None,
-        ds=buffer(spec, tile.rows, tile.size),
+        # In groups of as many queries as a product has rows.
+        p=buffer(spec, groups, tile.rows, WARPGROUP_ROWS) if parts > 1 else None,
+        ds=buffer(spec, groups, tile.rows, WARPGROUP_ROWS),
     )
 
 
@@ -123,8 +124,8 @@ class _Cta(Cta[FusedPlan]):
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.rows, plan.tile.size)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
         self.warpgroup: Any = lax.axis_index("warpgroup") if plan.tile.warpgroups > 1 else 0
-        self.queries = plan.tile.size // plan.tile.warpgroups
-        """Of a tile, that are this warpgroup's."""
+        self.queries = plan.tile.size // plan.tile.warpgroups // plan.tile.passes
+        """Of a tile, that are this warpgroup's in a pass."""
 
     def run(self) -> None:
         """Walk over the tiles of queries, and store dK and dV."""
@@ -169,11 +170,11 @@ class _Cta(Cta[FusedPlan]):
     def _are_paired(self, rows: int, width: int) -> bool:
         return rows == WARPGROUP_ROWS and self.plan.tile.warpgroups > 1 and can_pair(width)
 
-    def _add_tiles(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
-        """acc + a @ b, or a.T @ b, for such accumulators."""
-        if self._are_paired(a.shape[a_transposed], b.shape[1]):
-            return self.ops.add_pair_product(acc, a, b, a_transposed=a_transposed)
-        return self.add_product(acc, a, b, transposed=False, a_transposed=a_transposed)
+    def _add_tiles(self, acc: Tiles, a: Ref, b: Ref, *, first_row: int) -> Tiles:
+        """acc + a @ b for such accumulators, of b's rows from the first on."""
+        if self._are_paired(a.shape[0], b.shape[1]):
+            return self.ops.add_pair_product(acc, a, b, first_row=first_row)
+        return self.add_product(acc, a, b, transposed=False, first_row=first_row)
 
     def _part(self, width: int) -> Part | None:
         """This warpgroup's columns, of all that have this width together."""
@@ -196,29 +197,53 @@ class _Cta(Cta[FusedPlan]):
 
         self.ops.commit()
 
-    def _products(self, own: Sequence[Operand], tiles: Ref) -> Tiles:
-        """Products of the own keys' rows and those of this warpgroup's queries, of all columns."""
-        acc, first = self.zeros(self.plan.tile.blocks, self.queries), None
-        if self.plan.tile.warpgroups > 1:
-            first = self.warpgroup * self.queries
+    def _products(self, own: Sequence[Operand], tiles: Ref, first: Any) -> Tiles:
+        """Products of the own keys' rows and those of a pass's queries, from `first` of the tile on, of all columns."""
+        acc = self.zeros(self.plan.tile.blocks, self.queries)
         for part, rows in enumerate(own):
             acc = self.add_product(acc, rows, tiles.at[part], transposed=True, first_row=first)
         return acc
 
     def _visit(self, own: Sequence[Operand], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         """Add one tile's part to the sums."""
+        tile, shared, ops = self.plan.tile, self.smem, self.ops
+        parts, slot, groups = tile.warpgroups, self.slot(step), range(tile.size // WARPGROUP_ROWS)
+        ops.wait(warpgroups=parts)
+        # Parameters of the logits leave few registers: copies, whose addresses take some, are issued before.
+        if tile.stages > 1 and not exponent.is_plain(self.plan.spec):
+            self._copy_tile(step + 1)
+        for number in range(tile.passes):
+            carry = self._add_pass(own, step, head, index, number, carry)
+        acc_dk, acc_dv, totals = carry
+        ops.meet(parts)
+        if parts > 1:
+            for group in groups:
+                rows = dict(first_row=group * WARPGROUP_ROWS)
+                acc_dv = self._add_tiles(acc_dv, shared.p.at[group], shared.do.at[slot, self.warpgroup], **rows)
+                acc_dk = self._add_tiles(acc_dk, shared.ds.at[group], shared.q.at[slot, self.warpgroup], **rows)
+        if tile.stages == 1:
+            # Neither queries nor d_out are read any more.
+            if parts > 1:
+                ops.meet(parts)
+            self._copy_tile(step + 1)
+        # After the others: before dK, the compiler has too few registers at 256 columns.
+        for group in groups:
+            first = self.order.tiles.start(index) + group * WARPGROUP_ROWS
+            self._add_dq(self.item.first_head + head, first, shared.ds.at[group])
+        return acc_dk, acc_dv, totals
+
+    def _add_pass(self, own: Sequence[Operand], step: Array, head: Any, index: Any, number: int, carry: Carry) -> Carry:
+        """Store P^T and dS^T of a pass, or add what this warpgroup makes of them."""
         acc_dk, acc_dv, totals = carry
         plan, spec, tile, shared, ops = self.plan, self.plan.spec, self.plan.tile, self.smem, self.ops
         parts, shape, blocks = tile.warpgroups, (WARPGROUP_ROWS, self.queries), range(tile.blocks)
         batch, own_head, start = self.item.batch, self.item.first_head + head, self.order.tiles.start(index)
-        first = start + self.warpgroup * self.queries
+        place = (self.warpgroup * tile.passes + number) * self.queries
+        first, first_row = start + place, place if self.queries < tile.size else None
+        group = lax.div(place, WARPGROUP_ROWS) if tile.size > WARPGROUP_ROWS else 0
         at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
         q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
-        ops.wait(warpgroups=parts)
-        # Parameters of the logits leave few registers: copies, whose addresses take some, are issued before.
         is_plain = exponent.is_plain(spec)
-        if tile.stages > 1 and not is_plain:
-            self._copy_tile(step + 1)
         rows = batch, own_head, pl.ds(first, self.queries)
         statistic = lambda name: along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape)
         # With many columns, so do masks; delta is loaded when P is stored.
@@ -226,48 +251,40 @@ class _Cta(Cta[FusedPlan]):
         lse, delta = statistic("lse"), None if delta_comes_late else statistic("delta")
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         loaded = [self.load(one, shape) for one in at]
-        s = self._products(own[:parts], q)
+        s = self._products(own[:parts], q, first_row)
         # Products need what they read at once, and the copies a tile later.
-        if tile.stages > 1 and is_plain:
+        if tile.stages > 1 and is_plain and number == 0:
             self._copy_tile(step + 1)
+        # Before the exponentials, which then run beside these products.
+        dp = self._products(own[parts:], do, first_row)
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
         kept = tuple(dropped.kept_of_signed(spec, one).astype(spec.dtype) for one in p)
         if parts > 1:
-            ops.store_tile(kept, shared.p, self.warpgroup * self.queries)
+            ops.store_tile(kept, shared.p.at[group], place - group * WARPGROUP_ROWS)
         else:
-            acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False)
+            acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False, first_row=first_row)
         if delta is None:
             delta = statistic("delta")
-        dp = self._products(own[parts:], do)
         pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
         totals = tuple(
             tuple(total + more[name].sum(axis=1) for name, total in zip(plan.wanted, of_keys, strict=True))
             for of_keys, (_, more) in zip(totals, pulled, strict=True)
         )
         ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
-        ops.store_tile(ds, shared.ds, self.warpgroup * self.queries)
+        ops.store_tile(ds, shared.ds.at[group], place - group * WARPGROUP_ROWS)
         if parts == 1:
-            acc_dk = self.add_product(acc_dk, (ds,), q.at[0], transposed=False)
-        ops.meet(parts)
-        if parts > 1:
-            acc_dv = self._add_tiles(acc_dv, shared.p, do.at[self.warpgroup])
-            acc_dk = self._add_tiles(acc_dk, shared.ds, q.at[self.warpgroup])
-        # After the others: before dK, the compiler has too few registers at 256 columns.
-        self._add_dq(own_head, start)
-        if tile.stages == 1:
-            ops.meet(parts)
-            self._copy_tile(step + 1)
+            acc_dk = self.add_product(acc_dk, (ds,), q.at[0], transposed=False, first_row=first_row)
         return acc_dk, acc_dv, totals
 
-    def _add_dq(self, head: Any, first: Any) -> None:
-        """Add this warpgroup's columns of a tile's dQ to what is in device memory."""
+    def _add_dq(self, head: Any, first: Any, ds: Ref) -> None:
+        """Add this warpgroup's columns of dQ of 64 queries to what is in device memory."""
         k, target = self.smem.k.at[self.warpgroup], self.refs.arrays["dq_acc"].at[self.item.batch, head]
-        size, column, together = self.plan.tile.size, self.warpgroup * k.shape[-1], self.plan.together
-        dq = self._add_tiles(self._accumulators(size, k.shape[-1]), self.smem.ds, k, a_transposed=True)
-        if self._are_paired(size, k.shape[-1]):
-            self.ops.add_pair(dq, target, first, column, together)
+        width, together = k.shape[-1], self.plan.together
+        if can_pair(width):
+            dq = self.ops.add_pair_product(self.zeros(2, width // 2), ds, k, a_transposed=True)
+            self.ops.add_pair(dq, target, first, self.warpgroup * width, together)
             return
-        for block, rows in enumerate(dq):
-            self.ops.add_rows(rows, target, first + block * WARPGROUP_ROWS, column, together)
+        (rows,) = self.add_product(self.zeros(1, width), ds, k, transposed=False, a_transposed=True)
+        self.ops.add_rows(rows, target, first, self.warpgroup * width, together)

@@ -35,6 +35,9 @@ class Tile:
     memory they are read again for every tile."""
     warpgroups: int = 1
     """Of the CTA, which share its rows; two in the fused backward alone."""
+    passes: int = 1
+    """Parts of a visited tile whose products with the own rows come one after the other, in the fused backward: fewer
+    are in registers at a time."""
     lends: bool = dataclasses.field(default=False, kw_only=True)
     """Whether operands leave their shared memory to others when they are not read there any more: those held, to the
     tiles that are visited; or if nothing is held, those of the first product to those of the second."""
