@@ -276,12 +276,9 @@ class MmaInterpreter(Interpreter, MmaOps):
             total = _add_products(total, left, right, order)
         return tuple(jnp.split(total, len(acc)))
 
-    def add_pair_product(
-        self, acc: Tiles, a: Ref, b: Ref, *, first_row: Any = None, a_transposed: bool = False
-    ) -> Tiles:
+    def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
         rows = a[...].T if a_transposed else a[...]
-        factor = lax.dynamic_slice_in_dim(b[...], 0 if first_row is None else first_row, rows.shape[1], axis=0)
-        made = _joined(acc) + jnp.dot(rows, factor, preferred_element_type=jnp.float32)
+        made = _joined(acc) + jnp.dot(rows, b[...], preferred_element_type=jnp.float32)
         # Rows: two warps', block, 16. Columns: which of the two.
         parts = made.reshape(2, 2, 16, 2, -1).transpose(1, 0, 3, 2, 4)
         return tuple(parts.reshape(2, 64, -1))

@@ -44,13 +44,10 @@ class MmaOps(WarpgroupOps, Protocol):
         options = dict(transposed=transposed, a_transposed=a_transposed)
         return products.add_product(acc, a, b, order, first_row=first_row, **options)
 
-    def add_pair_product(
-        self, acc: Tiles, a: Ref, b: Ref, *, first_row: Any = None, a_transposed: bool = False
-    ) -> Tiles:
-        """Likewise acc + a @ b, or a.T @ b, for a pair of blocks (`products`): of 64 rows, and each of half of the
-        columns; and of one piece."""
-        options = dict(transposed=False, first_row=first_row, a_transposed=a_transposed, paired=True)
-        return products.add_product(acc, a, b, [(0, 0)], **options)
+    def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
+        """acc + a @ b, or a.T @ b, for a pair of blocks (`products`): of 64 rows, and each of half of the columns; and
+        of one piece."""
+        return products.add_product(acc, a, b, [(0, 0)], transposed=False, a_transposed=a_transposed, paired=True)
 
     def load_rows(self, ref: Ref) -> tuple[Tiles, ...]:
         """Rows in shared memory in registers, of each piece blocks of 64."""

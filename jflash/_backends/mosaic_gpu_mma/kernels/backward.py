@@ -4,8 +4,8 @@
     for each query head that shares them and each tile of queries, i:
       each warpgroup, for its part of the tile's queries:
         S^T  = K Q_i^T                  copies of the next tile run beside all of this, if there is room for two
+        dP^T = V dO_i^T                 so do these products beside the exponentials
         P^T  = exp(S^T - lse_i)
-        dP^T = V dO_i^T
         dS^T = P^T (dP^T - delta_i)     both into shared memory
       when all threads are here, each warpgroup, for its part of the columns:
         dV   = dV + P^T dO_i
@@ -18,8 +18,10 @@ any order: a deterministic call takes the other kernels.
 
 Two warpgroups share queries in the first half of a step and columns in the second. So each can make products of two
 blocks of 64 keys, for which what is read of B serves twice, and the sums of 128 keys and 128 columns still fit in their
-registers. Of 64 rows alone they make pairs (`hardware.products`). One warpgroup has P^T and dS^T in registers as they
-are needed for dV and dK.
+registers. Of 64 rows alone they make pairs (`hardware.products`).
+
+One warpgroup has P^T and dS^T in registers as they are needed for dV and dK. Up to 64 columns it holds the sums of 128
+keys, if it takes some of the queries at a time. Then a multiprocessor runs two CTAs, which do not wait for each other.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -61,16 +63,15 @@ def part_columns(dim: int, warpgroups: int) -> int:
 
 def shared_memory(spec: Spec, tile: Tile) -> Buffers:
     """The kernel's buffers: tiles of queries, keys and values have one of each warpgroup's columns."""
-    parts, groups = tile.warpgroups, tile.size // WARPGROUP_ROWS
+    parts = tile.warpgroups
     head_columns, value_columns = part_columns(spec.head_dim, parts), part_columns(spec.value_dim, parts)
     return Buffers(
         k=buffer(spec, parts, tile.rows, head_columns),
         v=buffer(spec, parts, tile.rows, value_columns),
         q=buffer(spec, tile.stages, parts, tile.size, head_columns),
         do=buffer(spec, tile.stages, parts, tile.size, value_columns),
-        # In groups of as many queries as a product has rows.
-        p=buffer(spec, groups, tile.rows, WARPGROUP_ROWS) if parts > 1 else None,
-        ds=buffer(spec, groups, tile.rows, WARPGROUP_ROWS),
+        p=buffer(spec, tile.rows, tile.size) if parts > 1 else None,
+        ds=buffer(spec, tile.rows, tile.size),
     )
 
 
@@ -101,7 +102,7 @@ class FusedPlan(KeysPlan):
         """The kernel that rounds what this one adds up."""
         parts = self.tile.warpgroups
         columns = parts * part_columns(self.spec.head_dim, parts)
-        return RoundDqPlan(self.spec, columns, max(self.tile.size, WARPGROUP_ROWS), self.together)
+        return RoundDqPlan(self.spec, columns, self.tile.size, self.together)
 
 
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
@@ -170,11 +171,11 @@ class _Cta(Cta[FusedPlan]):
     def _are_paired(self, rows: int, width: int) -> bool:
         return rows == WARPGROUP_ROWS and self.plan.tile.warpgroups > 1 and can_pair(width)
 
-    def _add_tiles(self, acc: Tiles, a: Ref, b: Ref, *, first_row: int) -> Tiles:
-        """acc + a @ b for such accumulators, of b's rows from the first on."""
+    def _add_tiles(self, acc: Tiles, a: Ref, b: Ref) -> Tiles:
+        """acc + a @ b for such accumulators."""
         if self._are_paired(a.shape[0], b.shape[1]):
-            return self.ops.add_pair_product(acc, a, b, first_row=first_row)
-        return self.add_product(acc, a, b, transposed=False, first_row=first_row)
+            return self.ops.add_pair_product(acc, a, b)
+        return self.add_product(acc, a, b, transposed=False)
 
     def _part(self, width: int) -> Part | None:
         """This warpgroup's columns, of all that have this width together."""
@@ -207,7 +208,7 @@ class _Cta(Cta[FusedPlan]):
     def _visit(self, own: Sequence[Operand], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         """Add one tile's part to the sums."""
         tile, shared, ops = self.plan.tile, self.smem, self.ops
-        parts, slot, groups = tile.warpgroups, self.slot(step), range(tile.size // WARPGROUP_ROWS)
+        parts, slot = tile.warpgroups, self.slot(step)
         ops.wait(warpgroups=parts)
         # Parameters of the logits leave few registers: copies, whose addresses take some, are issued before.
         if tile.stages > 1 and not exponent.is_plain(self.plan.spec):
@@ -217,19 +218,15 @@ class _Cta(Cta[FusedPlan]):
         acc_dk, acc_dv, totals = carry
         ops.meet(parts)
         if parts > 1:
-            for group in groups:
-                rows = dict(first_row=group * WARPGROUP_ROWS)
-                acc_dv = self._add_tiles(acc_dv, shared.p.at[group], shared.do.at[slot, self.warpgroup], **rows)
-                acc_dk = self._add_tiles(acc_dk, shared.ds.at[group], shared.q.at[slot, self.warpgroup], **rows)
+            acc_dv = self._add_tiles(acc_dv, shared.p, shared.do.at[slot, self.warpgroup])
+            acc_dk = self._add_tiles(acc_dk, shared.ds, shared.q.at[slot, self.warpgroup])
         if tile.stages == 1:
             # Neither queries nor d_out are read any more.
             if parts > 1:
                 ops.meet(parts)
             self._copy_tile(step + 1)
         # After the others: before dK, the compiler has too few registers at 256 columns.
-        for group in groups:
-            first = self.order.tiles.start(index) + group * WARPGROUP_ROWS
-            self._add_dq(self.item.first_head + head, first, shared.ds.at[group])
+        self._add_dq(self.item.first_head + head, self.order.tiles.start(index))
         return acc_dk, acc_dv, totals
 
     def _add_pass(self, own: Sequence[Operand], step: Array, head: Any, index: Any, number: int, carry: Carry) -> Carry:
@@ -240,7 +237,6 @@ class _Cta(Cta[FusedPlan]):
         batch, own_head, start = self.item.batch, self.item.first_head + head, self.order.tiles.start(index)
         place = (self.warpgroup * tile.passes + number) * self.queries
         first, first_row = start + place, place if self.queries < tile.size else None
-        group = lax.div(place, WARPGROUP_ROWS) if tile.size > WARPGROUP_ROWS else 0
         at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
         q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
         is_plain = exponent.is_plain(spec)
@@ -262,7 +258,7 @@ class _Cta(Cta[FusedPlan]):
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
         kept = tuple(dropped.kept_of_signed(spec, one).astype(spec.dtype) for one in p)
         if parts > 1:
-            ops.store_tile(kept, shared.p.at[group], place - group * WARPGROUP_ROWS)
+            ops.store_tile(kept, shared.p, place)
         else:
             acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False, first_row=first_row)
         if delta is None:
@@ -273,14 +269,15 @@ class _Cta(Cta[FusedPlan]):
             for of_keys, (_, more) in zip(totals, pulled, strict=True)
         )
         ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
-        ops.store_tile(ds, shared.ds.at[group], place - group * WARPGROUP_ROWS)
+        ops.store_tile(ds, shared.ds, place)
         if parts == 1:
             acc_dk = self.add_product(acc_dk, (ds,), q.at[0], transposed=False, first_row=first_row)
         return acc_dk, acc_dv, totals
 
-    def _add_dq(self, head: Any, first: Any, ds: Ref) -> None:
-        """Add this warpgroup's columns of dQ of 64 queries to what is in device memory."""
-        k, target = self.smem.k.at[self.warpgroup], self.refs.arrays["dq_acc"].at[self.item.batch, head]
+    def _add_dq(self, head: Any, first: Any) -> None:
+        """Add this warpgroup's columns of a tile's dQ to what is in device memory."""
+        ds, k = self.smem.ds, self.smem.k.at[self.warpgroup]
+        target = self.refs.arrays["dq_acc"].at[self.item.batch, head]
         width, together = k.shape[-1], self.plan.together
         if can_pair(width):
             dq = self.ops.add_pair_product(self.zeros(2, width // 2), ds, k, a_transposed=True)
