@@ -294,6 +294,9 @@ class MmaInterpreter(Interpreter, MmaOps):
         pieces = jnp.pad(pieces, [(0, 0), (0, 0), (0, max(whole - pieces.shape[2], 0))])
         target[...] = lax.dynamic_slice_in_dim(pieces, column, width, axis=2).reshape(target.shape)
 
+    def copy_numbers(self, source: Ref, target: Ref, first: Any) -> None:
+        target[...] = source[pl.ds(first, target.shape[0])]
+
     def commit(self) -> None:
         """Nothing."""
 

@@ -232,13 +232,16 @@ class _Warp:
                         self._arrive(*copies)
             case _:
                 target, source = self._address(operands[0]) - SHARED, self._address(operands[1])
-                copies = target[holds], source[holds], self._value(operands[3], 32)[holds].astype(int)
-                self.shared[self._chunks(copies[0])] = 0xFF
+                size = int(operands[2])
+                # Of so many bytes those that are read, if not all; the others are zeros.
+                read = self._value(operands[3], 32)[holds].astype(int) if operands[3:] else np.full(holds.sum(), size)
+                copies = target[holds], source[holds], read, size
+                self.shared[self._chunks(copies[0], size)] = 0xFF
                 self.group.append(copies)
 
-    def _arrive(self, target: np.ndarray, source: np.ndarray, size: np.ndarray) -> None:
-        self.shared[self._chunks(target)] = 0
-        for to, start, count in zip(target, source, size, strict=True):
+    def _arrive(self, target: np.ndarray, source: np.ndarray, read: np.ndarray, size: int) -> None:
+        self.shared[self._chunks(target, size)] = 0
+        for to, start, count in zip(target, source, read, strict=True):
             if count:
                 (index,) = self.memory.index(np.array([start]), count)
                 self.shared[to : to + count] = self.memory.bytes[index]

@@ -93,6 +93,22 @@ def copy_tile(
                 o.copy_chunk(target, source, (place, at), size, is_in_tile)
 
 
+def copy_numbers(source: Ref, target: Ref, first: Any) -> None:
+    """Begin to copy float32 numbers of `[L]`, from `first` on, to shared memory: as many as `target` has, up to 128."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR))
+    def copy(_: Any, source: Any, target: Any, first: Any) -> None:
+        o = Lanes()
+        thread = o.add(o.times(o.warp, 32), o.lane)
+        own = o.add(o.shared_address(target), o.times(thread, 4))
+        start = o.arith.addi(o.device_address(source), o.distance(o.add(first.registers.item(), thread), 4))
+        (number,) = _utils.ir.MemRefType(target.type).shape
+        o.copy_number(own, start, o.below(thread, o(number)))
+
+    call: Any = copy
+    call(source, target, jnp.int32(first))
+
+
 def commit() -> None:
     """Make a group of the copies that began since the last one."""
     _instruction("cp.async.commit_group;")

@@ -67,6 +67,11 @@ class Lanes(LaneWords):
         copy = f"cp.async.cg.shared.global [$0 + {offsets[0]}], [$1 + {offsets[1]}], 16, $2;"
         _utils.inline_ptx(copy, target, source, size, predicate=condition, has_side_effects=True)
 
+    def copy_number(self, target: Any, source: Any, condition: Any) -> None:
+        """Begin to copy a float32 number to shared memory, where a condition holds."""
+        copy = "cp.async.ca.shared.global [$0], [$1], 4;"
+        _utils.inline_ptx(copy, target, source, predicate=condition, has_side_effects=True)
+
     def store_in_row(self, address: Any, offset: int, words: Sequence[Any], condition: Any) -> None:
         """Store two words side by side in device memory, where a condition holds."""
         store = f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};"

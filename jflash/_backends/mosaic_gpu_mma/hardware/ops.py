@@ -61,6 +61,10 @@ class MmaOps(WarpgroupOps, Protocol):
         """
         copies.copy_rows(source, target, first, limit, part)
 
+    def copy_numbers(self, source: Ref, target: Ref, first: Any) -> None:
+        """Begin to copy float32 numbers of `[L]`, from `first` on, to shared memory: as many as `target` has."""
+        copies.copy_numbers(source, target, first)
+
     def commit(self) -> None:
         """Make a group of the copies that began since the last one."""
         copies.commit()

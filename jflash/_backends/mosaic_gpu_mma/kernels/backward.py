@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_columns, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_columns, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
@@ -56,6 +56,10 @@ Carry = tuple[Tiles, Tiles, Totals]
 """dK and dV of each block of keys, in the warpgroup's columns; and the sums of parameters' gradients."""
 
 
+STATISTICS = "lse", "delta"
+"""What is known of each query, which comes with it."""
+
+
 def part_columns(dim: int, warpgroups: int) -> int:
     """Columns of tiles of rows of H or D numbers that are one warpgroup's."""
     return round_up(pl.cdiv(dim, warpgroups), 16)
@@ -70,6 +74,7 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
         v=buffer(spec, parts, tile.rows, value_columns),
         q=buffer(spec, tile.stages, parts, tile.size, head_columns),
         do=buffer(spec, tile.stages, parts, tile.size, value_columns),
+        statistics=smem.vectors(tile.stages, len(STATISTICS), tile.size),
         p=buffer(spec, tile.rows, tile.size) if parts > 1 else None,
         ds=buffer(spec, tile.rows, tile.size),
     )
@@ -195,6 +200,12 @@ class _Cta(Cta[FusedPlan]):
             place = self.item.first_head + head, self.order.tiles.start(index)
             self._copy_part("query", *place, self.smem.q.at[self.slot(step)])
             self._copy_part("d_out", *place, self.smem.do.at[self.slot(step)])
+            own = self.plan.tile.size // self.plan.tile.warpgroups
+            first = self.warpgroup * own
+            for number, name in enumerate(STATISTICS):
+                source = self.refs.arrays[name].at[self.item.batch, place[0]]
+                target = self.smem.statistics.at[self.slot(step), number, pl.ds(first, own)]
+                self.ops.copy_numbers(source, target, place[1] + first)
 
         self.ops.commit()
 
@@ -240,12 +251,10 @@ class _Cta(Cta[FusedPlan]):
         at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
         q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
         is_plain = exponent.is_plain(spec)
-        rows = batch, own_head, pl.ds(first, self.queries)
-        statistic = lambda name: along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape)
-        # With many columns, so do masks; delta is loaded when P is stored.
-        delta_comes_late = spec.head_dim > 64 and not (is_plain and self.order.tiles.whole is None)
-        lse, delta = statistic("lse"), None if delta_comes_late else statistic("delta")
-        to_p = lambda logits: exponent.exponent(spec)(logits, lse)
+        own_statistics = [
+            shared.statistics.at[self.slot(step), number, pl.ds(place, self.queries)] for number in range(2)
+        ]
+        load_statistic = lambda number: along_columns(ops.load(own_statistics[number], 1), shape)
         loaded = [self.load(one, shape) for one in at]
         s = self._products(own[:parts], q, first_row)
         # Products need what they read at once, and the copies a tile later.
@@ -253,6 +262,8 @@ class _Cta(Cta[FusedPlan]):
             self._copy_tile(step + 1)
         # Before the exponentials, which then run beside these products.
         dp = self._products(own[parts:], do, first_row)
+        lse = load_statistic(0)
+        to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
@@ -261,8 +272,7 @@ class _Cta(Cta[FusedPlan]):
             ops.store_tile(kept, shared.p, place)
         else:
             acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False, first_row=first_row)
-        if delta is None:
-            delta = statistic("delta")
+        delta = load_statistic(1)
         pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
         totals = tuple(
             tuple(total + more[name].sum(axis=1) for name, total in zip(plan.wanted, of_keys, strict=True))
