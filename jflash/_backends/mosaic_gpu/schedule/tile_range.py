@@ -28,8 +28,8 @@ TABLE = "tile_ranges"
 
 
 def are_alike(spec: Spec) -> bool:
-    """Whether blocks see as many tiles, but where a call begins and ends: not if what they see has a bound on one side,
-    as causal attention's has."""
+    """Whether all blocks see about as many tiles. Where what they see has a bound on one side, as in causal attention,
+    they do not."""
     left, right = spec.bounds
     return (left is None) == (right is None)
 

@@ -224,7 +224,6 @@ def store_in_rows(
     row, column = first
     is_there = [o.below(o.add(row, o(8 * half)), limit) for half in range(2)]
     for half, ahead, own_column, two in each:
-        # The compiler sees that this is the same for all.
         own = o.add(column, own_column)
         start, is_inside = rows.address(o, row, own), is_there[half]
         if ahead + 16 + other_columns > rows.columns:
