@@ -199,8 +199,12 @@ class _Warp:
             self._set(target, np.full(32, self.parameters[source.strip("[]")], np.uint64), holds)
             return
         width, targets = int(parts[-1][1:]), _names(target)
-        index = self.memory.index(self._address(source), width // 8 * len(targets))
-        found = np.ascontiguousarray(self.memory.bytes[index]).view(unsigned(width))
+        size = width // 8 * len(targets)
+        if parts[1] == "shared":
+            loaded = self.shared[self._chunks(self._address(source) - SHARED, size)]
+        else:
+            loaded = self.memory.bytes[self.memory.index(self._address(source), size)]
+        found = np.ascontiguousarray(loaded).view(unsigned(width))
         for place, name in enumerate(targets):
             self._set(name, found[:, place], holds)
 
