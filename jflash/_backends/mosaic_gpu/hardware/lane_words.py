@@ -83,6 +83,12 @@ class LaneWords:
         """The word of the thread beside this one: of two threads each has the other's."""
         return mgpu.utils.shfl_bfly(word, 1)
 
+    def side_by_side(self, is_odd: Any, words: Sequence[Any]) -> list[Any]:
+        """Of a thread's two words and its neighbour's: the first one of each if the thread is even, else the second."""
+        kept, given = (self.arith.select(is_odd, *two) for two in (words[::-1], words))
+        taken = self.of_neighbour(given)
+        return [self.arith.select(is_odd, *two) for two in ((taken, kept), (kept, taken))]
+
     def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any]) -> None:
         """Add neighbouring float32 numbers, one or four, to device memory."""
         names = ", ".join(f"${index}" for index in range(1, 1 + len(numbers)))

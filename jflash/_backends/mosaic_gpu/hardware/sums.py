@@ -119,7 +119,4 @@ def in_row(o: LaneWords, number: int, units: int, words: Sequence[Any]) -> tuple
         eight = o.arith.andi(o.right(index, 1), o(1))
         return row, o.add(column, o.left(eight, 3)), list(words)
     is_odd = o.arith.cmpi(o.arith.CmpIPredicate.ne, o.arith.andi(pair, o(1)), o(0))
-    kept, given = (o.arith.select(is_odd, *two) for two in (words[::-1], words))
-    taken = o.of_neighbour(given)
-    both = [o.arith.select(is_odd, *two) for two in ((taken, kept), (kept, taken))]
-    return row, o.add(column, o.arith.select(is_odd, o(6), o(0))), both
+    return row, o.add(column, o.arith.select(is_odd, o(6), o(0))), o.side_by_side(is_odd, words)

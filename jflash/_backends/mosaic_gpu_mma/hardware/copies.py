@@ -209,11 +209,8 @@ def in_rows(o: LaneWords, words: Sequence[Any]) -> Iterator[Stored]:
     is_odd = o.arith.cmpi(o.arith.CmpIPredicate.ne, o.arith.andi(o.pair, o(1)), o(0))
     own_column = o.add(o.left(o.arith.andi(o.pair, o(2)), 1), o.arith.select(is_odd, o(8), o(0)))
     for place, half in itertools.product(range(len(words) // 4), range(2)):
-        both = words[4 * place + half], words[4 * place + 2 + half]
-        given, kept = (o.arith.select(is_odd, *two) for two in (both, both[::-1]))
-        taken = o.of_neighbour(given)
-        ordered = [o.arith.select(is_odd, *two) for two in ((taken, kept), (kept, taken))]
-        yield half, 16 * place, own_column, ordered
+        two = words[4 * place + half], words[4 * place + 2 + half]
+        yield half, 16 * place, own_column, o.side_by_side(is_odd, two)
 
 
 def store_in_rows(
