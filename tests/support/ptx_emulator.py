@@ -237,7 +237,8 @@ class _Warp:
             case _:
                 target, source = self._address(operands[0]) - SHARED, self._address(operands[1])
                 size = int(operands[2])
-                # Of so many bytes those that are read, if not all; the others are zeros.
+                # The last operand says how many bytes are read from device memory; zeros fill the rest. Without it,
+                # all of them are read.
                 read = self._value(operands[3], 32)[holds].astype(int) if operands[3:] else np.full(holds.sum(), size)
                 copies = target[holds], source[holds], read, size
                 self.shared[self._chunks(copies[0], size)] = 0xFF

@@ -15,7 +15,7 @@ from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, sc
 from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DbiasSchedule, HeadBlocks, tile_range
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DbiasSchedule, HeadBlocks
 from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
 from jflash._backends.mosaic_gpu_mma.hardware import sums
 from jflash._backends.mosaic_gpu_mma.kernels import (
@@ -164,8 +164,7 @@ def _schedule(spec: Spec, platform: Platform, tile: Tile) -> BackwardSchedule:
     """Of a kernel whose CTAs own keys."""
     blocks, processors = pl.cdiv(spec.key_length, tile.rows), platform.processors
     ctas = None if processors is None else _CTAS * processors // tile.warpgroups
-    alike = tile_range.are_alike(spec)
-    schedule = BackwardSchedule.of(spec.heads, spec.key_heads, blocks, spec.batch, ctas, alike=alike)
+    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, ctas)
     return dataclasses.replace(schedule, partial=spec.partial)
 
 

@@ -9,7 +9,15 @@ from lanes import THREAD, Warpgroup
 
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
 from jflash._backends.mosaic_gpu_mma.hardware import indices, sums
-from jflash._backends.mosaic_gpu_mma.hardware.copies import Part, Rows, copy_tile, in_rows, store_in_rows, store_words
+from jflash._backends.mosaic_gpu_mma.hardware.copies import (
+    Part,
+    Rows,
+    copy_tile,
+    in_rows,
+    pairs_in_rows,
+    store_in_rows,
+    store_words,
+)
 from jflash._backends.mosaic_gpu_mma.hardware.products import (
     LeftOperand,
     PairedColumns,
@@ -97,7 +105,7 @@ def test_stored_rows(dtype: type, columns: int, missing: int, of_pair: int | Non
     if item == 2:
         each = in_rows(o, [np.ascontiguousarray(two).view(np.uint32)[:, 0] for two in numbers])
     else:
-        each = ((at % 2, 8 * (at // 2), o.times(o.pair, 2), list(two.T)) for at, two in enumerate(numbers))
+        each = pairs_in_rows(o, numbers)
     rows = Rows(np.int64(0), len(array), whole - missing, (whole - missing) * item, item)
     store_in_rows(o, rows, each, (row, column), o(50), whole - columns)
     want = np.zeros_like(array)

@@ -44,7 +44,6 @@ from jflash._backends.mosaic_gpu.schedule import (
     HeadBlocks,
     RowTiles,
     ShortTiles,
-    tile_range,
 )
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -107,13 +106,12 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
         return BackwardPlan(spec, wide=wide, dbias=dbias, tables=tables)
     by_keys = lambda size, accumulated=None, splits=1: dataclasses.replace(
-        BackwardSchedule.of(
+        BackwardSchedule.of_call(
+            spec,
             spec.heads,
             spec.key_heads,
             pl.cdiv(spec.key_length, size) * splits,
-            spec.batch,
             processors,
-            alike=tile_range.are_alike(spec),
             accumulated=accumulated,
         ),
         partial=spec.partial,
@@ -137,8 +135,7 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
             return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias, tables=tables)
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
-    alike = tile_range.are_alike(spec)
-    schedule = BackwardSchedule.of(spec.heads, spec.heads, blocks, spec.batch, processors, alike=alike)
+    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
     dq = DqPlan(spec, tile, schedule, others)
     dkv = _staged(DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
     return BackwardPlan(spec, dq=dq, dkv=dkv, dbias=dbias, tables=tables)

@@ -16,7 +16,7 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_
 from jflash._backends.mosaic_gpu.inputs import CallTiles, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WalkedTiles, tile_range
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WalkedTiles
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -183,8 +183,7 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
     def plan(gradient: Gradient) -> WidePlan:
         of_keys = _KINDS[gradient].keys_first
         length, heads = (spec.key_length, spec.key_heads) if of_keys else (spec.query_length, spec.heads)
-        blocks, alike = pl.cdiv(length, WARPGROUP_ROWS), tile_range.are_alike(spec)
-        schedule = BackwardSchedule.of(spec.heads, heads, blocks, spec.batch, processors, alike=alike)
+        schedule = BackwardSchedule.of_call(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
         schedule = dataclasses.replace(schedule, partial=spec.partial)
         return WidePlan(spec, gradient, _choose_tiles(spec, gradient), schedule, sums[gradient])
 

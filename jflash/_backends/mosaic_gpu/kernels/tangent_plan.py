@@ -140,8 +140,7 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
     assert plan is not None
     tile = _choose_tile(plan)
     heads, blocks = spec.heads * plan.parts, pl.cdiv(spec.query_length, tile.rows)
-    alike = tile_range.are_alike(spec)
-    schedule = BackwardSchedule.of(heads, heads, blocks, spec.batch, processors, alike=alike)
+    schedule = BackwardSchedule.of_call(spec, heads, heads, blocks, processors)
     return dataclasses.replace(plan, tile=tile, schedule=schedule)
 
 

@@ -126,6 +126,24 @@ class BackwardSchedule:
         room = max(1, min(waves, with_ctas(_ROOM))) if at_once else None
         return BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, lag, room)
 
+    @staticmethod
+    def of_call(
+        spec: Spec,
+        heads: int,
+        key_heads: int,
+        blocks: int,
+        processors: int | None,
+        *,
+        accumulated: int | None = None,
+    ) -> BackwardSchedule:
+        """`of` for the batch of a call, whose blocks see about as many tiles unless what they see is bounded on one
+        side, as in causal attention."""
+        left, right = spec.bounds
+        alike = (left is None) == (right is None)
+        return BackwardSchedule.of(
+            heads, key_heads, blocks, spec.batch, processors, alike=alike, accumulated=accumulated
+        )
+
     def item(self, wave: Any, number: Any) -> WorkItem:
         """A wave's work item; past the last wave, of no head group."""
         if self.items <= self.batch:

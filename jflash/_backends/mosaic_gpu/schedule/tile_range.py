@@ -27,13 +27,6 @@ TABLE = "tile_ranges"
 """The table's name among a kernel's arrays."""
 
 
-def are_alike(spec: Spec) -> bool:
-    """Whether all blocks see about as many tiles. Where what they see has a bound on one side, as in causal attention,
-    they do not."""
-    left, right = spec.bounds
-    return (left is None) == (right is None)
-
-
 def block_start(block: Any, size: int, missing: int = 0) -> Any:
     """Where a block of `size` begins, if the first one lacks `missing` rows."""
     return jnp.maximum(block * size - missing, 0) if missing else block * size

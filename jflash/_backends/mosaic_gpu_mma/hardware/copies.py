@@ -188,8 +188,7 @@ def store_rows(
             each = in_rows(o, words(values))
         else:
             pair = _utils.ir.VectorType.get((2,), o.type)
-            numbers = ((at, _utils.bitcast(two, pair)) for at, two in enumerate(values.registers.flat))
-            each = ((at % 2, 8 * (at // 2), o.times(o.pair, 2), o.numbers(two)) for at, two in numbers)
+            each = pairs_in_rows(o, [_utils.bitcast(two, pair) for two in values.registers.flat])
         store_in_rows(o, rows, each, (row, column), limit.registers.item(), other_columns)
 
     call: Any = store
@@ -211,6 +210,13 @@ def in_rows(o: LaneWords, words: Sequence[Any]) -> Iterator[Stored]:
     for place, half in itertools.product(range(len(words) // 4), range(2)):
         two = words[4 * place + half], words[4 * place + 2 + half]
         yield half, 16 * place, own_column, o.side_by_side(is_odd, two)
+
+
+def pairs_in_rows(o: LaneWords, pairs: Iterable[Any]) -> Iterator[Stored]:
+    """Likewise of its numbers of 32 bits, in pairs as threads have them: 32 bytes of each row."""
+    for index, pair in enumerate(pairs):
+        eight, half = divmod(index, 2)
+        yield half, 8 * eight, o.times(o.pair, 2), o.numbers(pair)
 
 
 def store_in_rows(

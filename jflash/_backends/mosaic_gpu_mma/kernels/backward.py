@@ -251,10 +251,8 @@ class _Cta(Cta[FusedPlan]):
         at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
         q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
         is_plain = exponent.is_plain(spec)
-        own_statistics = [
-            shared.statistics.at[self.slot(step), number, pl.ds(place, self.queries)] for number in range(2)
-        ]
-        load_statistic = lambda number: along_columns(ops.load(own_statistics[number], 1), shape)
+        statistics = shared.statistics.at[self.slot(step)]
+        statistic = lambda number: along_columns(ops.load(statistics.at[number, pl.ds(place, self.queries)], 1), shape)
         loaded = [self.load(one, shape) for one in at]
         s = self._products(own[:parts], q, first_row)
         # Products need what they read at once, and the copies a tile later.
@@ -262,7 +260,7 @@ class _Cta(Cta[FusedPlan]):
             self._copy_tile(step + 1)
         # Before the exponentials, which then run beside these products.
         dp = self._products(own[parts:], do, first_row)
-        lse = load_statistic(0)
+        lse = statistic(0)
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
@@ -272,7 +270,7 @@ class _Cta(Cta[FusedPlan]):
             ops.store_tile(kept, shared.p, place)
         else:
             acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False, first_row=first_row)
-        delta = load_statistic(1)
+        delta = statistic(1)
         pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
         totals = tuple(
             tuple(total + more[name].sum(axis=1) for name, total in zip(plan.wanted, of_keys, strict=True))
