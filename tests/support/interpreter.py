@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jflash._backends.mosaic_gpu.hardware import panels, sums
 from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
-from jflash._backends.mosaic_gpu_mma.hardware.products import STEPS_OF_PIECES
+from jflash._backends.mosaic_gpu_mma.hardware.products import STEP, STEPS_OF_PIECES
 
 
 @dataclasses.dataclass
@@ -244,6 +244,25 @@ def _joined(pair: Tiles) -> Float[Array, "64 columns"]:
     return jnp.stack(pair).reshape(2, 2, 2, 16, -1).transpose(1, 0, 3, 2, 4).reshape(64, -1)
 
 
+def _pair(rows: Float[Array, "64 columns"]) -> Tiles:
+    """The pair of blocks that has the rows."""
+    # Rows: two warps', block, 16. Columns: which of the two.
+    return tuple(rows.reshape(2, 2, 16, 2, -1).transpose(1, 0, 3, 2, 4).reshape(2, 64, -1))
+
+
+def _together(pair: Tiles) -> Float[Array, "64 columns"]:
+    """The rows of A that a pair of blocks consists of, which two warps each have."""
+    return _joined(pair)[:, : pair[0].shape[1]]
+
+
+def _of_steps(left: Array, right: Array, steps: Sequence[int] | None) -> tuple[Array, Array]:
+    """Of operands `[..., rows, K]` and `[..., K, columns]` what belongs to steps in K."""
+    if steps is None:
+        return left, right
+    some = slice(STEP * steps[0], STEP * (steps[-1] + 1))
+    return left[..., some], right[..., some, :]
+
+
 def _arrive_and_wait(barrier: Ref) -> None:
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
@@ -262,12 +281,16 @@ class MmaInterpreter(Interpreter, MmaOps):
         transposed: bool,
         first_row: Any = None,
         a_transposed: bool = False,
+        steps: Sequence[int] | None = None,
+        first_column: int = 0,
     ) -> Tiles:
         left = jnp.stack(list(map(jnp.concatenate, a))) if isinstance(a, tuple) else _pieces(a)
         left, right = left.mT if a_transposed else left, _pieces(b)
         if first_row is not None:
             right = lax.dynamic_slice_in_dim(right, first_row, acc[0].shape[1] if transposed else left.shape[2], axis=1)
         right = right.mT if transposed else right
+        left, right = _of_steps(left, right, steps)
+        right = right[..., first_column : first_column + acc[0].shape[1]]
         total = jnp.concatenate(acc)
         if len(order) == 1:
             # What the matrix unit cuts off from a sum is less than what 16 bits cut off from an operand.
@@ -276,15 +299,34 @@ class MmaInterpreter(Interpreter, MmaOps):
             total = _add_products(total, left, right, order)
         return tuple(jnp.split(total, len(acc)))
 
-    def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
-        rows = a[...].T if a_transposed else a[...]
-        made = _joined(acc) + jnp.dot(rows, b[...], preferred_element_type=jnp.float32)
-        # Rows: two warps', block, 16. Columns: which of the two.
-        parts = made.reshape(2, 2, 16, 2, -1).transpose(1, 0, 3, 2, 4)
-        return tuple(parts.reshape(2, 64, -1))
+    def add_pair_product(
+        self,
+        acc: Tiles,
+        a: Operand,
+        b: Ref,
+        *,
+        a_transposed: bool = False,
+        steps: Sequence[int] | None = None,
+        first_column: int = 0,
+    ) -> Tiles:
+        left = _together(a[0]) if isinstance(a, tuple) else a[...]
+        left, right = _of_steps(left.T if a_transposed else left, b[...], steps)
+        halves = right.reshape(len(right), 2, -1)[..., first_column : first_column + acc[0].shape[1]]
+        made = jnp.dot(left, halves.reshape(len(right), -1), preferred_element_type=jnp.float32)
+        return _pair(_joined(acc) + made)
 
-    def load_rows(self, ref: Ref) -> tuple[Tiles, ...]:
-        return tuple(tuple(jnp.split(piece, len(piece) // 64)) for piece in _pieces(ref))
+    def load_rows(
+        self, ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False
+    ) -> tuple[Tiles, ...]:
+        pieces = _pieces(ref)
+        pieces = (pieces.mT if transposed else pieces)[..., :columns]
+        if paired:
+            # Each warp of two that share rows has all of their columns.
+            return tuple(_pair(jnp.concatenate([piece, piece], axis=1)) for piece in pieces)
+        return tuple(tuple(jnp.split(piece, len(piece) // 64)) for piece in pieces)
+
+    def scaled_pair(self, pair: Tiles, factors: Ref) -> Tiles:
+        return _pair(_joined(pair) * factors[...][:, None])
 
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
         rows, number, width = first + jnp.arange(target.shape[-2]), math.prod(target.shape[:-2]), target.shape[-1]
@@ -314,14 +356,21 @@ class MmaInterpreter(Interpreter, MmaOps):
     def store_rows(
         self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None
     ) -> None:
-        rows = first + jnp.arange(values.shape[0])
-        rows = jnp.where(rows < limit, rows, target.shape[0])
-        width, columns = values.shape[1], target.shape[1]
+        width, (length, columns) = values.shape[1], target.shape
 
         def store(column: int) -> None:
-            # These columns alone: other warpgroups store others.
-            own = target.at[:, pl.ds(column, min(width, columns - column))]
-            own[...] = own[...].at[rows].set(values[:, : own.shape[1]].astype(target.dtype), mode="drop")
+            # These rows and columns alone: other warpgroups store others.
+            together = min(8, length)
+            for some in range(0, values.shape[0], 8):
+
+                @pl.when(first + some < limit)
+                def _(some: int = some) -> None:
+                    start = jnp.minimum(first + some, length - together)
+                    own = target.at[pl.ds(start, together), pl.ds(column, min(width, columns - column))]
+                    given = values[some : some + together, : own.shape[1]].astype(target.dtype)
+                    rows = first + some + jnp.arange(together)
+                    rows = jnp.where(rows < limit, rows - start, together)
+                    own[...] = own[...].at[rows].set(given, mode="drop")
 
         for column in range(0, columns, width):
             if part is None:
@@ -330,11 +379,12 @@ class MmaInterpreter(Interpreter, MmaOps):
             else:
                 pl.when(part.first == column)(functools.partial(store, column))
 
-    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part) -> None:
+    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
         self.store_rows(_joined(pair), target, first, limit, part)
 
-    def add_pair(self, pair: Tiles, target: Ref, row: Any, column: Any, together: int) -> None:
-        self.add_rows(_joined(pair), target, row, column, together)
+    def add_pair(self, pair: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
+        for number, values in enumerate(jnp.split(_joined(pair), 2, axis=1)):
+            self.add_rows(values, target, row, column + number * half, together)
 
     def add_rows(self, values: Float[Array, "64 columns"], target: Ref, row: Any, column: Any, together: int) -> None:
         groups, units = values.shape[0] // 8, values.shape[1] // 16

@@ -111,6 +111,11 @@ class Warpgroup(Numbers, Lanes):
         assert (np.sort(banks, axis=1) == np.arange(32)).all()
         self.shared[places[:, None] + np.arange(4)] = np.ascontiguousarray(word).view(np.uint8).reshape(THREADS, 4)
 
+    def load_number(self, address: Any, offset: int) -> np.ndarray:
+        """Each lane's float32 number of shared memory."""
+        own = np.broadcast_to(address, (THREADS,)).astype(np.int64)[:, None] + offset + np.arange(4)
+        return np.ascontiguousarray(self.shared[own]).view(np.float32)[:, 0]
+
     def store_in_row(self, address: Any, offset: int, words: Sequence[Any], condition: Any) -> None:
         places = address.astype(int) + offset
         assert not (places % 8).any()

@@ -168,6 +168,18 @@ def finish(
 ) -> tuple[Float[Array, "rows D"], Float[Array, "rows"]]:
     """The rows' output and log-sum-exp, from m and whole l; 0 and -inf for those that saw no key, with a sink or
     without."""
+    factor, lse = last_factor(spec, exponent, m, l, sink)
+    return scaled_rows(acc_o, factor), lse
+
+
+def last_factor(
+    spec: Spec,
+    exponent: Exponent,
+    m: Float[Array, "rows"],
+    l: Float[Array, "rows"],
+    sink: Float[Array, ""] | None,
+) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
+    """What times O is the rows' output, and their log-sum-exp, likewise."""
     empty = l == 0
     unit = 1.0 if exponent.exact else 1 / LOG2_E
     reference = finite_or_zero(m) * unit
@@ -178,4 +190,4 @@ def finish(
         l = l * shrink + jnp.exp(sink - largest)
         reference, factor = largest, shrink / l
     lse = jnp.where(empty, -jnp.inf, reference + jnp.log(jnp.where(empty, 1.0, l)))
-    return acc_o * along_rows(jnp.where(empty, 0.0, dropped.scaled(spec, factor)), acc_o.shape), lse
+    return jnp.where(empty, 0.0, dropped.scaled(spec, factor)), lse

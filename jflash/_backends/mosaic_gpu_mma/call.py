@@ -22,6 +22,7 @@ from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import backward_dbia
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import backward_dkv
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import backward_dq
 from jflash._backends.mosaic_gpu_mma.kernels.backward_tables import backward_tables
+from jflash._backends.mosaic_gpu_mma.kernels.cta import copies_bias
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.kernels.forward import forward as launch_forward
 from jflash._backends.mosaic_gpu_mma.plan import BackwardPlan
@@ -83,8 +84,11 @@ def _in_chunks(spec: Spec, array: Float[Array, "B L N H"]) -> Float[Array, "B L 
 
 
 def _others(spec: Spec, operands: Operands) -> dict[str, Array]:
-    """The operands but query, key, value and a packed mask, by name. A bias of both axes is read as it is."""
+    """The operands but query, key, value and a packed mask, by name. A bias of both axes is padded for copies."""
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     found = prepare.operands_for_kernels(spec, operands, except_bias=has_bias_tiles)
     found |= score_mod_reads.prepare(operands.score_mod_arrays)
-    return found if operands.bias is None or not has_bias_tiles else found | {"bias": operands.bias}
+    if operands.bias is None or not has_bias_tiles:
+        return found
+    missing = -operands.bias.shape[3] % 8 if copies_bias(spec) else 0
+    return found | {"bias": jnp.pad(operands.bias, [(0, 0)] * 3 + [(0, missing)])}

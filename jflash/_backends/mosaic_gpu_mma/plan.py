@@ -17,7 +17,7 @@ from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DbiasSchedule, HeadBlocks
 from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
-from jflash._backends.mosaic_gpu_mma.hardware import sums
+from jflash._backends.mosaic_gpu_mma.hardware import can_pair, sums
 from jflash._backends.mosaic_gpu_mma.kernels import (
     backward,
     backward_dbias,
@@ -31,7 +31,7 @@ from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_tables import TablesPlan
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile, TiledPlan
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile, TiledPlan, columns
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
 from jflash._platform import Platform
@@ -48,14 +48,25 @@ _CTAS = 2
 
 _FORWARD = {
     64: _tiles((2, 64, 1), (2, 64, 2), (2, 64, 1, 1)),
-    128: _tiles((2, 64, 1), (2, 64, 2), (1, 64, 2, 1)),
-    256: _tiles((1, 64, 1), (1, 32, 2, 1)),
+    128: _tiles((2, 64, 1), (2, 64, 2), (1, 64, 1), (1, 64, 2, 1)),
+    256: _tiles((1, 64, 1), (1, 32, 2, 1), (1, 32, 1)),
 }
+_IN_PARTS = {128: (Tile(2, 64, 1, sums_in_parts=True), *_FORWARD[128])}
+# Other logits than products leave no registers for tiles of 128 keys, and for what is held of Q.
+_OF_PRODUCTS = {
+    64: (Tile(2, 128, 1), *_FORWARD[64]),
+    256: (Tile(1, 64, 1, held_columns=128, paired=True, sums_in_parts=True), *_FORWARD[256]),
+}
+_FORWARDS: Mapping[str, Mapping[int, Sequence[Tile]]] = {
+    "forward": _FORWARD | _IN_PARTS,
+    "biased forward": _FORWARD,
+    "plain forward": _FORWARD | _OF_PRODUCTS,
+    "causal forward": _FORWARD | _OF_PRODUCTS | _IN_PARTS,
+}
+"""The forward's, by what logits are (`_form_of_forward`)."""
 
 TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
-    "forward": _FORWARD,
-    # Other forms of the logits leave no registers for tiles of 128 keys.
-    "plain forward": _FORWARD | {64: (*_tiles((2, 128, 1)), *_FORWARD[64])},
+    **_FORWARDS,
     "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1))},
     "backward": {
         64: _tiles((2, 64, 2, 0, 1, 2), (2, 64, 2, 4, 2), (1, 64, 2), (1, 64, 1)),
@@ -75,10 +86,13 @@ TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
     },
     "d_key": {256: _tiles((1, 32, 1), (1, 32, 2, 1))},
     "d_value": {256: _tiles((1, 64, 1), (1, 32, 1, 1))},
-    "d_bias": {256: _tiles((1, 64, 1), (1, 32, 1))},
+    "d_bias": {
+        128: _tiles((1, 128, 1), (2, 128, 1, 0, 2), (1, 64, 1)),
+        256: (*_tiles((2, 64, 1, 0, 2), (1, 64, 1), (1, 32, 1)), Tile(1, 32, 1, lends=True)),
+    },
     "d_tables": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1), (1, 32, 1))},
 }
-"""Each kernel's tiles up to a larger head dim; some fit in 99 KiB. First comes the fastest on an H100, causal with
+"""Each kernel's tiles up to a head dim (`_width`); some fit in 99 KiB. First comes the fastest on an H100, causal with
 4,096 tokens, of those that were measured there. Operands held in registers were in "backward" alone."""
 
 
@@ -109,12 +123,22 @@ def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
     """The plan of a call's forward."""
     packed_heads = spec.group if packs(spec) else 1
     rows, heads = spec.query_length * packed_heads, spec.heads // packed_heads
-    plain = exponent.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
-    kind = "short" if rows <= WARPGROUP_ROWS else "plain forward" if plain else "forward"
-    tile = _choose(spec, platform, kind, lambda tile: forward.shared_memory(spec, tile))
+    kernel = "short" if rows <= WARPGROUP_ROWS else _form_of_forward(spec)
+    tile = _choose(spec, platform, kernel, lambda tile: forward.shared_memory(spec, tile))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
     splits = max(1, min(share, spec.key_length // (4 * tile.size))) if rows <= tile.rows else 1
     return ForwardPlan(spec, tile, packed_heads, splits)
+
+
+def _form_of_forward(spec: Spec) -> str:
+    """What the forward's tiles depend on besides head dims: how many registers logits and masks leave."""
+    if spec.dtype == jnp.float32:
+        return "forward"
+    if bias_and_mask.bias_kind(spec) in ("tile", "column"):
+        return "biased forward"
+    if not exponent.is_plain(spec) or spec.dropout_rate > 0:
+        return "forward"
+    return "causal forward" if spec.is_causal else "plain forward"
 
 
 def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
@@ -123,7 +147,7 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
     bias_kind, dbias = bias_and_mask.bias_kind(spec) if "bias" in wanted else None, None
     if bias_kind == "tile":
         tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
-        dbias = DbiasPlan(spec, tile, DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform)))
+        dbias = DbiasPlan(spec, tile, DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform, tile)))
         wanted = tuple(name for name in wanted if name != "bias")
     tables = _plan_tables(spec, platform) if score_mod_reads.tables(spec) else None
     # Each sum over keys, and with deterministic=True every sum, has an owner in the other kernels alone.
@@ -141,12 +165,12 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
 def _plan_tables(spec: Spec, platform: Platform) -> TablesPlan:
     tile = _choose(spec, platform, "d_tables", lambda tile: backward_tables.shared_memory(spec, tile))
     blocks = pl.cdiv(spec.query_length, tile.rows)
-    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, _ctas(platform)))
+    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, _ctas(platform, tile)))
 
 
-def _ctas(platform: Platform) -> int | None:
+def _ctas(platform: Platform, tile: Tile) -> int | None:
     """CTAs that the device runs at a time, about; `None` where its multiprocessors are not counted."""
-    return None if platform.processors is None else _CTAS * platform.processors
+    return None if platform.processors is None else _CTAS * platform.processors // tile.warpgroups
 
 
 def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> FusedPlan | None:
@@ -162,8 +186,7 @@ def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> Fuse
 
 def _schedule(spec: Spec, platform: Platform, tile: Tile) -> BackwardSchedule:
     """Of a kernel whose CTAs own keys."""
-    blocks, processors = pl.cdiv(spec.key_length, tile.rows), platform.processors
-    ctas = None if processors is None else _CTAS * processors // tile.warpgroups
+    blocks, ctas = pl.cdiv(spec.key_length, tile.rows), _ctas(platform, tile)
     schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, ctas)
     return dataclasses.replace(schedule, partial=spec.partial)
 
@@ -183,9 +206,20 @@ def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable
 
 def _fitting(spec: Spec, capacity: int, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> list[Tile]:
     """A kernel's tiles that fit in shared memory."""
-    widest, listed = max(spec.head_dim, spec.value_dim), FLOAT32_TILES.get(operand_pieces.number(spec), TILES)[kernel]
-    tiles = next(tiles for most, tiles in listed.items() if widest <= most)
-    return [tile for tile in tiles if smem.size(shared_memory(tile)) <= capacity]
+    listed = FLOAT32_TILES.get(operand_pieces.number(spec), TILES)[kernel]
+    tiles = next(tiles for most, tiles in listed.items() if _width(spec, kernel) <= most)
+    can_be_paired = can_pair(columns(spec.value_dim))
+    return [tile for tile in tiles if smem.size(shared_memory(tile)) <= capacity and (can_be_paired or not tile.paired)]
+
+
+def _width(spec: Spec, kernel: str) -> int:
+    """The head dim by which tiles are listed: the larger one.
+
+    The forward's registers hold O. For keys as much as twice as wide as values its shared memory has room, if they are
+    of 16 bits.
+    """
+    is_forward, head_dim = kernel in _FORWARDS, spec.head_dim
+    return max(spec.value_dim, head_dim // 2 if is_forward and spec.dtype != jnp.float32 else head_dim)
 
 
 def _outputs_of_dkv(spec: Spec) -> list[tuple[str, ...]]:

@@ -55,6 +55,8 @@ EMULATED = [
     dict(dtype="bfloat16", dims=(64, 64), causal=True, score_mod="arrays", heads=(2, 1)),
     dict(dtype="float16", dims=(192, 128), score_mod="arrays", bias="full", dropout=True, lengths="both", batch=()),
     dict(dtype="bfloat16", dims=(64, 64), query_length=3, key_length=700, heads=(4, 2), lengths="keys", batch=()),
+    # The output in pairs of blocks, and where there is least shared memory in one.
+    dict(dtype="bfloat16", dims=(256, 256), causal=True, sinks=True, key_length=140, heads=(1, 1), batch=()),
     # Tiles of 128 keys.
     dict(dtype="bfloat16", dims=(64, 64), causal=True, offset="end", key_length=300, lengths="both", batch=()),
     dict(dtype="float32", dims=(64, 64), bias="full", mask="full", dropout=True, causal=True, batch=()),

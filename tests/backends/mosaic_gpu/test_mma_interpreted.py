@@ -64,6 +64,15 @@ def test_right(case: Case):
     assert_right(cases.build(case))
 
 
+@pytest.mark.parametrize(
+    "options", [dict(causal=True, sinks=True, heads=(2, 1)), slow(dict(lengths="both", segments="sorted"))], ids=str
+)
+def test_output_in_pairs(options: dict):
+    """Of heads so wide that a warp holds half of the columns of its rows' output."""
+    call = cases.build(Case("bfloat16", 140, 200, dims=(256, 256), **(dict(batch=()) | options)))
+    oracle.assert_right(run(call), call)
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(640, 64), slow(64, 640)])
 def test_long_sums_of_float32(queries: int, keys: int):
     """Where the matrix unit adds, what is below the last place is cut off: sums over many tiles must not drift."""

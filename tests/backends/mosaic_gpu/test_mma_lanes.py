@@ -27,6 +27,7 @@ from jflash._backends.mosaic_gpu_mma.hardware.products import (
     can_pair,
     multiply,
     own_place,
+    row_numbers,
 )
 from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
 
@@ -196,6 +197,24 @@ def test_stores(columns: int, blocks: int, parts: int):
         np.testing.assert_array_equal(tile_of(np.asarray(words)), array.T[64 * block :][:64])
 
 
+def test_sums_of_a_pair():
+    """16 columns of each half of 64, of which each warp has one half's."""
+    half, first = 32, 16
+    o = Warpgroup(DTYPE, 0, np.zeros(sums.shape(64, 2 * half), np.float32))
+    added = normal(64, 32).astype(np.float32)
+    for number in range(2):
+        below, beside = own_place(o, half, number)
+        rows = (below + o.row).astype(int)[:, None, None, None] + 8 * np.arange(2)[:, None]
+        own = (beside // 2 + 2 * o.pair).astype(int)[:, None, None, None] + 8 * np.arange(2)[:, None, None]
+        pairs = added[rows, own + np.arange(2)].transpose(1, 2, 0, 3).reshape(-1, THREADS, 2)
+        places = sums.Places(o, o.distance(o(0), 1), 2 * half // 16, below, beside + first, 4)
+        sums.add_numbers(o, places, list(pairs))
+    got = o.device.view(np.float32).reshape(8, 4, 8, 4, 2, 2).transpose(0, 2, 1, 4, 3, 5).reshape(64, 64)
+    want = np.zeros((64, 64), np.float32)
+    want[:, first : first + 16], want[:, half + first : half + first + 16] = added[:, :16], added[:, 16:]
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("together", [1, 4])
 @pytest.mark.parametrize("column", [0, 32])
 @pytest.mark.parametrize("row", [0, 24, 32])
@@ -276,6 +295,38 @@ def test_products_of_a_pair(columns: int, a_transposed: bool):
     blocks = [tile_of(np.stack([np.stack(two, axis=-1) for two in block])) for block in pair]
     want = (a.T if a_transposed else a).astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(rows_of_pair(o, blocks), want, atol=1e-4)
+
+
+@pytest.mark.parametrize(("steps", "first_column"), [([0, 1], 0), ([2, 3], 32), (range(1, 4), 16)])
+@pytest.mark.parametrize("paired", [False, True])
+def test_parts_of_products(steps: list[int], first_column: int, paired: bool):
+    """Some steps in K, and of the columns, or of each half of a pair's, 16 from one on. A is held in registers."""
+    a, b = normal(64, 64), normal(64, 128)
+    tiles = SmemTile(64, 64), SmemTile(64, 128)
+    o = copied(a, tiles[0])
+    o.shared = np.concatenate([o.shared, copied(b, tiles[1]).shared])
+    rows, blocks = LeftOperand(o, tiles[0], o(0), paired=paired), range(2 if paired else 1)
+    left = RegisterOperand([[word for k in range(4) for word in rows.fragment(block, k)] for block in blocks])
+    right = (PairedColumns if paired else SmemOperand)(o, tiles[1], o(a.nbytes))
+    sums = [[[np.zeros(THREADS, np.float32)] * 2 for _ in range(4)] for _ in blocks]
+    some = dict(steps=steps, first_column=first_column)
+    multiply(o, DTYPE, sums, [left], [right], ONE, transposed=False, **some)
+    made = [tile_of(np.stack([np.stack(two, axis=-1) for two in block])) for block in sums]
+    got = rows_of_pair(o, made) if paired else made[0]
+    inner = slice(16 * steps[0], 16 * (steps[-1] + 1))
+    columns = [first + first_column + np.arange(16) for first in ((0, 64) if paired else (0,))]
+    want = a[:, inner].astype(np.float64) @ b[inner][:, np.concatenate(columns)].astype(np.float64)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_numbers_of_a_pairs_rows():
+    """Each lane has those of its rows in both blocks."""
+    numbers = np.arange(64, dtype=np.float32)
+    o = Warpgroup(DTYPE, BASE + numbers.nbytes, np.zeros(1, DTYPE))
+    o.shared[BASE:] = numbers.view(np.uint8)
+    for number, halves in enumerate(row_numbers(o, o(BASE))):
+        for half, got in enumerate(halves):
+            np.testing.assert_array_equal(got, own_place(o, 0, number)[0] + o.row + 8 * half)
 
 
 def test_columns_of_pairs():

@@ -10,6 +10,7 @@ import pytest
 
 from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu.hardware import smem
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
 from jflash._backends.mosaic_gpu_mma.plan import BackwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._semantics.spec import Spec
@@ -73,6 +74,22 @@ def test_forward_tiles_by_form(capability: str):
 
     assert (size(), size(is_causal=True), size(logits_soft_cap=5.0)) == (128, 128, 64)
     assert size(dropout_rate=0.5, dropout_key=key) == 64
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_forward_of_wide_heads(capability: str):
+    """O is a pair where P has room beside three tiles, if its columns can be halved; others have tiles of 64 rows, or,
+    where values are half as wide as keys, of 128."""
+
+    def tile(head_dim: int, value_dim: int, **arguments: object) -> Tile:
+        query, value = (jnp.zeros((1, 100, 1, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
+        spec, _ = hopper_kernels.canonical_arguments(query=query, key=query, value=value, **arguments)
+        return kernel_families.mma(capability).plans(spec, 108)[0].tile
+
+    has_room = SHARED_MEMORY[capability] > 104 * 1024
+    assert (tile(256, 256).paired, tile(256, 256, is_causal=True).paired) == (has_room, has_room)
+    assert [tile(192, 192).paired, tile(256, 256, logits_soft_cap=5.0).paired] == [False, False]
+    assert (tile(192, 128).blocks, tile(192, 192).blocks, tile(128, 256).blocks) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)

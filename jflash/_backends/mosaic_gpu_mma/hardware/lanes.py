@@ -30,6 +30,11 @@ class Lanes(LaneWords):
         words = [self.type] * 4
         return _utils.inline_ptx(load, address, result_types=words, has_side_effects=True, convergent=True)
 
+    def load_number(self, address: Any, offset: int) -> Any:
+        """A float32 number from shared memory."""
+        load = f"ld.shared.f32 $0, [$1 + {offset}];"
+        return _utils.inline_ptx(load, address, result_types=self.zero.type, has_side_effects=True)
+
     def multiply(self, dtype: Any, factors: Sequence[tuple[Any, Any]], c: Sequence[Any]) -> list[Any]:
         """c + the sum of a @ b over some a and b, of 16 x 16 and 16 x 8 numbers.
 

@@ -35,23 +35,43 @@ class MmaOps(WarpgroupOps, Protocol):
         transposed: bool,
         first_row: Any = None,
         a_transposed: bool = False,
+        steps: Sequence[int] | None = None,
+        first_column: int = 0,
     ) -> Tiles:
         """acc + a @ b, or with `transposed` acc + a @ b.T, of blocks of 64 rows: `a` in registers or shared memory, and
         of those pieces of both that `order` has.
 
-        b's rows count from `first_row` on. With `a_transposed` it is a.T @ b, and `a` in shared memory.
+        b's rows count from `first_row` on, and its columns from `first_column`. With `a_transposed` it is a.T @ b, and
+        `a` in shared memory. Of the steps of 16 in K only those of `steps` may be taken.
         """
-        options = dict(transposed=transposed, a_transposed=a_transposed)
-        return products.add_product(acc, a, b, order, first_row=first_row, **options)
+        options: dict[str, Any] = dict(transposed=transposed, a_transposed=a_transposed, first_row=first_row)
+        return products.add_product(acc, a, b, order, steps=steps, first_column=first_column, **options)
 
-    def add_pair_product(self, acc: Tiles, a: Ref, b: Ref, *, a_transposed: bool = False) -> Tiles:
-        """acc + a @ b, or a.T @ b, for a pair of blocks (`products`): of 64 rows, and each of half of the columns; and
-        of one piece."""
-        return products.add_product(acc, a, b, [(0, 0)], transposed=False, a_transposed=a_transposed, paired=True)
+    def add_pair_product(
+        self,
+        acc: Tiles,
+        a: Operand,
+        b: Ref,
+        *,
+        a_transposed: bool = False,
+        steps: Sequence[int] | None = None,
+        first_column: int = 0,
+    ) -> Tiles:
+        """acc + a @ b, or a.T @ b, for a pair of blocks (`products`): of 64 rows, and each of half of the columns, or
+        of some from `first_column` on of each half; and of one piece."""
+        options: dict[str, Any] = dict(transposed=False, a_transposed=a_transposed, paired=True)
+        return products.add_product(acc, a, b, [(0, 0)], steps=steps, first_column=first_column, **options)
 
-    def load_rows(self, ref: Ref) -> tuple[Tiles, ...]:
-        """Rows in shared memory in registers, of each piece blocks of 64."""
-        return products.load_rows(ref)
+    def load_rows(
+        self, ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False
+    ) -> tuple[Tiles, ...]:
+        """Rows in shared memory, or of its transpose, in registers: of each piece blocks of 64, or a pair, or their
+        first columns."""
+        return products.load_rows(ref, columns=columns, transposed=transposed, paired=paired)
+
+    def scaled_pair(self, pair: Tiles, factors: Ref) -> Tiles:
+        """A pair of blocks, each row times its own of 64 numbers in shared memory."""
+        return products.scaled_pair(pair, factors)
 
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
         """Begin to copy rows of `[L, H]`, from `first` on, or a part of their columns, to shared memory.
@@ -87,8 +107,8 @@ class MmaOps(WarpgroupOps, Protocol):
         """Store rows, or a part of their columns, in `[L, D]`, in the array's dtype: from `first` to below `limit`."""
         copies.store_rows(values.astype(target.dtype), target, first, limit, part)
 
-    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part) -> None:
-        """Store a part of some rows' columns, of which a pair of blocks has each half, likewise."""
+    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+        """Store rows, or a part of their columns, of which a pair of blocks has each half, likewise."""
         for number, values in enumerate(pair):
             copies.store_rows(values.astype(target.dtype), target, first, limit, part, number)
 
@@ -96,10 +116,10 @@ class MmaOps(WarpgroupOps, Protocol):
         """Add rows to sums in device memory, from a row and a column on."""
         sums.add_rows(values, target, row, column, together)
 
-    def add_pair(self, pair: Tiles, target: Sums, row: Any, column: Any, together: int) -> None:
-        """Add a pair of blocks, likewise."""
+    def add_pair(self, pair: Tiles, target: Sums, row: Any, column: Any, together: int, half: int) -> None:
+        """Add a pair of blocks, or some columns of one whose blocks have `half` of all, likewise."""
         for number, values in enumerate(pair):
-            sums.add_rows(values, target, row, column, together, number)
+            sums.add_rows(values, target, row, column, together, number, half)
 
     def load_sums(self, source: Sums, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
         """Rows of sums in device memory, from a row on."""

@@ -35,8 +35,10 @@ Tiles = tuple[Float[Array, "64 columns"], ...]
 Operand = tuple[Tiles, ...] | Ref
 """A: in registers, of each piece its blocks of 64 rows; or in shared memory `[rows, K]`, or `[pieces, rows, K]`."""
 
+STEP = 16
+"""What an instruction takes of K; and the columns of B that are read at once."""
 STEPS_OF_PIECES = 2
-"""Steps of 16 in K whose products of pieces are one sum. With one, there are twice as many additions, which the
+"""Steps in K whose products of pieces are one sum. With one, there are twice as many additions, which the
 compiler puts off until registers are spilled; with four, what is read takes more registers than are left."""
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -60,6 +62,8 @@ def add_product(
     first_row: Any = None,
     a_transposed: bool = False,
     paired: bool = False,
+    steps: Sequence[int] | None = None,
+    first_column: int = 0,
 ) -> Tiles:
     """acc + a @ b, or with `transposed` acc + a @ b.T.
 
@@ -71,7 +75,9 @@ def add_product(
       transposed: whether it is b's transpose that `a` is multiplied with.
       first_row: a multiple of 16, from which on the rows of b count; `None` if it is 0.
       a_transposed: whether `a` is `[K, rows]`, in shared memory.
-      paired: whether `acc` is a pair, and `a` in shared memory.
+      paired: whether `acc` is a pair.
+      steps: of the steps of 16 in K those that are taken, if not all.
+      first_column: a multiple of 16, of each half of b's columns in a pair, from which on those of `acc` count.
     """
     in_registers = isinstance(a, tuple)
     layouts = (_LAYOUT,) * len(acc)
@@ -99,36 +105,71 @@ def add_product(
         (tile, base, pieces), first_row = _place(o, b), first[0].registers.item() if first else None
         base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
         right = (PairedColumns(o, tile, base) if paired else SmemOperand(o, tile, base)).pieces(pieces)
-        multiply(o, dtype, sums, left, right, order, transposed=transposed)
+        some: dict[str, Any] = dict(steps=steps, first_column=first_column)
+        multiply(o, dtype, sums, left, right, order, transposed=transposed, **some)
         return tuple(_array(o, block.shape, o.zero.type, of_block) for block, of_block in zip(acc, sums, strict=True))
 
     call: Any = made
     return call(acc, a, b, *given)
 
 
-def load_rows(ref: Ref) -> tuple[Tiles, ...]:
-    """Rows of A from shared memory: of each piece its blocks of 64."""
-    *pieces, rows, columns = ref.shape
-    blocks = rows // WARPGROUP_ROWS
-    shapes = [(WARPGROUP_ROWS, columns)] * blocks * math.prod(pieces)
+def load_rows(
+    ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False
+) -> tuple[Tiles, ...]:
+    """Rows of A from shared memory, or the first `columns` of them: of each piece its blocks of 64, or a pair.
+
+    With `transposed` it is ref's transpose whose rows they are.
+    """
+    *pieces, rows, depth = ref.shape
+    if transposed:
+        rows, depth = depth, rows
+    width: int = depth if columns is None else columns
+    blocks = 2 if paired else rows // WARPGROUP_ROWS
+    kind = TransposedOperand if transposed else LeftOperand
+    shapes = [(WARPGROUP_ROWS, width)] * blocks * math.prod(pieces)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_results(shapes, ref.dtype))
     def loaded(_: Any, ref: Any) -> Any:
         o = Lanes()
         (tile, base, count), dtype = _place(o, ref), _utils.ir.MemRefType(ref.type).element_type
-        operands = LeftOperand(o, tile, base).pieces(count)
+        operands = kind(o, tile, base, paired=paired).pieces(count)
         pair = _utils.ir.VectorType.get((2,), dtype)
 
-        def block(operand: LeftOperand, number: int) -> Any:
-            words = [word for index in range(columns // 16) for word in operand.fragment(number, index)]
-            return _array(
-                o, (WARPGROUP_ROWS, columns), dtype, [o.numbers(_utils.bitcast(word, pair)) for word in words]
-            )
+        def block(operand: LeftOperand | TransposedOperand, number: int) -> Any:
+            words = [word for index in range(width // STEP) for word in operand.fragment(number, index)]
+            pairs = [o.numbers(_utils.bitcast(word, pair)) for word in words]
+            return _array(o, (WARPGROUP_ROWS, width), dtype, pairs)
 
         return tuple(block(operand, number) for operand in operands for number in range(blocks))
 
     call: Any = loaded
     return tuple(itertools.batched(call(ref), blocks))
+
+
+def scaled_pair(pair: Tiles, factors: Ref) -> Tiles:
+    """A pair of blocks, each of its 64 rows times its own number in shared memory."""
+    results = _results([one.shape for one in pair], jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=((_LAYOUT,) * len(pair), plgpu.RefType()), return_type=results)
+    def scaled(_: Any, pair: Any, factors: Any) -> Any:
+        o = Lanes()
+        own = row_numbers(o, o.shared_address(factors))
+        times = lambda two, factor: [o.arith.mulf(number, factor) for number in o.numbers(two)]
+        return tuple(
+            _array(
+                o, block.shape, o.zero.type, [times(*both) for both in zip(block.registers.flat, itertools.cycle(of))]
+            )
+            for block, of in zip(pair, own, strict=True)
+        )
+
+    call: Any = scaled
+    return call(pair, factors)
+
+
+def row_numbers(o: Lanes, base: Any) -> list[list[Any]]:
+    """Of 64 float32 numbers in shared memory, for both blocks of a pair those of a lane's upper and lower row."""
+    address = o.add(base, o.times(o.add(own_place(o, 0, 0)[0], o.row), 4))
+    return [[o.load_number(address, 4 * (16 * number + 8 * half)) for half in range(2)] for number in range(2)]
 
 
 def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, Any]:
@@ -239,17 +280,21 @@ def multiply(
     order: Sequence[tuple[int, int]],
     *,
     transposed: bool,
+    steps: Sequence[int] | None = None,
+    first_column: int = 0,
 ) -> None:
     """Add a product to each block's sums, a list of pairs of neighbours in the order of an accumulator's registers.
 
     Of operands in pieces, all products of a few steps of K are one sum, which is added to the others
-    (`Lanes.multiply`): so what is read of each piece serves them all.
+    (`Lanes.multiply`): so what is read of each piece serves them all. `steps` and `first_column` are as for
+    `add_product`.
     """
-    columns, depth = 4 * len(sums[0]), left[0].depth
-    for steps in itertools.batched(range(depth // 16), STEPS_OF_PIECES if len(order) > 1 else 1):
-        fragments = [[[one.fragment(block, k) for one in left] for k in steps] for block in range(len(sums))]
+    columns, every = 4 * len(sums[0]), range(left[0].depth // STEP) if steps is None else steps
+    for together in itertools.batched(every, STEPS_OF_PIECES if len(order) > 1 else 1):
+        fragments = [[[one.fragment(block, k) for one in left] for k in together] for block in range(len(sums))]
         for n in range(columns // 16):
-            places = [(16 * n, 2 * k) if transposed else (16 * k, 2 * n) for k in steps]
+            first = first_column + 16 * n
+            places = [(first, 2 * k) if transposed else (16 * k, first // CHUNK) for k in together]
             turned = dict(rows_first=not transposed, transpose=not transposed)
             words = [[one.matrices(*place, **turned) for one in right] for place in places]
             for eight in range(2):

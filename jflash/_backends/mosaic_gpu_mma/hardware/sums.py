@@ -34,17 +34,23 @@ def together(compute_capability: str) -> int:
 
 
 def add_rows(
-    values: Float[Array, "64 columns"], target: Sums, row: Any, column: Any, together: int, of_pair: int | None = None
+    values: Float[Array, "64 columns"],
+    target: Sums,
+    row: Any,
+    column: Any,
+    together: int,
+    of_pair: int | None = None,
+    half: int = 0,
 ) -> None:
     """Add to rows from `row` on, a multiple of 8, and columns from `column` on, a multiple of 16.
 
-    The values may be one block `of_pair`.
+    The values may be some columns of one block `of_pair`, whose blocks have `half` of all.
     """
 
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR))
     def add(_: Any, values: Any, target: Any, row: Any, column: Any) -> None:
         o = Lanes()
-        below, beside = own_place(o, values.shape[1], of_pair)
+        below, beside = own_place(o, half, of_pair)
         first = o.add(row.registers.item(), below), o.add(column.registers.item(), beside)
         places = Places(o, *_place(o, target), *first, together)
         add_numbers(o, places, list(values.registers.flat))

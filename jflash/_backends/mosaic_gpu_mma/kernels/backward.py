@@ -43,8 +43,8 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, a
 from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles, can_pair
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer
+from jflash._backends.mosaic_gpu_mma.hardware import STEP, MmaOps, Operand, Part, Tiles, can_pair
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, bias_buffer, buffer
 from jflash._backends.mosaic_gpu_mma.kernels.own_keys import KeysPlan
 from jflash._backends.mosaic_gpu_mma.kernels.round_dq import RoundDqPlan, round_dq
 from jflash._semantics.spec import Spec
@@ -77,6 +77,8 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
         statistics=smem.vectors(tile.stages, len(STATISTICS), tile.size),
         p=buffer(spec, tile.rows, tile.size) if parts > 1 else None,
         ds=buffer(spec, tile.rows, tile.size),
+        # Each warpgroup's, of each pass.
+        bias=bias_buffer(spec, parts * tile.passes, tile.size // parts // tile.passes, tile.rows),
     )
 
 
@@ -132,12 +134,15 @@ class _Cta(Cta[FusedPlan]):
         self.warpgroup: Any = lax.axis_index("warpgroup") if plan.tile.warpgroups > 1 else 0
         self.queries = plan.tile.size // plan.tile.warpgroups // plan.tile.passes
         """Of a tile, that are this warpgroup's in a pass."""
+        self.adds_dq_between = plan.tile.warpgroups > 1 and plan.tile.stages > 1
+        """Whether dQ is made between dK and dV. It is not where copies wait for these."""
 
     def run(self) -> None:
         """Walk over the tiles of queries, and store dK and dV."""
         plan, ops, shared, results = self.plan, self.ops, self.smem, self.refs.results
         self._copy_part("key", self.item.key_head, self.keys[0].start, shared.k)
         self._copy_part("value", self.item.key_head, self.keys[0].start, shared.v)
+        self._copy_bias(jnp.int32(0))
         self._copy_tile(jnp.int32(0))
         nothing = lambda: tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self.keys)
 
@@ -176,11 +181,11 @@ class _Cta(Cta[FusedPlan]):
     def _are_paired(self, rows: int, width: int) -> bool:
         return rows == WARPGROUP_ROWS and self.plan.tile.warpgroups > 1 and can_pair(width)
 
-    def _add_tiles(self, acc: Tiles, a: Ref, b: Ref) -> Tiles:
-        """acc + a @ b for such accumulators."""
+    def _add_tiles(self, acc: Tiles, a: Ref, b: Ref, steps: Sequence[int]) -> Tiles:
+        """acc + a @ b for such accumulators, of some steps of 16 in K."""
         if self._are_paired(a.shape[0], b.shape[1]):
-            return self.ops.add_pair_product(acc, a, b)
-        return self.add_product(acc, a, b, transposed=False)
+            return self.ops.add_pair_product(acc, a, b, steps=steps)
+        return self.add_product(acc, a, b, transposed=False, steps=steps)
 
     def _part(self, width: int) -> Part | None:
         """This warpgroup's columns, of all that have this width together."""
@@ -209,6 +214,27 @@ class _Cta(Cta[FusedPlan]):
 
         self.ops.commit()
 
+    def _copy_bias(self, step: Array) -> None:
+        """Begin to copy this warpgroup's part of a tile of the bias, if that comes through shared memory."""
+        bias, count = self.smem.bias, self.order.tiles.count
+        if bias is None:
+            return
+
+        @pl.when(step < count * self.order.heads)
+        def _() -> None:
+            head, index = self.order.at(step, count)
+            own_head, start = self.item.first_head + head, self.order.tiles.start(index)
+            for number in range(self.plan.tile.passes):
+                place = self._own_part(number)
+                query = start + place * self.queries
+                self.copy_bias(TileCoord(self.item.batch, own_head, query, self.keys[0].start), bias.at[place])
+
+        self.ops.commit()
+
+    def _own_part(self, number: int) -> Any:
+        """Which part of a tile's queries is this warpgroup's in a pass."""
+        return self.warpgroup * self.plan.tile.passes + number
+
     def _products(self, own: Sequence[Operand], tiles: Ref, first: Any) -> Tiles:
         """Products of the own keys' rows and those of a pass's queries, from `first` of the tile on, of all columns."""
         acc = self.zeros(self.plan.tile.blocks, self.queries)
@@ -228,16 +254,18 @@ class _Cta(Cta[FusedPlan]):
             carry = self._add_pass(own, step, head, index, number, carry)
         acc_dk, acc_dv, totals = carry
         ops.meet(parts)
+        # All have read it.
+        self._copy_bias(step + 1)
+        place = self.item.first_head + head, self.order.tiles.start(index)
         if parts > 1:
-            acc_dv = self._add_tiles(acc_dv, shared.p, shared.do.at[slot, self.warpgroup])
-            acc_dk = self._add_tiles(acc_dk, shared.ds, shared.q.at[slot, self.warpgroup])
+            acc_dk, acc_dv = self._add_sums(acc_dk, acc_dv, slot, *place)
         if tile.stages == 1:
             # Neither queries nor d_out are read any more.
             if parts > 1:
                 ops.meet(parts)
             self._copy_tile(step + 1)
-        # After the others: before dK, the compiler has too few registers at 256 columns.
-        self._add_dq(self.item.first_head + head, self.order.tiles.start(index))
+        if not self.adds_dq_between:
+            self._add_dq(*place, shared.ds, self._dq_columns())
         return acc_dk, acc_dv, totals
 
     def _add_pass(self, own: Sequence[Operand], step: Array, head: Any, index: Any, number: int, carry: Carry) -> Carry:
@@ -246,14 +274,15 @@ class _Cta(Cta[FusedPlan]):
         plan, spec, tile, shared, ops = self.plan, self.plan.spec, self.plan.tile, self.smem, self.ops
         parts, shape, blocks = tile.warpgroups, (WARPGROUP_ROWS, self.queries), range(tile.blocks)
         batch, own_head, start = self.item.batch, self.item.first_head + head, self.order.tiles.start(index)
-        place = (self.warpgroup * tile.passes + number) * self.queries
+        place = self._own_part(number) * self.queries
         first, first_row = start + place, place if self.queries < tile.size else None
         at = [TileCoord(batch, own_head, first, keys.start) for keys in self.keys]
         q, do = shared.q.at[self.slot(step)], shared.do.at[self.slot(step)]
         is_plain = exponent.is_plain(spec)
         statistics = shared.statistics.at[self.slot(step)]
         statistic = lambda number: along_columns(ops.load(statistics.at[number, pl.ds(place, self.queries)], 1), shape)
-        loaded = [self.load(one, shape) for one in at]
+        load = self.load if shared.bias is None else self.load_but_bias
+        loaded = [load(one, shape) for one in at]
         s = self._products(own[:parts], q, first_row)
         # Products need what they read at once, and the copies a tile later.
         if tile.stages > 1 and is_plain and number == 0:
@@ -262,6 +291,9 @@ class _Cta(Cta[FusedPlan]):
         dp = self._products(own[parts:], do, first_row)
         lse = statistic(0)
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
+        if shared.bias is not None:
+            (biases,) = ops.load_rows(shared.bias.at[self._own_part(number)], transposed=True)
+            loaded = [some | {"bias": bias} for some, bias in zip(loaded, biases, strict=True)]
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
         differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
@@ -282,14 +314,39 @@ class _Cta(Cta[FusedPlan]):
             acc_dk = self.add_product(acc_dk, (ds,), q.at[0], transposed=False, first_row=first_row)
         return acc_dk, acc_dv, totals
 
-    def _add_dq(self, head: Any, first: Any) -> None:
-        """Add this warpgroup's columns of a tile's dQ to what is in device memory."""
-        ds, k = self.smem.ds, self.smem.k.at[self.warpgroup]
+    def _add_sums(self, acc_dk: Tiles, acc_dv: Tiles, slot: Any, head: Any, first: Any) -> tuple[Tiles, Tiles]:
+        """Add what two warpgroups stored of a tile of queries.
+
+        An addition to device memory keeps its registers until it is on its way. So dQ is made a few columns at a time,
+        between the steps of dK and dV: there is work until the next registers are free.
+        """
+        shared, ops, steps = self.smem, self.ops, self.plan.tile.size // STEP
+        do, q = (ring.at[slot, self.warpgroup] for ring in (shared.do, shared.q))
+        columns = self._dq_columns()[::STEP] if self.adds_dq_between else ()
+        rows = ops.load_rows(shared.ds, transposed=True, paired=can_pair(shared.k.shape[-1])) if columns else ()
+        for step in range(steps):
+            for column in columns[len(columns) * step // steps : len(columns) * (step + 1) // steps]:
+                self._add_dq(head, first, rows, range(column, column + STEP))
+            acc_dv = self._add_tiles(acc_dv, shared.p, do, [step])
+            acc_dk = self._add_tiles(acc_dk, shared.ds, q, [step])
+        return acc_dk, acc_dv
+
+    def _dq_columns(self) -> range:
+        """This warpgroup's columns of dQ, or half of them if a pair has each half."""
+        width = self.smem.k.shape[-1]
+        return range(width // 2 if can_pair(width) else width)
+
+    def _add_dq(self, head: Any, first: Any, rows: Operand, columns: range) -> None:
+        """Add some columns of a tile's dQ, or of each half of it, to what is in device memory; `rows` are those of dS,
+        or its transpose in shared memory."""
+        k, together = self.smem.k.at[self.warpgroup], self.plan.together
         target = self.refs.arrays["dq_acc"].at[self.item.batch, head]
-        width, together = k.shape[-1], self.plan.together
+        width = k.shape[-1]
+        options: dict[str, Any] = dict(first_column=columns.start, a_transposed=not isinstance(rows, tuple))
+        place = first, self.warpgroup * width + columns.start
         if can_pair(width):
-            dq = self.ops.add_pair_product(self.zeros(2, width // 2), ds, k, a_transposed=True)
-            self.ops.add_pair(dq, target, first, self.warpgroup * width, together)
+            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, **options)
+            self.ops.add_pair(dq, target, *place, together, width // 2)
             return
-        (rows,) = self.add_product(self.zeros(1, width), ds, k, transposed=False, a_transposed=True)
-        self.ops.add_rows(rows, target, first, self.warpgroup * width, together)
+        (dq,) = self.add_product(self.zeros(1, len(columns)), rows, k, transposed=False, **options)
+        self.ops.add_rows(dq, target, *place, together)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +16,7 @@ from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Refs
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware import STEP, MmaOps, Operand, Part, Tiles
 from jflash._semantics.spec import Spec
 
 
@@ -34,10 +34,17 @@ class Tile:
     """Operands of its own rows, of those that the kernel names first, that the CTA holds in registers. From shared
     memory they are read again for every tile."""
     warpgroups: int = 1
-    """Of the CTA, which share its rows; two in the fused backward alone."""
+    """Of the CTA, which share its rows; two in the fused backward and for the bias alone."""
     passes: int = 1
     """Parts of a visited tile whose products with the own rows come one after the other, in the fused backward: fewer
     are in registers at a time."""
+    held_columns: int = dataclasses.field(default=0, kw_only=True)
+    """Columns that the CTA holds of the first operand which it does not hold whole, a multiple of 16."""
+    paired: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether in the forward O is a pair of blocks (`hardware.products`), for which P goes through shared memory; of
+    64 rows, and with one stage."""
+    sums_in_parts: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether in the forward registers are left for the parts of a row's sum."""
     lends: bool = dataclasses.field(default=False, kw_only=True)
     """Whether operands leave their shared memory to others when they are not read there any more: those held, to the
     tiles that are visited; or if nothing is held, those of the first product to those of the second."""
@@ -46,6 +53,13 @@ class Tile:
     def rows(self) -> int:
         """Rows that a CTA owns."""
         return self.blocks * WARPGROUP_ROWS
+
+
+class PartlyHeld(NamedTuple):
+    """Rows in shared memory, whose first columns are in registers too."""
+
+    held: tuple[Tiles, ...]
+    rows: Ref
 
 
 def columns(dim: int) -> int:
@@ -58,6 +72,18 @@ def buffer(spec: Spec, *shape: int) -> Any:
     columns]`."""
     pieces = operand_pieces.number(spec)
     return plgpu.SMEM((*shape[:-2], *[pieces] * (pieces > 1), *shape[-2:]), operand_pieces.dtype(spec))
+
+
+def copies_bias(spec: Spec) -> bool:
+    """Whether tiles of the bias come through shared memory, as those of operands do: numbers of 16 bits."""
+    return bias_and_mask.bias_tile_bytes(spec) == 2
+
+
+def bias_buffer(spec: Spec, *shape: int) -> Any:
+    """Shared memory for tiles `[..., rows, columns]` of the bias, if they come through it."""
+    if spec.bias_dtype is None or not copies_bias(spec):
+        return None
+    return plgpu.SMEM(shape, spec.bias_dtype)
 
 
 def lending(buffers: Buffers, first: Sequence[str], then: Sequence[str]) -> Buffers:
@@ -103,10 +129,21 @@ class Cta[Plan: TiledPlan]:
         limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
         self.ops.copy_rows(source, target, first, limit, part)
 
-    def add_product(self, acc: Tiles, a: Operand, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
+    def copy_bias(self, at: TileCoord, target: Ref) -> None:
+        """Begin to copy a tile of the bias, `[queries, keys]`, with zeros past the array's ends."""
+        source = self.inputs.part("bias", at.batch, at.head)
+        # Tiles begin at multiples of 64.
+        whole = round_up(source.shape[1], 64) + max(target.shape[1] - 64, 0)
+        self.ops.copy_rows(source, target, at.query, source.shape[0], Part(at.key, whole))
+
+    def add_product(self, acc: Tiles, a: Operand | PartlyHeld, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
         """acc + a @ b, or with `transposed` acc + a @ b.T, of a tile in shared memory; `options` are those of the
         operation."""
         order = operand_pieces.order(operand_pieces.number(self.plan.spec))
+        if isinstance(a, PartlyHeld):
+            every, held = a.rows.shape[-1] // STEP, a.held[0][0].shape[1] // STEP
+            acc = self.ops.add_product(acc, a.held, b, order, transposed=transposed, steps=range(held), **options)
+            a, options = a.rows, dict(steps=range(held, every), **options)
         return self.ops.add_product(acc, a, b, order, transposed=transposed, **options)
 
     def slot(self, index: Any) -> Any:
@@ -124,12 +161,13 @@ class Cta[Plan: TiledPlan]:
         self.ops.wait()
         return own
 
-    def own_operands(self, *rows: Ref) -> list[Operand]:
+    def own_operands(self, *rows: Ref) -> list[Operand | PartlyHeld]:
         """Those of the CTA's own rows, of which the first may be held in registers; when they have arrived."""
-        held = self.plan.tile.held
-        if held:
+        held, columns, load = self.plan.tile.held, self.plan.tile.held_columns, self.ops.load_rows
+        if held or columns:
             self.ops.wait(warpgroups=self.plan.tile.warpgroups)
-        return [*map(self.ops.load_rows, rows[:held]), *rows[held:]]
+        partly = [PartlyHeld(load(one, columns=columns), one) for one in rows[held:][: columns > 0]]
+        return [*map(load, rows[:held]), *partly, *rows[held + len(partly) :]]
 
     def zeros(self, blocks: int, width: int) -> Tiles:
         """Accumulators."""
@@ -137,12 +175,19 @@ class Cta[Plan: TiledPlan]:
 
     def load(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
         """The packed mask and the bias of a tile, by name, if they have both axes, or the bias has that of keys."""
+        if bias_and_mask.has_bias_tiles(self.inputs.spec):
+            return self.load_but_bias(at, shape) | {"bias": self.load_bias(at, shape)}
+        return self.load_but_bias(at, shape)
+
+    def load_but_bias(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
+        """Likewise without a bias of both axes."""
         inputs = self.inputs
-        loaded = inputs.load_packed_mask(at, shape)
-        if not bias_and_mask.has_bias_tiles(inputs.spec):
-            return loaded | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
-        part = inputs.part("bias", at.batch, at.head)
-        return loaded | {"bias": self.ops.load_tile(part, at.query, at.key, shape, transposed=inputs.keys_first)}
+        return inputs.load_packed_mask(at, shape) | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
+
+    def load_bias(self, at: TileCoord, shape: tuple[int, int]) -> Array:
+        """A tile of a bias of both axes, from device memory."""
+        part = self.inputs.part("bias", at.batch, at.head)
+        return self.ops.load_tile(part, at.query, at.key, shape, transposed=self.inputs.keys_first)
 
 
 def by_piece(blocks: Iterable[Pieces]) -> Operand:

@@ -10,6 +10,10 @@
 With one stage in shared memory V_j is copied beside Q K_j^T and K_(j+1) beside P V_j. With two, both of the next tile
 are copied beside all of this one. Other CTAs of the multiprocessor compute where this one waits.
 
+A warp has 16 rows of each block of 64, and P in registers as P V_j takes it. Where registers hold O of one block alone,
+what is read of V_j would serve 16 rows. There O is a pair (`hardware.products`): a warp has 32 rows of O and half of
+its columns. It reads half as much of V_j, and P from shared memory.
+
 Products of float32 are those of its pieces (`mosaic_gpu.inputs.operand_pieces`), here and in the backward.
 
 Source: FlashAttention-2, arXiv:2307.08691, sections 3.1 and 3.3.
@@ -18,7 +22,7 @@ Source: FlashAttention-2, arXiv:2307.08691, sections 3.1 and 3.3.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,17 +32,19 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import logits, online_softmax
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, round_up, smem
 from jflash._backends.mosaic_gpu.inputs import TileCoord, operand_pieces
 from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardShape
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.online_softmax import Softmax
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.kernels.cta import (
     Cta,
+    PartlyHeld,
     Tile,
     TiledPlan,
+    bias_buffer,
     buffer,
     by_piece,
     columns,
@@ -54,6 +60,9 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
         q=buffer(spec, tile.rows, head_columns),
         k=buffer(spec, tile.stages, tile.size, head_columns),
         v=buffer(spec, tile.stages, tile.size, value_columns),
+        p=buffer(spec, tile.rows, tile.size) if tile.paired else None,
+        factors=smem.vectors(tile.rows) if tile.paired else None,
+        bias=bias_buffer(spec, tile.stages, tile.blocks, WARPGROUP_ROWS, tile.size),
     )
 
 
@@ -85,12 +94,20 @@ class ForwardPlan(ForwardShape, TiledPlan):
         )
 
 
-class _Rows(NamedTuple):
-    """A block of 64 rows: its softmax's state but for P, and O."""
+class _State(NamedTuple):
+    """What a CTA knows of its rows after some tiles."""
+
+    statistics: tuple[_Statistics, ...]
+    """Of each block of 64 rows."""
+    acc_o: Tiles
+    """O of each block; or a pair."""
+
+
+class _Statistics(NamedTuple):
+    """Of a block's rows, as in `Softmax`."""
 
     m: Float[Array, "rows"]
-    l: Float[Array, "rows"]
-    acc_o: Float[Array, "rows D"]
+    l: Float[Array, "rows *parts"]
 
 
 def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
@@ -98,13 +115,14 @@ def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict
 
     With several splits the outputs are float32, and sinks are left to their merge.
     """
-    return _Cta.launch(plan, arrays, ops)
+    return (_PairedCta if plan.tile.paired else _Cta).launch(plan, arrays, ops)
 
 
 class _Cta(Cta[ForwardPlan]):
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: MmaOps) -> None:
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads)
-        self.form, tile = logits.form(plan.spec, bias_by_mma=False), plan.tile
+        self.form = logits.form(plan.spec, bias_by_mma=False, sums_in_parts=plan.tile.sums_in_parts)
+        tile = plan.tile
         self.batch, self.head, self.split = (lax.axis_index(name) for name in ("batch", "head", "split"))
         # Blocks that see most keys begin first, so that none of them is left at the end alone.
         block = lax.axis_size("block") - 1 - lax.axis_index("block")
@@ -114,29 +132,52 @@ class _Cta(Cta[ForwardPlan]):
 
     def run(self) -> None:
         """Attend, and store the output."""
-        plan, spec, ops = self.plan, self.plan.spec, self.ops
+        plan, ops, tile = self.plan, self.ops, self.plan.tile
         self.copy("query", self.batch, self.head, self.first_row, self.smem.q)
         self._copy_tile("key", 0)
-        if plan.tile.stages > 1:
+        if tile.stages > 1:
             self._copy_tile("value", 0)
         ops.commit()
-        nothing = _Rows(
-            ops.full((WARPGROUP_ROWS,), self.form.first_m),
-            ops.full((WARPGROUP_ROWS,), 0),
-            ops.full((WARPGROUP_ROWS, columns(spec.value_dim)), 0),
-        )
+        parts = (online_softmax.PARTS_OF_L,) if tile.sums_in_parts else ()
+        nothing = _Statistics(ops.full((WARPGROUP_ROWS,), self.form.first_m), ops.full((WARPGROUP_ROWS, *parts), 0))
+        before = _State((nothing,) * tile.blocks, self.no_output())
         (q,) = self.own_operands(self.smem.q)
-        visit = lambda index, every: self._visit(index, q, every)
-        every = lax.fori_loop(0, self.tiles.count, visit, (nothing,) * plan.tile.blocks)
+        statistics, acc_o = lax.fori_loop(
+            0, self.tiles.count, lambda index, state: self._visit(index, q, state), before
+        )
         sink = None if plan.splits > 1 else self.inputs.value("sinks", self.batch, self.head)
-        results = self.refs.results
-        target = results["out"].at[self.split]
+        factors: list[Array] = []
+        for number, (m, l) in enumerate(statistics):
+            exponent, first = self.form.exponent(plan.spec), self._first_row(number)
+            factor, lse = online_softmax.last_factor(plan.spec, exponent, m, online_softmax.whole(l), sink)
+            self.refs.results["lse"][self.split, self.batch, self.head, pl.ds(first, WARPGROUP_ROWS)] = lse
+            factors.append(factor)
+        target = self.refs.results["out"].at[self.split]
         target = rows_of_head(target, self.batch, self.head, heads_first=plan.packed_heads > 1)
-        for number, (m, l, acc_o) in enumerate(every):
-            out, lse = online_softmax.finish(spec, self.form.exponent(spec), m, l, acc_o, sink)
-            first = self._first_row(number)
-            results["lse"][self.split, self.batch, self.head, pl.ds(first, WARPGROUP_ROWS)] = lse
-            ops.store_rows(out, target, first, plan.rows)
+        self.store(acc_o, factors, target)
+
+    def no_output(self) -> Tiles:
+        """O before the first tile."""
+        return self.zeros(self.plan.tile.blocks, columns(self.plan.spec.value_dim))
+
+    def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref) -> None:
+        """Store O, each row times its factor."""
+        for number, (acc, factor) in enumerate(zip(acc_o, factors, strict=True)):
+            out = online_softmax.scaled_rows(acc, factor)
+            self.ops.store_rows(out, target, self._first_row(number), self.plan.rows)
+
+    def add_values(self, index: Any, states: Sequence[Softmax], acc_o: Tiles) -> Tiles:
+        """O after a tile, from its P."""
+        rescaled = [
+            self.form.rescaled(self.inputs, state.rescale, acc) for state, acc in zip(states, acc_o, strict=True)
+        ]
+        p = by_piece(operand_pieces.split(self.plan.spec, state.p, self.ops) for state in states)
+        return self.add_product(tuple(rescaled), p, self.smem.v.at[self.slot(index)], transposed=False)
+
+    def values_arrive(self, index: Any) -> None:
+        """With one stage: the tile's values are here and its keys are read. Begin to copy the next ones."""
+        self.ops.wait()
+        self._copy_next(index, "key")
 
     def _first_row(self, block: int) -> Any:
         return self.first_row + block * WARPGROUP_ROWS
@@ -145,6 +186,21 @@ class _Cta(Cta[ForwardPlan]):
         plan, ring = self.plan, self.smem.k if name == "key" else self.smem.v
         key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)
         self.copy(name, self.batch, key_head, self.tiles.start(index), ring.at[self.slot(index)])
+        if name == "value" and self.smem.bias is not None:
+            for number, at in enumerate(self._places(index)):
+                self.copy_bias(at, self.smem.bias.at[self.slot(index), number])
+
+    def _places(self, index: Any) -> list[TileCoord]:
+        """Of a tile of keys, by block."""
+        key = self.tiles.start(index)
+        return [TileCoord(self.batch, self.head, self._first_row(block), key) for block in range(self.plan.tile.blocks)]
+
+    def _bias(self, index: Any, block: int) -> dict[str, Array]:
+        """A tile of the bias that has come to shared memory, by name, if it comes there."""
+        if self.smem.bias is None:
+            return {}
+        ((tile,),) = self.ops.load_rows(self.smem.bias.at[self.slot(index), block])
+        return {"bias": tile}
 
     def _copy_next(self, index: Any, *names: str) -> None:
         @pl.when(index + 1 < self.tiles.count)
@@ -154,33 +210,46 @@ class _Cta(Cta[ForwardPlan]):
 
         self.ops.commit()
 
-    def _visit(self, index: Any, q: Operand, every: tuple[_Rows, ...]) -> tuple[_Rows, ...]:
-        plan, ops, shared = self.plan, self.ops, self.smem
-        tile = plan.tile
-        slot = self.slot(index)
-        at = [
-            TileCoord(self.batch, self.head, self._first_row(number), self.tiles.start(index))
-            for number in range(tile.blocks)
-        ]
+    def _visit(self, index: Any, q: Operand | PartlyHeld, before: _State) -> _State:
+        ops, tile = self.ops, self.plan.tile
+        places, shape = self._places(index), (WARPGROUP_ROWS, tile.size)
         ops.wait()
         if tile.stages > 1:
             self._copy_next(index, "key", "value")
         else:
             self._copy_tile("value", index)
             ops.commit()
-        loaded = [self.load(one, (WARPGROUP_ROWS, tile.size)) for one in at]
-        s = self.add_product(self.zeros(tile.blocks, tile.size), q, shared.k.at[slot], transposed=True)
-        if tile.stages == 1:
-            ops.wait()
-            self._copy_next(index, "key")
+        load = self.load if self.smem.bias is None else self.load_but_bias
+        loaded = [load(at, shape) for at in places]
+        s = self.add_product(self.zeros(tile.blocks, tile.size), q, self.smem.k.at[self.slot(index)], transposed=True)
+        if tile.stages == 1 and not tile.paired:
+            self.values_arrive(index)
         states: list[Softmax] = []
-        for one, numbers, before, ahead in zip(at, s, every, loaded, strict=True):
-            mask = TileMask(self.inputs, self.tiles, index, one, ahead)
-            states.append(self.form.step(numbers, mask, Softmax(numbers, before.m, before.l, before.l)))
-        acc_o = tuple(
-            self.form.rescaled(self.inputs, state.rescale, before.acc_o)
-            for state, before in zip(states, every, strict=True)
-        )
-        p = by_piece(operand_pieces.split(plan.spec, state.p, ops) for state in states)
-        acc_o = self.add_product(acc_o, p, shared.v.at[slot], transposed=False)
-        return tuple(_Rows(state.m, state.l, acc) for state, acc in zip(states, acc_o, strict=True))
+        for block, (at, numbers, (m, l)) in enumerate(zip(places, s, before.statistics, strict=True)):
+            mask = TileMask(self.inputs, self.tiles, index, at, loaded[block] | self._bias(index, block))
+            states.append(self.form.step(numbers, mask, Softmax(numbers, m, l, m)))
+        acc_o = self.add_values(index, states, before.acc_o)
+        return _State(tuple(_Statistics(state.m, state.l) for state in states), acc_o)
+
+
+class _PairedCta(_Cta):
+    """Of 64 rows, whose O is a pair."""
+
+    def no_output(self) -> Tiles:
+        return self.zeros(2, columns(self.plan.spec.value_dim) // 2)
+
+    def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref) -> None:
+        (factor,) = factors
+        # The last tile's factors have been read.
+        self.ops.meet(1)
+        self.smem.factors[...] = factor
+        self.ops.meet(1)
+        self.ops.store_pair(self.ops.scaled_pair(acc_o, self.smem.factors), target, self.first_row, self.plan.rows)
+
+    def add_values(self, index: Any, states: Sequence[Softmax], acc_o: Tiles) -> Tiles:
+        (state,) = states
+        self.ops.store_tile((state.p,), self.smem.p, 0)
+        self.smem.factors[...] = state.rescale
+        self.values_arrive(index)
+        acc_o = self.ops.scaled_pair(acc_o, self.smem.factors)
+        return self.ops.add_pair_product(acc_o, self.smem.p, self.smem.v.at[self.slot(index)])
