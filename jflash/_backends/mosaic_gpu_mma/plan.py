@@ -58,8 +58,8 @@ _OF_PRODUCTS = {
     256: (Tile(1, 64, 1, held_columns=128, paired=True, sums_in_parts=True), *_FORWARD[256]),
 }
 _FORWARDS: Mapping[str, Mapping[int, Sequence[Tile]]] = {
-    "forward": _FORWARD | _IN_PARTS,
-    "biased forward": _FORWARD,
+    "forward": _FORWARD,
+    "unbiased forward": _FORWARD | _IN_PARTS,
     "plain forward": _FORWARD | _OF_PRODUCTS,
     "causal forward": _FORWARD | _OF_PRODUCTS | _IN_PARTS,
 }
@@ -132,12 +132,11 @@ def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
 
 def _form_of_forward(spec: Spec) -> str:
     """What the forward's tiles depend on besides head dims: how many registers logits and masks leave."""
-    if spec.dtype == jnp.float32:
+    is_biased = bias_and_mask.bias_kind(spec) in ("tile", "column") or spec.logits_soft_cap is not None
+    if is_biased or spec.dtype == jnp.float32:
         return "forward"
-    if bias_and_mask.bias_kind(spec) in ("tile", "column"):
-        return "biased forward"
     if not exponent.is_plain(spec) or spec.dropout_rate > 0:
-        return "forward"
+        return "unbiased forward"
     return "causal forward" if spec.is_causal else "plain forward"
 
 
@@ -176,11 +175,11 @@ def _ctas(platform: Platform, tile: Tile) -> int | None:
 def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> FusedPlan | None:
     """If its operands are of 16 bits, and a tile of its own fits."""
     shared_memory = lambda tile: backward.shared_memory(spec, tile)
-    if spec.dtype == jnp.float32 or not _fitting(spec, _capacity(platform), "backward", shared_memory):
+    capability = _capability(platform)
+    if spec.dtype == jnp.float32 or not _fitting(spec, capability, "backward", shared_memory):
         return None
     tile = _choose(spec, platform, "backward", shared_memory)
-    assert platform.compute_capability is not None
-    together = sums.together(platform.compute_capability)
+    together = sums.together(capability)
     return FusedPlan(spec, tile, _schedule(spec, platform, tile), wanted, together)
 
 
@@ -199,17 +198,19 @@ def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], *, wants
 
 def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> Tile:
     """The fastest of a kernel's tiles that fit in shared memory."""
-    fitting = _fitting(spec, _capacity(platform), kernel, shared_memory)
+    fitting = _fitting(spec, _capability(platform), kernel, shared_memory)
     facts = spec.head_dim, spec.value_dim, *operand_pieces.facts(spec)
     return _tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", facts), fitting)
 
 
-def _fitting(spec: Spec, capacity: int, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> list[Tile]:
+def _fitting(spec: Spec, capability: str, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> list[Tile]:
     """A kernel's tiles that fit in shared memory."""
     listed = FLOAT32_TILES.get(operand_pieces.number(spec), TILES)[kernel]
     tiles = next(tiles for most, tiles in listed.items() if _width(spec, kernel) <= most)
-    can_be_paired = can_pair(columns(spec.value_dim))
-    return [tile for tile in tiles if smem.size(shared_memory(tile)) <= capacity and (can_be_paired or not tile.paired)]
+    # For 10.x the compiler spills hundreds of bytes of a pair.
+    has_pairs = can_pair(columns(spec.value_dim)) and float(capability) < 10
+    capacity = SHARED_MEMORY[capability]
+    return [tile for tile in tiles if smem.size(shared_memory(tile)) <= capacity and (has_pairs or not tile.paired)]
 
 
 def _width(spec: Spec, kernel: str) -> int:
@@ -240,13 +241,13 @@ def fits(spec: Spec) -> bool:
     }
     for outputs in _outputs_of_dkv(spec):
         kernels[" ".join(outputs)] = lambda tile, outputs=outputs: backward_dkv.shared_memory(spec, tile, outputs)
-    least = min(SHARED_MEMORY.values())
+    least = min(SHARED_MEMORY, key=SHARED_MEMORY.__getitem__)
     return all(_fitting(spec, least, kernel, shared_memory) for kernel, shared_memory in kernels.items())
 
 
-def _capacity(platform: Platform) -> int:
+def _capability(platform: Platform) -> str:
     assert platform.compute_capability is not None
-    return SHARED_MEMORY[platform.compute_capability]
+    return platform.compute_capability
 
 
 def describe(spec: Spec, platform: Platform) -> str:
@@ -259,10 +260,10 @@ def describe(spec: Spec, platform: Platform) -> str:
 
 def _kernel(plan: KernelPlan, platform: Platform) -> list[str]:
     """A kernel's name, grid and shared memory, and if it has one its tile."""
-    launch = plan.launch
+    launch, capacity = plan.launch, SHARED_MEMORY[_capability(platform)]
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
     return [
         f"  {launch.name}: grid {grid}",
-        f"    {smem.size(launch.smem) / KIB:.1f} of {_capacity(platform) / KIB:.1f} KiB of shared memory",
+        f"    {smem.size(launch.smem) / KIB:.1f} of {capacity / KIB:.1f} KiB of shared memory",
         *([f"    {plan.tile}"] if isinstance(plan, TiledPlan) else []),
     ]

@@ -78,15 +78,15 @@ def test_forward_tiles_by_form(capability: str):
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_forward_of_wide_heads(capability: str):
-    """O is a pair where P has room beside three tiles, if its columns can be halved; others have tiles of 64 rows, or,
-    where values are half as wide as keys, of 128."""
+    """O is a pair where P has room beside three tiles, if its columns can be halved, and not on 10.x; others have tiles
+    of 64 rows, or, where values are narrower than keys, of 128."""
 
     def tile(head_dim: int, value_dim: int, **arguments: object) -> Tile:
         query, value = (jnp.zeros((1, 100, 1, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
         spec, _ = hopper_kernels.canonical_arguments(query=query, key=query, value=value, **arguments)
         return kernel_families.mma(capability).plans(spec, 108)[0].tile
 
-    has_room = SHARED_MEMORY[capability] > 104 * 1024
+    has_room = SHARED_MEMORY[capability] > 104 * 1024 and float(capability) < 10
     assert (tile(256, 256).paired, tile(256, 256, is_causal=True).paired) == (has_room, has_room)
     assert [tile(192, 192).paired, tile(256, 256, logits_soft_cap=5.0).paired] == [False, False]
     assert (tile(192, 128).blocks, tile(192, 192).blocks, tile(128, 256).blocks) == (2, 1, 1)

@@ -317,19 +317,27 @@ class _Cta(Cta[FusedPlan]):
     def _add_sums(self, acc_dk: Tiles, acc_dv: Tiles, slot: Any, head: Any, first: Any) -> tuple[Tiles, Tiles]:
         """Add what two warpgroups stored of a tile of queries.
 
-        An addition to device memory keeps its registers until it is on its way. So dQ is made a few columns at a time,
-        between the steps of dK and dV: there is work until the next registers are free.
+        An addition to device memory keeps its registers until it is on its way. So dQ is made between the steps of dK
+        and dV, of a pair a few columns at a time: there is work until the next registers are free.
         """
-        shared, ops, steps = self.smem, self.ops, self.plan.tile.size // STEP
+        shared, steps = self.smem, self.plan.tile.size // STEP
         do, q = (ring.at[slot, self.warpgroup] for ring in (shared.do, shared.q))
-        columns = self._dq_columns()[::STEP] if self.adds_dq_between else ()
-        rows = ops.load_rows(shared.ds, transposed=True, paired=can_pair(shared.k.shape[-1])) if columns else ()
+        rows, parts = self._dq_parts() if self.adds_dq_between else (shared.ds, [])
         for step in range(steps):
-            for column in columns[len(columns) * step // steps : len(columns) * (step + 1) // steps]:
-                self._add_dq(head, first, rows, range(column, column + STEP))
+            for columns in parts[len(parts) * step // steps : len(parts) * (step + 1) // steps]:
+                self._add_dq(head, first, rows, columns)
             acc_dv = self._add_tiles(acc_dv, shared.p, do, [step])
             acc_dk = self._add_tiles(acc_dk, shared.ds, q, [step])
         return acc_dk, acc_dv
+
+    def _dq_parts(self) -> tuple[Operand, list[range]]:
+        """dS as A, and the columns of dQ that are made at a time: in one block so few would be too few sums to be made
+        beside each other."""
+        columns = self._dq_columns()
+        if not can_pair(self.smem.k.shape[-1]):
+            return self.smem.ds, [columns]
+        rows = self.ops.load_rows(self.smem.ds, transposed=True, paired=True)
+        return rows, [columns[first : first + STEP] for first in columns[::STEP]]
 
     def _dq_columns(self) -> range:
         """This warpgroup's columns of dQ, or half of them if a pair has each half."""
