@@ -1,10 +1,12 @@
 """The kernels by `mma.sync` in Pallas' interpreter: right over a short product of features."""
 
+import dataclasses
 import functools
 
 import cases
 import hopper_kernels
 import kernel_families
+import numpy as np
 import oracle
 import pytest
 import score_mod_tables
@@ -70,6 +72,13 @@ def test_right(case: Case):
 def test_output_in_pairs(options: dict):
     """Of heads so wide that a warp holds half of the columns of its rows' output."""
     call = cases.build(Case("bfloat16", 140, 200, dims=(256, 256), **(dict(batch=()) | options)))
+    oracle.assert_right(run(call), call)
+
+
+def test_bias_of_32_bits():
+    """Such a bias comes from device memory, and none of its bits is lost; one of 16 bits through shared memory."""
+    call = cases.build(Case("bfloat16", 70, 131, heads=(2, 1), dims=(64, 64), bias="full", causal=True, batch=()))
+    call = dataclasses.replace(call, bias=call.bias.astype(np.float32) * (1 + 2**-12))
     oracle.assert_right(run(call), call)
 
 

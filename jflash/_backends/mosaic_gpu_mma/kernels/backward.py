@@ -281,8 +281,7 @@ class _Cta(Cta[FusedPlan]):
         is_plain = exponent.is_plain(spec)
         statistics = shared.statistics.at[self.slot(step)]
         statistic = lambda number: along_columns(ops.load(statistics.at[number, pl.ds(place, self.queries)], 1), shape)
-        load = self.load if shared.bias is None else self.load_but_bias
-        loaded = [load(one, shape) for one in at]
+        loaded = [self.load(one, shape) for one in at]
         s = self._products(own[:parts], q, first_row)
         # Products need what they read at once, and the copies a tile later.
         if tile.stages > 1 and is_plain and number == 0:

@@ -174,15 +174,13 @@ class Cta[Plan: TiledPlan]:
         return tuple(self.ops.full((WARPGROUP_ROWS, width), 0) for _ in range(blocks))
 
     def load(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
-        """The packed mask and the bias of a tile, by name, if they have both axes, or the bias has that of keys."""
-        if bias_and_mask.has_bias_tiles(self.inputs.spec):
-            return self.load_but_bias(at, shape) | {"bias": self.load_bias(at, shape)}
-        return self.load_but_bias(at, shape)
-
-    def load_but_bias(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
-        """Likewise without a bias of both axes."""
+        """The packed mask and the bias of a tile, by name, if they have both axes, or the bias has that of keys; but no
+        bias that comes through shared memory."""
         inputs = self.inputs
-        return inputs.load_packed_mask(at, shape) | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
+        loaded = inputs.load_packed_mask(at, shape) | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
+        if bias_and_mask.has_bias_tiles(inputs.spec) and getattr(self.smem, "bias", None) is None:
+            loaded["bias"] = self.load_bias(at, shape)
+        return loaded
 
     def load_bias(self, at: TileCoord, shape: tuple[int, int]) -> Array:
         """A tile of a bias of both axes, from device memory."""

@@ -219,8 +219,7 @@ class _Cta(Cta[ForwardPlan]):
         else:
             self._copy_tile("value", index)
             ops.commit()
-        load = self.load if self.smem.bias is None else self.load_but_bias
-        loaded = [load(at, shape) for at in places]
+        loaded = [self.load(at, shape) for at in places]
         s = self.add_product(self.zeros(tile.blocks, tile.size), q, self.smem.k.at[self.slot(index)], transposed=True)
         if tile.stages == 1 and not tile.paired:
             self.values_arrive(index)
