@@ -330,8 +330,8 @@ class _Cta(Cta[FusedPlan]):
         return acc_dk, acc_dv
 
     def _dq_parts(self) -> tuple[Operand, list[range]]:
-        """dS as A, and the columns of dQ that are made at a time: in one block so few would be too few sums to be made
-        beside each other."""
+        """dS as A, and dQ's columns in parts. Those of a pair are narrow; in one block such a part would have too few
+        sums to be made beside each other."""
         columns = self._dq_columns()
         if not can_pair(self.smem.k.shape[-1]):
             return self.smem.ds, [columns]

@@ -121,8 +121,8 @@ def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict
 class _Cta(Cta[ForwardPlan]):
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: MmaOps) -> None:
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads)
-        self.form = logits.form(plan.spec, bias_by_mma=False, sums_in_parts=plan.tile.sums_in_parts)
         tile = plan.tile
+        self.form = logits.form(plan.spec, bias_by_mma=False, sums_in_parts=tile.sums_in_parts)
         self.batch, self.head, self.split = (lax.axis_index(name) for name in ("batch", "head", "split"))
         # Blocks that see most keys begin first, so that none of them is left at the end alone.
         block = lax.axis_size("block") - 1 - lax.axis_index("block")
@@ -221,6 +221,7 @@ class _Cta(Cta[ForwardPlan]):
             ops.commit()
         loaded = [self.load(at, shape) for at in places]
         s = self.add_product(self.zeros(tile.blocks, tile.size), q, self.smem.k.at[self.slot(index)], transposed=True)
+        # Where P goes through shared memory, one barrier is for both.
         if tile.stages == 1 and not tile.paired:
             self.values_arrive(index)
         states: list[Softmax] = []
