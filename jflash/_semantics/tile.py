@@ -51,6 +51,8 @@ class Tile(NamedTuple):
     dropout_seed: UInt32[Array, "b 2"] | None
     made_distance: Float[Array, "#b 1 1 i j"] | None = None
     """`distance`, where it is not made of positions and keys."""
+    made_ahead: Int[Array, "#b 1 1 i j"] | None = None
+    """`ahead`, likewise of indices."""
 
     @property
     def distance(self) -> Float[Array, "#b 1 1 i j"] | Int[Array, "#b 1 1 i j"]:
@@ -62,6 +64,12 @@ class Tile(NamedTuple):
         """Of the query and the key in their whole sequences."""
         query = self.query if self.first_query is None else self.query + self.first_query
         return query, self.key if self.first_key is None else self.key + self.first_key
+
+    @property
+    def ahead(self) -> Int[Array, "#b 1 1 i j"]:
+        """How far a key's index is ahead of a query's, in their whole sequences."""
+        query, key = self.indices
+        return key - query if self.made_ahead is None else self.made_ahead
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,10 @@ class Interpreter(WarpgroupOps):
         row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
         return (first + (column - row if keys_first else row - column)).astype(jnp.float32)
 
+    def ahead(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Int[Array, "rows columns"]:
+        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+        return first + (row - column if keys_first else column - row)
+
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         return ref[...]
 

@@ -1,6 +1,8 @@
-"""Distances from keys to queries, as float32 numbers: one addition for each element of a tile.
+"""Distances between keys and queries: of a thread's elements one number, to which a constant is added.
 
-As integers, each would be subtracted, be made positive, and be converted.
+As float32 numbers they are one addition for each element, where integers would be subtracted, be made positive, and be
+converted. Of integers those of one diagonal are the same sum to the compiler, which makes once what follows from it: an
+index that is clipped, and what is read there. From two indices of its own, each element would have another difference.
 
 Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
 """
@@ -31,5 +33,22 @@ def own_distances(o: Any, first: Any, *, keys_first: bool) -> Any:
     def own(eight: int, half: int, k: int) -> Any:
         step = 8 * half - 8 * eight - k
         return o.plus(start, float(-step if keys_first else step))
+
+    return own
+
+
+def make_ahead(shape: tuple[int, ...], first: Int[Array, ""], *, keys_first: bool) -> Int[Array, "rows columns"]:
+    """first + column - row, or with `keys_first` first + row - column."""
+    return make_tile(shape, np.int32, first, LaneWords, lambda o, first: own_ahead(o, first, keys_first=keys_first))
+
+
+def own_ahead(o: Any, first: Any, *, keys_first: bool) -> Any:
+    """A thread's, likewise."""
+    row, column = o.add(o.times(o.warp, 16), o.row), o.times(o.pair, 2)
+    start = o.opaque(o.add(first, o.subtract(row, column) if keys_first else o.subtract(column, row)))
+
+    def own(eight: int, half: int, k: int) -> Any:
+        step = (8 * half - 8 * eight - k) * (1 if keys_first else -1)
+        return o.add(start, o(step)) if step >= 0 else o.subtract(start, o(-step))
 
     return own

@@ -45,6 +45,10 @@ class LaneWords:
         """Where a reference to shared memory begins, in 32 bits."""
         return mgpu.utils.llvm.ptrtoint(self.type, mgpu.utils.memref_ptr(ref))
 
+    def opaque(self, word: Any) -> Any:
+        """The word, of which the compiler does not know how it was made."""
+        return mgpu.utils.inline_ptx("mov.b32 $0, $1;", word, result_types=self.type)
+
     def distance(self, index: Any, size: int) -> Any:
         """The bytes that `index` items of a size take, in 64 bits."""
         return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))

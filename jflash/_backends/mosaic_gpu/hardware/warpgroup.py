@@ -88,6 +88,11 @@ class WarpgroupOps(Protocol):
         """Of each row from each column, `first` being that of the tile's corner; or if rows are keys, the reverse."""
         return distances.make(shape, first, keys_first=keys_first)
 
+    def ahead(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Int[Array, "rows columns"]:
+        """How far each column is ahead of each row, or if rows are keys the reverse, `first` being that of the tile's
+        corner."""
+        return distances.make_ahead(shape, jnp.int32(first), keys_first=keys_first)
+
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         """A tile; or a vector along a tile's rows (axis 0) or columns (1)."""
         layout = _TILE if axis is None else (_ROWS, _COLUMNS)[axis]

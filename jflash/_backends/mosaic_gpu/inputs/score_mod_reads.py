@@ -244,18 +244,19 @@ def add_to_tables(
 def _index(score_mod: ScoreMod, read: Read, tile: Tile) -> Any:
     """Where in the flat array a tile's number is, or its numbers are."""
 
-    def scalar(query: Any, batch: Any, head: Any, key: Any, _: Any) -> Any:
-        return _indices(score_mod, batch, head, query, key)[read.place]
+    def scalar(query: Any, batch: Any, head: Any, key: Any, ahead: Any, _: Any) -> Any:
+        return _indices(score_mod, batch, head, query, key, ahead)[read.place]
 
     if not read.by_position:
-        return scalar(jnp.int32(0), tile.batch, tile.head, jnp.int32(0), ())
+        zero = jnp.int32(0)
+        return scalar(zero, tile.batch, tile.head, zero, zero, ())
     query, key = tile.indices
-    others: Any = tile.batch, tile.head, key
+    others: Any = tile.batch, tile.head, key, tile.ahead
     return elementwise(scalar, query, others, ())
 
 
-def _indices(score_mod: ScoreMod, batch: Any, head: Any, query: Any, key: Any) -> list[Any]:
-    """Of all reads, for one logit."""
+def _indices(score_mod: ScoreMod, batch: Any, head: Any, query: Any, key: Any, ahead: Any) -> list[Any]:
+    """Of all reads, for one logit, of which the key is `ahead` of the query."""
     found: list[Any] = []
 
     def read(part: _Part) -> Any:
@@ -263,8 +264,19 @@ def _indices(score_mod: ScoreMod, batch: Any, head: Any, query: Any, key: Any) -
         found.append(sum((start * stride for start, stride in zip(part.starts, strides, strict=True)), jnp.int32(0)))
         return jnp.zeros((), score_mod.jaxpr.consts[part.array].dtype)
 
+    *_, query_variable, key_variable = score_mod.jaxpr.jaxpr.invars
+
+    def compute(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        if equation.primitive.name == "sub":
+            left, right = equation.invars
+            if left is key_variable and right is query_variable:
+                return [ahead]
+            if left is query_variable and right is key_variable:
+                return [-ahead]
+        return program.apply(equation, inputs)
+
     logit = jnp.zeros((), score_mod.jaxpr.jaxpr.invars[0].aval.dtype)
-    _values(score_mod, read, [logit, batch, head, query, key])
+    _values(score_mod, read, [logit, batch, head, query, key], compute)
     return found
 
 
@@ -332,19 +344,24 @@ def _by_head(spec: Spec, operands: Operands, read: Read) -> Array:
     assert operands.head_index is not None
     score_mod, zero = spec.score_mod, jnp.int32(0)
     shape = spec.batch, spec.heads
-    one = lambda batch, head: jnp.asarray(_indices(score_mod, batch, head, zero, zero)[read.place])
+    one = lambda batch, head: jnp.asarray(_indices(score_mod, batch, head, zero, zero, zero)[read.place])
     batch, head = (jnp.broadcast_to(index, shape) for index in (operands.batch_index[:, None], operands.head_index))
     return jnp.broadcast_to(jax.vmap(jax.vmap(one))(batch, head), shape)
 
 
-def _values(score_mod: ScoreMod, read: Callable[[_Part], Any], arguments: Sequence[Any]) -> list[Any]:
+def _values(
+    score_mod: ScoreMod,
+    read: Callable[[_Part], Any],
+    arguments: Sequence[Any],
+    compute: program.Rule = program.apply,
+) -> list[Any]:
     """The program's results."""
 
     def refuse(equation: Any) -> list[Any]:
         raise AssertionError(equation)
 
     plus = lambda start, index, most: start + lax.clamp(jnp.int32(0), jnp.asarray(index, jnp.int32), jnp.int32(most))
-    evaluation = _Evaluation(program.apply, plus, read, refuse)
+    evaluation = _Evaluation(compute, plus, read, refuse)
     return evaluation(score_mod.jaxpr.jaxpr, _parts(score_mod), arguments)
 
 

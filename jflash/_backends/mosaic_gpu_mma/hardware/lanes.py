@@ -19,10 +19,6 @@ _utils: Any = mgpu.utils
 class Lanes(LaneWords):
     """Operations of MLIR, and instructions that it has none for; the tests have them in array code."""
 
-    def opaque(self, word: Any) -> Any:
-        """The word, of which the compiler does not know how it was made."""
-        return _utils.inline_ptx("mov.b32 $0, $1;", word, result_types=self.type)
-
     def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[Any]:
         """Four 8 x 8 matrices of 16-bit numbers from shared memory; eight lanes have the addresses of one's rows."""
         suffix = ".trans" if transpose else ""
