@@ -49,6 +49,9 @@ class Numbers(LaneWords):
     def float32(self, number: np.ndarray) -> np.ndarray:
         return number.view(np.int32).astype(np.float32)
 
+    def opaque(self, word: Any) -> Any:
+        return word
+
     def plus(self, number: np.ndarray, constant: float) -> np.ndarray:
         return number + np.float32(constant)
 
@@ -84,9 +87,6 @@ class Warpgroup(Numbers, Lanes):
         super().__init__()
         self.dtype, self.shared = dtype, np.full(shared, 0xFF, np.uint8)
         self.device = device.reshape(-1).view(np.uint8)
-
-    def opaque(self, word: Any) -> Any:
-        return word
 
     def distance(self, index: Any, size: int) -> Any:
         return index.astype(np.int32).astype(np.int64) * size

@@ -175,7 +175,7 @@ def _modified(s: Float[Array, "rows columns"], mask: TileMask) -> Float[Array, "
     if is_plain(inputs.spec):
         return s
     tile = _tile(mask, s.shape)
-    return _lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec), s, tile, _soft_cap(inputs)))(s)
+    return _lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec, tile), s, tile, _soft_cap(inputs)))(s)
 
 
 def differentiate(
@@ -223,7 +223,7 @@ def _modification(
         reads = tuple(values.get(score_mod_reads.name(place), read) for place, read in reads)
         given = tile.parameters._replace(**others, score_mod_arrays=reads)
         parameters = without_unseen(inputs.spec, given, inputs.visible(tile))
-        spec = score_mod_reads.rest(inputs.spec)
+        spec = score_mod_reads.rest(inputs.spec, tile)
         return modify_logits(spec, s, tile._replace(parameters=parameters), _soft_cap(inputs))
 
     return modify, tile.parameters

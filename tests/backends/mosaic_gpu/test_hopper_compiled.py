@@ -54,9 +54,9 @@ SPILLS = {
         4,
         "One number. With 1,021 causal tokens it takes 137 us for 128, and padded copies took 187.",
     ),
-    **dict.fromkeys(
-        ("float32 d256 causal, score_mod of a table: forward", "float32 d256 causal, soft cap: forward"),
-        (28, "The warpgroup that makes weights has 136 registers. What that costs was not measured yet."),
+    "float32 d256 causal, soft cap: forward": (
+        28,
+        "The warpgroup that makes weights has 136 registers. What that costs was not measured yet.",
     ),
     "float32 d256/128 causal, highest: forward": (
         96,
@@ -79,10 +79,6 @@ SPILLS = {
             "it took before values came in parts, when nothing was spilled (4,096 tokens, full, one H100).",
         ),
     ),
-    "float32 d256 causal, score_mod of a table: wide_d_value": (
-        20,
-        "With tiles of 64 queries. What that costs was not measured yet.",
-    ),
     "backward": (
         400,
         "The fused backward holds dK, dV and two tiles. It spills where a logit is more than a product times the "
@@ -95,20 +91,12 @@ SPILLS = {
         "and 72 with a soft cap at d64, where it takes 0.78 with 512 tokens.",
     ),
     **dict.fromkeys(
-        (
-            *(f"d{d} causal, score_mod of a table: forward" for d in (64, 128, 256)),
-            *(f"d256 causal, score_mod of a table: {kernel}" for kernel in ("d_query", "d_key_value", "d_tables")),
-            "bias, score_mod of a table: forward",
-        ),
-        (300, "It keeps the indices of a tile, and what is read there. What that costs was not measured yet."),
-    ),
-    "bias, score_mod of a table: d_bias": (
-        348,
-        "Likewise, and float32 sums since several CTAs share a tile of the bias. What that costs was not measured yet.",
+        (f"{case}, score_mod of a table: forward" for case in ("d256 causal", "bias")),
+        (16, "It keeps what is read for a tile. What that costs was not measured yet."),
     ),
     **dict.fromkeys(
         (f"{case}, score_mod of a table: tangent" for case in ("d128 causal", "d256 causal", "bias")),
-        (596, "It keeps the indices of a tile for a table and for its tangent. What that costs was not measured yet."),
+        (172, "It keeps what is read for a tile of a table and of its tangent. What that costs was not measured yet."),
     ),
     "soft cap and scale: tangent": (
         212,

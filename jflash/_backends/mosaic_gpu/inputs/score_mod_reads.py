@@ -264,50 +264,39 @@ def _indices(score_mod: ScoreMod, batch: Any, head: Any, query: Any, key: Any, a
         found.append(sum((start * stride for start, stride in zip(part.starts, strides, strict=True)), jnp.int32(0)))
         return jnp.zeros((), score_mod.jaxpr.consts[part.array].dtype)
 
-    *_, query_variable, key_variable = score_mod.jaxpr.jaxpr.invars
-
-    def compute(equation: Any, inputs: list[Any]) -> Sequence[Any]:
-        if equation.primitive.name == "sub":
-            left, right = equation.invars
-            if left is key_variable and right is query_variable:
-                return [ahead]
-            if left is query_variable and right is key_variable:
-                return [-ahead]
-        return program.apply(equation, inputs)
-
     logit = jnp.zeros((), score_mod.jaxpr.jaxpr.invars[0].aval.dtype)
-    _values(score_mod, read, [logit, batch, head, query, key], compute)
+    _values(score_mod, read, [logit, batch, head, query, key], ahead)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rest:
-    """A `score_mod` of a logit, indices, and what is read."""
+    """A `score_mod` of a logit, indices, and what is read, for one tile."""
 
     score_mod: ScoreMod
+    ahead: Any
 
     def __call__(self, logits: Any, *others: Any) -> Any:
         *indices, reads = others
 
-        def scalar(logit: Any, batch: Any, head: Any, query: Any, key: Any, *more: Any) -> Any:
+        def scalar(logit: Any, batch: Any, head: Any, query: Any, key: Any, ahead: Any, *more: Any) -> Any:
             remaining = iter(more[:-1])
 
             def read(part: _Part) -> Any:
                 number, dtype = next(remaining), self.score_mod.jaxpr.consts[part.array].dtype
                 return number != 0 if dtype == jnp.bool_ else jnp.asarray(number, dtype)
 
-            (result,) = _values(self.score_mod, read, [logit, batch, head, query, key])
+            (result,) = _values(self.score_mod, read, [logit, batch, head, query, key], ahead)
             return jnp.asarray(result, logit.dtype)
 
-        return elementwise(scalar, logits, (*indices, *map(jnp.asarray, reads)), ())
+        return elementwise(scalar, logits, (*indices, self.ahead, *map(jnp.asarray, reads)), ())
 
 
-def rest(spec: Spec) -> Spec:
-    """The call whose `score_mod` takes what was read for its arrays."""
-    if "score_mod_arrays" not in spec.operands:
+def rest(spec: Spec, tile: Tile) -> Spec:
+    """The call whose `score_mod`, of a tile's logits, takes what was read for its arrays."""
+    if spec.score_mod is None:
         return spec
-    assert spec.score_mod is not None
-    of_reads: Any = _Rest(spec.score_mod)
+    of_reads: Any = _Rest(spec.score_mod, tile.ahead)
     return dataclasses.replace(spec, score_mod=of_reads)
 
 
@@ -349,13 +338,19 @@ def _by_head(spec: Spec, operands: Operands, read: Read) -> Array:
     return jnp.broadcast_to(jax.vmap(jax.vmap(one))(batch, head), shape)
 
 
-def _values(
-    score_mod: ScoreMod,
-    read: Callable[[_Part], Any],
-    arguments: Sequence[Any],
-    compute: program.Rule = program.apply,
-) -> list[Any]:
-    """The program's results."""
+def _values(score_mod: ScoreMod, read: Callable[[_Part], Any], arguments: Sequence[Any], ahead: Any) -> list[Any]:
+    """The program's results; the last two of its arguments are the query's and the key's index, the latter `ahead`."""
+    query, key = score_mod.jaxpr.jaxpr.invars[-2:]
+
+    def compute(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        if equation.primitive.name == "sub":
+            # The compiler sees which elements of a tile have one difference, and makes once what follows from it.
+            left, right = equation.invars
+            if left is key and right is query:
+                return [ahead]
+            if left is query and right is key:
+                return [-ahead]
+        return program.apply(equation, inputs)
 
     def refuse(equation: Any) -> list[Any]:
         raise AssertionError(equation)
