@@ -360,21 +360,24 @@ class MmaInterpreter(Interpreter, MmaOps):
     def store_rows(
         self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None
     ) -> None:
-        width, (length, columns) = values.shape[1], target.shape
+        (height, width), (length, columns) = values.shape, target.shape
 
         def store(column: int) -> None:
-            # These rows and columns alone: other warpgroups store others.
-            together = min(8, length)
-            for some in range(0, values.shape[0], 8):
+            # These rows and columns alone: other warpgroups store others. At the array's end, eight at a time.
+            def some(number: int, size: int) -> None:
+                start = jnp.minimum(first + number, length - size)
+                own = target.at[pl.ds(start, size), pl.ds(column, min(width, columns - column))]
+                rows = first + number + jnp.arange(size)
+                rows = jnp.where(rows < limit, rows - start, size)
+                given = values[number : number + size, : own.shape[1]].astype(target.dtype)
+                own[...] = own[...].at[rows].set(given, mode="drop")
 
-                @pl.when(first + some < limit)
-                def _(some: int = some) -> None:
-                    start = jnp.minimum(first + some, length - together)
-                    own = target.at[pl.ds(start, together), pl.ds(column, min(width, columns - column))]
-                    given = values[some : some + together, : own.shape[1]].astype(target.dtype)
-                    rows = first + some + jnp.arange(together)
-                    rows = jnp.where(rows < limit, rows - start, together)
-                    own[...] = own[...].at[rows].set(given, mode="drop")
+            is_inside = first + height <= length
+            if height <= length:
+                pl.when(is_inside)(functools.partial(some, 0, height))
+            for number in range(0, height, 8):
+                is_there = ~is_inside & (first + number < limit)
+                pl.when(is_there)(functools.partial(some, number, min(8, length)))
 
         for column in range(0, columns, width):
             if part is None:

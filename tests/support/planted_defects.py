@@ -225,9 +225,23 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: all that a score_mod reads has the first one's index",
         "jflash/_backends/mosaic_gpu/inputs/score_mod_reads.py",
-        "_indices(score_mod, batch, head, query, key)[read.place]",
-        "_indices(score_mod, batch, head, query, key)[0]",
+        "_indices(score_mod, batch, head, query, key, ahead)[read.place]",
+        "_indices(score_mod, batch, head, query, key, ahead)[0]",
         "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_tables",
+    ),
+    Defect(
+        "mosaic_gpu: query - key of a score_mod is key - query",
+        "jflash/_backends/mosaic_gpu/inputs/score_mod_reads.py",
+        "return [-ahead]",
+        "return [ahead]",
+        "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_differences_are_the_tiles_own",
+    ),
+    Defect(
+        "mosaic_gpu_mma: both blocks of a pair are scaled as the first",
+        "jflash/_backends/mosaic_gpu_mma/hardware/products.py",
+        "4 * (16 * number + 8 * half)",
+        "4 * (8 * half)",
+        "tests/backends/mosaic_gpu/test_mma_lanes.py::test_numbers_of_a_pairs_rows",
     ),
     Defect(
         "Both queries of a dropout counter have one word",
