@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from interpreter import Interpreter, MmaInterpreter
+from interpreter import Interpreter
+from mma_interpreter import MmaInterpreter
 
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.mosaic_gpu import call as hopper_call

@@ -10,6 +10,7 @@ Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,9 @@ def make(shape: tuple[int, ...], first: Int[Array, ""], *, keys_first: bool) -> 
 
 def own_distances(o: Any, first: Any, *, keys_first: bool) -> Any:
     """A thread's, by the columns from 8 `eight` on, which of them, and the upper (half 0) or lower row."""
-    row, column = o.add(o.times(o.warp, 16), o.row), o.times(o.pair, 2)
-    ahead = o.subtract(column, row) if keys_first else o.subtract(row, column)
-    start = o.float32(o.add(first, ahead))
-
-    def own(eight: int, half: int, k: int) -> Any:
-        step = 8 * half - 8 * eight - k
-        return o.plus(start, float(-step if keys_first else step))
-
-    return own
+    own, step = _rows_less_columns(o, negated=keys_first)
+    start = o.float32(o.add(first, own))
+    return lambda eight, half, k: o.plus(start, float(step(eight, half, k)))
 
 
 def make_ahead(shape: tuple[int, ...], first: Int[Array, ""], *, keys_first: bool) -> Int[Array, "rows columns"]:
@@ -44,11 +39,23 @@ def make_ahead(shape: tuple[int, ...], first: Int[Array, ""], *, keys_first: boo
 
 def own_ahead(o: Any, first: Any, *, keys_first: bool) -> Any:
     """A thread's, likewise."""
+    own, step = _rows_less_columns(o, negated=not keys_first)
+    start = o.opaque(o.add(first, own))
+
+    def element(eight: int, half: int, k: int) -> Any:
+        constant = step(eight, half, k)
+        return o.add(start, o(constant)) if constant >= 0 else o.subtract(start, o(-constant))
+
+    return element
+
+
+def _rows_less_columns(o: Any, *, negated: bool) -> tuple[Any, Callable[[int, int, int], int]]:
+    """row - column, or column - row, of a thread's first element; and by how much another's is larger."""
     row, column = o.add(o.times(o.warp, 16), o.row), o.times(o.pair, 2)
-    start = o.opaque(o.add(first, o.subtract(row, column) if keys_first else o.subtract(column, row)))
+    own = o.subtract(column, row) if negated else o.subtract(row, column)
 
-    def own(eight: int, half: int, k: int) -> Any:
-        step = (8 * half - 8 * eight - k) * (1 if keys_first else -1)
-        return o.add(start, o(step)) if step >= 0 else o.subtract(start, o(-step))
+    def step(eight: int, half: int, k: int) -> int:
+        more = 8 * half - 8 * eight - k
+        return -more if negated else more
 
-    return own
+    return own, step

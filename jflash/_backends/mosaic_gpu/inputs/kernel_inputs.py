@@ -141,7 +141,7 @@ class KernelInputs:
         distance = None
         if "alibi_slopes" in spec.operands:
             distance = ops.distances(shape, at.query + offset - at.key, keys_first=self.keys_first)
-        return Tile(
+        tile = Tile(
             parameters=self.parameters(at, shape, loaded),
             query=query,
             key=key,
@@ -157,16 +157,11 @@ class KernelInputs:
             key_segments=read("key_segments"),
             dropout_seed=None,
             made_distance=distance,
-            made_ahead=self._ahead(at, shape, read("first_query"), read("first_key")),
         )
-
-    def _ahead(self, at: TileCoord, shape: tuple[int, ...], first_query: Any, first_key: Any) -> Array | None:
-        """`Tile.ahead`, if the call may ask for it."""
-        if self.spec.score_mod is None:
-            return None
-        indices = [at.query if first_query is None else at.query + first_query]
-        indices.append(at.key if first_key is None else at.key + first_key)
-        return self.ops.ahead(shape, indices[1] - indices[0], keys_first=self.keys_first)
+        if spec.score_mod is None:
+            return tile
+        query, key = tile._replace(query=at.query, key=at.key).indices
+        return tile._replace(made_ahead=ops.ahead(shape, key - query, keys_first=self.keys_first))
 
     def visible(self, tile: Tile) -> Array:
         """Which logits of a tile count; those of keys past the end do not."""

@@ -105,9 +105,7 @@ class _Cta(Cta[DbiasPlan]):
                 biases.append(self.load_bias(at, (WARPGROUP_ROWS, self.width)))
             else:
                 self.copy_bias(at, shared.bias.at[self.warpgroup, part])
-        self._copy_first(self.first)
-        if not self.plan.tile.lends:
-            self._copy_second(self.first)
+        self._copy_ahead(self.first)
         visit = lambda number, totals: self._visit(number, biases, totals)
         totals = lax.fori_loop(self.first, self.stop, visit, self.zeros(len(self.parts), self.width))
         target = self.refs.results["d_bias"].at[schedule.place()]
@@ -121,6 +119,12 @@ class _Cta(Cta[DbiasPlan]):
     def _copy_second(self, visit: Any) -> None:
         """Begin to copy what its dP is made of."""
         self._copy(visit, ("d_out", self.smem.do), ("value", self.smem.v))
+
+    def _copy_ahead(self, visit: Any) -> None:
+        """Begin to copy what has room before a visit begins."""
+        self._copy_first(visit)
+        if not self.plan.tile.lends:
+            self._copy_second(visit)
 
     def _copy(self, visit: Any, of_rows: tuple[str, Ref], of_keys: tuple[str, Ref]) -> None:
         def copy() -> None:
@@ -153,9 +157,7 @@ class _Cta(Cta[DbiasPlan]):
         add = lambda totals: self._added(visit, tiles, biases, totals)
 
         def skip(totals: Tiles) -> Tiles:
-            self._copy_first(visit + 1)
-            if not self.plan.tile.lends:
-                self._copy_second(visit + 1)
+            self._copy_ahead(visit + 1)
             return totals
 
         return add(totals) if is_seen is None else lax.cond(is_seen, add, skip, totals)

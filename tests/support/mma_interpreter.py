@@ -1,0 +1,219 @@
+"""`MmaOps` on any machine: plain array code for Pallas' interpreter."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import matrix_unit
+from interpreter import Interpreter
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu.hardware import sums
+from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref
+from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware.products import STEP, STEPS_OF_PIECES
+
+
+def _pieces(ref: Ref) -> Array:
+    """An operand's pieces, `[pieces, rows, columns]`; or itself as one."""
+    return ref[...].reshape(-1, *ref.shape[-2:])
+
+
+def _add_products(acc: Array, left: Array, right: Array, order: Sequence[tuple[int, int]]) -> Array:
+    """Of pieces, as the kernels make them: those of a few steps of K are one sum of the matrix unit's."""
+    steps, depth = STEPS_OF_PIECES, matrix_unit.DEPTH
+    missing = -left.shape[2] % (steps * depth)
+    a, b = (jnp.stack(chosen) for chosen in zip(*((left[i], right[j]) for i, j in order), strict=True))
+    a = jnp.pad(a, [(0, 0), (0, 0), (0, missing)]).reshape(len(order), a.shape[1], -1, steps, depth)
+    b = jnp.pad(b, [(0, 0), (0, missing), (0, 0)]).reshape(len(order), -1, steps, depth, b.shape[2])
+    # Each sum's steps, in their order.
+    a = a.transpose(2, 0, 3, 1, 4).reshape(a.shape[2], -1, a.shape[1], depth)
+    b = b.swapaxes(0, 1).reshape(b.shape[1], -1, depth, b.shape[4])
+    nothing = jnp.zeros((a.shape[2], b.shape[3]), jnp.float32)
+
+    def add_step(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+        return matrix_unit.add(total, jnp.dot(*pair, preferred_element_type=jnp.float32)), None
+
+    return lax.scan(lambda acc, pairs: (acc + lax.scan(add_step, nothing, pairs)[0], None), acc, (a, b))[0]
+
+
+def _joined(pair: Tiles) -> Float[Array, "64 columns"]:
+    """The rows of which a pair of blocks consists."""
+    return jnp.stack(pair).reshape(2, 2, 2, 16, -1).transpose(1, 0, 3, 2, 4).reshape(64, -1)
+
+
+def _pair(rows: Float[Array, "64 columns"]) -> Tiles:
+    """The pair of blocks that has the rows."""
+    # Rows: two warps', block, 16. Columns: which of the two.
+    return tuple(rows.reshape(2, 2, 16, 2, -1).transpose(1, 0, 3, 2, 4).reshape(2, 64, -1))
+
+
+def _together(pair: Tiles) -> Float[Array, "64 columns"]:
+    """The rows of A that a pair of blocks consists of, which two warps each have."""
+    return _joined(pair)[:, : pair[0].shape[1]]
+
+
+def _of_steps(left: Array, right: Array, steps: Sequence[int] | None) -> tuple[Array, Array]:
+    """Of operands `[..., rows, K]` and `[..., K, columns]` what belongs to steps in K."""
+    if steps is None:
+        return left, right
+    some = slice(STEP * steps[0], STEP * (steps[-1] + 1))
+    return left[..., some], right[..., some, :]
+
+
+def _arrive_and_wait(barrier: Ref) -> None:
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+class MmaInterpreter(Interpreter, MmaOps):
+    """The operations of a warpgroup that is a CTA. Copies arrive at once: a wait that is missing does not show."""
+
+    def add_product(
+        self,
+        acc: Tiles,
+        a: Operand,
+        b: Ref,
+        order: Sequence[tuple[int, int]],
+        *,
+        transposed: bool,
+        first_row: Any = None,
+        a_transposed: bool = False,
+        steps: Sequence[int] | None = None,
+        first_column: int = 0,
+    ) -> Tiles:
+        left = jnp.stack(list(map(jnp.concatenate, a))) if isinstance(a, tuple) else _pieces(a)
+        left, right = left.mT if a_transposed else left, _pieces(b)
+        if first_row is not None:
+            right = lax.dynamic_slice_in_dim(right, first_row, acc[0].shape[1] if transposed else left.shape[2], axis=1)
+        right = right.mT if transposed else right
+        left, right = _of_steps(left, right, steps)
+        right = right[..., first_column : first_column + acc[0].shape[1]]
+        total = jnp.concatenate(acc)
+        if len(order) == 1:
+            # What the matrix unit cuts off from a sum is less than what 16 bits cut off from an operand.
+            total += jnp.dot(left[0], right[0], preferred_element_type=jnp.float32)
+        else:
+            total = _add_products(total, left, right, order)
+        return tuple(jnp.split(total, len(acc)))
+
+    def add_pair_product(
+        self,
+        acc: Tiles,
+        a: Operand,
+        b: Ref,
+        *,
+        a_transposed: bool = False,
+        steps: Sequence[int] | None = None,
+        first_column: int = 0,
+    ) -> Tiles:
+        left = _together(a[0]) if isinstance(a, tuple) else a[...]
+        left, right = _of_steps(left.T if a_transposed else left, b[...], steps)
+        halves = right.reshape(len(right), 2, -1)[..., first_column : first_column + acc[0].shape[1]]
+        made = jnp.dot(left, halves.reshape(len(right), -1), preferred_element_type=jnp.float32)
+        return _pair(_joined(acc) + made)
+
+    def load_rows(
+        self, ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False
+    ) -> tuple[Tiles, ...]:
+        pieces = _pieces(ref)
+        pieces = (pieces.mT if transposed else pieces)[..., :columns]
+        if paired:
+            # Each warp of two that share rows has all of their columns.
+            return tuple(_pair(jnp.concatenate([piece, piece], axis=1)) for piece in pieces)
+        return tuple(tuple(jnp.split(piece, len(piece) // 64)) for piece in pieces)
+
+    def scaled_pair(self, pair: Tiles, factors: Ref) -> Tiles:
+        return _pair(_joined(pair) * factors[...][:, None])
+
+    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+        rows, number, width = first + jnp.arange(target.shape[-2]), math.prod(target.shape[:-2]), target.shape[-1]
+        found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
+        pieces = found.reshape(len(rows), number, -1).swapaxes(0, 1)
+        whole, column = (width, 0) if part is None else (part.whole, part.first)
+        pieces = jnp.pad(pieces, [(0, 0), (0, 0), (0, max(whole - pieces.shape[2], 0))])
+        target[...] = lax.dynamic_slice_in_dim(pieces, column, width, axis=2).reshape(target.shape)
+
+    def copy_numbers(self, source: Ref, target: Ref, first: Any) -> None:
+        target[...] = source[pl.ds(first, target.shape[0])]
+
+    def commit(self) -> None:
+        """Nothing."""
+
+    def wait(self, pending: int = 0, *, warpgroups: int = 1) -> None:
+        self.meet(warpgroups)
+
+    def meet(self, warpgroups: int) -> None:
+        if warpgroups > 1:
+            barrier = plgpu.Barrier(num_arrivals=warpgroups)
+            pl.run_scoped(_arrive_and_wait, barrier, collective_axes="warpgroup")
+
+    def store_tile(self, values: Tiles, target: Ref, first_column: Any) -> None:
+        target[:, pl.ds(first_column, values[0].shape[1])] = jnp.concatenate(values)
+
+    def store_rows(
+        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None
+    ) -> None:
+        (height, width), (length, columns) = values.shape, target.shape
+
+        def store(column: int) -> None:
+            # These rows and columns alone: other warpgroups store others. At the array's end, eight at a time.
+            def some(number: int, size: int) -> None:
+                start = jnp.minimum(first + number, length - size)
+                own = target.at[pl.ds(start, size), pl.ds(column, min(width, columns - column))]
+                rows = first + number + jnp.arange(size)
+                rows = jnp.where(rows < limit, rows - start, size)
+                given = values[number : number + size, : own.shape[1]].astype(target.dtype)
+                own[...] = own[...].at[rows].set(given, mode="drop")
+
+            is_inside = first + height <= length
+            if height <= length:
+                pl.when(is_inside)(functools.partial(some, 0, height))
+            for number in range(0, height, 8):
+                is_there = ~is_inside & (first + number < limit)
+                pl.when(is_there)(functools.partial(some, number, min(8, length)))
+
+        for column in range(0, columns, width):
+            if part is None:
+                assert column == 0
+                store(column)
+            else:
+                pl.when(part.first == column)(functools.partial(store, column))
+
+    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+        self.store_rows(_joined(pair), target, first, limit, part)
+
+    def add_pair(self, pair: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
+        for number, values in enumerate(jnp.split(_joined(pair), 2, axis=1)):
+            self.add_rows(values, target, row, column + number * half, together)
+
+    def add_rows(self, values: Float[Array, "64 columns"], target: Ref, row: Any, column: Any, together: int) -> None:
+        groups, units = values.shape[0] // 8, values.shape[1] // 16
+        if together == 4:
+            numbers = sums.from_rows(values)
+        else:
+            # Group, row; unit, eight, pair, neighbour.
+            numbers = values.reshape(groups, 8, units, 2, 4, 2).transpose(0, 2, 3, 5, 1, 4)
+        own = target.at[pl.ds(lax.div(row, 8), groups), pl.ds(lax.div(column, 16), units)]
+        own[...] = own[...] + numbers.reshape(groups, units, 128)
+
+    def load_sums(self, source: Ref, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
+        found = source[pl.ds(lax.div(row, 8), 8)]
+        if together == 4:
+            return sums.as_rows(found.reshape(64, columns))
+        return found.reshape(8, columns // 16, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3).reshape(64, columns)
+
+    def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
+        rows, columns = (
+            first + jnp.arange(size)
+            for first, size in zip((row, column), shape[::-1] if transposed else shape, strict=True)
+        )
+        found = source[...].at[rows].get(mode="fill", fill_value=0).at[:, columns].get(mode="fill", fill_value=0)
+        return found.T if transposed else found
