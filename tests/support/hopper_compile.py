@@ -88,6 +88,7 @@ CASES = {
     "d576 causal": (576, 576, dict(is_causal=True), {}),
     "d320 causal, dropout": (320, 320, dict(is_causal=True, dropout_rate=0.1), DROPOUT_KEY),
     "d512, bias": (512, 512, {}, dict(bias=(PAIRS, bfloat16))),
+    "d512, score_mod of a table": (512, 512, {}, dict(numbers=((4, 256), float32))),
     "d512, mask": (512, 512, {}, dict(mask=(PAIRS, jnp.bool_))),
     "d576/512, alibi and scale": (576, 512, {}, dict(alibi_slopes=((4,), float32), scale=((), float32))),
     "d64/512, bias of keys": (64, 512, {}, dict(bias=((1, 4, 1, LENGTH), bfloat16))),

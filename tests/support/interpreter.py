@@ -174,9 +174,6 @@ class Interpreter(WarpgroupOps):
     def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
         return table[...][index]
 
-    def clear(self, table: Ref) -> None:
-        table[...] = jnp.zeros(table.shape, table.dtype)
-
     def add_by_index(self, table: Ref, index: Int[Array, "rows columns"], values: Float[Array, "rows columns"]) -> None:
         table[...] = table[...].at[index].add(values, mode="promise_in_bounds")
 

@@ -30,7 +30,6 @@ from jflash._backends.mosaic_gpu.kernels import (
     backward_dq,
     backward_fused_plan,
     backward_short,
-    backward_tables,
     backward_wide,
     delta,
     forward_wide,
@@ -216,9 +215,6 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     if plan.dbias is not None:
         of_bias = tiles | rows | of_queries | table(plan.dbias.tile.rows)
         gradients["whole_d_bias"] = backward_dbias.backward_dbias(plan.dbias, of_bias, ops)
-    if plan.tables is not None:
-        of_tables = tiles | rows | of_queries | table(plan.tables.tile.rows)
-        gradients |= backward_tables.backward_tables(plan.tables, of_tables, ops)
     return finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made["delta"]))
 
 

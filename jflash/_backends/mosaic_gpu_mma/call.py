@@ -21,7 +21,6 @@ from jflash._backends.mosaic_gpu_mma.kernels.backward import backward as launch_
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import backward_dbias
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import backward_dkv
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import backward_dq
-from jflash._backends.mosaic_gpu_mma.kernels.backward_tables import backward_tables
 from jflash._backends.mosaic_gpu_mma.kernels.cta import copies_bias
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.kernels.forward import forward as launch_forward
@@ -66,8 +65,6 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     gradients |= schedule.summed(spec, gradients, (spec.head_dim, spec.value_dim))
     if plan.dbias is not None:
         gradients["whole_d_bias"] = backward_dbias(plan.dbias, of_queries | table(plan.dbias.tile.rows), ops)
-    if plan.tables is not None:
-        gradients |= backward_tables(plan.tables, of_queries | table(plan.tables.tile.rows), ops)
     return finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, delta))
 
 

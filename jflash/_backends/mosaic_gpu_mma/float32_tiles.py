@@ -31,7 +31,6 @@ FLOAT32_TILES: Mapping[int, Mapping[str, Mapping[int, Sequence[Tile]]]] = {
         "d_key": {256: _BY_ROWS},
         "d_value": {256: _tiles((1, 32, 1), (1, 64, 1), (1, 16, 1))},
         "d_bias": {256: _DBIAS},
-        "d_tables": {64: _tiles((1, 64, 1), (1, 32, 2)), 256: _BY_ROWS},
     },
     3: {
         "forward": {
@@ -43,7 +42,6 @@ FLOAT32_TILES: Mapping[int, Mapping[str, Mapping[int, Sequence[Tile]]]] = {
         "dQ": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _BY_ROWS},
         "d_key d_value": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _DKV},
         "d_bias": {256: _DBIAS},
-        "d_tables": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _BY_ROWS},
     },
 }
 """By the number of pieces: each kernel's tiles up to a larger head dim, of which some fit in 99 KiB. First come those

@@ -11,11 +11,12 @@ from jax.experimental import pallas as pl
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import exponent
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces, score_mod_reads
+from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
 from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
 from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DbiasSchedule, HeadBlocks
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
+from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DbiasSchedule
 from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
 from jflash._backends.mosaic_gpu_mma.hardware import can_pair, sums
 from jflash._backends.mosaic_gpu_mma.kernels import (
@@ -23,14 +24,12 @@ from jflash._backends.mosaic_gpu_mma.kernels import (
     backward_dbias,
     backward_dkv,
     backward_dq,
-    backward_tables,
     forward,
 )
 from jflash._backends.mosaic_gpu_mma.kernels.backward import FusedPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import DqPlan
-from jflash._backends.mosaic_gpu_mma.kernels.backward_tables import TablesPlan
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile, TiledPlan, columns
 from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
@@ -90,7 +89,6 @@ TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
         128: _tiles((1, 128, 1), (2, 128, 1, 0, 2), (1, 64, 1)),
         256: (*_tiles((2, 64, 1, 0, 2), (1, 64, 1), (1, 32, 1)), Tile(1, 32, 1, lends=True)),
     },
-    "d_tables": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1), (1, 32, 1))},
 }
 """Each kernel's tiles up to a head dim (`_width`); some fit in 99 KiB. First comes the fastest on an H100, causal with
 4,096 tokens, of those that were measured there. Operands held in registers were in "backward" alone."""
@@ -108,14 +106,12 @@ class BackwardPlan:
     """One kernel for dK and dV, or one for each."""
     dbias: DbiasPlan | None
     """For a bias with a query and a key axis."""
-    tables: TablesPlan | None
-    """For tables that a score_mod reads by position."""
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """All that there are, in their order."""
         fused = () if self.fused is None else (self.fused, self.fused.rounding)
-        others = self.dq, *self.dkv, self.dbias, self.tables
+        others = self.dq, *self.dkv, self.dbias
         return tuple(one for one in (*fused, *others) if one is not None)
 
 
@@ -148,23 +144,17 @@ def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
         tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
         dbias = DbiasPlan(spec, tile, DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform, tile)))
         wanted = tuple(name for name in wanted if name != "bias")
-    tables = _plan_tables(spec, platform) if score_mod_reads.tables(spec) else None
     # Each sum over keys, and with deterministic=True every sum, has an owner in the other kernels alone.
     if not spec.deterministic and bias_kind != "row" and (fused := _plan_fused(spec, platform, wanted)):
-        return BackwardPlan(spec, fused, None, (), dbias, tables)
+        return BackwardPlan(spec, fused, None, (), dbias)
     of_dq = tuple(name for name in wanted if name != "bias" or bias_kind in ("row", "scalar"))
     tile = _choose(spec, platform, "dQ", lambda tile: backward_dq.shared_memory(spec, tile))
-    dq = DqPlan(spec, tile, of_dq)
+    blocks = pl.cdiv(spec.query_length, tile.rows)
+    dq = DqPlan(spec, tile, of_dq, TableSums.of(spec, blocks, 1, platform.processors))
     each = _outputs_of_dkv(spec)
     by_key = bias_kind == "column"
     dkv = (_plan_dkv(spec, platform, outputs, wants_bias=by_key and "d_key" in outputs) for outputs in each)
-    return BackwardPlan(spec, None, dq, tuple(dkv), dbias, tables)
-
-
-def _plan_tables(spec: Spec, platform: Platform) -> TablesPlan:
-    tile = _choose(spec, platform, "d_tables", lambda tile: backward_tables.shared_memory(spec, tile))
-    blocks = pl.cdiv(spec.query_length, tile.rows)
-    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, _ctas(platform, tile)))
+    return BackwardPlan(spec, None, dq, tuple(dkv), dbias)
 
 
 def _ctas(platform: Platform, tile: Tile) -> int | None:
@@ -180,7 +170,9 @@ def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> Fuse
         return None
     tile = _choose(spec, platform, "backward", shared_memory)
     together = sums.together(capability)
-    return FusedPlan(spec, tile, _schedule(spec, platform, tile), wanted, together)
+    schedule = _schedule(spec, platform, tile)
+    sums_of_tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, platform.processors)
+    return FusedPlan(spec, tile, schedule, wanted, sums_of_tables, together)
 
 
 def _schedule(spec: Spec, platform: Platform, tile: Tile) -> BackwardSchedule:
@@ -237,7 +229,6 @@ def fits(spec: Spec) -> bool:
         "short": lambda tile: forward.shared_memory(spec, tile),
         "dQ": lambda tile: backward_dq.shared_memory(spec, tile),
         "d_bias": lambda tile: backward_dbias.shared_memory(spec, tile),
-        "d_tables": lambda tile: backward_tables.shared_memory(spec, tile),
     }
     for outputs in _outputs_of_dkv(spec):
         kernels[" ".join(outputs)] = lambda tile, outputs=outputs: backward_dkv.shared_memory(spec, tile, outputs)

@@ -17,7 +17,7 @@ from short_run import cover
 from jflash._backends.mosaic_gpu.hardware import smem
 from jflash._backends.mosaic_gpu.kernels.forward_plan import output_parts, shared_memory
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
-from jflash._backends.mosaic_gpu.schedule import HeadBlocks, dealt_items, forward_schedule, tile_range
+from jflash._backends.mosaic_gpu.schedule import dealt_items, forward_schedule, tile_range
 from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
 from jflash._backends.mosaic_gpu.schedule.dealt_items import DealtItems
 from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
@@ -45,16 +45,6 @@ def test_every_block_is_an_item_of_one_cta(blocks: int, batch: int, entries: int
         assert staggered or taken == sorted(taken)
         everything += taken
     assert sorted(everything) == list(itertools.product(range(batch), range(blocks)))
-
-
-@pytest.mark.parametrize(("heads", "blocks", "batch", "ctas"), [(3, 5, 2, 8), (2, 2, 40, 8), (1, 1, 1, None)], ids=str)
-def test_every_block_of_a_head_has_one_cta(heads: int, blocks: int, batch: int, ctas: int | None):
-    schedule = HeadBlocks.of(heads, blocks, batch, ctas)
-    counts = [int(schedule.count(cta)) for cta in range(schedule.ctas)]
-    assert min(counts) >= 1
-    assert max(counts) - min(counts) <= 1
-    taken = [schedule.block(cta, index) for cta, count in enumerate(counts) for index in range(count)]
-    assert sorted(tuple(map(int, one)) for one in taken) == list(itertools.product(range(heads), range(blocks)))
 
 
 @pytest.mark.parametrize(("items", "ctas"), [(40, 7), (64, 32), (9, 8)])

@@ -40,7 +40,6 @@ SPILLS_OF_FLOAT32 = {
     "mma_d_key_d_value": {8: 788, 9: 88, 10: 1292},
     "mma_d_key": {8: 384, 9: 8, 10: 456},
     "mma_d_bias": {8: 12, 9: 40, 10: 20},
-    "mma_d_tables": {8: 40, 9: 8, 10: 16},
 }
 """Likewise in float32, of which nothing was measured: most with heads so wide that operands are held in registers, for
 want of shared memory."""

@@ -9,6 +9,7 @@ import cases
 import hopper_kernels
 import jax
 import jax.numpy as jnp
+import kernel_families
 import numpy as np
 import oracle
 import pytest
@@ -197,7 +198,6 @@ TWO_KERNELS = FUSED._replace(dims=(192, 128))
 TABLES = [
     (FUSED._replace(causal=True), "three reads", "bfloat16", {}),
     (FUSED._replace(query_length=1, heads=(4, 2), key_length=700), "clipped distance", "float32", {}),
-    # A CTA takes several blocks of several heads.
     (TWO_KERNELS._replace(heads=(4, 2), query_length=200, lengths="both"), "buckets", "float16", dict(processors=1)),
     (FUSED._replace(dtype="float32", window=(40, 10), offset="each", lengths="both"), "three reads", "float32", {}),
     (TWO_KERNELS._replace(bias="full", sinks=True), "clipped distance", "bfloat16", {}),
@@ -212,7 +212,8 @@ def test_tables(row):
     """Read by position, with their gradients; padding holds NaN, which must reach nothing."""
     case, kind, dtype, options = row
     call = score_mod_tables.call(case, kind, dtype)
-    planted, races = with_nan_in_padding(call), case.key_length <= 128
+    # One multiprocessor's CTAs all add to one sum.
+    planted, races = with_nan_in_padding(call), case.key_length <= 128 and "processors" not in options
     run = functools.partial(hopper_kernels.run, planted, detect_races=races, **options)
     hopper_kernels.assert_right(run, call)
     hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))
@@ -239,6 +240,25 @@ def test_a_table_for_each_batch_entry():
     np.testing.assert_allclose(got, jnp.stack(results), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (512, 512)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("lengths", [(100, 100), (4096, 4096), (4096, 77)], ids=str)
+def test_one_kernel_sums_a_table(lengths: tuple[int, int], dtype: str, dims: tuple[int, int]):
+    """Of all kernels of a backward; and there are no more sums than CTAs run at a time, about, or have blocks."""
+    case = NARROW._replace(dtype=dtype, query_length=lengths[0], key_length=lengths[1], dims=dims, batch=(3,))
+    spec, _ = hopper_kernels.canonical(score_mod_tables.call(case, "clipped distance"))
+    for family in (kernel_families.HOPPER, kernel_families.mma("8.0")):
+        if family.backend.unsupported_call(spec) is not None:
+            continue
+        kernels = family.plans(spec, 132)[1].kernels
+        sums = [kernel.tables for kernel in kernels if getattr(kernel, "tables", None) and kernel.tables.reads]
+        assert len(sums) == 1
+        assert 0 < sums[0].of_entry <= min(44, spec.heads * sums[0].blocks)
+        undifferentiated = dataclasses.replace(spec, undifferentiated=frozenset({"score_mod_arrays"}))
+        others = [getattr(kernel, "tables", None) for kernel in family.plans(undifferentiated, 132)[1].kernels]
+        assert not any(tables.reads for tables in others if tables is not None)
+
+
 def test_a_threads_sums():
     """All of a thread's elements are added once; neighbours with one index by one addition."""
     o, eights = Warpgroup(np.dtype(np.float32), 0, np.zeros(0)), 8
@@ -250,6 +270,7 @@ def test_a_threads_sums():
     indices = {
         "distance": ([row(half) - column(eight, k) + 64 for eight, half, k in order], 2 * (eights + 1)),
         "one": ([np.full(THREADS, 5)] * len(order), 1),
+        "all but one": ([*[np.full(THREADS, 5)] * (len(order) - 1), np.full(THREADS, 6)], 2),
         "drawn": (list(np.random.default_rng(0).integers(0, 96, (len(order), THREADS))), len(order)),
     }
     for index, most in indices.values():
@@ -260,3 +281,5 @@ def test_a_threads_sums():
         np.add.at(want, np.asarray(index), np.asarray(values))
         np.testing.assert_allclose(got, want, atol=1e-12)
         assert count.max() <= most
+        np.testing.assert_array_equal(sums_by_index.differences(o, index) == 0, np.ptp(np.asarray(index), axis=0) == 0)
+    np.testing.assert_allclose(sums_by_index.whole(o, values[1:]), np.sum(values[1:], axis=0), atol=1e-12)

@@ -1,12 +1,14 @@
 """A tile's numbers, added to a table in device memory, each by an index of its own.
 
-    for each of a thread's elements, along the tile's diagonals:
+    where each thread of a warp has one index: table[index] += the sum of the thread's numbers
+    elsewhere, for each of a thread's elements, along the tile's diagonals:
       where its index is that of the element before: total = total + number
       elsewhere: table[index before] += total, by `red`; total = number
 
 A table has few numbers for many elements, and a thread often meets one index in a row: by the distance from query to
-key, twice; by a distance that is clipped or in buckets, as often as it has elements. Shared memory would be nearer, but
-adds no float32: there `red` is a loop of compare-and-swap, and in device memory one instruction that nothing waits for.
+key, twice; by a distance that is clipped or in buckets, as often as it has elements. Most tiles of a long call are so
+far from the diagonal that they have one index. Shared memory would be nearer, but adds no float32: there `red` is a
+loop of compare-and-swap, and in device memory one instruction that nothing waits for.
 
 Source of the layout: PTX ISA, wgmma, the accumulator's fragment.
 """
@@ -28,22 +30,51 @@ def add(_: Any, table: Any, index: Any, values: Any) -> None:
     """The instructions, for `plgpu.inline_mgpu`."""
     o = LaneWords()
     start = o.device_address(table)
-    for place, total, condition in totals(o, in_order(o, index.registers), in_order(o, values.registers)):
-        instruction = "red.global.add.f32 [$0], $1;"
+    places, numbers = in_order(o, index.registers), in_order(o, values.registers)
+
+    def add_where(place: Any, total: Any, condition: Any) -> None:
         address = o.arith.addi(start, o.distance(place, 4))
+        instruction = "red.global.add.f32 [$0], $1;"
         _utils.inline_ptx(instruction, address, total, predicate=condition, has_side_effects=True)
+
+    is_one = o.arith.cmpi(o.arith.CmpIPredicate.eq, differences(o, places), o(0))
+    branch = _utils.scf.IfOp(_utils.nvvm.vote_sync(o(-1), is_one, "all"), has_else=True)
+    with _utils.ir.InsertionPoint(branch.then_block):
+        total = whole(o, numbers)
+        add_where(places[0], total, _is_wanted(o, total))
+        _utils.scf.yield_([])
+    with _utils.ir.InsertionPoint(branch.else_block):
+        for addition in totals(o, places, numbers):
+            add_where(*addition)
+        _utils.scf.yield_([])
+
+
+def differences(o: LaneWords, index: Sequence[Any]) -> Any:
+    """The bits in which a thread's indices differ from the first one."""
+    return o.either(*(o.arith.xori(index[0], place) for place in index[1:]))
+
+
+def whole(o: LaneWords, values: Sequence[Any]) -> Any:
+    """A thread's sum, as a tree: in a chain each addition would wait for the one before."""
+    some = list(values)
+    while len(some) > 1:
+        some = [*map(o.arith.addf, some[::2], some[1::2]), *some[len(some) // 2 * 2 :]]
+    return some[0]
 
 
 def totals(o: LaneWords, index: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
     """What a thread adds where, and whether it does; not where the total is 0, as it is of what is hidden."""
-    wanted = lambda total: o.arith.cmpf(o.arith.CmpFPredicate.UNE, total, o.zero)
     place, total = index[0], values[0]
     for next_place, number in zip(index[1:], values[1:], strict=True):
         is_other = o.arith.cmpi(o.arith.CmpIPredicate.ne, place, next_place)
-        yield place, total, o.arith.andi(wanted(total), is_other)
+        yield place, total, o.arith.andi(_is_wanted(o, total), is_other)
         total = o.arith.select(is_other, number, o.arith.addf(total, number))
         place = next_place
-    yield place, total, wanted(total)
+    yield place, total, _is_wanted(o, total)
+
+
+def _is_wanted(o: LaneWords, total: Any) -> Any:
+    return o.arith.cmpf(o.arith.CmpFPredicate.UNE, total, o.zero)
 
 
 def in_order(o: LaneWords, registers: Any) -> list[Any]:

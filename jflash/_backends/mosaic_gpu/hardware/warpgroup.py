@@ -50,9 +50,6 @@ def rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
     return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
 
 
-TABLE_STEP = 512
-"""Of a table that is summed in device memory, how many numbers a warpgroup sets to 0 at a time."""
-
 _MOST_COLUMNS = 256
 """N of the matrix unit's instruction."""
 
@@ -215,15 +212,6 @@ class WarpgroupOps(Protocol):
         number = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=_TILE)
         read = functools.partial(_gather, is_signed=True if jnp.issubdtype(table.dtype, jnp.integer) else None)
         return _inline(read, plgpu.RefType(), _TILE, returns=number)(table, index)
-
-    def clear(self, table: Ref) -> None:
-        """Set a table in device memory, `[numbers]`, a multiple of `TABLE_STEP`, to 0, before any thread goes on."""
-
-        def clear_part(index: Any, _: None) -> None:
-            table[pl.ds(index * TABLE_STEP, TABLE_STEP)] = self.zeros_strided((TABLE_STEP,))
-
-        lax.fori_loop(0, table.shape[0] // TABLE_STEP, clear_part, None)
-        _inline(lambda _: mgpu.warpgroup_barrier())()
 
     def add_by_index(self, table: Ref, index: Int[Array, "rows columns"], values: Float[Array, "rows columns"]) -> None:
         """Add a tile's numbers to those of a table in device memory, `[numbers]`, by their indices, which must be

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu.hardware import Ref, round_up
-from jflash._backends.mosaic_gpu.hardware.warpgroup import TABLE_STEP
-from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, TileCoord, shared_index
+from jflash._backends.mosaic_gpu.hardware import Ref
+from jflash._backends.mosaic_gpu.inputs.kernel_inputs import KernelInputs, Loaded, TileCoord, shared_index
 from jflash._semantics import program
 from jflash._semantics.score_mod import ScoreMod, elementwise, values_of_64_bits
 from jflash._semantics.spec import Operands, Spec
@@ -192,12 +191,12 @@ def of_tables(spec: Spec) -> list[Read]:
 
 
 def tables(spec: Spec) -> dict[str, int]:
-    """What is read by position and has a gradient that is asked for: numbers, with room for whole steps, by name."""
+    """What is read by position and has a gradient that is asked for: how many numbers, by name."""
     if spec.score_mod is None or "score_mod_arrays" in spec.undifferentiated:
         return {}
     shapes = [array.shape for array in spec.score_mod.jaxpr.consts]
     arrays = (read.array for read in of_tables(spec))
-    return {_array_name(array): round_up(math.prod(shapes[array]), TABLE_STEP) for array in arrays}
+    return {_array_name(array): math.prod(shapes[array]) for array in arrays}
 
 
 def prepare(arrays: Sequence[Array | None]) -> dict[str, Array]:
@@ -228,13 +227,22 @@ def load(inputs: KernelInputs, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
 
 
 def add_to_tables(
-    inputs: KernelInputs, tile: Tile, p: Array, cotangents: Mapping[str, Array], sums: Mapping[str, Ref]
+    inputs: KernelInputs,
+    at: TileCoord,
+    loaded: Loaded,
+    p: Array,
+    cotangents: Mapping[str, Array],
+    sums: Mapping[str, Ref],
 ) -> None:
-    """Add the cotangents of what a tile reads by position, by the reads' names, to tables of sums by the arrays' names.
+    """Add the cotangents of what a tile reads by position, by the reads' names, to tables of sums by the arrays' names,
+    if there are any.
 
     Where a probability is 0, what is read there counts for nothing.
     """
+    if not sums:
+        return
     assert inputs.spec.score_mod is not None
+    tile = inputs.tile(at, p.shape, loaded)
     for read in of_tables(inputs.spec):
         numbers = jnp.where(p == 0, 0.0, cotangents[read.name])
         index = _index(inputs.spec.score_mod, read, tile)
@@ -310,7 +318,6 @@ def gradients(spec: Spec, operands: Operands, sums: Mapping[str, Array]) -> tupl
     for place, array in enumerate(operands.score_mod_arrays):
         of_table = sums.get(f"d_{_array_name(place)}")
         if of_table is not None:
-            of_table = of_table[:, : math.prod(array.shape[1:])]
             totals[place] = of_table if array.shape[0] > 1 else of_table.sum(axis=0)
     for read in summed(spec):
         total = sums.get(f"d_{read.name}")

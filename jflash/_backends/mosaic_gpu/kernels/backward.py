@@ -32,7 +32,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
     `dq_acc` holds zeros.
     """
     schedule = plan.schedule
-    states = dict(dq_acc=dq_acc, counters=jnp.zeros(plan.dq.counters(schedule), jnp.int32))
+    states = dict(dq_acc=dq_acc, counters=jnp.zeros(plan.dq.counters(schedule), jnp.int32), **plan.tables.zeros())
     made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
     of_keys = schedule.summed(plan.spec, made, whole_dims(plan.spec))
     if schedule.partial:
@@ -41,7 +41,7 @@ def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: W
         d_query = dq_accumulator.unrounded(schedule, acc) * sums_scale(plan.spec)
     else:
         d_query = made["d_query"]
-    return made | of_keys | dict(d_query=d_query)
+    return made | of_keys | plan.tables.totals(written) | dict(d_query=d_query)
 
 
 class _Cta(FusedCta[FusedPlan]):

@@ -38,12 +38,14 @@ from jflash._backends.mosaic_gpu.inputs import (
     bias_and_mask,
     dropped,
     operand_pieces,
+    score_mod_reads,
     tile_dims,
     whole_dims,
     whole_rows,
 )
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, KernelPlan, Launch, Refs
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DqTiles, TileMask, tile_range
 from jflash._semantics.spec import Spec
 
@@ -82,6 +84,7 @@ class DqPlan(KernelPlan):
     """Every head has blocks of its own, here of queries."""
     wanted: tuple[str, ...]
     """Parameters whose gradients the kernel sums over keys."""
+    tables: TableSums
 
     @property
     def launch(self) -> Launch:
@@ -104,7 +107,8 @@ class DqPlan(KernelPlan):
 
 def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
-    return _Cta.launch(plan, arrays, ops)
+    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, plan.tables.zeros(), ops)
+    return made | plan.tables.totals(written)
 
 
 class _Cta(Cta[DqPlan]):
@@ -119,6 +123,7 @@ class _Cta(Cta[DqPlan]):
         self.q, self.dq = q_dq[0], q_dq[-1]
         self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
         self.first_row = block * plan.tile.rows
+        self.tables = plan.tables.own(refs.arrays, self.batch, self.head, block, self.warpgroup)
 
     def compute(self) -> None:
         """Copy its own queries, and walk over the tiles of keys."""
@@ -177,10 +182,12 @@ class _Cta(Cta[DqPlan]):
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
             mask = TileMask(self.inputs, self.tiles, index, at, loaded)
             to_p = lambda logits: exponent.exponent(spec)(logits, lse)
-            p, pull_back = logits.differentiate(s, mask, to_p, wanted)
+            p, pull_back = logits.differentiate(s, mask, to_p, (*wanted, *self.plan.tables.reads))
             p = dropped.signed(self.inputs, at, p)
             ds, d_parameters = pull_back(dropped.d_logits(spec, p, ops.read(acc_dp), delta))
             added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
+            made_anew = at._replace(key=at.key + still)
+            score_mod_reads.add_to_tables(self.inputs, made_anew, loaded, p, d_parameters, self.tables)
             return operand_pieces.split(spec, ds, ops), added
 
         ds, added = ops.accumulators(differentiate, shape, shape)

@@ -22,6 +22,7 @@ from jflash._backends.mosaic_gpu.inputs import (
     whole_rows,
 )
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, FusedTiles
 from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
 from jflash._backends.mosaic_gpu.schedule.rounded_by_last import RoundedByLast
@@ -36,6 +37,7 @@ class WalkPlan(KernelPlan):
     tile: FusedTiles
     wanted: tuple[str, ...]
     """Parameters whose gradients the kernel sums over queries."""
+    tables: TableSums
 
     @property
     def dq_width(self) -> int:

@@ -23,7 +23,6 @@ from jflash._backends.mosaic_gpu.kernels import (
     backward_dq,
     backward_fused_plan,
     backward_short_plan,
-    backward_tables,
     backward_wide_plan,
 )
 from jflash._backends.mosaic_gpu.kernels.backward_dbias import DbiasPlan
@@ -32,16 +31,15 @@ from jflash._backends.mosaic_gpu.kernels.backward_dkv_dq import DkvDqPlan
 from jflash._backends.mosaic_gpu.kernels.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import FusedPlan
 from jflash._backends.mosaic_gpu.kernels.backward_short_plan import ShortPlan
-from jflash._backends.mosaic_gpu.kernels.backward_tables import TablesPlan
 from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
 from jflash._backends.mosaic_gpu.kernels.widths import is_wide
 from jflash._backends.mosaic_gpu.schedule import (
     BackwardSchedule,
     DbiasSchedule,
     DqTiles,
     FusedTiles,
-    HeadBlocks,
     RowTiles,
     ShortTiles,
 )
@@ -77,13 +75,11 @@ class BackwardPlan:
     """A kernel for each of dQ, dK and dV."""
     dbias: DbiasPlan | None = None
     """For a bias with a query and a key axis."""
-    tables: TablesPlan | None = None
-    """For tables that a score_mod reads by position."""
 
     @property
     def kernels(self) -> list[KernelPlan]:
         """All of them."""
-        every = (self.short, self.fused, self.dkv_dq, self.dq, self.dkv, *self.wide, self.dbias, self.tables)
+        every = (self.short, self.fused, self.dkv_dq, self.dq, self.dkv, *self.wide, self.dbias)
         return [kernel for kernel in every if kernel is not None]
 
 
@@ -101,10 +97,9 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
     if dbias is not None:
         wanted = tuple(name for name in wanted if name != "bias")
-    tables = _plan_tables(spec, processors) if score_mod_reads.tables(spec) else None
     if is_wide(spec):
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
-        return BackwardPlan(spec, wide=wide, dbias=dbias, tables=tables)
+        return BackwardPlan(spec, wide=wide, dbias=dbias)
     by_keys = lambda size, accumulated=None, splits=1: dataclasses.replace(
         BackwardSchedule.of_call(
             spec,
@@ -121,24 +116,26 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
     one_kernel = bias_kind != "row"
     if one_kernel and backward_short_plan.suits(spec, processors) and (tile := choose_short_tiles(spec)) is not None:
         short = backward_short_plan.plan(spec, tile, wanted, processors)
-        return BackwardPlan(spec, short=short, dbias=dbias, tables=tables)
+        return BackwardPlan(spec, short=short, dbias=dbias)
     if one_kernel and not spec.deterministic and (fused_tiles := choose_fused_tiles(spec)) is not None:
         tiles = None if spec.partial else pl.cdiv(spec.query_length, fused_tiles.keys)
         splits = 1 if wanted else _splits(spec, fused_tiles, processors)
         schedule = by_keys(fused_tiles.keys, tiles, splits)
-        return BackwardPlan(spec, fused=FusedPlan(spec, fused_tiles, wanted, schedule), dbias=dbias, tables=tables)
+        sums = TableSums.of(spec, schedule.blocks, fused_tiles.warpgroups, processors)
+        return BackwardPlan(spec, fused=FusedPlan(spec, fused_tiles, wanted, sums, schedule), dbias=dbias)
     by_key = bias_kind == "column"
     others = tuple(name for name in wanted if name != "bias" or not by_key)
-    if one_kernel and not spec.deterministic and not others and backward_dkv_dq.suits(spec):
+    sums_along_rows = others or score_mod_reads.tables(spec)
+    if one_kernel and not spec.deterministic and not sums_along_rows and backward_dkv_dq.suits(spec):
         dkv_dq = _staged(DkvDqPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
         if smem.fits(dkv_dq.smem):
-            return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias, tables=tables)
+            return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias)
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
     schedule = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
-    dq = DqPlan(spec, tile, schedule, others)
+    dq = DqPlan(spec, tile, schedule, others, TableSums.of(spec, blocks, tile.warpgroups, processors))
     dkv = _staged(DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
-    return BackwardPlan(spec, dq=dq, dkv=dkv, dbias=dbias, tables=tables)
+    return BackwardPlan(spec, dq=dq, dkv=dkv, dbias=dbias)
 
 
 def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
@@ -233,13 +230,3 @@ def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
         schedule = dataclasses.replace(schedule, splits=1)
     tiles_per_cta = 1 if ctas is None else max(1, min(schedule.number // ctas, _MOST_DBIAS_TILES))
     return DbiasPlan(spec, tile, schedule, tiles_per_cta)
-
-
-def _plan_tables(spec: Spec, processors: int | None) -> TablesPlan:
-    """Some tiles fit: the smallest take what dQ's kernel, or a wide dQ's, takes without the room for results."""
-    sizes = [(2, 64, 2), (2, 64, 1), (1, 64, 1), *[(1, 32, 1)] * is_wide(spec)]
-    candidates = [RowTiles(*size) for size in sizes]
-    fitting = [tile for tile in candidates if smem.fits(backward_tables.shared_memory(spec, tile))]
-    tile = _tuning.choose(TuningKey("mosaic_gpu d_tables", _facts(spec)), fitting)
-    blocks = pl.cdiv(spec.query_length, tile.rows)
-    return TablesPlan(spec, tile, HeadBlocks.of(spec.heads, blocks, spec.batch, processors))

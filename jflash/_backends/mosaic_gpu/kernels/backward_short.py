@@ -34,7 +34,8 @@ from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileOrder, tile_
 
 def backward(plan: ShortPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; d_query, d_key, d_value, and the sums of each wanted parameter's gradient `[B, N, L]`."""
-    return _Cta.launch(plan, arrays, ops)
+    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, plan.tables.zeros(), ops)
+    return made | plan.tables.totals(written)
 
 
 class _Cta(FusedCta[ShortPlan]):

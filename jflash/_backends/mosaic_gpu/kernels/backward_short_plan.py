@@ -16,6 +16,7 @@ from jflash._backends.mosaic_gpu.inputs import CallTiles, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.kernels import backward_fused_plan
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import WalkPlan
 from jflash._backends.mosaic_gpu.kernels.launch import Launch
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
 from jflash._backends.mosaic_gpu.schedule import ShortTiles, WorkItem
 from jflash._semantics.spec import Spec
 
@@ -113,7 +114,8 @@ def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
 def plan(spec: Spec, tile: ShortTiles, wanted: tuple[str, ...], processors: int | None) -> ShortPlan:
     """The plan of a call on a device with `processors` multiprocessors; `None` where that is unknown."""
     items = spec.batch * spec.key_heads
-    return ShortPlan(spec, tile, wanted, min(items, processors or items))
+    tables = TableSums.of(spec, pl.cdiv(spec.key_length, tile.keys), tile.warpgroups, processors)
+    return ShortPlan(spec, tile, wanted, tables, min(items, processors or items))
 
 
 def suits(spec: Spec, processors: int | None) -> bool:

@@ -40,7 +40,14 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, WarpgroupOps, along_columns, along_rows, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, whole_dims
+from jflash._backends.mosaic_gpu.inputs import (
+    GmemTile,
+    TileCoord,
+    dropped,
+    operand_pieces,
+    score_mod_reads,
+    whole_dims,
+)
 from jflash._backends.mosaic_gpu.inputs.tile_parts import PartsRing
 from jflash._backends.mosaic_gpu.kernels.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.kernels.launch import Cta, Refs
@@ -49,9 +56,9 @@ from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 
 def backward(plan: WidePlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; the gradient, and for each parameter wanted the sums of its gradient `[B, N, L]`."""
-    made = _Cta.launch(plan, arrays, ops)
+    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, plan.tables.zeros(), ops)
     if not plan.stores_sums:
-        return made
+        return made | plan.tables.totals(written)
     return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
 
 
@@ -69,6 +76,7 @@ class _Cta(Cta[WidePlan]):
         self.own_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
         tiles = tile_range.visited(self.inputs, item.batch, block, WARPGROUP_ROWS, plan.tile.size)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
+        self.tables = plan.tables.own(refs.arrays, self.batch, self.first_head, block, 0)
         self.shape = WARPGROUP_ROWS, plan.tile.size
         self.parts = PartsRing(plan.parts, refs.smem.parts)
         dp_weights = tuple(refs.smem.dp_weights)
@@ -123,7 +131,7 @@ class _Cta(Cta[WidePlan]):
             plgpu.commit_smem()
         mask = TileMask(inputs, self.order.tiles, index, at, loaded)
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
-        p, pull_back = logits.differentiate(s, mask, to_p, plan.wanted)
+        p, pull_back = logits.differentiate(s, mask, to_p, (*plan.wanted, *plan.tables.reads))
         p = dropped.signed(inputs, at, p)
         weights, d_parameters = dropped.kept_of_signed(spec, p), dict[str, Array]()
         plgpu.barrier_wait(shared.dp_full)
@@ -136,6 +144,7 @@ class _Cta(Cta[WidePlan]):
         weights = weights.astype(spec.dtype)
         self.weights[...] = weights
         plgpu.barrier_arrive(shared.weights_full)
+        score_mod_reads.add_to_tables(inputs, at, loaded, p, d_parameters, self.tables)
         if not plan.kind.makes_dp and shared.bias is None:
             plgpu.barrier_wait(shared.weighed.full.at[slot])
         return self._add(0, acc, weights, slot), sums

@@ -16,6 +16,7 @@ from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, round_
 from jflash._backends.mosaic_gpu.inputs import CallTiles, bias_and_mask, operand_pieces, whole_dims
 from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Launch
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
 from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, WalkedTiles
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -130,6 +131,7 @@ class WidePlan(KernelPlan):
     """Of blocks of 64 rows."""
     wanted: tuple[str, ...]
     """Parameters whose gradients the kernel sums along the rows."""
+    tables: TableSums
 
     @property
     def kind(self) -> _Kind:
@@ -185,7 +187,8 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
         length, heads = (spec.key_length, spec.key_heads) if of_keys else (spec.query_length, spec.heads)
         schedule = BackwardSchedule.of_call(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
         schedule = dataclasses.replace(schedule, partial=spec.partial)
-        return WidePlan(spec, gradient, _choose_tiles(spec, gradient), schedule, sums[gradient])
+        tables = TableSums.none(spec) if of_keys else TableSums.of(spec, schedule.blocks, 1, processors)
+        return WidePlan(spec, gradient, _choose_tiles(spec, gradient), schedule, sums[gradient], tables)
 
     return tuple(map(plan, _KINDS))
 

@@ -10,7 +10,9 @@
       dQ   = dS K                    of the tile before: one half of it from all keys, added to what there is
     the producer warpgroup copies tiles of queries ahead of them into shared memory
 
-Dropout changes P for dV, and dP (`inputs.dropped`).
+Dropout changes P for dV, and dP (`inputs.dropped`). Gradients of tables that a score_mod reads are added up beside dS
+(`table_sums`): two products less than in a kernel of their own. Their indices are made anew, as a tile's do not fit in
+the registers beside all else.
 
 A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
 beside the other's products. For half of dQ's columns the matrix unit reads as much of dS as for all. So where registers
@@ -36,7 +38,7 @@ from jaxtyping import Array, Float, Int
 from jflash._backends.mosaic_gpu import logits
 from jflash._backends.mosaic_gpu.exponent import sums_scale
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Ref, pipeline
-from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces
+from jflash._backends.mosaic_gpu.inputs import GmemTile, TileCoord, dropped, operand_pieces, score_mod_reads
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.inputs.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.kernels.backward_fused_plan import WalkPlan
@@ -83,6 +85,12 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
     def own_keys(self) -> Any:
         """This warpgroup's."""
         return pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    @property
+    def tables(self) -> dict[str, Ref]:
+        """This warpgroup's sums of tables' gradients."""
+        block = lax.div(self.first_key, self.plan.tile.keys)
+        return self.plan.tables.own(self.refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup)
 
     def turn(self, step: Any, at: Step) -> Any:
         """A number that is even if a step's dQ is the first warpgroup's to make, where they take turns."""
@@ -175,7 +183,8 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
                 plgpu.barrier_wait(smem.do.full.at[slot])
                 statistics.mma(acc_dp, v, operand_pieces.transposed(do), 1)
                 s = ops.read(acc_s, pending=statistics.issued(do))
-                p, pull_back = logits.differentiate(s, mask, statistics.probabilities, self.plan.wanted)
+                names = *self.plan.wanted, *self.plan.tables.reads
+                p, pull_back = logits.differentiate(s, mask, statistics.probabilities, names)
                 p = dropped.signed(self.inputs, at, p)
                 kept = operand_pieces.split(spec, dropped.kept_of_signed(spec, p), ops)
                 operand_pieces.mma(acc_dv, kept, do, ops)
@@ -184,6 +193,8 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
                 totals = tuple(
                     total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
                 )
+                made_anew = at._replace(key=at.key + still)
+                score_mod_reads.add_to_tables(self.inputs, made_anew, loaded, p, d_parameters, self.tables)
                 return self._hand_over(ds, parity), totals
 
             ds, totals = ops.accumulators(differentiate, shape, shape)

@@ -81,7 +81,9 @@ class Launch:
     def update(
         self, body: Callable[[Refs], None], arrays: Mapping[str, Array], states: Mapping[str, Array], ops: WarpgroupOps
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Launch `body` on arrays, and on states that it changes; the results and the states, by name."""
+        """Launch `body` on arrays, and on states that it changes, if any; the results and the states, by name."""
+        if not states:
+            return self.run(body, arrays, ops), {}
 
         def store(refs: Any) -> None:
             results, changed = refs

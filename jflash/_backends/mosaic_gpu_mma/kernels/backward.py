@@ -40,8 +40,9 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, Ref, along_columns, round_up, smem
-from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped
+from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, score_mod_reads
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import STEP, MmaOps, Operand, Part, Tiles, can_pair
 from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, bias_buffer, buffer
@@ -88,6 +89,7 @@ class FusedPlan(KeysPlan):
 
     wanted: tuple[str, ...]
     """Parameters whose gradients the kernel sums over queries."""
+    tables: TableSums
     together: int
     """Numbers of dQ that one instruction adds."""
 
@@ -115,11 +117,11 @@ class FusedPlan(KeysPlan):
 def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
     """Launch the kernels; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient over queries
     `[B, N, L]`."""
-    dq_acc = jnp.zeros(plan.rounding.sums(ops.margin), jnp.float32)
-    made, changed = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, dict(dq_acc=dq_acc), ops)
+    states = dict(dq_acc=jnp.zeros(plan.rounding.sums(ops.margin), jnp.float32), **plan.tables.zeros())
+    made, changed = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
     # What each warpgroup summed.
     totals = {f"d_{name}": made[f"d_{name}"].sum(axis=2) for name in plan.wanted}
-    return made | totals | round_dq(plan.rounding, changed["dq_acc"], ops)
+    return made | totals | plan.tables.totals(changed) | round_dq(plan.rounding, changed["dq_acc"], ops)
 
 
 class _Cta(Cta[FusedPlan]):
@@ -132,6 +134,7 @@ class _Cta(Cta[FusedPlan]):
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.rows, plan.tile.size)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
         self.warpgroup: Any = lax.axis_index("warpgroup") if plan.tile.warpgroups > 1 else 0
+        self.tables = plan.tables.own(refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup)
         self.queries = plan.tile.size // plan.tile.warpgroups // plan.tile.passes
         """Of a tile, that are this warpgroup's in a pass."""
         self.adds_dq_between = plan.tile.warpgroups > 1 and plan.tile.stages > 1
@@ -294,7 +297,8 @@ class _Cta(Cta[FusedPlan]):
             (biases,) = ops.load_rows(shared.bias.at[self._own_part(number)], transposed=True)
             loaded = [some | {"bias": bias} for some, bias in zip(loaded, biases, strict=True)]
         masks = [TileMask(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
-        differentiated = [logits.differentiate(s[block], masks[block], to_p, plan.wanted) for block in blocks]
+        names = *plan.wanted, *plan.tables.reads
+        differentiated = [logits.differentiate(s[block], masks[block], to_p, names) for block in blocks]
         p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
         kept = tuple(dropped.kept_of_signed(spec, one).astype(spec.dtype) for one in p)
         if parts > 1:
@@ -309,6 +313,9 @@ class _Cta(Cta[FusedPlan]):
         )
         ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
         ops.store_tile(ds, shared.ds, place)
+        for block, (_, more) in enumerate(pulled):
+            made_anew = at[block]._replace(key=at[block].key + ops.opaque_zero(step))
+            score_mod_reads.add_to_tables(self.inputs, made_anew, loaded[block], p[block], more, self.tables)
         if parts == 1:
             acc_dk = self.add_product(acc_dk, (ds,), q.at[0], transposed=False, first_row=first_row)
         return acc_dk, acc_dv, totals

@@ -27,9 +27,10 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import exponent, logits
 from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, along_rows, round_up
-from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, operand_pieces
+from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, operand_pieces, score_mod_reads
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
+from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
 from jflash._backends.mosaic_gpu.schedule import TileMask, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.kernels.cta import (
@@ -66,6 +67,7 @@ class DqPlan(TiledPlan):
 
     wanted: tuple[str, ...]
     """Parameters whose gradients the kernel sums over keys."""
+    tables: TableSums
 
     @property
     def launch(self) -> Launch:
@@ -84,7 +86,8 @@ class DqPlan(TiledPlan):
 
 def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
     """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
-    return _Cta.launch(plan, arrays, ops)
+    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, plan.tables.zeros(), ops)
+    return made | plan.tables.totals(written)
 
 
 class _Cta(Cta[DqPlan]):
@@ -93,6 +96,7 @@ class _Cta(Cta[DqPlan]):
         self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
         block = lax.axis_size("block") - 1 - lax.axis_index("block")
         self.rows = [pl.ds(block * plan.tile.rows + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in self._blocks]
+        self.tables = plan.tables.own(refs.arrays, self.batch, self.head, block, 0)
         self.tiles = tile_range.visited(self.inputs, self.batch, block, plan.tile.rows, plan.tile.size)
 
     @property
@@ -148,12 +152,14 @@ class _Cta(Cta[DqPlan]):
             lse, delta = (along_rows(statistic, shape) for statistic in statistics[block])
             mask = TileMask(self.inputs, self.tiles, index, one, loaded[block])
             to_p = lambda logits, lse=lse: exponent.exponent(spec)(logits, lse)
-            p, pull_back = logits.differentiate(s, mask, to_p, wanted)
+            p, pull_back = logits.differentiate(s, mask, to_p, (*wanted, *self.plan.tables.reads))
             p = dropped.signed(self.inputs, one, p)
             ds, d_parameters = pull_back(dropped.d_logits(spec, p, dp, delta))
             added = [d_parameters[name].sum(axis=1) for name in wanted]
             totals.append(tuple(total + more for total, more in zip(sums[block], added, strict=True)))
             every_ds.append(operand_pieces.split(spec, ds, ops))
+            made_anew = one._replace(key=one.key + ops.opaque_zero(index))
+            score_mod_reads.add_to_tables(self.inputs, made_anew, loaded[block], p, d_parameters, self.tables)
         acc_dq = self.add_product(acc_dq, by_piece(every_ds), shared.k.at[slot], transposed=False)
         if tile.stages == 1:
             ops.wait()
