@@ -212,6 +212,16 @@ def test_waves_of_blocks_that_are_alike(options: dict, items: int):
     assert options or backward_ends(fused.schedule, causal=False) < 1.05
 
 
+@pytest.mark.parametrize(
+    ("blocks", "alike", "ctas"), [(8, False, 32), (16, False, 128), (8, True, 32), (16, True, 32), (32, True, 128)]
+)
+def test_small_waves_of_few_blocks(blocks: int, alike: bool, ctas: int):
+    """Of twice as many where none is longer than others. Theirs are rounded after as many CTAs as run at a time."""
+    schedule = BackwardSchedule.of(16, 16, blocks, 128 // blocks, 132, alike=alike, accumulated=blocks)
+    assert schedule.items * blocks == ctas
+    assert schedule.lag * ctas >= 132
+
+
 @pytest.mark.parametrize(("is_causal", "axes"), [(False, ["batch", "block"]), (True, ["block", "batch"])], ids=str)
 def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list[str]):
     """But causal ones, of which the longest begin first."""

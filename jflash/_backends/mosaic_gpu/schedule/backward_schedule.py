@@ -31,8 +31,9 @@ _ALMOST_ALL = 0.9
 """The part of the multiprocessors for which a wave needs CTAs: 128 are enough for 132."""
 _QUARTER = 0.24
 """Likewise of a wave of few blocks: 32 are enough."""
-_FEW_BLOCKS = 8
-"""Of keys, so few that the longest CTA takes little longer than the average, and small waves wait for none."""
+_FEW_BLOCKS, _FEW_BLOCKS_ALIKE = 8, 16
+"""Of keys, so few that the longest CTA takes little longer than the average, and small waves wait for none; and if all
+take the same time, so few that small waves still gain something."""
 _UNPAIRED_WAVES = 0.5
 """Waves for each block with which the schedule keeps an odd number of them. One without a partner takes a share of the
 time that falls with their number. Waves twice as large push accumulators of dQ out of the cache, which costs a share
@@ -111,7 +112,7 @@ class BackwardSchedule:
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)
         of_group, every = group // head_groups, key_heads * head_groups * batch
-        small = accumulated is not None and blocks <= _FEW_BLOCKS
+        small = accumulated is not None and blocks <= (_FEW_BLOCKS_ALIKE if alike else _FEW_BLOCKS)
         at_once = accumulated is not None and of_group * max(accumulated, blocks) <= _FEW_TILES
         # Whole head groups, or entries of one: others would need divisions, in every CTA.
         sizes = [size for size in range(1, every) if batch % size == 0 or (size % batch, every % size) == (0, 0)]
