@@ -237,7 +237,8 @@ def add_to_tables(
     """Add the cotangents of what a tile reads by position, by the reads' names, to tables of sums by the arrays' names,
     if there are any.
 
-    Where a probability is 0, what is read there counts for nothing.
+    The indices are made of `at`. With an opaque zero in it they are not those of `load` to the compiler, which would
+    keep a tile's in registers, or spill them. Where a probability is 0, what is read there counts for nothing.
     """
     if not sums:
         return

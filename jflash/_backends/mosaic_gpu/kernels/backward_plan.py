@@ -125,8 +125,8 @@ def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
         return BackwardPlan(spec, fused=FusedPlan(spec, fused_tiles, wanted, sums, schedule), dbias=dbias)
     by_key = bias_kind == "column"
     others = tuple(name for name in wanted if name != "bias" or not by_key)
-    sums_along_rows = others or score_mod_reads.tables(spec)
-    if one_kernel and not spec.deterministic and not sums_along_rows and backward_dkv_dq.suits(spec):
+    has_other_sums = others or score_mod_reads.tables(spec)
+    if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
         dkv_dq = _staged(DkvDqPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
         if smem.fits(dkv_dq.smem):
             return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias)

@@ -11,8 +11,7 @@
     the producer warpgroup copies tiles of queries ahead of them into shared memory
 
 Dropout changes P for dV, and dP (`inputs.dropped`). Gradients of tables that a score_mod reads are added up beside dS
-(`table_sums`): two products less than in a kernel of their own. Their indices are made anew, as a tile's do not fit in
-the registers beside all else.
+(`table_sums`): two products less than in a kernel of their own.
 
 A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
 beside the other's products. For half of dQ's columns the matrix unit reads as much of dS as for all. So where registers
