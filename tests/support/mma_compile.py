@@ -43,6 +43,7 @@ CHOSEN = (
     *("soft cap", "bias", "mask", "lengths", "alibi and scale", "d128 causal, dropout", "d256 causal, dropout"),
     *("score_mod of a bias of keys", "bias, partial", *FLOAT32, *LARGEST_FLOAT32),
     *("score_mod of a number for each head", *(f"d{d} causal, score_mod of a table" for d in (64, 128, 256))),
+    "bias, score_mod of a table",
 )
 """Cases that are compiled if none are named."""
 
