@@ -27,7 +27,9 @@ def spec_of(head_dim: int, value_dim: int, dtype=jnp.bfloat16, **options: object
 
 def assert_every_kernel_fits(spec: Spec, capability: str) -> None:
     forward, backward = kernel_families.mma(capability).plans(spec, 108)
-    assert backward.dbias is not None
+    summing = backward.fused or backward.dq
+    assert None not in (backward.dbias, summing)
+    assert summing.tables.reads
     for plan in (forward, *backward.kernels):
         assert smem.size(plan.launch.smem) <= SHARED_MEMORY[capability], plan
 

@@ -148,6 +148,14 @@ class LaneWords:
         return self.right(bits, self.left(self.pair, 1))
 
 
+def as_tree(operation: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
+    """An operation between all values, as a tree: in a chain each would wait for the one before."""
+    some = list(values)
+    while len(some) > 1:
+        some = [*map(operation, some[::2], some[1::2]), *some[len(some) // 2 * 2 :]]
+    return some[0]
+
+
 def make_tile(
     shape: tuple[int, ...],
     dtype: Any,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 
-from jflash._backends.mosaic_gpu.hardware.lane_words import LaneWords
+from jflash._backends.mosaic_gpu.hardware.lane_words import LaneWords, as_tree
 
 _utils: Any = mgpu.utils
 
@@ -40,7 +40,7 @@ def add(_: Any, table: Any, index: Any, values: Any) -> None:
     is_one = o.arith.cmpi(o.arith.CmpIPredicate.eq, differences(o, places), o(0))
     branch = _utils.scf.IfOp(_utils.nvvm.vote_sync(o(-1), is_one, "all"), has_else=True)
     with _utils.ir.InsertionPoint(branch.then_block):
-        total = whole(o, numbers)
+        total = as_tree(o.arith.addf, numbers)
         add_where(places[0], total, _is_wanted(o, total))
         _utils.scf.yield_([])
     with _utils.ir.InsertionPoint(branch.else_block):
@@ -52,14 +52,6 @@ def add(_: Any, table: Any, index: Any, values: Any) -> None:
 def differences(o: LaneWords, index: Sequence[Any]) -> Any:
     """The bits in which a thread's indices differ from the first one."""
     return o.either(*(o.arith.xori(index[0], place) for place in index[1:]))
-
-
-def whole(o: LaneWords, values: Sequence[Any]) -> Any:
-    """A thread's sum, as a tree: in a chain each addition would wait for the one before."""
-    some = list(values)
-    while len(some) > 1:
-        some = [*map(o.arith.addf, some[::2], some[1::2]), *some[len(some) // 2 * 2 :]]
-    return some[0]
 
 
 def totals(o: LaneWords, index: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:

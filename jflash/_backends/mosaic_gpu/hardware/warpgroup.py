@@ -24,6 +24,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int, UInt32
 from jflash._backends.mosaic_gpu.hardware import (
     distances,
     dropout_words,
+    lane_words,
     leading_piece,
     packed_mask,
     panels,
@@ -320,10 +321,9 @@ def _all_below(_: Any, tile: Any, limit: float) -> Any:
     # Without the sign, which is the highest bit.
     bits = lambda x: arith.andi(arith.bitcast(integer, x), _utils.c(0x7FFFFFFF, integer))
     sizes = [arith.bitcast(number, bits(element(pair, at))) for pair in tile.registers.flat for at in range(2)]
-    # A tree: in a chain each would wait for the one before. NaN is the largest, and below nothing.
-    while len(sizes) > 1:
-        sizes = [arith.maximumf(*two) for two in zip(sizes[::2], sizes[1::2], strict=True)]
-    return _vote_all(arith.cmpf(arith.CmpFPredicate.OLT, sizes[0], _utils.c(limit, number)))
+    # NaN is the largest, and below nothing.
+    largest = lane_words.as_tree(arith.maximumf, sizes)
+    return _vote_all(arith.cmpf(arith.CmpFPredicate.OLT, largest, _utils.c(limit, number)))
 
 
 def _all_rows(_: Any, condition: Any) -> Any:

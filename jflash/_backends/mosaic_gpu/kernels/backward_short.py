@@ -34,8 +34,7 @@ from jflash._backends.mosaic_gpu.schedule import QueryProducer, TileOrder, tile_
 
 def backward(plan: ShortPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; d_query, d_key, d_value, and the sums of each wanted parameter's gradient `[B, N, L]`."""
-    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, plan.tables.zeros(), ops)
-    return made | plan.tables.totals(written)
+    return plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
 
 
 class _Cta(FusedCta[ShortPlan]):

@@ -56,9 +56,9 @@ from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 
 def backward(plan: WidePlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
     """Launch the kernel; the gradient, and for each parameter wanted the sums of its gradient `[B, N, L]`."""
-    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, plan.tables.zeros(), ops)
+    made = plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
     if not plan.stores_sums:
-        return made | plan.tables.totals(written)
+        return made
     return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
 
 

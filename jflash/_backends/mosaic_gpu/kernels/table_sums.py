@@ -9,7 +9,7 @@ add to one number at a time. In the end they are summed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import Ref
+from jflash._backends.mosaic_gpu.hardware import Ref, WarpgroupOps
 from jflash._backends.mosaic_gpu.inputs import score_mod_reads
+from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._semantics.spec import Spec
 
 
@@ -49,11 +50,17 @@ class TableSums:
         """What is differentiated for them, by the names of parameters."""
         return tuple(read.name for read in score_mod_reads.of_tables(self.spec)) if self._tables else ()
 
+    def launch(
+        self, launch: Launch, body: Callable[[Refs], None], arrays: Mapping[str, Array], ops: WarpgroupOps
+    ) -> dict[str, Array]:
+        """Launch a kernel that changes nothing else; its results, and the tables' gradients."""
+        made, changed = launch.update(body, arrays, self.zeros(), ops)
+        return made | self.totals(changed)
+
     def zeros(self) -> dict[str, Array]:
         """What the kernel changes, by d_ and each array's name."""
         place = self.spec.batch, self.of_entry, self.warpgroups
-        tables = self._tables
-        return {f"d_{name}": jnp.zeros((*place, numbers), jnp.float32) for name, numbers in tables.items()}
+        return {f"d_{name}": jnp.zeros((*place, numbers), jnp.float32) for name, numbers in self._tables.items()}
 
     def own(self, arrays: Mapping[str, Ref], batch: Any, head: Any, block: Any, warpgroup: Any) -> dict[str, Ref]:
         """A warpgroup's sums, by each array's name."""

@@ -86,8 +86,7 @@ class DqPlan(TiledPlan):
 
 def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
     """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
-    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, plan.tables.zeros(), ops)
-    return made | plan.tables.totals(written)
+    return plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
 
 
 class _Cta(Cta[DqPlan]):
