@@ -1,10 +1,14 @@
 """Copies and products by `mma.sync`, thread by thread: what they do with instructions as PTX defines them."""
 
 import math
+import re
+import types
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic import gpu as mgpu
 from lanes import THREAD, Warpgroup
 
 from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
@@ -18,6 +22,7 @@ from jflash._backends.mosaic_gpu_mma.hardware.copies import (
     store_in_rows,
     store_words,
 )
+from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.hardware.products import (
     LeftOperand,
     PairedColumns,
@@ -357,3 +362,30 @@ def test_indices_of_a_tile(first: int, axis: int):
     for eight, half, k in np.ndindex(12, 2, 2):
         got[16 * warp + lane // 4 + 8 * half, 8 * eight + 2 * (lane % 4) + k] = own(eight, half, k).view(np.int32)
     np.testing.assert_array_equal(got, first + np.indices(got.shape)[axis])
+
+
+@pytest.mark.parametrize(
+    "issue",
+    [
+        lambda o, words: o.multiply("bf16", [(words[:4], words[:2])] * 3, words[:4]),
+        lambda o, words: o.change_where("clear", "lt", words[2], 7, words[:2]),
+        lambda o, words: o.change_where("negate", "gtu", words[2], 7, words[:2]),
+    ],
+    ids=["multiply", "clear", "negate"],
+)
+def test_results_are_written_last(monkeypatch: pytest.MonkeyPatch, issue: Callable[[Lanes, list[str]], object]):
+    """The compiler may give a result the register of an operand: nothing reads one after a result is written."""
+    issued: list[tuple[str, int]] = []
+
+    def record(ptx: str, *_: object, result_types: Sequence[object], **__: object) -> list[str]:
+        issued.append((ptx, len(result_types)))
+        return ["result"] * len(result_types)
+
+    monkeypatch.setattr(mgpu.utils, "inline_ptx", record)
+    monkeypatch.setattr(Lanes, "__call__", lambda self, value: value)
+    o = object.__new__(Lanes)
+    o.zero = types.SimpleNamespace(type="f32")
+    issue(o, ["word"] * 4)
+    ((ptx, results),) = issued
+    named = [int(number) for number in re.findall(r"\$(\d+)", ptx)]
+    assert named[named.index(0) :] == list(range(results))

@@ -115,12 +115,25 @@ class LaneWords:
         word, the lower half for the first: without its sign, as a number in half precision, with that of bits `limit`.
         """
         instruction = {"clear": "mul.f32 {0}, {0}, 0f00000000;", "negate": "neg.f32 {0}, {0};"}[change]
-        changed = [f"@{half} {instruction.format(f'${at}')}" for at, half in enumerate(("low", "high"))]
+        both = ("first", "second")
+        copied = [f"mov.f32 {name}, ${at};" for at, name in enumerate(both, start=2)]
         compared = ["abs.f16x2 size, $4;", f"setp.{comparison}.f16x2 low|high, size, $5;"]
-        registers, copied = [".reg .pred low, high;", ".reg .b32 size;"], ["mov.f32 $0, $2;", "mov.f32 $1, $3;"]
-        ptx = "\n".join(["{", *registers, *compared, *copied, *changed, "}"])
-        both = self(limit | limit << 16)
-        return mgpu.utils.inline_ptx(ptx, *numbers, word, both, result_types=[self.zero.type] * 2)
+        changed = [f"@{half} {instruction.format(name)}" for half, name in zip(("low", "high"), both, strict=True)]
+        registers = [".reg .pred low, high;", ".reg .b32 size;", ".reg .f32 first, second;"]
+        operands = *numbers, word, self(limit | limit << 16)
+        return self.together([*registers, *copied, *compared, *changed], both, operands)
+
+    def together(
+        self, instructions: Sequence[str], made: Sequence[str], operands: Sequence[Any], *, convergent: bool = False
+    ) -> Sequence[Any]:
+        """Several instructions in one, which make float32 numbers in registers `made` that they declare.
+
+        They become results when all operands are read, since the compiler may give a result an operand's register.
+        """
+        results = [f"mov.f32 ${at}, {name};" for at, name in enumerate(made)]
+        ptx = "\n".join(["{", *instructions, *results, "}"])
+        types = [self.zero.type] * len(made)
+        return mgpu.utils.inline_ptx(ptx, *operands, result_types=types, convergent=convergent)
 
     def rounded(self, numbers: Sequence[Any]) -> Any:
         """The word of the bfloat16 numbers nearest to two float32 numbers, the first one's in its lower half."""

@@ -45,22 +45,20 @@ class Lanes(LaneWords):
         take = lambda count: list(itertools.islice(places, count))
         listed = lambda names: f"{{{', '.join(names)}}}"
         made, operands, before = take(4), [(listed(take(4)), listed(take(2))) for _ in factors], take(4)
+        given = [*(word for pair in factors for operand in pair for word in operand), *c]
         if len(factors) == 1:
             code = f"{mma} {listed(made)}, {', '.join(operands[0])}, {listed(before)};"
-        else:
-            # All in one: of additions that it sees LLVM moves the last ones past the end of a loop, which then carries
-            # both numbers of each.
-            total = [f"total{index}" for index in range(4)]
-            starts = [["0f00000000"] * 4, *[total] * (len(factors) - 1)]
-            products = [
-                f"{mma} {listed(total)}, {a}, {b}, {listed(start)};"
-                for (a, b), start in zip(operands, starts, strict=True)
-            ]
-            sums = [f"add.f32 {', '.join(three)};" for three in zip(made, before, total, strict=True)]
-            code = "\n".join(["{", ".reg .f32 total<4>;", *products, *sums, "}"])
-        given = [word for pair in factors for operand in pair for word in operand]
-        numbers = [self.zero.type] * 4
-        return list(_utils.inline_ptx(code, *given, *c, result_types=numbers, convergent=True))
+            numbers = [self.zero.type] * 4
+            return list(_utils.inline_ptx(code, *given, result_types=numbers, convergent=True))
+        # All in one: of additions that it sees LLVM moves the last ones past the end of a loop, which then carries both
+        # numbers of each.
+        total = [f"total{index}" for index in range(4)]
+        starts = [["0f00000000"] * 4, *[total] * (len(factors) - 1)]
+        products = [
+            f"{mma} {listed(total)}, {a}, {b}, {listed(start)};" for (a, b), start in zip(operands, starts, strict=True)
+        ]
+        sums = [f"add.f32 {one}, {first}, {one};" for first, one in zip(before, total, strict=True)]
+        return list(self.together([".reg .f32 total<4>;", *products, *sums], total, given, convergent=True))
 
     def copy_chunk(self, target: Any, source: Any, offsets: tuple[int, int], size: Any, condition: Any = None) -> None:
         """Begin to copy 16 bytes to shared memory: `size` from device memory, then zeros. `offsets` are to be added to
