@@ -30,6 +30,7 @@ SPILLS = {
         "d128, where it holds dK, dV and two tiles. With tiles of 32 queries, which spill less, it is 2% slower.",
     ),
     "d256 causal, dropout: mma_d_value": ({8: 0, 9: 0, 10: 52}, "It keeps a head's two words. Not measured."),
+    "bias, score_mod of a table: mma_d_bias": ({8: 0, 9: 0, 10: 4}, "d128. Not measured."),
 }
 """The most bytes that a kernel, of one case or of all, may spill, by the compute capability's major number, where that
 is, and what was measured causal (one H100, jax 0.11.2). 12.x has what 10.x has."""

@@ -153,7 +153,10 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
     if widest <= 128:
         in_turns = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
         # Copies that add 80 columns do so in blocks of 16, and take longer than registers.
-        candidates += [FusedTiles(64, 2, in_turns=in_turns, adds_registers=in_turns and head_dim == 80)]
+        adds_registers = in_turns and head_dim == 80
+        # Where bounds leave CTAs few tiles, a third stage takes more time than it saves.
+        stages = (3, 2) if in_turns and spec.bounds == (None, None) else (2,)
+        candidates += [FusedTiles(64, number, in_turns=in_turns, adds_registers=adds_registers) for number in stages]
         candidates += [FusedTiles(64, 1)]
     fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
     key = TuningKey("mosaic_gpu backward", _facts(spec))
