@@ -66,7 +66,7 @@ _FORWARDS: Mapping[str, Mapping[int, Sequence[Tile]]] = {
 
 TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
     **_FORWARDS,
-    "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1))},
+    "short": {128: _tiles((1, 64, 2), (1, 64, 1)), 256: _tiles((1, 64, 1), (1, 32, 1))},
     "backward": {
         64: _tiles((2, 64, 2, 0, 1, 2), (2, 64, 2, 4, 2), (1, 64, 2), (1, 64, 1)),
         128: _tiles((2, 64, 2, 0, 2), (2, 64, 1, 0, 2), (1, 64, 1), (1, 64, 2), (1, 64, 1, 0, 2)),

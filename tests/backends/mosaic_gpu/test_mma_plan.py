@@ -19,10 +19,10 @@ DIMS = (1, 8, 64, 72, 128, 136, 192, 256)
 TABLE = jnp.zeros(100)
 
 
-def spec_of(head_dim: int, value_dim: int, dtype=jnp.bfloat16, **options: object) -> Spec:
-    query, value = (jnp.zeros((1, 100, 1, dim), dtype) for dim in (head_dim, value_dim))
-    options |= dict(bias=jnp.zeros((100, 100), dtype), score_mod=lambda logit, b, h, q, k: logit + TABLE[q - k])
-    return hopper_kernels.canonical_arguments(query=query, key=query, value=value, **options)[0]
+def spec_of(head_dim: int, value_dim: int, dtype=jnp.bfloat16, *, queries: int = 100, **options: object) -> Spec:
+    key, value = (jnp.zeros((1, 100, 1, dim), dtype) for dim in (head_dim, value_dim))
+    options |= dict(bias=jnp.zeros((queries, 100), dtype), score_mod=lambda logit, b, h, q, k: logit + TABLE[q - k])
+    return hopper_kernels.canonical_arguments(query=key[:, :queries], key=key, value=value, **options)[0]
 
 
 def assert_every_kernel_fits(spec: Spec, capability: str) -> None:
@@ -36,8 +36,8 @@ def assert_every_kernel_fits(spec: Spec, capability: str) -> None:
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_kernel_fits(capability: str):
-    for head_dim, value_dim in itertools.product(DIMS, DIMS):
-        spec = spec_of(head_dim, value_dim)
+    for head_dim, value_dim, queries in itertools.product(DIMS, DIMS, (3, 100)):
+        spec = spec_of(head_dim, value_dim, queries=queries)
         for one in (spec, dataclasses.replace(spec, deterministic=True)):
             assert_every_kernel_fits(one, capability)
 
@@ -47,8 +47,8 @@ def test_every_kernel_fits(capability: str):
 )
 def test_every_kernel_of_float32_fits(precision: str | None, most: int, together: int):
     """Head dims, in multiples of 16, are served up to `most` and together up to `together`, on every GPU alike."""
-    for dims in itertools.product((*DIMS, 144, 208), repeat=2):
-        spec = spec_of(*dims, jnp.float32, precision=precision)
+    for *dims, queries in itertools.product((*DIMS, 144, 208), (*DIMS, 144, 208), (3, 100)):
+        spec = spec_of(*dims, jnp.float32, queries=queries, precision=precision)
         whole = [-(-dim // 16) * 16 for dim in dims]
         reason = mosaic_gpu_mma.unsupported_call(spec)
         assert (reason is None) == (max(whole) <= most and sum(whole) <= together), dims
