@@ -32,6 +32,7 @@ LARGEST_FLOAT32 = {
     "float32 d192 causal, bias": (192, 192, dict(is_causal=True), dict(bias=(PAIRS, float32))),
     "float32 d128, highest, bias": (128, 128, dict(precision="highest"), dict(bias=(PAIRS, float32))),
     "float32 d192/64, highest": (192, 64, dict(precision="highest"), {}),
+    "float32 d256, highest, bias": (256, 256, dict(precision="highest"), dict(bias=(PAIRS, float32))),
     **{
         f"float32 d128{name}, score_mod of a table": (128, 128, options, dict(numbers=((4, 256), float32)))
         for name, options in (("", {}), (", highest", dict(precision="highest")))
@@ -97,7 +98,7 @@ def compiled(name: str, capability: str) -> dict[str, dict]:
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_score_mod(**arrays))
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
         if family.backend.unsupported_call(spec) is not None:
-            # Some float32 heads are Hopper's alone.
+            # Wider heads are Hopper's alone.
             return ()
         forward, backward = family.plans(spec, Device.num_cores)
         plans = [backward]

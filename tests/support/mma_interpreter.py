@@ -65,7 +65,8 @@ def _of_steps(left: Array, right: Array, steps: Sequence[int] | None) -> tuple[A
     if steps is None:
         return left, right
     some = slice(STEP * steps[0], STEP * (steps[-1] + 1))
-    return left[..., some], right[..., some, :]
+    has_others = left.shape[-1] > STEP * len(steps)
+    return left[..., some] if has_others else left, right[..., some, :]
 
 
 def _arrive_and_wait(barrier: Ref) -> None:
@@ -209,6 +210,14 @@ class MmaInterpreter(Interpreter, MmaOps):
         if together == 4:
             return sums.as_rows(found.reshape(64, columns))
         return found.reshape(8, columns // 16, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3).reshape(64, columns)
+
+    def load_device_rows(
+        self, source: Ref, first: Any, limit: Any, pieces: int, column: int, width: int
+    ) -> tuple[Tiles, ...]:
+        rows = first + jnp.arange(64)
+        found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
+        each = jnp.pad(found.reshape(64, pieces, -1), [(0, 0), (0, 0), (0, width)])[..., column : column + width]
+        return tuple((each[:, piece],) for piece in range(pieces))
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
         rows, columns = (

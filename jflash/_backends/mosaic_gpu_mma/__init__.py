@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jflash import _platform
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
+from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -43,23 +43,11 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
     if (reason := mosaic_gpu.unsupported_score_mod(spec)) is not None:
         return reason
-    return _unsupported_float32(spec) if spec.dtype == jnp.float32 else None
-
-
-def _unsupported_float32(spec: Spec) -> str | None:
-    """float32 operands take the room of as many of 16 bits as the precision asks for."""
+    if spec.dtype != jnp.float32:
+        return None
     from jflash._backends.mosaic_gpu.inputs import operand_pieces
-    from jflash._backends.mosaic_gpu_mma import plan
 
-    if (reason := operand_pieces.unsupported(spec)) is not None:
-        return reason
-    if not plan.fits(spec):
-        pieces, dims = operand_pieces.number(spec), f"H={spec.head_dim} and D={spec.value_dim}"
-        return (
-            f"it takes float32 as {pieces} bfloat16 pieces; with {dims} their tiles do not fit in "
-            f"{min(SHARED_MEMORY.values()) // KIB} KiB of shared memory, which is what every GPU has."
-        )
-    return None
+    return operand_pieces.unsupported(spec)
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

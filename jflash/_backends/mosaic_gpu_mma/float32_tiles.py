@@ -11,11 +11,13 @@ def _tiles(*fields: tuple[int, int, int]) -> tuple[Tile, ...]:
     return tuple(Tile(*numbers) for numbers in fields)
 
 
-_BY_ROWS = (Tile(1, 32, 1), Tile(1, 32, 1, held=1, lends=True), Tile(1, 16, 1), Tile(1, 16, 1, held=1, lends=True))
-"""Of kernels with two operands of their own rows and wide heads: the first is held where shared memory is short."""
-_DKV = (Tile(1, 32, 1), Tile(1, 16, 1), Tile(1, 16, 1, held=1, lends=True))
-"""Of the kernel with the most sums, likewise: registers have no room for an operand beside larger tiles."""
-_DBIAS = (Tile(1, 32, 1), Tile(1, 64, 1), *(Tile(1, size, 1, lends=True) for size in (32, 16)))
+_STREAMED = tuple(Tile(1, size, 1, streams=True) for size in (32, 16))
+"""Where shared memory is too short for the operands of own rows."""
+_BY_ROWS = (*_tiles((1, 32, 1), (1, 16, 1)), *_STREAMED)
+_DBIAS = (
+    *(Tile(1, 32, 1), Tile(1, 64, 1), Tile(1, 32, 1, lends=True), Tile(1, 16, 1, lends=True)),
+    Tile(1, 32, 1, lends=True, streams=True),
+)
 """Of the kernel with no sums, and all operands visited once."""
 
 FLOAT32_TILES: Mapping[int, Mapping[str, Mapping[int, Sequence[Tile]]]] = {
@@ -23,11 +25,12 @@ FLOAT32_TILES: Mapping[int, Mapping[str, Mapping[int, Sequence[Tile]]]] = {
         "forward": {
             64: _tiles((1, 64, 1), (1, 32, 2), (2, 32, 1)),
             128: _tiles((1, 32, 1), (1, 64, 1), (1, 32, 2)),
-            256: _tiles((1, 32, 1), (1, 64, 1), (1, 16, 1)),
+            192: _tiles((1, 32, 1), (1, 64, 1), (1, 16, 1)),
+            256: _tiles((1, 16, 1), (1, 32, 1)),
         },
         "short": {256: _tiles((1, 64, 1), (1, 32, 1), (1, 16, 1))},
         "dQ": {64: _tiles((1, 64, 1), (1, 32, 2), (2, 32, 1)), 256: _BY_ROWS},
-        "d_key d_value": {64: _tiles((1, 32, 2), (1, 64, 1)), 256: _DKV},
+        "d_key d_value": {64: _tiles((1, 32, 2), (1, 64, 1)), 256: _BY_ROWS},
         "d_key": {256: _BY_ROWS},
         "d_value": {256: _tiles((1, 32, 1), (1, 64, 1), (1, 16, 1))},
         "d_bias": {256: _DBIAS},
@@ -36,15 +39,17 @@ FLOAT32_TILES: Mapping[int, Mapping[str, Mapping[int, Sequence[Tile]]]] = {
         "forward": {
             64: _tiles((1, 64, 1), (1, 32, 1), (2, 32, 1)),
             128: _tiles((1, 32, 1), (1, 64, 1)),
-            256: _tiles((1, 32, 1), (1, 16, 1)),
+            192: _BY_ROWS,
+            256: _STREAMED,
         },
-        "short": {128: _tiles((1, 64, 1), (1, 32, 1)), 256: _tiles((1, 32, 1), (1, 16, 1))},
+        "short": {128: _tiles((1, 64, 1), (1, 32, 1)), 256: _BY_ROWS},
         "dQ": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _BY_ROWS},
-        "d_key d_value": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _DKV},
+        "d_key d_value": {64: _tiles((1, 32, 1), (1, 64, 1)), 256: _BY_ROWS},
+        "d_key": {256: _BY_ROWS},
+        "d_value": {256: _BY_ROWS},
         "d_bias": {256: _DBIAS},
     },
 }
 """By the number of pieces: each kernel's tiles up to a larger head dim, of which some fit in 99 KiB. First come those
 that are expected to be fast, as they are in 16 bits, and spill few registers; none was measured. One piece has the
-tiles of 16 bits. With three, shared memory has no room for heads so wide that dK and dV have a kernel each. The fused
-backward takes no pieces."""
+tiles of 16 bits. The fused backward takes no pieces."""

@@ -221,21 +221,6 @@ def _outputs_of_dkv(spec: Spec) -> list[tuple[str, ...]]:
     return [(name,) for name in backward_dkv.BOTH] if apart else [backward_dkv.BOTH]
 
 
-def fits(spec: Spec) -> bool:
-    """Whether every kernel of a float32 call, whatever its options, has tiles that fit in the shared memory of every
-    GPU."""
-    kernels: dict[str, Callable[[Tile], Buffers]] = {
-        "forward": lambda tile: forward.shared_memory(spec, tile),
-        "short": lambda tile: forward.shared_memory(spec, tile),
-        "dQ": lambda tile: backward_dq.shared_memory(spec, tile),
-        "d_bias": lambda tile: backward_dbias.shared_memory(spec, tile),
-    }
-    for outputs in _outputs_of_dkv(spec):
-        kernels[" ".join(outputs)] = lambda tile, outputs=outputs: backward_dkv.shared_memory(spec, tile, outputs)
-    least = min(SHARED_MEMORY, key=SHARED_MEMORY.__getitem__)
-    return all(_fitting(spec, least, kernel, shared_memory) for kernel, shared_memory in kernels.items())
-
-
 def _capability(platform: Platform) -> str:
     assert platform.compute_capability is not None
     return platform.compute_capability

@@ -42,21 +42,13 @@ def test_every_kernel_fits(capability: str):
             assert_every_kernel_fits(one, capability)
 
 
-@pytest.mark.parametrize(
-    ("precision", "most", "together"), [("BF16_BF16_F32", 256, 512), (None, 256, 384), ("highest", 192, 256)]
-)
-def test_every_kernel_of_float32_fits(precision: str | None, most: int, together: int):
-    """Head dims, in multiples of 16, are served up to `most` and together up to `together`, on every GPU alike."""
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("precision", ["BF16_BF16_F32", None, "highest"])
+def test_every_kernel_of_float32_fits(precision: str | None, capability: str):
     for *dims, queries in itertools.product((*DIMS, 144, 208), (*DIMS, 144, 208), (3, 100)):
         spec = spec_of(*dims, jnp.float32, queries=queries, precision=precision)
-        whole = [-(-dim // 16) * 16 for dim in dims]
-        reason = mosaic_gpu_mma.unsupported_call(spec)
-        assert (reason is None) == (max(whole) <= most and sum(whole) <= together), dims
-        if reason is None:
-            for capability in SHARED_MEMORY:
-                assert_every_kernel_fits(spec, capability)
-        else:
-            assert f"with H={dims[0]} and D={dims[1]} their tiles do not fit in 99 KiB of shared memory" in reason
+        assert mosaic_gpu_mma.unsupported_call(spec) is None
+        assert_every_kernel_fits(spec, capability)
 
 
 def plans(capability: str, dim: int, dtype=jnp.bfloat16, **arguments: object) -> BackwardPlan:

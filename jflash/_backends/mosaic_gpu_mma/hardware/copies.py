@@ -235,6 +235,47 @@ def store_in_rows(
         o.store_in_row(start, offset, two, is_inside)
 
 
+def load_device_rows(
+    source: Ref, first: Any, limit: Any, pieces: int, column: int, width: int
+) -> tuple[tuple[Float[Array, "64 width"], ...], ...]:
+    """64 rows of 16-bit numbers of `[L, H]` in device memory, from `first` on, of each of the pieces that lie side by
+    side in rows some columns, a multiple of 16; zeros for rows from `limit` on and columns past a piece's."""
+    results = (plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, width), jnp.dtype(source.dtype), layout=_TILE),) * pieces
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=results)
+    def load(_: Any, source: Any, first: Any, limit: Any) -> Any:
+        o = Lanes()
+        rows = Rows.of(o, source)
+        columns = rows.columns // pieces
+        row = o.add(first.registers.item(), o.times(o.warp, 16), o.row)
+        start, is_there = rows.address(o, row, o.times(o.pair, 2)), [o.below(row, limit.registers.item())]
+        is_there.append(o.below(o.add(row, o(8)), limit.registers.item()))
+        pair = _utils.ir.VectorType.get((2,), _utils.ir.MemRefType(source.type).element_type)
+
+        def two(piece: int, eight: int, half: int) -> Any:
+            """Two neighbours, in the lower or upper of 16 rows."""
+            own = column + 8 * eight
+            if own >= columns:
+                return _utils.bitcast(o(0), pair)
+            place = 8 * half * rows.pitch + (piece * columns + own) * rows.item_bytes
+            # Rows past the end may lie outside the array.
+            address = o.arith.select(is_there[half], o.arith.addi(start, o.long(place)), rows.start)
+            word = _utils.llvm.load(o.type, _utils.llvm.inttoptr(_utils.llvm.PointerType.get(1), address))
+            return _utils.bitcast(o.arith.select(is_there[half], word, o(0)), pair)
+
+        def tile(piece: int) -> Any:
+            registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((WARPGROUP_ROWS, width)), dtype=object)
+            for index in np.ndindex(registers.shape):
+                _, eight, _, _, half, *_ = index
+                registers[index] = two(piece, eight, half)
+            return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+        return tuple(map(tile, range(pieces)))
+
+    call: Any = load
+    return tuple((one,) for one in call(source, jnp.int32(first), jnp.int32(limit)))
+
+
 def load_tile(
     source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool
 ) -> Float[Array, "64 columns"]:

@@ -42,7 +42,8 @@ class MmaOps(WarpgroupOps, Protocol):
         of those pieces of both that `order` has.
 
         b's rows count from `first_row` on, and its columns from `first_column`. With `a_transposed` it is a.T @ b, and
-        `a` in shared memory. Of the steps of 16 in K only those of `steps` may be taken.
+        `a` in shared memory. Of the steps of 16 in K only those of `steps` may be taken, whose columns in registers
+        may be the only ones.
         """
         options: dict[str, Any] = dict(transposed=transposed, a_transposed=a_transposed, first_row=first_row)
         return products.add_product(acc, a, b, order, steps=steps, first_column=first_column, **options)
@@ -124,6 +125,13 @@ class MmaOps(WarpgroupOps, Protocol):
     def load_sums(self, source: Sums, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
         """Rows of sums in device memory, from a row on."""
         return sums.load_rows(source, row, columns, together)
+
+    def load_device_rows(
+        self, source: Ref, first: Any, limit: Any, pieces: int, column: int, width: int
+    ) -> tuple[Tiles, ...]:
+        """64 rows of `[L, H]` in device memory from `first` on in registers, of each piece `width` columns from
+        `column` on; zeros for rows from `limit` on, which is at most L, and for columns past H."""
+        return copies.load_device_rows(source, first, limit, pieces, column, width)
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
         """A tile of `[L, M]` in device memory, or its transpose, 0 past the array's ends."""

@@ -69,7 +69,7 @@ def add_product(
 
     Args:
       acc: blocks of 64 rows, in float32.
-      a: the same rows.
+      a: the same rows; in registers perhaps those columns alone that belong to `steps`.
       b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before.
       order: which pieces of a and of b are multiplied, in the order in which their products are added.
       transposed: whether it is b's transpose that `a` is multiplied with.
@@ -80,6 +80,7 @@ def add_product(
       first_column: a multiple of 16, of each half of b's columns in a pair, from which on those of `acc` count.
     """
     in_registers = isinstance(a, tuple)
+    first_step = steps[0] if in_registers and steps is not None and a[0][0].shape[1] == STEP * len(steps) else 0
     layouts = (_LAYOUT,) * len(acc)
     given = [] if first_row is None else [jnp.int32(first_row)]
 
@@ -96,7 +97,7 @@ def add_product(
         o = Lanes()
         left: Sequence[RegisterOperand | LeftOperand | TransposedOperand]
         if in_registers:
-            left = [RegisterOperand(list(map(words, tiles))) for tiles in a]
+            left = [RegisterOperand(list(map(words, tiles)), first_step) for tiles in a]
         else:
             tile, base, pieces = _place(o, a)
             left = (TransposedOperand if a_transposed else LeftOperand)(o, tile, base, paired=paired).pieces(pieces)
@@ -183,12 +184,14 @@ def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, Any]:
 class RegisterOperand:
     """Rows of A that a warpgroup holds in the layout of accumulators: words of two numbers."""
 
-    def __init__(self, blocks: Sequence[Sequence[Any]]) -> None:
-        self.blocks, self.depth = blocks, 4 * len(blocks[0])
+    def __init__(self, blocks: Sequence[Sequence[Any]], first: int = 0) -> None:
+        """The rows' columns begin with those of step `first`."""
+        self.blocks, self.depth, self.first = blocks, 4 * len(blocks[0]), first
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
         """The four words of 16 columns of a block of 64 rows."""
-        return self.blocks[block][4 * index : 4 * index + 4]
+        place = 4 * (index - self.first)
+        return self.blocks[block][place : place + 4]
 
 
 class SmemOperand:

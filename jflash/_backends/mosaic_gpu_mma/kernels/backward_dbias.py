@@ -49,8 +49,8 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
     own, width = tile.warpgroups, part_of_keys(tile)
     parts, head_columns, value_columns = tile.size // width, columns(spec.head_dim), columns(spec.value_dim)
     whole = Buffers(
-        q=buffer(spec, own, WARPGROUP_ROWS, head_columns),
-        do=buffer(spec, own, WARPGROUP_ROWS, value_columns),
+        q=None if tile.streams else buffer(spec, own, WARPGROUP_ROWS, head_columns),
+        do=None if tile.streams else buffer(spec, own, WARPGROUP_ROWS, value_columns),
         k=buffer(spec, parts, width, head_columns),
         v=buffer(spec, parts, width, value_columns),
         bias=bias_buffer(spec, own, parts, WARPGROUP_ROWS, width),
@@ -126,10 +126,11 @@ class _Cta(Cta[DbiasPlan]):
         if not self.plan.tile.lends:
             self._copy_second(visit)
 
-    def _copy(self, visit: Any, of_rows: tuple[str, Ref], of_keys: tuple[str, Ref]) -> None:
+    def _copy(self, visit: Any, of_rows: tuple[str, Ref | None], of_keys: tuple[str, Ref]) -> None:
         def copy() -> None:
             (batch, head), own = self.plan.schedule.sharing(visit), self.warpgroup
-            self.copy(of_rows[0], batch, head, self.query, of_rows[1].at[own])
+            if of_rows[1] is not None:
+                self.copy(of_rows[0], batch, head, self.query, of_rows[1].at[own])
             for part in range(0, len(self.parts), self.plan.tile.warpgroups):
                 first = self.first_key + (part + own) * self.width
                 key_head = lax.div(head, self.plan.spec.group)
@@ -171,11 +172,11 @@ class _Cta(Cta[DbiasPlan]):
         rows = batch, head, pl.ds(self.query, WARPGROUP_ROWS)
         lse, delta = (along_rows(ops.load(self.refs.arrays[name].at[rows], 0), shape) for name in ("lse", "delta"))
         ops.wait(pending, warpgroups=warpgroups)
-        s = self._products(shared.q, shared.k)
+        s = self._products(visit, "query", shared.q, shared.k)
         ops.meet(warpgroups)
         self._copy_second(visit) if lends else self._copy_first(visit + 1)
         ops.wait(pending, warpgroups=warpgroups)
-        dp = self._products(shared.do, shared.v)
+        dp = self._products(visit, "d_out", shared.do, shared.v)
         ops.meet(warpgroups)
         self._copy_first(visit + 1) if lends else self._copy_second(visit + 1)
         to_p = lambda logits: exponent.exponent(spec)(logits, lse)
@@ -191,8 +192,12 @@ class _Cta(Cta[DbiasPlan]):
             added.append(totals[part] + d_parameters["bias"])
         return tuple(added)
 
-    def _products(self, rows: Ref, keys: Ref) -> list[Array]:
+    def _products(self, visit: Any, name: str, rows: Ref | None, keys: Ref) -> list[Array]:
         """Of this warpgroup's rows and each part of the keys."""
-        own = rows.at[self.warpgroup]
+        own = (
+            self.streamed(name, *self.plan.schedule.sharing(visit), self.query)
+            if rows is None
+            else rows.at[self.warpgroup]
+        )
         every = range(len(self.parts))
         return [self.add_product(self.zeros(1, self.width), own, keys.at[part], transposed=True)[0] for part in every]

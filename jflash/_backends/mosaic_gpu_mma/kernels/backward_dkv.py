@@ -33,7 +33,7 @@ from jflash._backends.mosaic_gpu.inputs import TileCoord, dropped, operand_piece
 from jflash._backends.mosaic_gpu.kernels.launch import Launch, Refs
 from jflash._backends.mosaic_gpu.schedule import TileMask, TileOrder, tile_range
 from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Tiles
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer, by_piece, columns, lending
+from jflash._backends.mosaic_gpu_mma.kernels.cta import Cta, Tile, buffer, by_piece, columns
 from jflash._backends.mosaic_gpu_mma.kernels.own_keys import KeysPlan
 from jflash._semantics.spec import Spec
 
@@ -46,13 +46,12 @@ Carry = tuple[dict[str, Tiles], tuple[Array, ...]]
 def shared_memory(spec: Spec, tile: Tile, outputs: tuple[str, ...] = BOTH) -> Buffers:
     """The kernel's buffers."""
     head_columns, value_columns = columns(spec.head_dim), columns(spec.value_dim)
-    whole = Buffers(
-        k=buffer(spec, tile.rows, head_columns),
-        v=buffer(spec, tile.rows, value_columns) if "d_key" in outputs else None,
+    return Buffers(
+        k=None if tile.streams else buffer(spec, tile.rows, head_columns),
+        v=buffer(spec, tile.rows, value_columns) if "d_key" in outputs and not tile.streams else None,
         q=buffer(spec, tile.stages, tile.size, head_columns),
         do=buffer(spec, tile.stages, tile.size, value_columns),
     )
-    return lending(whole, ("k", "v")[: tile.held], ("q", "do")) if tile.lends else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +96,9 @@ class _Cta(Cta[DkvPlan]):
         """Walk over the tiles of queries, and store the sums."""
         plan, spec, ops, results = self.plan, self.plan.spec, self.ops, self.refs.results
         batch, blocks = self.item.batch, plan.tile.blocks
-        self.copy("key", batch, self.item.key_head, self.keys[0].start, self.smem.k)
-        if self.smem.v is not None:
-            self.copy("value", batch, self.item.key_head, self.keys[0].start, self.smem.v)
-        rows = [ref for ref in (self.smem.k, self.smem.v) if ref is not None]
-        own = self.lent_operands(*rows)
+        buffers = dict(key=self.smem.k) | (dict(value=self.smem.v) if "d_key" in plan.outputs else {})
+        place = batch, self.item.key_head, self.keys[0].start
+        rows = [self.own_rows(name, *place, buffer) for name, buffer in buffers.items()]
         self._copy_tile(jnp.int32(0))
         nothing = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.keys if plan.wants_bias)
 
@@ -113,7 +110,7 @@ class _Cta(Cta[DkvPlan]):
 
         dims = dict(zip(BOTH, (spec.head_dim, spec.value_dim), strict=True))
         start = {name: self.zeros(blocks, columns(dims[name])) for name in plan.outputs}
-        own = own or self.own_operands(*rows)
+        own = self.own_operands(*rows)
         visit = lambda *place_and_carry: self._visit(own, *place_and_carry)
         acc, _ = self.order.each(visit, (start, nothing()), finish_head)
         for name, sums in acc.items():

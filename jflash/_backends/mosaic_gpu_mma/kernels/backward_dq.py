@@ -40,7 +40,6 @@ from jflash._backends.mosaic_gpu_mma.kernels.cta import (
     buffer,
     by_piece,
     columns,
-    lending,
     rows_of_head,
 )
 from jflash._semantics.spec import Spec
@@ -52,13 +51,12 @@ Carry = tuple[Tiles, tuple[tuple[Array, ...], ...]]
 def shared_memory(spec: Spec, tile: Tile) -> Buffers:
     """The kernel's buffers."""
     head_columns, value_columns = columns(spec.head_dim), columns(spec.value_dim)
-    whole = Buffers(
-        q=buffer(spec, tile.rows, head_columns),
-        do=buffer(spec, tile.rows, value_columns),
+    return Buffers(
+        q=None if tile.streams else buffer(spec, tile.rows, head_columns),
+        do=None if tile.streams else buffer(spec, tile.rows, value_columns),
         k=buffer(spec, tile.stages, tile.size, head_columns),
         v=buffer(spec, tile.stages, tile.size, value_columns),
     )
-    return lending(whole, ("q", "do")[: tile.held], ("k", "v")) if tile.lends else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +103,8 @@ class _Cta(Cta[DqPlan]):
     def run(self) -> None:
         """Walk over the tiles of keys, and store dQ."""
         plan, spec, ops, results = self.plan, self.plan.spec, self.ops, self.refs.results
-        self.copy("query", self.batch, self.head, self.rows[0].start, self.smem.q)
-        self.copy("d_out", self.batch, self.head, self.rows[0].start, self.smem.do)
-        own = self.lent_operands(self.smem.q, self.smem.do)
+        place = self.batch, self.head, self.rows[0].start
+        rows = self.own_rows("query", *place, self.smem.q), self.own_rows("d_out", *place, self.smem.do)
         self._copy_tile(0)
         statistics = [
             [ops.load(self.refs.arrays[name].at[self.batch, self.head, rows], 0) for name in ("lse", "delta")]
@@ -115,7 +112,7 @@ class _Cta(Cta[DqPlan]):
         ]
         sums = tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self._blocks)
         start = self.zeros(plan.tile.blocks, columns(spec.head_dim)), sums
-        own = own or self.own_operands(self.smem.q, self.smem.do)
+        own = self.own_operands(*rows)
         visit = lambda index, carry: self._visit(index, own, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
         target = rows_of_head(results["d_query"], self.batch, self.head)

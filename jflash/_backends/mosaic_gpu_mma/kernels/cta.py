@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jflash._backends.mosaic_gpu.inputs import KernelInputs, TileCoord, bias_and
 from jflash._backends.mosaic_gpu.inputs.operand_pieces import Pieces
 from jflash._backends.mosaic_gpu.inputs.prepare import LENGTHS
 from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan, Refs
-from jflash._backends.mosaic_gpu_mma.hardware import STEP, MmaOps, Operand, Part, Tiles
+from jflash._backends.mosaic_gpu_mma.hardware import STEP, STEPS_OF_PIECES, MmaOps, Operand, Part, Tiles
 from jflash._semantics.spec import Spec
 
 
@@ -45,9 +46,12 @@ class Tile:
     64 rows, and with one stage."""
     sums_in_parts: bool = dataclasses.field(default=False, kw_only=True)
     """Whether in the forward registers are left for the parts of a row's sum."""
+    streams: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether the CTA's own 64 rows stay in device memory, and are loaded for every product: shared memory has room for
+    what is visited alone."""
     lends: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether operands leave their shared memory to others when they are not read there any more: those held, to the
-    tiles that are visited; or if nothing is held, those of the first product to those of the second."""
+    """Whether the operands of the first product leave their shared memory to those of the second, where all are read
+    once."""
 
     @property
     def rows(self) -> int:
@@ -60,6 +64,16 @@ class PartlyHeld(NamedTuple):
 
     held: tuple[Tiles, ...]
     rows: Ref
+
+
+class Streamed(NamedTuple):
+    """64 rows in device memory."""
+
+    source: Ref
+    """`[L, H]`, in pieces side by side."""
+    first: Any
+    limit: Any
+    """Rows from here on are zeros: 0 * NaN is NaN."""
 
 
 def columns(dim: int) -> int:
@@ -123,11 +137,27 @@ class Cta[Plan: TiledPlan]:
     def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, part: Part | None = None) -> None:
         """Begin to copy rows of queries, keys, values or d_out, or a part of their columns, with zeros for padding:
         0 * NaN is NaN."""
+        source, limit = self._rows(name, batch, head)
+        self.ops.copy_rows(source, target, first, limit, part)
+
+    def own_rows(self, name: str, batch: Any, head: Any, first: Any, target: Ref | None) -> Ref | Streamed:
+        """The CTA's own rows, where products find them: begin to copy them to shared memory, if they have room."""
+        if target is None:
+            return self.streamed(name, batch, head, first)
+        self.copy(name, batch, head, first, target)
+        return target
+
+    def streamed(self, name: str, batch: Any, head: Any, first: Any) -> Streamed:
+        """Rows that products load from device memory."""
+        source, limit = self._rows(name, batch, head)
+        return Streamed(source, first, limit)
+
+    def _rows(self, name: str, batch: Any, head: Any) -> tuple[Ref, Any]:
+        """A head's rows, and where padding begins."""
         array, packed = self.refs.arrays[name], self.inputs.packed_heads if name == "query" else 1
         source = rows_of_head(array, batch, head, heads_first=packed > 1)
         length: Any = self.inputs.value(LENGTHS[name], batch)
-        limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
-        self.ops.copy_rows(source, target, first, limit, part)
+        return source, source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
 
     def copy_bias(self, at: TileCoord, target: Ref) -> None:
         """Begin to copy a tile of the bias, `[queries, keys]`, with zeros past the array's ends."""
@@ -136,10 +166,19 @@ class Cta[Plan: TiledPlan]:
         whole = round_up(source.shape[1], 64) + max(target.shape[1] - 64, 0)
         self.ops.copy_rows(source, target, at.query, source.shape[0], Part(at.key, whole))
 
-    def add_product(self, acc: Tiles, a: Operand | PartlyHeld, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
+    def add_product(
+        self, acc: Tiles, a: Operand | PartlyHeld | Streamed, b: Ref, *, transposed: bool, **options: Any
+    ) -> Tiles:
         """acc + a @ b, or with `transposed` acc + a @ b.T, of a tile in shared memory; `options` are those of the
         operation."""
-        order = operand_pieces.order(operand_pieces.number(self.plan.spec))
+        pieces = operand_pieces.number(self.plan.spec)
+        order = operand_pieces.order(pieces)
+        if isinstance(a, Streamed):
+            # As few columns at a time as are one sum.
+            for steps in itertools.batched(range(b.shape[-1] // STEP), STEPS_OF_PIECES):
+                rows = self.ops.load_device_rows(*a, pieces, STEP * steps[0], STEP * len(steps))
+                acc = self.ops.add_product(acc, rows, b, order, transposed=transposed, steps=steps, **options)
+            return acc
         if isinstance(a, PartlyHeld):
             every, held = a.rows.shape[-1] // STEP, a.held[0][0].shape[1] // STEP
             acc = self.ops.add_product(acc, a.held, b, order, transposed=transposed, steps=range(held), **options)
@@ -151,17 +190,7 @@ class Cta[Plan: TiledPlan]:
         stages = self.plan.tile.stages
         return lax.rem(index, stages) if stages > 1 else 0
 
-    def lent_operands(self, *rows: Ref) -> list[Operand]:
-        """`own_operands`, if tiles that are then copied take the place of some; else none."""
-        if not self.plan.tile.lends:
-            return []
-        self.ops.commit()
-        own = self.own_operands(*rows)
-        # All threads have loaded what is held.
-        self.ops.wait()
-        return own
-
-    def own_operands(self, *rows: Ref) -> list[Operand | PartlyHeld]:
+    def own_operands(self, *rows: Ref | Streamed) -> list[Operand | PartlyHeld | Streamed]:
         """Those of the CTA's own rows, of which the first may be held in registers; when they have arrived."""
         held, columns, load = self.plan.tile.held, self.plan.tile.held_columns, self.ops.load_rows
         if held or columns:

@@ -42,6 +42,7 @@ from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.kernels.cta import (
     Cta,
     PartlyHeld,
+    Streamed,
     Tile,
     TiledPlan,
     bias_buffer,
@@ -57,7 +58,7 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
     """The kernel's buffers."""
     head_columns, value_columns = columns(spec.head_dim), columns(spec.value_dim)
     return Buffers(
-        q=buffer(spec, tile.rows, head_columns),
+        q=None if tile.streams else buffer(spec, tile.rows, head_columns),
         k=buffer(spec, tile.stages, tile.size, head_columns),
         v=buffer(spec, tile.stages, tile.size, value_columns),
         p=buffer(spec, tile.rows, tile.size) if tile.paired else None,
@@ -133,7 +134,7 @@ class _Cta(Cta[ForwardPlan]):
     def run(self) -> None:
         """Attend, and store the output."""
         plan, ops, tile = self.plan, self.ops, self.plan.tile
-        self.copy("query", self.batch, self.head, self.first_row, self.smem.q)
+        rows = self.own_rows("query", self.batch, self.head, self.first_row, self.smem.q)
         self._copy_tile("key", 0)
         if tile.stages > 1:
             self._copy_tile("value", 0)
@@ -141,7 +142,7 @@ class _Cta(Cta[ForwardPlan]):
         parts = (online_softmax.PARTS_OF_L,) if tile.sums_in_parts else ()
         nothing = _Statistics(ops.full((WARPGROUP_ROWS,), self.form.first_m), ops.full((WARPGROUP_ROWS, *parts), 0))
         before = _State((nothing,) * tile.blocks, self.no_output())
-        (q,) = self.own_operands(self.smem.q)
+        (q,) = self.own_operands(rows)
         statistics, acc_o = lax.fori_loop(
             0, self.tiles.count, lambda index, state: self._visit(index, q, state), before
         )
@@ -210,7 +211,7 @@ class _Cta(Cta[ForwardPlan]):
 
         self.ops.commit()
 
-    def _visit(self, index: Any, q: Operand | PartlyHeld, before: _State) -> _State:
+    def _visit(self, index: Any, q: Operand | PartlyHeld | Streamed, before: _State) -> _State:
         ops, tile = self.ops, self.plan.tile
         places, shape = self._places(index), (WARPGROUP_ROWS, tile.size)
         ops.wait()
