@@ -63,7 +63,10 @@ EMULATED = [
     dict(dtype="float32", dims=(64, 64), bias="full", mask="full", dropout=True, causal=True, batch=()),
     dict(dtype="float32", dims=(33, 40), bias="keys", soft_cap=1.5, lengths="both", score_mod="indices", batch=()),
     # One tile, before which all sums are one register's zero.
-    dict(dtype="float32", query_length=13, key_length=17, dims=(64, 64), heads=(1, 1), scale="traced", causal=True),
+    dict(
+        **dict(dtype="float32", query_length=13, key_length=17, dims=(64, 64), heads=(1, 1)),
+        **dict(scale="traced", causal=True, lengths="queries"),
+    ),
     dict(dtype="float32", dims=(40, 64), precision="highest", segments="sorted", bias="queries", alibi=True, batch=()),
     # Where there is least shared memory, a CTA's own rows stay in device memory.
     dict(dtype="float32", dims=(128, 128), precision="highest", bias="full", heads=(1, 1), batch=()),
