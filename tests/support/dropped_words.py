@@ -1,4 +1,4 @@
-"""Dropout on a tile in plain array code: what the instructions of `hardware.dropout_words` must give."""
+"""Dropout on a tile in plain array code: what the instructions of `dropout_words` must give."""
 
 from __future__ import annotations
 

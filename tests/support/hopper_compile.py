@@ -24,9 +24,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash import _sharding, _tuning
-from jflash._backends.mosaic_gpu import call, plan
-from jflash._backends.mosaic_gpu.hardware import HOPPER
-from jflash._backends.mosaic_gpu.kernels import tangent_plan
+from jflash._backends.mosaic_gpu import plan, run, tangent_plan
+from jflash._backends.nvidia.ops import HOPPER
 from jflash._semantics.spec import Operands, Residuals, Results
 
 DIRECTORY = Path(sys.argv[1])
@@ -219,7 +218,7 @@ def compiled(
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
 
         def forward(operands):
-            return Results(*call.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER))
+            return Results(*run.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER))
 
         def tangent(operands, results):
             moving = tangent_plan.MOVING & spec.operands
@@ -227,11 +226,11 @@ def compiled(
                 **{name: array if name in moving else None for name, array in operands._asdict().items()}
             )
             found = plan.plan_tangent(spec.resized(operands), moving, processors)
-            return call.tangent(found, operands, results, tangents, HOPPER)
+            return run.tangent(found, operands, results, tangents, HOPPER)
 
         def backward(operands, residuals):
             found = plan.plan_backward(spec.resized(operands), min(processors, of_backward))
-            return call.backward(found, operands, residuals, HOPPER)
+            return run.backward(found, operands, residuals, HOPPER)
 
         def over_devices(function, *args):
             return _sharding.shard(lambda _, *args: function(*args), spec, jax.eval_shape(function, *args))(*args)

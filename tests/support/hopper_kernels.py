@@ -19,8 +19,7 @@ from plain_attention import Call, Results, Tangents
 import jflash
 from jflash import _api, _canonical
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.kernels import tangent_plan
+from jflash._backends.mosaic_gpu import plan, tangent_plan
 from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
 

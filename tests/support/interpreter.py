@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jflash._backends.mosaic_gpu.hardware import panels, sums
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref, WarpgroupOps, rounded
+from jflash._backends.mosaic_gpu import panels
+from jflash._backends.nvidia.ops import Ref, WarpgroupOps, rounded
+from jflash._backends.nvidia.threads import sums
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""The threads of a warpgroup in numpy: what `hardware.lane_words` makes of MLIR, with an element for each of them."""
+"""The threads of a warpgroup in numpy: what `builder` makes of MLIR, with an element for each of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import matrix_unit
 import numpy as np
 
-from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS, LaneWords
-from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
+from jflash._backends.mosaic_gpu_mma.lanes import Lanes
+from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder
 
 THREAD = np.arange(THREADS, dtype=np.uint32)
 LANE = np.arange(32)
@@ -34,7 +34,7 @@ class Arithmetic:
     cmpi = cmpf = staticmethod(lambda predicate, left, right: predicate(left, right))
 
 
-class Numbers(LaneWords):
+class Numbers(ThreadBuilder):
     """One of every thread."""
 
     def __init__(self):

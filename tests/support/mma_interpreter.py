@@ -15,10 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu.hardware import sums
-from jflash._backends.mosaic_gpu.hardware.warpgroup import Ref
-from jflash._backends.mosaic_gpu_mma.hardware import MmaOps, Operand, Part, Tiles
-from jflash._backends.mosaic_gpu_mma.hardware.products import STEP, STEPS_OF_PIECES
+from jflash._backends.mosaic_gpu_mma.copies import Part
+from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles
+from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.threads import sums
 
 
 def _pieces(ref: Ref) -> Array:

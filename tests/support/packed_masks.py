@@ -1,4 +1,4 @@
-"""Packed masks in plain array code: what the instructions of `hardware.packed_mask` must give."""
+"""Packed masks in plain array code: what the instructions of `packed_mask` must give."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
-from jflash._backends.mosaic_gpu.hardware.packed_mask import SIZE
+from jflash._backends.nvidia.threads.builder import THREADS
+from jflash._backends.nvidia.threads.packed_mask import SIZE
 
 
 def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:

@@ -99,7 +99,7 @@ ONE_AT_A_TIME = threading.Lock()
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
     """The Hopper kernels as a backend for any machine."""
-    from jflash._backends.mosaic_gpu import call, plan
+    from jflash._backends.mosaic_gpu import plan, run
 
     ops = Interpreter(plgpu.InterpretGPUParams(detect_races=False))
 
@@ -115,15 +115,15 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> str:
         return lambda *args: jax.pure_callback(run, jax.eval_shape(function, *args), *args)
 
     def forward(spec: Any, operands: Any) -> Any:
-        return on_the_host(lambda operands: call.forward(plan.plan_forward(spec, 132), operands, ops))(operands)
+        return on_the_host(lambda operands: run.forward(plan.plan_forward(spec, 132), operands, ops))(operands)
 
     def tangent(spec: Any, operands: Any, results: Any, tangents: Any) -> Any:
         moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
         planned = plan.plan_tangent(spec, moving, 132)
-        return on_the_host(lambda *args: call.tangent(planned, *args, ops))(operands, results, tangents)
+        return on_the_host(lambda *args: run.tangent(planned, *args, ops))(operands, results, tangents)
 
     def backward(spec: Any, *args: Any) -> Any:
-        return on_the_host(lambda *args: call.backward(plan.plan_backward(spec, 132), *args, ops))(*args)
+        return on_the_host(lambda *args: run.backward(plan.plan_backward(spec, 132), *args, ops))(*args)
 
     served = lambda spec, platform: None
     kernels = types.SimpleNamespace(unsupported=served, forward=forward, tangent=tangent, backward=backward)

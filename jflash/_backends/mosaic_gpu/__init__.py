@@ -41,7 +41,7 @@ def unsupported_score_mod(spec: Spec) -> str | None:
     """Kernels take what a score_mod closes over number by number."""
     if spec.score_mod is None:
         return None
-    from jflash._backends.mosaic_gpu.inputs import score_mod_reads
+    from jflash._backends.nvidia.tile import score_mod_reads
 
     return score_mod_reads.unsupported(spec)
 
@@ -49,7 +49,8 @@ def unsupported_score_mod(spec: Spec) -> str | None:
 def _unsupported_operands(spec: Spec, dims: str) -> str | None:
     """float32 has products of some precisions, and takes the room of as many operands of 16 bits as they ask for."""
     from jflash._backends.mosaic_gpu import plan
-    from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
+    from jflash._backends.nvidia import bias_and_mask
+    from jflash._backends.nvidia.tile import operand_pieces
 
     if (reason := operand_pieces.unsupported(spec)) is not None:
         return reason
@@ -64,33 +65,36 @@ def _unsupported_operands(spec: Spec, dims: str) -> str | None:
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
-    from jflash._backends.mosaic_gpu import call, hardware, plan
+    from jflash._backends.mosaic_gpu import plan, run
+    from jflash._backends.nvidia.ops import HOPPER
 
-    return call.forward(plan.plan_forward(spec, _platform.current().processors), operands, hardware.HOPPER)
+    return run.forward(plan.plan_forward(spec, _platform.current().processors), operands, HOPPER)
 
 
 def unsupported_tangent(spec: Spec) -> str | None:
     """Of a call that `forward` serves: why `tangent` cannot, in words for the user; `None`: it can."""
-    from jflash._backends.mosaic_gpu.kernels import tangent_plan
+    from jflash._backends.mosaic_gpu import tangent_plan
 
     return None if tangent_plan.fits(spec) else "its tiles do not fit in shared memory beside those of their tangents"
 
 
 def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands) -> Results:
     """The tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
-    from jflash._backends.mosaic_gpu import call, hardware, plan
+    from jflash._backends.mosaic_gpu import plan, run
+    from jflash._backends.nvidia.ops import HOPPER
 
     moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
     found = plan.plan_tangent(spec, moving, _platform.current().processors)
-    return call.tangent(found, operands, results, tangents, hardware.HOPPER)
+    return run.tangent(found, operands, results, tangents, HOPPER)
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
-    from jflash._backends.mosaic_gpu import call, hardware, plan
+    from jflash._backends.mosaic_gpu import plan, run
+    from jflash._backends.nvidia.ops import HOPPER
 
     found = plan.plan_backward(spec, _platform.current().processors)
-    return call.backward(found, operands, residuals, hardware.HOPPER)
+    return run.backward(found, operands, residuals, HOPPER)
 
 
 def describe(spec: Spec, platform: Platform) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.inputs import operand_pieces, prepare
-from jflash._backends.mosaic_gpu.kernels import backward_plan, forward_plan, forward_wide_plan, tangent_plan
-from jflash._backends.mosaic_gpu.kernels.backward_plan import BackwardPlan, plan_backward
-from jflash._backends.mosaic_gpu.kernels.forward_plan import ForwardPlan
-from jflash._backends.mosaic_gpu.kernels.forward_wide_plan import WideForwardPlan
-from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
-from jflash._backends.mosaic_gpu.kernels.tangent_plan import TangentPlan
-from jflash._backends.mosaic_gpu.kernels.widths import is_wide
+from jflash._backends.mosaic_gpu import backward_plan, forward_plan, forward_wide_plan, smem, tangent_plan, whole_tiles
+from jflash._backends.mosaic_gpu.backward_plan import BackwardPlan, plan_backward
+from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
+from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
+from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
+from jflash._backends.mosaic_gpu.tangent_plan import TangentPlan
+from jflash._backends.nvidia.launch import KernelPlan
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
 __all__ = ["BackwardPlan", "ForwardPlan", "TangentPlan"]
@@ -57,7 +56,7 @@ def describe(spec: Spec, processors: int | None) -> str:
         lines += ["tangent:", *_kernel(tangent), f"    output in {tangent.parts} parts"]
     lines.append("backward:")
     lines += [line for plan in backward.kernels for line in _kernel(plan)]
-    copies = prepare.copied(spec)
+    copies = whole_tiles.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 

@@ -4,7 +4,7 @@ They are `mosaic_gpu`'s second family: the Spec's plan, the inputs, masks, logit
 unit and the copies are what every GPU since compute capability 8.0 has. Where both can serve, on a Hopper, `mosaic_gpu`
 is asked first.
 
-A backward is one kernel for dQ, dK and dV, with five products, which adds dQ up in device memory (`kernels.backward`).
+A backward is one kernel for dQ, dK and dV, with five products, which adds dQ up in device memory (`backward_fused`).
 In float32, where every sum must have one order, where a bias has one value for each query, or where its tiles do not
 fit in shared memory, there are two or three kernels, in which a CTA owns all that it sums.
 
@@ -45,23 +45,25 @@ def unsupported_call(spec: Spec) -> str | None:
         return reason
     if spec.dtype != jnp.float32:
         return None
-    from jflash._backends.mosaic_gpu.inputs import operand_pieces
+    from jflash._backends.nvidia.tile import operand_pieces
 
     return operand_pieces.unsupported(spec)
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
-    from jflash._backends.mosaic_gpu_mma import call, hardware, plan
+    from jflash._backends.mosaic_gpu_mma import plan, run
+    from jflash._backends.mosaic_gpu_mma.ops import MMA
 
-    return call.forward(plan.plan_forward(spec, _platform.current()), operands, hardware.MMA)
+    return run.forward(plan.plan_forward(spec, _platform.current()), operands, MMA)
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
-    from jflash._backends.mosaic_gpu_mma import call, hardware, plan
+    from jflash._backends.mosaic_gpu_mma import plan, run
+    from jflash._backends.mosaic_gpu_mma.ops import MMA
 
-    return call.backward(plan.plan_backward(spec, _platform.current()), operands, residuals, hardware.MMA)
+    return run.backward(plan.plan_backward(spec, _platform.current()), operands, residuals, MMA)
 
 
 def describe(spec: Spec, platform: Platform) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
+from jflash._backends.mosaic_gpu_mma.cta import Tile
 
 
 def _tiles(*fields: tuple[int, int, int]) -> tuple[Tile, ...]:

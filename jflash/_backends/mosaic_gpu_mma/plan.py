@@ -9,30 +9,32 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import exponent
-from jflash._backends.mosaic_gpu.hardware import WARPGROUP_ROWS, Buffers, smem
-from jflash._backends.mosaic_gpu.inputs import bias_and_mask, operand_pieces
-from jflash._backends.mosaic_gpu.kernels.backward_plan import parameters
-from jflash._backends.mosaic_gpu.kernels.forward_plan import packs
-from jflash._backends.mosaic_gpu.kernels.launch import KernelPlan
-from jflash._backends.mosaic_gpu.kernels.table_sums import TableSums
-from jflash._backends.mosaic_gpu.schedule import BackwardSchedule, DbiasSchedule
-from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
-from jflash._backends.mosaic_gpu_mma.hardware import can_pair, sums
-from jflash._backends.mosaic_gpu_mma.kernels import (
-    backward,
+from jflash._backends.mosaic_gpu_mma import (
     backward_dbias,
     backward_dkv,
     backward_dq,
-    forward,
+    backward_fused,
+    device_sums,
+    forward_kernel,
 )
-from jflash._backends.mosaic_gpu_mma.kernels.backward import FusedPlan
-from jflash._backends.mosaic_gpu_mma.kernels.backward_dbias import DbiasPlan
-from jflash._backends.mosaic_gpu_mma.kernels.backward_dkv import DkvPlan
-from jflash._backends.mosaic_gpu_mma.kernels.backward_dq import DqPlan
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile, TiledPlan, columns
-from jflash._backends.mosaic_gpu_mma.kernels.forward import ForwardPlan
+from jflash._backends.mosaic_gpu_mma.backward_dbias import DbiasPlan
+from jflash._backends.mosaic_gpu_mma.backward_dkv import DkvPlan
+from jflash._backends.mosaic_gpu_mma.backward_dq import DqPlan
+from jflash._backends.mosaic_gpu_mma.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu_mma.cta import Tile, TiledPlan, columns
+from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
+from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardPlan
+from jflash._backends.mosaic_gpu_mma.products import can_pair
 from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
+from jflash._backends.nvidia import bias_and_mask, smem
+from jflash._backends.nvidia.launch import KernelPlan
+from jflash._backends.nvidia.packing import packs
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
+from jflash._backends.nvidia.tile import base2, operand_pieces
+from jflash._backends.nvidia.tile.parameters import parameters
+from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -120,7 +122,7 @@ def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
     packed_heads = spec.group if packs(spec) else 1
     rows, heads = spec.query_length * packed_heads, spec.heads // packed_heads
     kernel = "short" if rows <= WARPGROUP_ROWS else _form_of_forward(spec)
-    tile = _choose(spec, platform, kernel, lambda tile: forward.shared_memory(spec, tile))
+    tile = _choose(spec, platform, kernel, lambda tile: forward_kernel.shared_memory(spec, tile))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
     splits = max(1, min(share, spec.key_length // (4 * tile.size))) if rows <= tile.rows else 1
     return ForwardPlan(spec, tile, packed_heads, splits)
@@ -131,7 +133,7 @@ def _form_of_forward(spec: Spec) -> str:
     is_biased = bias_and_mask.bias_kind(spec) in ("tile", "column") or spec.logits_soft_cap is not None
     if is_biased or spec.dtype == jnp.float32:
         return "forward"
-    if not exponent.is_plain(spec) or spec.dropout_rate > 0:
+    if not base2.is_plain(spec) or spec.dropout_rate > 0:
         return "unbiased forward"
     return "causal forward" if spec.is_causal else "plain forward"
 
@@ -164,12 +166,12 @@ def _ctas(platform: Platform, tile: Tile) -> int | None:
 
 def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> FusedPlan | None:
     """If its operands are of 16 bits, and a tile of its own fits."""
-    shared_memory = lambda tile: backward.shared_memory(spec, tile)
+    shared_memory = lambda tile: backward_fused.shared_memory(spec, tile)
     capability = _capability(platform)
     if spec.dtype == jnp.float32 or not _fitting(spec, capability, "backward", shared_memory):
         return None
     tile = _choose(spec, platform, "backward", shared_memory)
-    together = sums.together(capability)
+    together = device_sums.together(capability)
     schedule = _schedule(spec, platform, tile)
     sums_of_tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, platform.processors)
     return FusedPlan(spec, tile, schedule, wanted, sums_of_tables, together)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lanes import THREAD, Numbers
 
-from jflash._backends.mosaic_gpu.hardware import distances
+from jflash._backends.nvidia.threads import distances
 
 ROWS, COLUMNS = 64, 128
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lanes import THREAD, Numbers
 
-from jflash._backends.mosaic_gpu.hardware import dropout_words
+from jflash._backends.nvidia.threads import dropout_words
 from jflash._semantics import dropout
 
 ROWS, COLUMNS = 64, 128

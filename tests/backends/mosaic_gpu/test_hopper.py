@@ -22,10 +22,10 @@ import jflash
 from jflash import _platform, _tuning
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.schedule import RowTiles
-from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator
-from jflash._backends.mosaic_gpu.schedule.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.schedule.rounded_later import RoundedLater
+from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator
+from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.rounded_later import RoundedLater
+from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 pytestmark = pytest.mark.gpu
 

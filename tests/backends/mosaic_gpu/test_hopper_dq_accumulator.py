@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from short_run import sampled
 
-from jflash._backends.mosaic_gpu.schedule import dq_accumulator
-from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu.schedule.dq_accumulator import DqAccumulator, DqRefs
-from jflash._backends.mosaic_gpu.schedule.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.schedule.rounded_later import SPARE, RoundedLater
+from jflash._backends.mosaic_gpu import dq_accumulator
+from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs
+from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.rounded_later import SPARE, RoundedLater
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 
 
 @dataclasses.dataclass(frozen=True)

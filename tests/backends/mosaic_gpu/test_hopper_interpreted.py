@@ -17,8 +17,8 @@ from kernel_values import INTERPRETED
 from short_run import cover, sampled
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.schedule import RowTiles, forward_schedule
+from jflash._backends.mosaic_gpu import forward_schedule, plan
+from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 # The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
 # fused backward has one block of keys here.

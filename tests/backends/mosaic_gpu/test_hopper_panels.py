@@ -11,8 +11,7 @@ from cases import Case
 from equations import equations
 from short_run import sampled
 
-from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.inputs import array_shapes
+from jflash._backends.mosaic_gpu import array_shapes, plan
 
 
 @sampled(10)

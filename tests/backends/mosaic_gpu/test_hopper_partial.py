@@ -9,7 +9,7 @@ import parts
 import pytest
 from cases import Case
 
-from jflash._backends.mosaic_gpu.schedule import forward_schedule
+from jflash._backends.mosaic_gpu import forward_schedule
 
 
 @pytest.mark.slow

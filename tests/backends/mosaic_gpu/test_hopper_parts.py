@@ -12,9 +12,10 @@ from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from short_run import cover, sampled
 
-from jflash._backends.mosaic_gpu.hardware import WarpgroupOps, soft_cap
-from jflash._backends.mosaic_gpu.inputs import bf16_pieces, bias_columns
-from jflash._backends.mosaic_gpu.kernels.delta import delta
+from jflash._backends.mosaic_gpu import bf16_columns, bias_columns
+from jflash._backends.mosaic_gpu.delta import delta
+from jflash._backends.nvidia.ops import WarpgroupOps
+from jflash._backends.nvidia.tile import operand_pieces, soft_cap
 from jflash._semantics.spec import Residuals
 
 
@@ -58,7 +59,7 @@ def test_three_numbers_of_bfloat16_make_one_of_float32():
     generator = np.random.default_rng(0)
     values = (generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 90, 10_000)).astype(np.float32)
     ops = Interpreter(plgpu.InterpretGPUParams())
-    pieces = [np.asarray(piece) for piece in bf16_pieces.split(jnp.asarray(values), ops.rounded)]
+    pieces = [np.asarray(piece) for piece in operand_pieces.split_numbers(jnp.asarray(values), ops.rounded)]
     for piece in pieces:
         np.testing.assert_array_equal(piece, np.asarray(jnp.asarray(piece, jnp.bfloat16), np.float32))
     np.testing.assert_array_equal(sum(piece.astype(np.float64) for piece in pieces), values)
@@ -70,7 +71,7 @@ def test_pieces_of_a_bias_of_keys():
     finite = generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 119, 10_000)
     values = np.concatenate([finite, [2.0**126, -(2.0**126), 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
     pieces = np.asarray(bias_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
-    assert pieces.shape[1] == bf16_pieces.STORED_COLUMNS
+    assert pieces.shape[1] == bf16_columns.STORED_COLUMNS
     np.testing.assert_array_equal(np.add.reduce(pieces, 1), values)
     np.testing.assert_array_equal(np.add.reduce(pieces[:, ::-1], 1), values)
     np.testing.assert_array_equal(pieces[:, 3:], 0)

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from short_run import cover
 
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.kernels.forward_plan import output_parts, shared_memory
+from jflash._backends.mosaic_gpu import dealt_items, forward_schedule, smem
+from jflash._backends.mosaic_gpu.dealt_items import DealtItems
+from jflash._backends.mosaic_gpu.forward_plan import output_parts, shared_memory
+from jflash._backends.mosaic_gpu.forward_schedule import Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
-from jflash._backends.mosaic_gpu.schedule import dealt_items, forward_schedule, tile_range
-from jflash._backends.mosaic_gpu.schedule.backward_schedule import BackwardSchedule
-from jflash._backends.mosaic_gpu.schedule.dealt_items import DealtItems
-from jflash._backends.mosaic_gpu.schedule.forward_schedule import Device, ForwardSchedule
-from jflash._backends.mosaic_gpu.schedule.query_tiles import TileOrder
+from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_order import TileOrder
 from jflash._semantics.spec import Spec
 
 

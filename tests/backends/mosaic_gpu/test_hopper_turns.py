@@ -14,7 +14,8 @@ from jax import lax
 from kernel_families import HOPPER
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu.schedule import RowTiles, forward_schedule
+from jflash._backends.mosaic_gpu import forward_schedule
+from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 TILES = {64: RowTiles(3, 128, 2), 80: RowTiles(3, 112, 2), 96: RowTiles(3, 96, 2)}
 """By head dimension."""

@@ -18,11 +18,10 @@ from kernel_values import INTERPRETED
 from short_run import sampled
 
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.inputs import operand_pieces
-from jflash._backends.mosaic_gpu.inputs.tile_parts import TileParts
-from jflash._backends.mosaic_gpu.kernels.forward_wide_plan import WideForwardPlan
+from jflash._backends.mosaic_gpu import plan, smem
+from jflash._backends.mosaic_gpu.column_chunks import TileParts
+from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
 DIMS = ((512, 512), (576, 512), (320, 320), (257, 64), (64, 512))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from lanes import THREAD, Numbers
 
-from jflash._backends.mosaic_gpu.hardware import leading_piece
+from jflash._backends.nvidia.threads import leading_piece
 
 
 def test_lanes_take_the_nearest_numbers_and_leave_the_rest():

@@ -19,7 +19,7 @@ from short_run import cover, sampled
 from jflash import _tuning
 from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu_mma import plan
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
+from jflash._backends.mosaic_gpu_mma.cta import Tile
 from jflash._tuning import TuningKey
 
 VALUES = {

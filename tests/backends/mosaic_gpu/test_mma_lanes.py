@@ -11,9 +11,8 @@ import pytest
 from jax.experimental.mosaic import gpu as mgpu
 from lanes import THREAD, Warpgroup
 
-from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
-from jflash._backends.mosaic_gpu_mma.hardware import indices, sums
-from jflash._backends.mosaic_gpu_mma.hardware.copies import (
+from jflash._backends.mosaic_gpu_mma import device_sums
+from jflash._backends.mosaic_gpu_mma.copies import (
     Part,
     Rows,
     copy_tile,
@@ -22,8 +21,8 @@ from jflash._backends.mosaic_gpu_mma.hardware.copies import (
     store_in_rows,
     store_words,
 )
-from jflash._backends.mosaic_gpu_mma.hardware.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.hardware.products import (
+from jflash._backends.mosaic_gpu_mma.lanes import Lanes
+from jflash._backends.mosaic_gpu_mma.products import (
     LeftOperand,
     PairedColumns,
     RegisterOperand,
@@ -34,7 +33,9 @@ from jflash._backends.mosaic_gpu_mma.hardware.products import (
     own_place,
     row_numbers,
 )
-from jflash._backends.mosaic_gpu_mma.hardware.smem_tile import SmemTile
+from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
+from jflash._backends.nvidia.threads import indices
+from jflash._backends.nvidia.threads.builder import THREADS
 
 DTYPE = np.dtype(jnp.bfloat16)
 COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
@@ -205,15 +206,15 @@ def test_stores(columns: int, blocks: int, parts: int):
 def test_sums_of_a_pair():
     """16 columns of each half of 64, of which each warp has one half's."""
     half, first = 32, 16
-    o = Warpgroup(DTYPE, 0, np.zeros(sums.shape(64, 2 * half), np.float32))
+    o = Warpgroup(DTYPE, 0, np.zeros(device_sums.shape(64, 2 * half), np.float32))
     added = normal(64, 32).astype(np.float32)
     for number in range(2):
         below, beside = own_place(o, half, number)
         rows = (below + o.row).astype(int)[:, None, None, None] + 8 * np.arange(2)[:, None]
         own = (beside // 2 + 2 * o.pair).astype(int)[:, None, None, None] + 8 * np.arange(2)[:, None, None]
         pairs = added[rows, own + np.arange(2)].transpose(1, 2, 0, 3).reshape(-1, THREADS, 2)
-        places = sums.Places(o, o.distance(o(0), 1), 2 * half // 16, below, beside + first, 4)
-        sums.add_numbers(o, places, list(pairs))
+        places = device_sums.Places(o, o.distance(o(0), 1), 2 * half // 16, below, beside + first, 4)
+        device_sums.add_numbers(o, places, list(pairs))
     got = o.device.view(np.float32).reshape(8, 4, 8, 4, 2, 2).transpose(0, 2, 1, 4, 3, 5).reshape(64, 64)
     want = np.zeros((64, 64), np.float32)
     want[:, first : first + 16], want[:, half + first : half + first + 16] = added[:, :16], added[:, 16:]
@@ -226,14 +227,14 @@ def test_sums_of_a_pair():
 def test_sums(row: int, column: int, together: int):
     """Rows, added to what is there."""
     rows, columns, width = 90, 80, 48
-    shape = sums.shape(rows, columns)
+    shape = device_sums.shape(rows, columns)
     assert math.prod(shape) == 96 * columns
     o = Warpgroup(DTYPE, 0, np.ones(shape, np.float32))
     added = normal(64, width).astype(np.float32)
     pairs = added.reshape(4, 2, 8, width // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(-1, 128, 2)
     first = o.add(o(row), own_place(o, width, None)[0])
-    places = sums.Places(o, o.distance(o(0), 1), shape[1], first, o(column), together)
-    sums.add_numbers(o, places, list(pairs))
+    places = device_sums.Places(o, o.distance(o(0), 1), shape[1], first, o(column), together)
+    device_sums.add_numbers(o, places, list(pairs))
     got = o.device.view(np.float32).reshape(12, 5, 128)
     # Group, row; unit, eight, pair, neighbour.
     if together == 4:

@@ -9,10 +9,10 @@ import kernel_families
 import pytest
 
 from jflash._backends import mosaic_gpu_mma
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu_mma.kernels.cta import Tile
+from jflash._backends.mosaic_gpu_mma.cta import Tile
 from jflash._backends.mosaic_gpu_mma.plan import BackwardPlan
 from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
+from jflash._backends.nvidia import smem
 from jflash._semantics.spec import Spec
 
 DIMS = (1, 8, 64, 72, 128, 136, 192, 256)

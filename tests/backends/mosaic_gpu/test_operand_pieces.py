@@ -13,9 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.lax import DotAlgorithmPreset
 
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
-from jflash._backends.mosaic_gpu import plan
-from jflash._backends.mosaic_gpu.hardware import smem
-from jflash._backends.mosaic_gpu.inputs import operand_pieces
+from jflash._backends.mosaic_gpu import piece_products, plan, smem
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
 OPS = Interpreter(plgpu.InterpretGPUParams())
@@ -59,7 +58,7 @@ def test_products_of_pieces(precision: str | None):
         def mma(accumulator: Any, left: jax.Array, right: jax.Array) -> None:
             issued.append(np.asarray(left, np.float64) @ np.asarray(right, np.float64))
 
-    operand_pieces.mma(None, a, parts, Ops)
+    piece_products.mma(None, a, parts, Ops)
     assert len(issued) == operand_pieces.products(spec)
     # Of |x| |y|, what the last bits of each and the products that are left out may add up to.
     allowed = np.abs(rows).astype(np.float64) @ np.abs(columns).astype(np.float64).T * 4 * 2.0 ** -BITS[precision]

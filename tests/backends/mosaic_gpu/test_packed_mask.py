@@ -8,7 +8,7 @@ import packed_masks
 import pytest
 from lanes import THREAD, Numbers
 
-from jflash._backends.mosaic_gpu.hardware import packed_mask
+from jflash._backends.nvidia.threads import packed_mask
 
 
 def exchanged(numbers: np.ndarray, distance: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 from cases import Case
 from short_run import sampled
 
-from jflash._backends.mosaic_gpu.schedule import DbiasSchedule
+from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 
 FAMILIES = {"Hopper": kernel_families.HOPPER, "mma": kernel_families.mma("8.0")}
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from lanes import Numbers, Warpgroup
 
-from jflash._backends.mosaic_gpu.hardware import sums
-from jflash._backends.mosaic_gpu.hardware.lane_words import THREADS
+from jflash._backends.nvidia.threads import sums
+from jflash._backends.nvidia.threads.builder import THREADS
 
 
 @pytest.mark.parametrize("first", [0, 24, 56])

@@ -1,0 +1,204 @@
+"""The gradient of a bias with a query and a key axis: a CTA owns tiles of it, and visits all heads that share each.
+
+    each consumer warpgroup, on 64 rows of queries, for each tile of keys:
+      for each batch entry and head that share the bias:
+        S  = Q K^T
+        dP = dO V^T                  the matrix unit runs this, while the warpgroup goes on with
+        P  = exp(S - lse)
+        dB = dB + P (dP - delta)
+    the producer warpgroup copies tiles ahead of them into shared memory
+
+Two products again, of the backward's five. They cost less than adding up, in device memory, an array of the bias's size
+in float32 for every batch entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
+from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.mosaic_gpu.tiles import RowTiles
+from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_rows
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
+from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.walk import dbias_schedule, tile_range
+from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
+from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
+from jflash._semantics.spec import Spec
+
+
+def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+    (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
+    all_done = smem.barriers(1, arrivals=tile.warpgroups)
+    operand = CallTiles.of(spec).operand
+    q, k = (operand((rows, columns), head_dim) for rows in (tile.rows, tile.keys))
+    do, v = (operand((rows, value_columns), value_dim) for rows in (tile.rows, tile.keys))
+    return Buffers(
+        q=q,
+        k=k,
+        do=do,
+        v=v,
+        bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
+        d_bias=smem.tile((tile.rows, tile.keys), dbias_schedule.stored_dtype(spec, splits)),
+        qk_full=smem.barriers(1, arrivals=smem.copies(q, k)),
+        qk_empty=all_done,
+        vo_full=smem.barriers(1, arrivals=smem.copies(do, v)),
+        vo_empty=all_done,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasPlan(KernelPlan):
+    """The kernel for the bias's gradient, before any array."""
+
+    tile: RowTiles
+    schedule: DbiasSchedule
+    tiles_per_cta: int
+    """Tiles of keys that a CTA takes."""
+
+    @property
+    def launch(self) -> Launch:
+        """The result is in whole tiles."""
+        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
+        _, _, rows, keys = schedule.shape
+        return Launch(
+            name=f"jflash_d_bias_{head_dim}_{value_dim}",
+            grid=dict(part=pl.cdiv(schedule.tiles, self.tiles_per_cta), block=schedule.blocks) | schedule.grid,
+            results=dict(d_bias=schedule.stored(spec, round_up(rows, 8), round_up(keys, 64))),
+            smem=shared_memory(spec, self.tile, schedule.splits),
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+
+def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
+    """Launch the kernel; the gradient in the bias's shape."""
+    return plan.schedule.summed(plan.spec, _Cta.launch(plan, arrays, ops)["d_bias"])
+
+
+class _Cta(Cta[DbiasPlan]):
+    def __init__(self, plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        super().__init__(plan, refs, ops)
+        self.block = lax.axis_index("block")
+        self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
+        self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
+        self.first_visit, self.visits = plan.schedule.own_visits()
+        self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
+        """A batch entry and head that share the bias, their tile as a range, and whether anything in it is seen."""
+        tile = self.plan.tile
+        batch, head = self.plan.schedule.sharing(step)
+        tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.keys)
+        seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
+        return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
+
+    def compute(self) -> None:
+        """Add up tiles of the gradient, and store them."""
+        tile, shared, ops = self.plan.tile, self.smem, self.ops
+        pipeline.release(shared.bias.empty, shared.qk_empty, shared.vo_empty)
+        pipeline.split_registers(tile.warpgroups, copies=False)
+
+        def own_tile(number: Array, _: None) -> None:
+            slot, index = lax.rem(number, tile.stages), self.first_tile + number
+            plgpu.barrier_wait(shared.bias.full.at[slot])
+            bias = shared.bias.tiles.at[slot]
+            visit = lambda step, total: self._add_head(self.first_visit + step, index * tile.keys, bias, total)
+            total = lax.fori_loop(0, self.visits, visit, ops.full((WARPGROUP_ROWS, tile.keys), 0))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(shared.bias.empty.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            shared.d_bias[self.warpgroup_rows] = total.astype(shared.d_bias.dtype)
+            plgpu.commit_smem()
+            keys = pl.ds(index * tile.keys, tile.keys)
+            place = *self.plan.schedule.place(), self.own_rows, keys
+            plgpu.copy_smem_to_gmem(shared.d_bias.at[self.warpgroup_rows], self.refs.results["d_bias"].at[place])
+
+        lax.fori_loop(0, self.count, own_tile, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _add_head(self, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
+        """Add one head's part to a tile of the gradient."""
+        batch, head, tiles, seen = self.sharing_head(step, first_key)
+        own = self.warpgroup_rows
+        if max(self.smem.q.shape[1], self.smem.do.shape[1]) > 256:
+            # The compiler would spill the addresses of all these columns.
+            own = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        add = lambda total: total + self._part((batch, head), tiles, bias, own)
+        return add(total) if tiles.whole is None else lax.cond(seen, add, lambda total: total, total)
+
+    def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref, own: Any) -> Array:
+        at = TileCoord(*place, self.own_rows.start, tiles.first)
+        shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.plan.tile.keys)
+        pieces = functools.partial(piece_products.of_tile, spec)
+        rows = at.batch, at.head, self.own_rows
+        lse, delta = (ops.load(self.refs.arrays[name].at[rows], 0) for name in ("lse", "delta"))
+        packed_mask = self.inputs.load_packed_mask(at, shape)
+
+        def differentiate(acc_dp: Any, acc_s: Any) -> Array:
+            plgpu.barrier_wait(shared.qk_full)
+            piece_products.mma(acc_s, pieces(shared.q.at[own]), operand_pieces.transposed(pieces(shared.k)), ops)
+            plgpu.barrier_wait(shared.vo_full)
+            v = operand_pieces.transposed(pieces(shared.v))
+            piece_products.mma(acc_dp, pieces(shared.do.at[own]), v, ops)
+            s = ops.read(acc_s, pending=piece_products.issued(v))
+            loaded = {"bias": ops.load(bias.at[self.warpgroup_rows])} | packed_mask
+            plgpu.barrier_arrive(shared.qk_empty)
+            mask = TileContext(self.inputs, tiles, jnp.int32(0), at, loaded)
+            to_p = lambda logits: base2.of(spec)(logits, along_rows(lse, shape))
+            p, pull_back = logits.differentiate(s, mask, to_p, ("bias",))
+            dp = ops.read(acc_dp)
+            plgpu.barrier_arrive(shared.vo_empty)
+            p = dropped.signed(self.inputs, at, p)
+            _, d_parameters = pull_back(dropped.d_logits(spec, p, dp, along_rows(delta, shape)))
+            return d_parameters["bias"]
+
+        return ops.accumulators(differentiate, shape, shape)
+
+    def copy(self) -> None:
+        """Copy tiles of all arrays."""
+        tile, shared = self.plan.tile, self.smem
+        pipeline.split_registers(tile.warpgroups, copies=True)
+        rows = pl.ds(self.first_row, tile.rows)
+        bias_ref = self.inputs.refs["bias"].at[lax.axis_index("batch"), lax.axis_index("head")]
+
+        def copy_tile(number: Array) -> None:
+            slot, index = lax.rem(number, tile.stages), self.first_tile + number
+            plgpu.barrier_wait(shared.bias.empty.at[slot])
+            bias = bias_ref.at[rows, pl.ds(index * tile.keys, tile.keys)]
+            plgpu.copy_gmem_to_smem(bias, shared.bias.tiles.at[slot], shared.bias.full.at[slot])
+            copy_head = lambda step: self._copy_head(self.first_visit + step, index * tile.keys)
+            pipeline.for_each_copy(self.visits, copy_head, "block")
+
+        pipeline.for_each_copy(self.count, copy_tile, "block")
+        pipeline.drain(shared.bias.empty, shared.qk_empty, shared.vo_empty)
+
+    def _copy_head(self, step: Array, first_key: Array) -> None:
+        tile, shared = self.plan.tile, self.smem
+        batch, head, _tiles, seen = self.sharing_head(step, first_key)
+
+        @pl.when(seen)
+        def _() -> None:
+            plgpu.barrier_wait(shared.qk_empty)
+            queries = GmemTile(batch, self.first_row, tile.rows, head)
+            keys = GmemTile(batch, first_key, tile.keys, lax.div(head, self.plan.spec.group))
+            self.inputs.copy_rows("query", queries, shared.q, shared.qk_full)
+            self.inputs.copy_rows("key", keys, shared.k, shared.qk_full)
+            plgpu.barrier_wait(shared.vo_empty)
+            self.inputs.copy_rows("d_out", queries, shared.do, shared.vo_full)
+            self.inputs.copy_rows("value", keys, shared.v, shared.vo_full)

@@ -1,0 +1,272 @@
+"""Backward in two kernels, the second: a CTA owns 64 keys and walks over the queries that can see them.
+
+    two consumer warpgroups, for each query head that shares the keys and each tile of queries:
+      S^T = K Q^T                          dP^T = V dO^T
+      P^T = exp(S^T - lse)          --->   dS^T = P^T (dP^T - delta)
+      dV  = dV + P^T dO                    dK   = dK + dS^T Q
+    the producer warpgroup copies tiles of queries ahead of them into shared memory
+
+Each consumer holds one of the two sums, so that head dims of 256 fit in registers; P^T goes through shared memory.
+A CTA alone owns what it sums, so every sum has one order.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
+from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.query_producer import QueryProducer
+from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
+from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
+from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.tile.operand_pieces import Pieces
+from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._backends.nvidia.walk.tile_range import TileContext
+
+QUERIES = 64
+"""Queries of a tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvPlan(KernelPlan):
+    """The kernel for dK and dV, before any array."""
+
+    stages: int
+    """Tiles of queries that are in shared memory together."""
+    schedule: BackwardSchedule
+    wants_bias: bool
+    """Whether it sums the gradient of a bias of keys over queries."""
+
+    @property
+    def score_mod_of_bias(self) -> tuple[str, ...]:
+        """The bias, if `score_mod` stands between it and the logits, so that its gradient has a slope of its own."""
+        return ("bias",) if self.wants_bias and self.spec.score_mod is not None else ()
+
+    @property
+    def slopes(self) -> int:
+        """How many derivatives of the logits go through shared memory."""
+        return (not base2.is_plain(self.spec)) + len(self.score_mod_of_bias)
+
+    @property
+    def smem(self) -> Buffers:
+        """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+        spec, stages, (head_dim, value_dim) = self.spec, self.stages, whole_dims(self.spec)
+        columns, value_columns = tile_dims(spec)
+        has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+        tiles, rows = CallTiles.of(spec), WARPGROUP_ROWS
+        ring = functools.partial(tiles.ring, readers=2)
+        k, v = tiles.operand((rows, columns), head_dim), tiles.operand((rows, value_columns), value_dim)
+
+        def with_gradient(own: Any, dim: int) -> Any:
+            """Keys or values, whose gradient takes their place. Sums leave from registers."""
+            if self.schedule.stores_sums:
+                return (own,)
+            return smem.reused(own, tiles.result((rows, tile_dims(spec)[own is v]), dim))
+
+        return Buffers(
+            k_dk=with_gradient(k, head_dim),
+            v_dv=with_gradient(v, value_dim),
+            kv_full=smem.barriers(1, arrivals=smem.copies(k, v)),
+            q=ring((stages, QUERIES, columns), head_dim, others=1 + has_bias_tiles),
+            do=ring((stages, QUERIES, value_columns), value_dim, others=1),
+            # Tiles of the bias come and go with the queries.
+            bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
+            # First lse of all tiles, then delta.
+            statistics=smem.vectors(2 * stages, QUERIES),
+            p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
+            slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(self.slopes)],
+            p_full=smem.barriers(1),
+            p_empty=smem.barriers(1),
+            finished=smem.barriers(1, arrivals=2),
+        )
+
+    @property
+    def launch(self) -> Launch:
+        spec, schedule = self.spec, self.schedule
+        dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
+        names = ("d_key", "d_value")
+        every = zip(names, dims, tile_dims(spec), strict=True)
+        rows = whole_rows(spec, spec.key_length)
+        results = {name: schedule.gradient(spec, (rows, dim), (keys, columns)) for name, dim, columns in every}
+        if self.wants_bias:
+            results["d_bias"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, keys), jnp.float32)
+        return Launch(
+            name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
+            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            results=results,
+            smem=self.smem,
+            warpgroups=3,
+        )
+
+
+def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`."""
+    made = DkvCta.launch(plan, arrays, ops)
+    return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
+
+
+class DkvCta[Plan: DkvPlan](Cta[Plan]):
+    """A CTA that has a block of keys."""
+
+    def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
+        wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
+        super().__init__(plan, refs, ops, keys_first=True)
+        self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
+        self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
+        k_dk, v_dv = tuple(refs.smem.k_dk), tuple(refs.smem.v_dv)
+        (self.k, self.dk), (self.v, self.dv) = (k_dk[0], k_dk[-1]), (v_dv[0], v_dv[-1])
+        self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
+        tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
+
+    @property
+    def p(self) -> Ref:
+        """P^T of a tile."""
+        return self.smem.p
+
+    def run(self) -> None:
+        for index, body in enumerate((self.make_dv, self.make_dk, self.copy)):
+            pl.when(self.warpgroup == index)(body)
+
+    def make_dv(self) -> None:
+        """The first warpgroup makes P and dV; it copies keys and values."""
+        shared = self.smem
+        pipeline.release(shared.q.empty, shared.do.empty)
+        pipeline.split_registers(2, copies=False)
+        self.inputs.copy_rows("key", self.key_tile, self.k, shared.kv_full)
+        self.inputs.copy_rows("value", self.key_tile, self.v, shared.kv_full)
+        plgpu.barrier_wait(shared.kv_full)
+        zeros = self.ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[1]), 0)
+        acc_dv = self.order.each(self._add_dv, zeros)
+        plgpu.barrier_wait(shared.p_empty)
+        self._store(dropped.scaled(self.plan.spec, acc_dv), "d_value", self.dv)
+
+    def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
+        shared, ops, spec = self.smem, self.ops, self.plan.spec
+        opaque_index, shape = ops.opaque_zero(step), (WARPGROUP_ROWS, QUERIES)
+        slot = pipeline.slot(step, self.plan.stages, opaque_index)
+        at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+        plgpu.barrier_wait(shared.q.full.at[slot])
+        s = self._product(self.k, shared.q.tiles.at[slot], opaque_index)
+        lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
+        loaded = self.inputs.load_packed_mask(at, shape)
+        if shared.bias is not None:
+            loaded["bias"] = ops.load(shared.bias.at[slot].T)
+        mask = TileContext(self.inputs, self.order.tiles, index, at, loaded)
+        to_p = lambda logits: base2.of(self.plan.spec)(logits, lse)
+        p, pull_back = logits.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
+        p = dropped.signed(self.inputs, at, p)
+        plgpu.barrier_wait(shared.p_empty)
+        self.p[...] = p.astype(spec.dtype)
+        if shared.slopes:
+            slope, others = pull_back(ops.full(shape, 1))
+            for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
+                ref[...] = values.astype(spec.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.q.empty.at[slot])
+        plgpu.barrier_arrive(shared.p_full)
+        plgpu.barrier_wait(shared.do.full.at[slot])
+        kept = operand_pieces.split(spec, dropped.kept(spec, p), ops)
+        do = piece_products.of_tile(spec, shared.do.tiles.at[slot])
+        free = lambda: plgpu.barrier_arrive(shared.do.empty.at[slot])
+        return self.add_matmul(acc_dv, kept, do, free, at, opaque_index)
+
+    def make_dk(self) -> None:
+        """The second warpgroup makes dS and dK."""
+        shared, ops = self.smem, self.ops
+        pipeline.release(shared.q.empty, shared.do.empty)
+        plgpu.barrier_arrive(shared.p_empty)
+        pipeline.split_registers(2, copies=False)
+        plgpu.barrier_wait(shared.kv_full)
+        d_bias_refs = [self.refs.results["d_bias"]] if self.plan.wants_bias else []
+
+        def finish_head(head: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            acc_dk, *sums = carry
+            for ref, total in zip(d_bias_refs, sums, strict=True):
+                ref[self.item.batch, self.item.first_head + head, self.own_keys] = total
+            return acc_dk, *(total * 0 for total in sums)
+
+        zeros = [ops.full((WARPGROUP_ROWS,), 0) for _ in d_bias_refs]
+        start = (ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), *zeros)
+        acc_dk, *_ = self.order.each(self._add_dk, start, finish_head)
+        self._store(acc_dk * base2.sums_scale(self.plan.spec), "d_key", self.dk)
+
+    def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        acc_dk, *sums = carry
+        shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, QUERIES)
+        opaque_index = ops.opaque_zero(step)
+        slot = pipeline.slot(step, self.plan.stages, opaque_index)
+        plgpu.barrier_wait(shared.do.full.at[slot])
+        dp = self._product(self.v, shared.do.tiles.at[slot], opaque_index)
+        delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.do.empty.at[slot])
+        plgpu.barrier_wait(shared.p_full)
+        d_logits = dropped.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
+        slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
+        d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
+        sums = [total + d_bias.sum(axis=1) for total in sums]
+        ds = d_logits * slopes[0] if slopes else d_logits
+        pieces = self.hand_over(ds, shared.q.full.at[slot])
+        q = piece_products.of_tile(spec, shared.q.tiles.at[slot])
+        at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+        free = lambda: plgpu.barrier_arrive(shared.q.empty.at[slot])
+        return self.add_matmul(acc_dk, pieces, q, free, at, opaque_index), *sums
+
+    def hand_over(self, ds: Float[Array, "keys queries"], q_full: Any) -> Pieces:
+        """Signal that this warpgroup has read P, wait for the tile of queries, and return dS^T as an operand."""
+        plgpu.barrier_arrive(self.smem.p_empty)
+        plgpu.barrier_wait(q_full)
+        return operand_pieces.split(self.plan.spec, ds, self.ops)
+
+    def add_matmul(
+        self, acc: Array, a: Pieces, b: Pieces, free: Callable[[], None], at: TileCoord, opaque_index: Array
+    ) -> Float[Array, "keys columns"]:
+        """acc + a @ b for the tile `at`. Calls `free` when the product has read b. `still` as for `_product`."""
+        acc = piece_products.add_matmul(self.plan.spec, acc, a, b, self.ops)
+        free()
+        return acc
+
+    def _product(self, own: Ref, of_queries: Ref, opaque_index: Array) -> Float[Array, "keys queries"]:
+        """S^T of keys and queries, or dP^T of values and d_out. `still` is the step's `opaque_zero`."""
+        own = own.at[pl.ds(opaque_index * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+        a, b = (piece_products.of_tile(self.plan.spec, tile) for tile in (own, of_queries))
+        return piece_products.matmul(a, operand_pieces.transposed(b), (WARPGROUP_ROWS, QUERIES), self.ops)
+
+    def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref) -> None:
+        """An accumulator into device memory: in float32, or through shared memory that both warpgroups have read."""
+        result, item = self.refs.results[name], self.item
+        if self.plan.schedule.stores_sums:
+            result[item.batch, item.head_group, self.own_keys] = acc
+            return
+        plgpu.barrier_arrive(self.smem.finished)
+        plgpu.barrier_wait(self.smem.finished)
+        pipeline.store(acc, staged, self.key_tile.of(result, staged.shape[-1]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def copy(self) -> None:
+        """Copy queries."""
+        pipeline.split_registers(2, copies=True)
+        QueryProducer(self.inputs, self.order, self.item, self.own_keys).copy_all(self.smem)
+        pipeline.drain(self.smem.q.empty, self.smem.do.empty)

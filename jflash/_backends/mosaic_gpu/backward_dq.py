@@ -1,0 +1,221 @@
+"""Backward in two kernels, the first: a CTA owns some rows of queries and walks over the keys that they can see.
+
+    each consumer warpgroup, on 64 rows of queries, for each tile of keys:
+      S  = Q K^T
+      dP = dO V^T                    the matrix unit runs this, while the warpgroup goes on with
+      P  = exp(S - lse)
+      dS = P (dP - delta)
+      dQ = dQ + dS K
+    the producer warpgroup copies tiles of keys and values ahead of them into shared memory
+
+A CTA alone owns what it sums, so every sum has one order. So have the sums over keys of a bias that has only a query
+axis; the fused backward (`backward`) would have to add them up in device memory.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
+from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.mosaic_gpu.tiles import DqTiles
+from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.ops import WarpgroupOps, along_rows
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
+from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.tile.operand_pieces import Pieces
+from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics.spec import Spec
+
+Carry = tuple[Array, tuple[Array, ...]]
+"""A warpgroup's dQ, and the sums of parameters' gradients."""
+
+
+def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+    (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
+    has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+    tiles, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
+    ring = functools.partial(tiles.ring, readers=tile.warpgroups)
+    q, dq = tiles.operand((*rows, columns), head_dim), tiles.result((*rows, columns), head_dim)
+    q_dq = (q,) if spec.partial else smem.reused(q, dq)
+    do = tiles.operand((*rows, value_columns), value_dim)
+    return Buffers(
+        # dQ takes the place of the queries. A partial call's leaves from registers.
+        q_dq=q_dq,
+        q_empty=smem.barriers(1, arrivals=tile.warpgroups) if not isinstance(q_dq, tuple) else None,
+        do=do,
+        rows_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q, do)),
+        k=ring((tile.stages, tile.keys, columns), head_dim),
+        v=ring((tile.value_stages, tile.keys, value_columns), value_dim, others=has_bias_tiles),
+        # Tiles of the bias come and go with the values.
+        bias=smem.tile((tile.value_stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DqPlan(KernelPlan):
+    """The kernel for dQ, before any array."""
+
+    tile: DqTiles
+    schedule: BackwardSchedule
+    """Every head has blocks of its own, here of queries."""
+    wanted: tuple[str, ...]
+    """Parameters whose gradients the kernel sums over keys."""
+    tables: TableSums
+
+    @property
+    def launch(self) -> Launch:
+        spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
+        (head_dim, value_dim), all_rows = whole_dims(spec), schedule.blocks * self.tile.rows
+        sums = shape((spec.batch, spec.heads, all_rows), jnp.float32)
+        rows, columns = whole_rows(spec, spec.query_length), head_dim
+        if spec.partial:
+            # Registers are stored whole.
+            rows, columns = all_rows, tile_dims(spec)[0]
+        d_query = shape((spec.batch, rows, spec.heads, columns), spec.result_dtype)
+        return Launch(
+            name=f"jflash_d_query_{head_dim}_{value_dim}",
+            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            results=dict(d_query=d_query, **{f"d_{name}": sums for name in self.wanted}),
+            smem=shared_memory(spec, self.tile),
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+
+def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
+    return plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+
+
+class _Cta(Cta[DqPlan]):
+    def __init__(self, plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
+        schedule = plan.schedule
+        item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
+        # With a head of keys for each query head, a head group is a query head.
+        self.batch, self.head = item.batch, item.head_group
+        block = schedule.blocks - 1 - lax.axis_index("block")
+        super().__init__(plan, refs, ops)
+        q_dq = tuple(refs.smem.q_dq)
+        self.q, self.dq = q_dq[0], q_dq[-1]
+        self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
+        self.first_row = block * plan.tile.rows
+        self.tables = plan.tables.own(refs.arrays, self.batch, self.head, block, self.warpgroup)
+
+    def compute(self) -> None:
+        """Copy its own queries, and walk over the tiles of keys."""
+        tile, shared, ops, warpgroup = self.plan.tile, self.smem, self.ops, self.warpgroup
+        pipeline.release(shared.k.empty, shared.v.empty)
+        pipeline.split_registers(tile.warpgroups, copies=False)
+        own_row = self.first_row + warpgroup * WARPGROUP_ROWS
+        own = pl.ds(own_row, WARPGROUP_ROWS)
+        full = shared.rows_full.at[warpgroup]
+        rows = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.head)
+        self.inputs.copy_rows("query", rows, self.q.at[warpgroup], full)
+        self.inputs.copy_rows("d_out", rows, shared.do.at[warpgroup], full)
+        statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")]
+        plgpu.barrier_wait(full)
+        zeros = tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+        columns, _ = tile_dims(self.plan.spec)
+        acc_dq = ops.full((WARPGROUP_ROWS, columns), 0)
+        visit = lambda index, carry: self._visit(index, statistics, carry)
+        acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, (acc_dq, zeros))
+        results = self.refs.results
+        for name, total in zip(self.plan.wanted, sums, strict=True):
+            results[f"d_{name}"][self.batch, self.head, own] = total
+        d_query = rows.of(results["d_query"], columns)
+        acc_dq = acc_dq * base2.sums_scale(self.plan.spec)
+        if self.plan.spec.partial:
+            d_query[...] = acc_dq
+            return
+        if shared.q_empty is not None:
+            # Where dQ has another layout, it lies over the queries of other warpgroups too.
+            plgpu.barrier_arrive(shared.q_empty)
+            plgpu.barrier_wait(shared.q_empty)
+        pipeline.store(acc_dq, self.dq.at[warpgroup], d_query)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
+        """Add one tile's part to dQ and to the sums of parameters' gradients."""
+        acc_dq, sums = carry
+        tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.ops
+        warpgroup, wanted, shape = self.warpgroup, self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
+        opaque_index = pipeline.opaque_zero(index, warpgroup)
+        key_slot, value_slot = (
+            pipeline.slot(index, stages, opaque_index) for stages in (tile.stages, tile.value_stages)
+        )
+        at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
+        pieces = functools.partial(piece_products.of_tile, spec)
+        k, v = pieces(shared.k.tiles.at[key_slot]), pieces(shared.v.tiles.at[value_slot])
+        loaded = self.inputs.load_packed_mask(at, shape)
+        plgpu.barrier_wait(shared.k.full.at[key_slot])
+
+        def differentiate(acc_s: Any, acc_dp: Any) -> tuple[Pieces, tuple[Array, ...]]:
+            own = warpgroup + opaque_index
+            piece_products.mma(acc_s, pieces(self.q.at[own]), operand_pieces.transposed(k), ops)
+            plgpu.barrier_wait(shared.v.full.at[value_slot])
+            piece_products.mma(acc_dp, pieces(shared.do.at[own]), operand_pieces.transposed(v), ops)
+            if shared.bias is not None:
+                loaded["bias"] = ops.load(shared.bias.at[value_slot, self.warpgroup_rows])
+            s = ops.read(acc_s, pending=piece_products.issued(v))
+            lse, delta = (along_rows(statistic, shape) for statistic in statistics)
+            mask = TileContext(self.inputs, self.tiles, index, at, loaded)
+            to_p = lambda logits: base2.of(spec)(logits, lse)
+            p, pull_back = logits.differentiate(s, mask, to_p, (*wanted, *self.plan.tables.reads))
+            p = dropped.signed(self.inputs, at, p)
+            ds, d_parameters = pull_back(dropped.d_logits(spec, p, ops.read(acc_dp), delta))
+            added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
+            made_anew = at._replace(key=at.key + opaque_index)
+            score_mod_reads.add_to_tables(self.inputs, made_anew, loaded, p, d_parameters, self.tables)
+            return operand_pieces.split(spec, ds, ops), added
+
+        ds, added = ops.accumulators(differentiate, shape, shape)
+        if shared.bias is not None:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.v.empty.at[value_slot])
+        acc_dq = piece_products.add_matmul(spec, acc_dq, ds, k, ops)
+        plgpu.barrier_arrive(shared.k.empty.at[key_slot])
+        return acc_dq, tuple(total + more for total, more in zip(sums, added, strict=True))
+
+    def copy(self) -> None:
+        """Copy keys and values."""
+        tile, shared = self.plan.tile, self.smem
+        pipeline.split_registers(tile.warpgroups, copies=True)
+        key_head = lax.div(self.head, self.plan.spec.group)
+
+        def copy_tile(index: Array) -> None:
+            key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
+            first_key = self.tiles.start(index)
+            plgpu.barrier_wait(shared.k.empty.at[key_slot])
+            keys = GmemTile(self.batch, first_key, tile.keys, key_head)
+            self.inputs.copy_rows("key", keys, shared.k.tiles.at[key_slot], shared.k.full.at[key_slot])
+            plgpu.barrier_wait(shared.v.empty.at[value_slot])
+            full = shared.v.full.at[value_slot]
+            if shared.bias is not None:
+                own = pl.ds(self.first_row, tile.rows), pl.ds(first_key, tile.keys)
+                source = self.inputs.part("bias", self.batch, self.head).at[own]
+                plgpu.copy_gmem_to_smem(source, shared.bias.at[value_slot], full)
+            self.inputs.copy_rows("value", keys, shared.v.tiles.at[value_slot], full)
+
+        pipeline.for_each_copy(self.tiles.count, copy_tile, "wave", "item", "block")
+        pipeline.drain(shared.k.empty, shared.v.empty)

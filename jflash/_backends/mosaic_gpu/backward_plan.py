@@ -1,0 +1,220 @@
+"""A call's backward before any array: which kernels make which gradient, and the tiles and schedule of each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jflash import _tuning
+from jflash._backends.mosaic_gpu import (
+    backward_dbias,
+    backward_dkv_dq,
+    backward_dq,
+    backward_fused_plan,
+    backward_short_plan,
+    backward_wide_plan,
+    row_statistics,
+    smem,
+)
+from jflash._backends.mosaic_gpu.array_shapes import whole_dims
+from jflash._backends.mosaic_gpu.backward_dbias import DbiasPlan
+from jflash._backends.mosaic_gpu.backward_dkv import DkvPlan
+from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
+from jflash._backends.mosaic_gpu.backward_dq import DqPlan
+from jflash._backends.mosaic_gpu.backward_fused_plan import FusedPlan
+from jflash._backends.mosaic_gpu.backward_short_plan import ShortPlan
+from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
+from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
+from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.launch import KernelPlan
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile import base2, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile.parameters import parameters
+from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
+from jflash._semantics.spec import Spec
+from jflash._tuning import TuningKey
+
+_MOST_DBIAS_TILES = 4
+"""Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies apart."""
+
+_TILES_TO_BEGIN = 4
+"""Tiles of queries that a CTA of the fused backward could visit while it begins and ends."""
+
+_MOST_COLUMNS_IN_TURNS = 96
+"""Up to which registers hold all columns of a tile's dQ beside dK and dV, though not beside pieces of float32. The
+warpgroup whose turn it is falls behind by a product, for which there have to be two stages of queries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """A call's backward, known before any array."""
+
+    spec: Spec
+    short: ShortPlan | None = None
+    """One kernel for dQ, dK and dV; or else one of the next two, or the two that follow, or those of a wide call."""
+    fused: FusedPlan | None = None
+    dkv_dq: DkvDqPlan | None = None
+    dq: DqPlan | None = None
+    dkv: DkvPlan | None = None
+    wide: tuple[WidePlan, ...] = ()
+    """A kernel for each of dQ, dK and dV."""
+    dbias: DbiasPlan | None = None
+    """For a bias with a query and a key axis."""
+
+    @property
+    def kernels(self) -> list[KernelPlan]:
+        """All of them."""
+        every = (self.short, self.fused, self.dkv_dq, self.dq, self.dkv, *self.wide, self.dbias)
+        return [kernel for kernel in every if kernel is not None]
+
+
+def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
+    """The plan of a call's backward on a device with `processors` multiprocessors; `None` where that is unknown."""
+    wanted = parameters(spec)
+    bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
+    dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
+    if dbias is not None:
+        wanted = tuple(name for name in wanted if name != "bias")
+    if is_wide(spec):
+        wide = backward_wide_plan.plan_backward(spec, processors, wanted)
+        return BackwardPlan(spec, wide=wide, dbias=dbias)
+    by_keys = lambda size, accumulated=None, splits=1: dataclasses.replace(
+        BackwardSchedule.of_call(
+            spec,
+            spec.heads,
+            spec.key_heads,
+            pl.cdiv(spec.key_length, size) * splits,
+            processors,
+            accumulated=accumulated,
+        ),
+        partial=spec.partial,
+        splits=splits,
+    )
+    # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
+    one_kernel = bias_kind != "row"
+    if one_kernel and backward_short_plan.suits(spec, processors) and (tile := choose_short_tiles(spec)) is not None:
+        short = backward_short_plan.plan(spec, tile, wanted, processors)
+        return BackwardPlan(spec, short=short, dbias=dbias)
+    if one_kernel and not spec.deterministic and (fused_tiles := choose_fused_tiles(spec)) is not None:
+        tiles = None if spec.partial else pl.cdiv(spec.query_length, fused_tiles.keys)
+        splits = 1 if wanted else _splits(spec, fused_tiles, processors)
+        schedule = by_keys(fused_tiles.keys, tiles, splits)
+        sums = TableSums.of(spec, schedule.blocks, fused_tiles.warpgroups, processors)
+        return BackwardPlan(spec, fused=FusedPlan(spec, fused_tiles, wanted, sums, schedule), dbias=dbias)
+    by_key = bias_kind == "column"
+    others = tuple(name for name in wanted if name != "bias" or not by_key)
+    has_other_sums = others or score_mod_reads.tables(spec)
+    if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
+        dkv_dq = _staged(DkvDqPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
+        if smem.fits(dkv_dq.smem):
+            return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias)
+    tile = choose_dq_tiles(spec)
+    blocks = pl.cdiv(spec.query_length, tile.rows)
+    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
+    dq = DqPlan(spec, tile, schedule, others, TableSums.of(spec, blocks, tile.warpgroups, processors))
+    dkv = _staged(DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
+    return BackwardPlan(spec, dq=dq, dkv=dkv, dbias=dbias)
+
+
+def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
+    """With one stage, if shared memory has no room for more."""
+    return plan if smem.fits(plan.smem) else dataclasses.replace(plan, stages=1)
+
+
+def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
+    """The fastest tiles of the fused kernel that fit in shared memory and registers; `None` if none do."""
+    head_dim, value_dim = whole_dims(spec)
+    widest = max(head_dim, value_dim)
+    # Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
+    plain = base2.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
+    candidates = [FusedTiles(128, 2, adds_registers=True)] if widest <= 64 and plain else []
+    if widest <= 128:
+        dq_alternates = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
+        # Copies that add 80 columns do so in blocks of 16, and take longer than registers.
+        adds_registers = dq_alternates and head_dim == 80
+        # Where bounds leave CTAs few tiles, a third stage takes more time than it saves.
+        stages = (3, 2) if dq_alternates and spec.bounds == (None, None) else (2,)
+        candidates += [
+            FusedTiles(64, number, dq_alternates=dq_alternates, adds_registers=adds_registers) for number in stages
+        ]
+        candidates += [FusedTiles(64, 1)]
+    fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
+    key = TuningKey("mosaic_gpu backward", _facts(spec))
+    return _tuning.choose(key, fitting) if fitting else None
+
+
+def _splits(spec: Spec, tile: FusedTiles, processors: int | None) -> int:
+    """CTAs that share the queries of a block of keys, where there are fewer blocks than multiprocessors: as many as end
+    soonest, if that is a tenth sooner than one. Heads that share keys are divided instead."""
+    ctas = spec.batch * spec.heads * pl.cdiv(spec.key_length, tile.keys)
+    if processors is None or ctas >= processors or spec.group > 1 or spec.partial:
+        return 1
+    tiles = pl.cdiv(spec.query_length, tile.queries)
+    ends = lambda splits: pl.cdiv(ctas * splits, processors) * (tiles / splits + _TILES_TO_BEGIN)
+    best = min(range(1, max(2, tiles // _TILES_TO_BEGIN + 1)), key=ends)
+    return best if ends(best) < 0.9 * ends(1) else 1
+
+
+def choose_short_tiles(spec: Spec) -> ShortTiles | None:
+    """Likewise of the kernel for short sequences, where it is faster; of float32 that was not measured.
+
+    Tiles of 128 queries are slower there, and up to 64 columns so is one stage.
+    """
+    widest = max(whole_dims(spec))
+    if widest > 128 or spec.dtype == jnp.float32:
+        return None
+    dq_alternates = widest <= _MOST_COLUMNS_IN_TURNS
+    candidates = [ShortTiles(key_stages=2, dq_alternates=dq_alternates), ShortTiles(dq_alternates=dq_alternates)]
+    if row_statistics.as_columns(spec):
+        candidates.append(ShortTiles(columns_of_statistics=False, dq_alternates=dq_alternates))
+    if widest > 64:
+        candidates.append(ShortTiles(stages=1))
+    fitting = [tile for tile in candidates if backward_short_plan.fits(spec, tile)]
+    rows = spec.group * pl.cdiv(spec.query_length, WARPGROUP_ROWS)
+    return _tuning.choose(TuningKey("mosaic_gpu short backward", (*_facts(spec), rows)), fitting) if fitting else None
+
+
+def wide_fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles of every kernel of a wide call's backward."""
+    if bias_and_mask.has_bias_tiles(spec) and not smem.fits(backward_dbias.shared_memory(spec, _dbias_tiles(spec)[-1])):
+        return False
+    return backward_wide_plan.fits(spec)
+
+
+def _facts(spec: Spec) -> tuple[int, ...]:
+    """What tiles are tuned for."""
+    return *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
+
+
+def choose_dq_tiles(spec: Spec) -> DqTiles:
+    """The fastest tiles of dQ's kernel that fit in shared memory."""
+    head_dim, value_dim = whole_dims(spec)
+    sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 and spec.dtype != jnp.float32 else []
+    sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
+    candidates = [DqTiles(*size) for size in sizes]
+    fitting = [tile for tile in candidates if smem.fits(backward_dq.shared_memory(spec, tile))]
+    key = TuningKey("mosaic_gpu dQ", _facts(spec))
+    return _tuning.choose(key, fitting)
+
+
+def _dbias_tiles(spec: Spec) -> list[RowTiles]:
+    """The tiles that the kernel for the bias's gradient may take."""
+    sizes = [(2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1)]
+    return [RowTiles(*size) for size in [*sizes, *[(1, 32, 1)] * is_wide(spec)]]
+
+
+def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
+    fitting = [tile for tile in _dbias_tiles(spec) if smem.fits(backward_dbias.shared_memory(spec, tile))]
+    tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", _facts(spec)), fitting)
+    # Two CTAs are left for every multiprocessor, or made.
+    ctas = None if processors is None else 2 * processors
+    schedule = DbiasSchedule.of(spec, tile.rows, tile.keys, ctas)
+    if not smem.fits(backward_dbias.shared_memory(spec, tile, schedule.splits)):
+        schedule = dataclasses.replace(schedule, splits=1)
+    tiles_per_cta = 1 if ctas is None else max(1, min(schedule.number // ctas, _MOST_DBIAS_TILES))
+    return DbiasPlan(spec, tile, schedule, tiles_per_cta)

@@ -1,0 +1,258 @@
+"""Backward of wide heads (`widths`): a kernel for each gradient, in which a CTA owns 64 rows of it.
+
+    the gradient     its rows have     and walk over
+    dQ = dS K        Q, dO             K, V
+    dK = dS^T Q      K, V              Q, dO             all tiles transposed
+    dV = P^T dO      K                 Q, dO             likewise; of the steps below only S and P
+
+    the first warpgroup, with half of dQ's columns      the second, with the other half
+      S  = Q K^T                                          dP = dO V^T, of the next tile
+      P  = exp(S - lse)
+      dS = P (dP - delta)            <--- dP ---
+      dQ = dQ + dS K                 --- dS --->          dQ = dQ + dS K
+    the producer warpgroup copies tiles of what is walked over ahead of them into shared memory
+
+64 rows of dK and dV, of 512 columns each, take twice the registers of a CTA. So each gradient has a kernel, and S is
+made three times, dP twice. dP goes through shared memory in float32: the first warpgroup alone takes it back to the
+products, and to the parameters of the logits. P or dS of a float32 call goes back whole, as pieces may take more room
+than dP has; each warpgroup splits it. The second one is a tile ahead with dP.
+
+What is walked over and not weighed, as V here, comes in parts (`tile_parts`). A few of them are enough, so that there
+is room for two tiles of what is weighed: with one, S of a tile waits until dQ of the last one is made and K was copied.
+
+Counted: eight products of a tile, where the two kernels of narrow heads make seven. With H = D = 512, for 32 keys a CTA
+of dQ copies 64 KiB and makes 3.1 million multiply-adds, 48 for each byte, one of dK likewise, and one of dV 32.
+
+A CTA alone owns what it sums, so every sum has one order.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with a loop for each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu import piece_products, pipeline
+from jflash._backends.mosaic_gpu.array_shapes import whole_dims
+from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
+from jflash._backends.mosaic_gpu.column_chunks import PartsRing
+from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.ops import WarpgroupOps, along_columns, along_rows
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._backends.nvidia.walk.tile_range import TileContext
+
+
+def backward(plan: WidePlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
+    """Launch the kernel; the gradient, and for each parameter wanted the sums of its gradient `[B, N, L]`."""
+    made = plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+    if not plan.stores_sums:
+        return made
+    return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
+
+
+class _Cta(Cta[WidePlan]):
+    def __init__(self, plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
+        kind, wave, number = plan.kind, lax.axis_index("wave"), lax.axis_index("item")
+        super().__init__(plan, refs, ops, keys_first=kind.keys_first)
+        item, block = plan.schedule.item(wave, number), lax.axis_index("block")
+        if not kind.keys_first:
+            # Later queries may see more keys: the longest blocks begin first.
+            block = plan.schedule.blocks - 1 - block
+        self.batch, self.first_head, self.group = item.batch, item.first_head, item.head_group
+        self.key_head = item.key_head if kind.keys_first else lax.div(item.first_head, plan.spec.group)
+        self.first_row = block * WARPGROUP_ROWS
+        self.own_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
+        tiles = tile_range.visited(self.inputs, item.batch, block, WARPGROUP_ROWS, plan.tile.size)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
+        self.tables = plan.tables.own(refs.arrays, self.batch, self.first_head, block, 0)
+        self.shape = WARPGROUP_ROWS, plan.tile.size
+        self.parts = PartsRing(plan.parts, refs.smem.parts)
+        dp_weights = tuple(refs.smem.dp_weights)
+        self.dp, self.weights = dp_weights[0] if kind.makes_dp else None, dp_weights[-1]
+
+    def run(self) -> None:
+        for index, body in enumerate((self.make_weights, self.make_dp, self.copy)):
+            pl.when(self.warpgroup == index)(body)
+
+    def place(self, head: Any, index: Any) -> TileCoord:
+        """Where the tile is that a head's walk visits after `index` others."""
+        queries, keys = self.first_row, self.order.tiles.start(index)
+        if self.plan.kind.keys_first:
+            queries, keys = keys, queries
+        return TileCoord(self.batch, self.first_head + head, queries, keys)
+
+    def make_weights(self) -> None:
+        """The first warpgroup makes P or dS; it copies the CTA's own rows."""
+        plan, shared = self.plan, self.smem
+        pipeline.release(shared.weighed.empty, *[shared.parts.empty] * (not plan.kind.makes_dp))
+        pipeline.split_registers(2, copies=False)
+        head = self.key_head if plan.kind.keys_first else self.first_head
+        rows = GmemTile(self.batch, self.first_row, WARPGROUP_ROWS, head)
+        for name, buffer in zip(plan.kind.own, shared.own, strict=True):
+            self.inputs.copy_rows(name, rows, buffer.at[0], shared.own_full)
+        plgpu.barrier_wait(shared.own_full)
+        zeros = lambda: tuple(self.ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted)
+
+        def finish_head(head: Any, carry: Any) -> Any:
+            for name, total in zip(plan.wanted, carry[1], strict=True):
+                self.refs.results[f"d_{name}"][self.batch, self.first_head + head, self.own_rows] = total
+            return carry[0], zeros()
+
+        start = self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0), zeros()
+        acc, _ = self.order.each(self._visit, start, finish_head)
+        self._store(0, acc)
+
+    def _visit(self, step: Any, head: Any, index: Any, carry: tuple[Array, tuple[Array, ...]]) -> Any:
+        """Add one tile's part to the first half of the gradient and to the sums of parameters' gradients."""
+        (acc, sums), plan, spec = carry, self.plan, self.plan.spec
+        shared, inputs, ops = self.smem, self.inputs, self.ops
+        slot, at = lax.rem(step, plan.tile.stages), self.place(head, index)
+        loaded = inputs.load_packed_mask(at, self.shape)
+        lse, delta = (self._statistic(name, at) for name in ("lse", "delta"))
+        s = self._s(step, slot)
+        if shared.bias is not None:
+            if not plan.kind.makes_dp:
+                plgpu.barrier_wait(shared.weighed.full.at[slot])
+            bias = shared.bias.at[slot]
+            loaded["bias"] = ops.load(bias.T if plan.kind.keys_first else bias)
+            # A copy may overwrite what threads have read.
+            plgpu.commit_smem()
+        mask = TileContext(inputs, self.order.tiles, index, at, loaded)
+        to_p = lambda logits: base2.of(spec)(logits, lse)
+        p, pull_back = logits.differentiate(s, mask, to_p, (*plan.wanted, *plan.tables.reads))
+        p = dropped.signed(inputs, at, p)
+        weights, d_parameters = dropped.kept(spec, p), dict[str, Array]()
+        plgpu.barrier_wait(shared.dp_full)
+        if self.dp is not None:
+            dp = ops.load(self.dp)
+            # All threads have loaded it before one of them stores.
+            plgpu.commit_smem()
+            weights, d_parameters = pull_back(dropped.d_logits(spec, p, dp, delta))
+        sums = tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(plan.wanted, sums, strict=True))
+        weights = weights.astype(spec.dtype)
+        self.weights[...] = weights
+        plgpu.barrier_arrive(shared.weights_full)
+        score_mod_reads.add_to_tables(inputs, at, loaded, p, d_parameters, self.tables)
+        if not plan.kind.makes_dp and shared.bias is None:
+            plgpu.barrier_wait(shared.weighed.full.at[slot])
+        return self._add(0, acc, weights, slot), sums
+
+    def make_dp(self) -> None:
+        """The second warpgroup makes dP, a tile ahead. Where there is none, it says when P may be stored."""
+        plan, shared = self.plan, self.smem
+        pipeline.release(shared.weighed.empty, *[shared.parts.empty] * plan.kind.makes_dp)
+        pipeline.split_registers(2, copies=False)
+        plgpu.barrier_wait(shared.own_full)
+
+        steps = self.order.tiles.count * self.order.heads
+        pl.when(steps > 0)(lambda: self._hand_dp(self._dp(0)))
+
+        def hand_next(step: Any) -> Array:
+            dp = self._dp(step + 1)
+            weights = self._take_weights(step)
+            self._hand_dp(dp)
+            return weights
+
+        def visit(step: Any, acc: Array) -> Array:
+            weights = lax.cond(step + 1 < steps, hand_next, self._take_weights, step)
+            slot = lax.rem(step, plan.tile.stages)
+            plgpu.barrier_wait(shared.weighed.full.at[slot])
+            return self._add(1, acc, weights, slot)
+
+        self._store(1, lax.fori_loop(0, steps, visit, self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0)))
+
+    def _dp(self, step: Any) -> Array | None:
+        """A step's dP, if the kernel needs it."""
+        return self._of_parts(1, step) if self.plan.kind.makes_dp else None
+
+    def _hand_dp(self, dp: Array | None) -> None:
+        if self.dp is not None:
+            self.dp[...] = dp
+        plgpu.barrier_arrive(self.smem.dp_full)
+
+    def _take_weights(self, _: Any) -> Array:
+        plgpu.barrier_wait(self.smem.weights_full)
+        weights = self.ops.load(self.weights)
+        # All threads have loaded them before one of them stores.
+        plgpu.commit_smem()
+        return weights
+
+    def _statistic(self, name: str, at: TileCoord) -> Float[Array, "rows columns"]:
+        """lse or delta of a tile's queries."""
+        along, axis = (along_columns, 1) if self.plan.kind.keys_first else (along_rows, 0)
+        queries = pl.ds(at.query, self.shape[axis])
+        return along(self.ops.load(self.refs.arrays[name].at[at.batch, at.head, queries], axis), self.shape)
+
+    def _s(self, step: Any, slot: Any) -> Float[Array, "rows columns"]:
+        """A step's S. What it is made of is weighed too if the kernel makes dP. If not, its parts come first: who waits
+        for what is weighed before they are read waits forever, if there is no room for all of them."""
+        if not self.plan.kind.makes_dp:
+            return self._of_parts(0, step)
+        plgpu.barrier_wait(self.smem.weighed.full.at[slot])
+        opaque_index = self.ops.opaque_zero(step)
+        own, walked = self.smem.own[0].at[opaque_index], self.smem.weighed.tiles.at[slot + opaque_index]
+        own, walked = (piece_products.of_tile(self.plan.spec, tile) for tile in (own, walked))
+        return piece_products.matmul(own, operand_pieces.transposed(walked), self.shape, self.ops)
+
+    def _of_parts(self, number: int, step: Any) -> Float[Array, "rows columns"]:
+        """S (number 0) or dP (1), of parts."""
+        own = self.smem.own[number].at[self.ops.opaque_zero(step)]
+        return self.parts.product(self.plan.spec, own, step, self.shape, self.ops)
+
+    def _add(self, half: int, acc: Float[Array, "rows columns"], weights: Array, slot: Any) -> Array:
+        """A warpgroup's half of the gradient, with what a tile adds to it."""
+        ring, width, spec = self.smem.weighed, acc.shape[1], self.plan.spec
+        weighed = piece_products.of_tile(spec, ring.tiles.at[slot], half * width, width)
+        acc = piece_products.add_matmul(spec, acc, operand_pieces.split(spec, weights, self.ops), weighed, self.ops)
+        plgpu.barrier_arrive(ring.empty.at[slot])
+        return acc
+
+    def _store(self, half: int, acc: Float[Array, "rows columns"]) -> None:
+        plan, result, width = self.plan, self.refs.results[self.plan.gradient], acc.shape[1]
+        spec, columns = plan.spec, pl.ds(half * width, width)
+        scaled = dropped.scaled(spec, acc) if plan.gradient == "d_value" else acc * base2.sums_scale(spec)
+        if plan.stores_sums:
+            result[self.batch, self.group, self.own_rows, columns] = scaled
+            return
+        head = self.key_head if plan.kind.keys_first else self.first_head
+        result[self.batch, self.own_rows, head, columns] = scaled.astype(result.dtype)
+
+    def copy(self) -> None:
+        """Copy tiles of what is walked over."""
+        plan, shared, inputs, order = self.plan, self.smem, self.inputs, self.order
+        pipeline.split_registers(2, copies=True)
+        # The same number for the loop and for its remainders: with one head, they are no divisions then.
+        count = pipeline.opaque(order.tiles.count, "block")
+
+        def take(step: Any, _: None) -> None:
+            head, index = order.at(step, count)
+            at = self.place(head, index)
+            first, from_head = order.tiles.start(index), at.head if plan.kind.keys_first else self.key_head
+            tile = GmemTile(self.batch, first, plan.tile.size, from_head)
+            # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
+            for part in range(plan.parts.number):
+                self.parts.copy(inputs, plan.kind.unweighed, tile, step, part)
+            ring, slot = shared.weighed, lax.rem(step, plan.tile.stages)
+            plgpu.barrier_wait(ring.empty.at[slot])
+            inputs.copy_rows(plan.kind.weighed, tile, ring.tiles.at[slot], ring.full.at[slot])
+            if shared.bias is not None:
+                queries, keys = self.own_rows, pl.ds(first, plan.tile.size)
+                if plan.kind.keys_first:
+                    queries, keys = keys, queries
+                source = inputs.part("bias", self.batch, at.head).at[queries, keys]
+                plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], ring.full.at[slot])
+
+        lax.fori_loop(0, count * order.heads, take, None)
+        pipeline.drain(shared.parts.empty, shared.weighed.empty)

@@ -1,0 +1,221 @@
+"""A wide call's backward before any array: what each gradient's kernel reads, its tiles, shared memory and launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jflash import _tuning
+from jflash._backends.mosaic_gpu import smem
+from jflash._backends.mosaic_gpu.array_shapes import whole_dims
+from jflash._backends.mosaic_gpu.column_chunks import TileParts
+from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.mosaic_gpu.tiles import WalkedTiles
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.launch import KernelPlan, Launch
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.nvidia.tile import operand_pieces
+from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._semantics.spec import Spec
+from jflash._tuning import TuningKey
+
+_PARTS_IN_FLIGHT = 24 * 1024
+"""Bytes of parts that are enough: products of as many take as long as a copy."""
+
+_MOST_COLUMNS = 320
+"""Of a tile of logits and a warpgroup's half of the sum together: what registers hold."""
+
+
+class _Kind(NamedTuple):
+    """What a gradient's kernel reads."""
+
+    own: tuple[str, ...]
+    """Arrays of which a CTA has 64 rows: the left operand of S, and that of dP where it is made."""
+    walked: tuple[str, str]
+    """Arrays whose tiles it walks over, likewise."""
+
+    @property
+    def weighed(self) -> str:
+        """The walked array that P or dS is multiplied with."""
+        return self.walked[0 if self.makes_dp else 1]
+
+    @property
+    def unweighed(self) -> str:
+        """The other one."""
+        return self.walked[1 if self.makes_dp else 0]
+
+    @property
+    def keys_first(self) -> bool:
+        return self.own[0] == "key"
+
+    @property
+    def makes_dp(self) -> bool:
+        """Whether it makes dP: dS is weighed, not P."""
+        return len(self.own) > 1
+
+    @property
+    def tiles(self) -> Sequence[tuple[int, int]]:
+        """Sizes and stages of tiles, the best first. What is weighed is needed early where S is made of it too: two
+        tiles of 32 are better than one of 64."""
+        if self.makes_dp:
+            return (64, 2), (32, 2), (64, 1), (32, 1)
+        return (64, 2), (64, 1), (32, 2), (32, 1)
+
+
+Gradient = Literal["d_query", "d_key", "d_value"]
+_KINDS: dict[Gradient, _Kind] = {
+    "d_query": _Kind(("query", "d_out"), ("key", "value")),
+    "d_key": _Kind(("key", "value"), ("query", "d_out")),
+    "d_value": _Kind(("key",), ("query", "d_out")),
+}
+
+
+def _dim(spec: Spec, name: str) -> int:
+    return whole_dims(spec)[name in ("value", "d_out", "d_value")]
+
+
+def _columns(spec: Spec, name: str) -> int:
+    """Columns of one piece of an array's tiles."""
+    return round_up(_dim(spec, name), 32)
+
+
+def _parts(spec: Spec, gradient: Gradient) -> TileParts:
+    return TileParts.of(spec, _columns(spec, _KINDS[gradient].unweighed))
+
+
+def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
+    """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
+    readers are done."""
+    kind, has_bias_tiles, tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
+    weighed, part = _columns(spec, kind.weighed), _parts(spec, gradient).width
+    # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.
+    widths = {kind.weighed: math.gcd(weighed // 2, tile.size), kind.unweighed: part}
+
+    def own(name: str, factor: str) -> Any:
+        """Rows whose products are made with tiles of `factor`."""
+        shape = 1, WARPGROUP_ROWS, _columns(spec, name)
+        return tiles.operand(shape, _dim(spec, name), part=widths[factor])
+
+    bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
+    dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
+    owned = list(map(own, kind.own, kind.walked))
+    return Buffers(
+        own=owned,
+        own_full=smem.barriers(1, arrivals=smem.copies(*owned)),
+        weighed=tiles.ring(
+            (tile.stages, tile.size, weighed),
+            _dim(spec, kind.weighed),
+            readers=2,
+            others=int(has_bias_tiles),
+            part=widths[kind.weighed],
+        ),
+        parts=_parts(spec, gradient).ring(spec, tile.parts, tile.size, _dim(spec, kind.unweighed)),
+        # Tiles of the bias come and go with what is weighed.
+        bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,
+        # What the second warpgroup hands to the first one, and what takes its place on the way back.
+        dp_weights=smem.reused(dp, weights) if kind.makes_dp else (weights,),
+        dp_full=smem.barriers(1),
+        weights_full=smem.barriers(1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePlan(KernelPlan):
+    """The kernel for one gradient of a wide call, before any array."""
+
+    gradient: Gradient
+    tile: WalkedTiles
+    schedule: BackwardSchedule
+    """Of blocks of 64 rows."""
+    wanted: tuple[str, ...]
+    """Parameters whose gradients the kernel sums along the rows."""
+    tables: TableSums
+
+    @property
+    def kind(self) -> _Kind:
+        """What the kernel reads."""
+        return _KINDS[self.gradient]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the gradient."""
+        return _columns(self.spec, self.gradient)
+
+    @property
+    def parts(self) -> TileParts:
+        """Those of a tile that is not weighed."""
+        return _parts(self.spec, self.gradient)
+
+    @property
+    def smem(self) -> Buffers:
+        """The kernel's buffers and barriers."""
+        return shared_memory(self.spec, self.gradient, self.tile)
+
+    @property
+    def stores_sums(self) -> bool:
+        """Whether the gradient is stored as it was summed, in float32, to be summed on."""
+        return self.kind.keys_first and self.schedule.stores_sums
+
+    @property
+    def launch(self) -> Launch:
+        """Registers are stored whole."""
+        spec, schedule, rows = self.spec, self.schedule, self.schedule.blocks * WARPGROUP_ROWS
+        shape = (spec.batch, rows, spec.key_heads if self.kind.keys_first else spec.heads, self.columns)
+        result = jax.ShapeDtypeStruct(shape, spec.result_dtype)
+        if self.stores_sums:
+            result = schedule.gradient(spec, (0, 0), (rows, self.columns))
+        sums = jax.ShapeDtypeStruct((spec.batch, spec.heads, rows), jnp.float32)
+        dims = whole_dims(spec)
+        return Launch(
+            name=f"jflash_wide_{self.gradient}_{dims[0]}_{dims[1]}",
+            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            results={self.gradient: result, **{f"d_{name}": sums for name in self.wanted}},
+            smem=self.smem,
+            warpgroups=3,
+        )
+
+
+def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -> tuple[WidePlan, ...]:
+    """The plans of all three gradients; `wanted` are parameters whose gradients are sums along rows."""
+    by_key = ("bias",) if "bias" in wanted and bias_and_mask.bias_kind(spec) == "column" else ()
+    sums = dict(d_query=tuple(name for name in wanted if name not in by_key), d_key=by_key, d_value=())
+
+    def plan(gradient: Gradient) -> WidePlan:
+        of_keys = _KINDS[gradient].keys_first
+        length, heads = (spec.key_length, spec.key_heads) if of_keys else (spec.query_length, spec.heads)
+        schedule = BackwardSchedule.of_call(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
+        schedule = dataclasses.replace(schedule, partial=spec.partial)
+        tables = TableSums.none(spec) if of_keys else TableSums.of(spec, schedule.blocks, 1, processors)
+        return WidePlan(spec, gradient, _choose_tiles(spec, gradient), schedule, sums[gradient], tables)
+
+    return tuple(map(plan, _KINDS))
+
+
+def fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest whole tiles of every kernel."""
+    smallest = lambda gradient: WalkedTiles(32, 1, _parts(spec, gradient).number)
+    return all(smem.fits(shared_memory(spec, gradient, smallest(gradient))) for gradient in _KINDS)
+
+
+def _fitting(spec: Spec, gradient: Gradient) -> list[WalkedTiles]:
+    """Tiles for which shared memory has room, each with as many parts as fit, of up to two whole tiles."""
+    found, parts, bytes_each = list[WalkedTiles](), _parts(spec, gradient), operand_pieces.dtype(spec).itemsize
+    most = _MOST_COLUMNS - _columns(spec, gradient) // 2
+    for size, stages in (tile for tile in _KINDS[gradient].tiles if tile[0] <= most):
+        in_flight = pl.cdiv(_PARTS_IN_FLIGHT, size * parts.width * bytes_each)
+        least = min(parts.number, max(in_flight, parts.least))
+        tiles = (WalkedTiles(size, stages, count) for count in range(2 * parts.number, least - 1, -1))
+        found += [tile for tile in tiles if smem.fits(shared_memory(spec, gradient, tile))][:1]
+    return found
+
+
+def _choose_tiles(spec: Spec, gradient: Gradient) -> WalkedTiles:
+    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
+    return _tuning.choose(TuningKey(f"mosaic_gpu wide {gradient}", facts), _fitting(spec, gradient))

@@ -1,0 +1,107 @@
+"""What warpgroups that copy and warpgroups that compute agree on: registers, free slots, and loops over copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jflash._backends.mosaic_gpu.panels import Panels
+
+
+def split_registers(warpgroups: int, *, copies: bool) -> None:
+    """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
+
+    Together all that a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
+    three warpgroups, 128 for four, 96 for five. A request for more would wait forever.
+    """
+    if warpgroups == 1:
+        return
+    compute, copy = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
+    set_registers(copy if copies else compute, warpgroups + 1)
+
+
+def set_registers(count: int, warpgroups: int) -> None:
+    """Give each thread of this warpgroup `count` registers; those of all `warpgroups` add up to 512 at most."""
+    at_first = 512 // warpgroups // 8 * 8
+    plgpu.set_max_registers(count, action="increase" if count > at_first else "decrease")
+
+
+def release(*empty: Any) -> None:
+    """Every slot of a ring is empty at first; called once by each warpgroup that will read it.
+
+    So the first copies wait as all others do.
+    """
+    for barriers in empty:
+        for slot in range(barriers.shape[0]):
+            plgpu.barrier_arrive(barriers.at[slot])
+
+
+def drain(*empty: Any) -> None:
+    """Wait until the last tiles have been read: a barrier may not end in the middle of its phase."""
+    for barriers in empty:
+        for slot in range(barriers.shape[0]):
+            plgpu.barrier_wait(barriers.at[slot])
+
+
+def copy_in(source: Any, tile: Any, full: Any, cluster: str | None = None) -> None:
+    """Issue copies to shared memory of what is in device memory; of an equal share for all CTAs along `cluster`."""
+    for part, columns in _copied(tile, source):
+        plgpu.copy_gmem_to_smem(columns, part, full, collective_axes=cluster)
+
+
+def copy_out(tile: Any, target: Any) -> None:
+    """Issue copies of shared memory to device memory."""
+    for part, columns in _copied(tile, target):
+        plgpu.copy_smem_to_gmem(part, columns)
+
+
+def _copied(tile: Any, array: Any) -> Iterable[tuple[Any, Any]]:
+    return tile.of_copies(array) if isinstance(tile, Panels) else [(tile, array)]
+
+
+def store(values: Any, staged: Any, target: Any) -> None:
+    """Copy values to device memory, in the dtype of the shared memory `staged` that they go through."""
+    staged[...] = values.astype(staged.dtype)
+    plgpu.commit_smem()
+    copy_out(staged, target)
+
+
+def columns(width: int, array: Any, number: Any, first: int = 0) -> Any:
+    """`width` columns, from `first` on, of an array in device memory that may have fewer: a copy reads 0 for the rest.
+
+    A slice past the end must begin at an index that is not static: a `number`, times 0.
+    """
+    return pl.ds(first if first + width <= array.shape[-1] else number * 0 + first, width)
+
+
+def opaque_zero(step: Any, warpgroup: Any) -> Any:
+    """0 that the compiler cannot fold: the index of a tile that stays in place throughout a loop over `step`.
+
+    Otherwise the compiler keeps the addresses of all the tile's parts in registers for the whole loop, spills them,
+    and loads them back in every step. Computing them anew costs an addition each.
+    """
+    return lax.shift_right_logical(step + warpgroup, 30)
+
+
+def slot(step: Any, stages: int, opaque_index: Any) -> Any:
+    """The slot of a ring of `stages` that a step's tile lies in; `still`, the step's `opaque_zero`, if there is one."""
+    return lax.rem(step, stages) if stages > 1 else opaque_index
+
+
+def opaque(count: Any, *axes: str) -> Any:
+    """`count`, which the compiler cannot know, as it does not know the indices of the grid's `axes`.
+
+    It would unroll some of a loop's copies. From that, ptxas (CUDA 13.5) once made a copy from a wrong place: it took
+    a coordinate that is 0 from a register that still held an address. Naming more axes makes d256 spill less.
+    """
+    number = sum(map(lax.axis_index, axes))
+    return count + lax.bitwise_and(number * (number + 1), 1)
+
+
+def for_each_copy(count: Any, copy: Callable[[Any], None], *axes: str) -> None:
+    """`copy(index)` for `count` tiles; `axes` as for `opaque`."""
+    lax.fori_loop(0, opaque(count, *axes), lambda index, _: copy(index), None)

@@ -1,0 +1,257 @@
+"""What the CTAs of a fused backward do with a block of keys: they walk over the tiles of queries that can see them.
+
+    each of two consumer warpgroups, on 64 keys, for each query head that shares them and each tile of queries:
+      S^T  = K Q^T
+      dP^T = V dO^T                  the matrix unit runs this, while the warpgroup goes on with
+      P^T  = exp(S^T - lse)
+      dV   = dV + P^T dO             and this, during
+      dS^T = P^T (dP^T - delta)      into shared memory, for both
+      dK   = dK + dS^T Q
+      dQ   = dS K                    of the tile before: one half of it from all keys, added to what there is
+    the producer warpgroup copies tiles of queries ahead of them into shared memory
+
+Dropout changes P for dV, and dP (`dropped`). Gradients of tables that a score_mod reads are added up beside dS
+(`table_sums`): two products less than in a kernel of their own.
+
+A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
+beside the other's products. For half of dQ's columns the matrix unit reads as much of dS as for all. So where registers
+hold all, a warpgroup makes the whole dQ of every other tile. `row_statistics` says how lse and delta come.
+
+delta is what the forward's softmax takes from every dP of a row: sum(dO * O) - d_lse.
+
+Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXiv:2407.08608, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jflash._backends.mosaic_gpu import piece_products, pipeline
+from jflash._backends.mosaic_gpu.backward_fused_plan import WalkPlan
+from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
+from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile import dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile.base2 import sums_scale
+from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.tile.operand_pieces import Pieces
+from jflash._backends.nvidia.walk.backward_schedule import WorkItem
+from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._backends.nvidia.walk.tile_range import TileContext
+
+
+class Step(NamedTuple):
+    """Where a step's queries are."""
+
+    head: Int[Array, ""]
+    """Of the head group."""
+    eighth: Int[Array, ""]
+    """An eighth of the first one's index, so that the compiler knows that the index is a multiple of 8."""
+
+
+class Accumulators(NamedTuple):
+    """dK and dV of a warpgroup's keys."""
+
+    dk: Float[Array, "keys H"]
+    dv: Float[Array, "keys D"]
+
+
+_Carry = tuple[Accumulators, tuple[Array, ...], Step]
+"""The loop's state: accumulators, the sums of parameters' gradients for one head, and the step before."""
+
+
+class FusedCta[Plan: WalkPlan](Cta[Plan]):
+    """A CTA that has a block of keys, or one after the other."""
+
+    item: WorkItem
+    """Whose keys they are."""
+    first_key: Any
+    order: TileOrder
+    k: Ref
+    v: Ref
+    """Shared memory for the block's keys and values, `[1, keys, columns]`."""
+    gradients: tuple[Ref, Ref]
+    """Likewise for dK and dV."""
+    ds: tuple[Ref, ...]
+    """For dS^T of two steps, `[2, keys, queries]`, in each swizzle of the keys."""
+
+    @property
+    def own_keys(self) -> Any:
+        """This warpgroup's."""
+        return pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    @property
+    def tables(self) -> dict[str, Ref]:
+        """This warpgroup's sums of tables' gradients."""
+        block = lax.div(self.first_key, self.plan.tile.keys)
+        return self.plan.tables.own(self.refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup)
+
+    def turn(self, step: Any, at: Step) -> Any:
+        """A number that is even if a step's dQ is the first warpgroup's to make, where they take turns."""
+        raise NotImplementedError
+
+    def dq_target(self, at: Step) -> Any:
+        """Where this warpgroup's part of a step's dQ is added to; found before the part is made."""
+        raise NotImplementedError
+
+    def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
+        """Add it there."""
+        raise NotImplementedError
+
+    def copy_keys(self, full: Any) -> None:
+        """Copy the block's keys and values."""
+        keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head)
+        self.inputs.copy_rows("key", keys, self.k.at[0], full)
+        self.inputs.copy_rows("value", keys, self.v.at[0], full)
+
+    def copy_ones(self, full: Any) -> None:
+        """Copy what columns of statistics are multiplied with, if the kernel has them."""
+        if self.smem.ones is not None:
+            plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], self.smem.ones, full)
+
+    def scaled(self, acc: Accumulators) -> tuple[Array, Array]:
+        """dK and dV from what was accumulated."""
+        return acc.dk * sums_scale(self.plan.spec), dropped.scaled(self.plan.spec, acc.dv)
+
+    def store_rounded(self, acc: Accumulators) -> None:
+        """Issue copies of dK and dV, when both warpgroups are done with the block."""
+        shared, item, own = self.smem, self.item, self.warpgroup_rows
+        results = self.refs.results["d_key"], self.refs.results["d_value"]
+        gradients = self.scaled(acc)
+        plgpu.barrier_arrive(shared.finished)
+        plgpu.barrier_wait(shared.finished)
+        for buffer, gradient in zip(self.gradients, gradients, strict=True):
+            buffer[0, own] = gradient.astype(buffer.dtype)
+        plgpu.commit_smem()
+        for buffer, result in zip(self.gradients, results, strict=True):
+            columns = pipeline.columns(buffer.shape[-1], result, item.batch)
+            pipeline.copy_out(buffer.at[0, own], result.at[item.batch, self.own_keys, item.key_head, columns])
+
+    def visit_all(self) -> Accumulators:
+        """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
+        ops, dims = self.ops, [gradient.shape[2] for gradient in self.gradients]
+        zeros = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+
+        def finish_head(head: Array, carry: _Carry) -> _Carry:
+            acc, sums, before = carry
+            for name, total in zip(self.plan.wanted, sums, strict=True):
+                self.refs.results[f"d_{name}"][self.item.batch, self.item.first_head + head, self.own_keys] = total
+            return acc, zeros(), before
+
+        acc = Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
+        start = (acc, zeros(), Step(jnp.int32(0), jnp.int32(0)))
+        acc, _, before = self.order.each(self._visit, start, finish_head)
+        steps = self.order.tiles.count * self.order.heads
+        last, nothing = steps - 1, lambda: None
+        makes_dq = (steps > 0) & self._is_turn(last, before)
+        lax.cond(makes_dq, lambda: self._make_dq(last, before, nothing), lambda: self._leave_dq(last, nothing))
+        # No barrier may end in the middle of its phase.
+        plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
+        return acc
+
+    def _visit(self, step: Array, head: Array, index: Array, carry: _Carry) -> _Carry:
+        """Add one tile's part to the accumulators, and the last one's to dQ."""
+        (acc, sums, before), spec = carry, self.plan.spec
+        start = self.order.tiles.start(index)
+        key = self.first_key + self.warpgroup * WARPGROUP_ROWS
+        at = TileCoord(self.item.batch, self.item.first_head + head, start, key)
+        smem, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.queries)
+        slot, parity = lax.rem(step, self.plan.tile.stages), lax.rem(step, 2)
+        opaque_index = pipeline.opaque_zero(step, self.warpgroup)
+        pieces = functools.partial(piece_products.of_tile, spec)
+        q, do = pieces(smem.q.tiles.at[slot]), pieces(smem.do.tiles.at[slot])
+        k, v = (pieces(ref.at[opaque_index].at[self.warpgroup_rows]) for ref in (self.k, self.v))
+        loaded = self.inputs.load_packed_mask(at, shape)
+        plgpu.barrier_wait(smem.q.full.at[slot])
+        slots = range(0, smem.statistics.shape[0], self.plan.tile.stages)
+        refs = [smem.statistics.at[first + slot] for first in slots]
+        statistics = RowStatistics(self.inputs, shape, refs, smem.ones)
+        if smem.bias is not None:
+            loaded["bias"] = ops.load(smem.bias.at[slot, :, self.warpgroup_rows].T)
+        mask = TileContext(self.inputs, self.order.tiles, index, at, loaded)
+
+        def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
+            def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Pieces, tuple[Array, ...]]:
+                statistics.begin(acc_s, acc_dp)
+                statistics.mma(acc_s, k, operand_pieces.transposed(q), 0)
+                plgpu.barrier_wait(smem.do.full.at[slot])
+                statistics.mma(acc_dp, v, operand_pieces.transposed(do), 1)
+                s = ops.read(acc_s, pending=statistics.issued(do))
+                names = *self.plan.wanted, *self.plan.tables.reads
+                p, pull_back = logits.differentiate(s, mask, statistics.probabilities, names)
+                p = dropped.signed(self.inputs, at, p)
+                kept = operand_pieces.split(spec, dropped.kept(spec, p), ops)
+                piece_products.mma(acc_dv, kept, do, ops)
+                dp = ops.read(acc_dp, pending=piece_products.issued(do))
+                ds, d_parameters = pull_back(statistics.d_logits(p, dp))
+                totals = tuple(
+                    total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
+                )
+                made_anew = at._replace(key=at.key + opaque_index)
+                score_mod_reads.add_to_tables(self.inputs, made_anew, loaded, p, d_parameters, self.tables)
+                return self._hand_over(ds, parity), totals
+
+            ds, totals = ops.accumulators(differentiate, shape, shape)
+            piece_products.mma(acc_dk, ds, q, ops)
+
+            def free() -> None:
+                plgpu.barrier_arrive(smem.ds_empty.at[1 - parity])
+                plgpu.barrier_arrive(smem.do.empty.at[slot])
+                plgpu.barrier_arrive(smem.q.empty.at[slot])
+
+            last, makes_dq = step - 1, (step > 0) & self._is_turn(step - 1, before)
+            ops.cond(makes_dq, lambda: self._make_dq(last, before, free), lambda: self._leave_dq(last, free))
+            return totals
+
+        sums, (dk, dv) = piece_products.accumulate(spec, add, acc.dk, acc.dv, like=sums, ops=ops)
+        return Accumulators(dk, dv), sums, Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
+
+    def _hand_over(self, ds: Array, parity: Array) -> Pieces:
+        """dS^T as an operand, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
+        spec = self.plan.spec
+        pieces = operand_pieces.split(spec, ds, self.ops)
+        plgpu.barrier_wait(self.smem.ds_empty.at[parity])
+        for buffer in self.ds:
+            for piece, target in zip(pieces, piece_products.of_tile(spec, buffer.at[parity]), strict=True):
+                target[self.warpgroup_rows] = piece
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem.ds_full.at[parity])
+        return pieces
+
+    def _is_turn(self, step: Array, at: Step) -> Any:
+        """Whether this warpgroup makes a part of a step's dQ."""
+        tile = self.plan.tile
+        return lax.rem(self.turn(step, at), tile.warpgroups) == self.warpgroup if tile.dq_alternates else True
+
+    def _leave_dq(self, step: Array, then: Callable[[], None]) -> None:
+        """Leave a step's dQ, if there is such a step, to the other warpgroup, and call `then`."""
+        if self.plan.tile.dq_alternates:
+            # Who waits for a barrier waits for each of its phases.
+            pl.when(step >= 0)(lambda: plgpu.barrier_wait(self.smem.ds_full.at[lax.rem(step, 2)]))
+        then()
+
+    def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
+        """Make this warpgroup's part of a step's dQ; calls `made` after its products."""
+        halves, ops, width = self.plan.tile.halves, self.ops, self.plan.dq_width
+        target = self.dq_target(at)
+        parity = lax.rem(step, 2)
+        plgpu.barrier_wait(self.smem.ds_full.at[parity])
+        k = self.k.at[pipeline.opaque_zero(step, self.warpgroup)]
+        pieces = functools.partial(piece_products.of_tile, self.plan.spec)
+        rows: tuple[Any, ...] = (self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS) if halves == "rows" else ()
+        columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
+        each = [pieces(buffer.at[parity], *rows) for buffer in self.ds]
+        ds = operand_pieces.transposed(each[0] if len(each) == 1 else piece_products.by_width(k.widths, each))
+        part = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops)
+        made()
+        self.add_to_dq(target, part)

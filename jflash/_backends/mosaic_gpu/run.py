@@ -1,0 +1,168 @@
+"""A call through the kernels, in four steps: plan, prepare, launch, finish.
+
+The plan is made before, from the Spec alone. Here operands are put into the form that kernels take, kernels run, and
+what they return is given the call's shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu import (
+    array_shapes,
+    backward_dbias,
+    backward_dkv,
+    backward_dkv_dq,
+    backward_dq,
+    backward_fused_plan,
+    backward_short,
+    backward_wide,
+    bias_columns,
+    delta,
+    forward_kernel,
+    forward_wide,
+    row_statistics,
+    tangent_kernel,
+    whole_tiles,
+)
+from jflash._backends.mosaic_gpu import backward_fused as fused
+from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
+from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan, TangentPlan
+from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia.finish import finish_backward, finish_forward
+from jflash._backends.nvidia.ops import WarpgroupOps
+from jflash._backends.nvidia.prepare import in_32_bits, packed_mask
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile import score_mod_reads
+from jflash._backends.nvidia.walk import tile_range
+from jflash._semantics.online_softmax import sinks_gradient
+from jflash._semantics.spec import Operands, Residuals, Results
+
+
+@in_32_bits
+def forward(
+    plan: ForwardPlan, operands: Operands, ops: WarpgroupOps
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """Output in the results' dtype and log-sum-exp in float32."""
+    arrays = _prepare_forward(plan, operands, ops)
+    is_wide = isinstance(plan, WideForwardPlan)
+    made = forward_wide.forward(plan, arrays, ops) if is_wide else forward_kernel.forward(plan, arrays, ops)
+    return finish_forward(plan.spec, operands, made, packed_heads=plan.packed_heads, splits=plan.splits)
+
+
+def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -> dict[str, Array]:
+    spec, packed = plan.spec, plan.packed_heads
+    panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
+    if packed == 1:
+        query = whole_tiles.whole_tiles(spec, "query", operands.query, in_panels=panels)
+    else:
+        query = prepare.pack_heads(operands.query, packed)
+        query = whole_tiles.whole_tiles(spec, "query", query, axis=2, in_panels=panels)
+    key = whole_tiles.whole_tiles(spec, "key", operands.key, in_panels=panels)
+    value = whole_tiles.whole_tiles(spec, "value", operands.value, parts=plan.value_parts, in_panels=value_panels)
+    bias_by_mma = plan.form.bias_by_mma
+    arrays = dict(query=query, key=key, value=value)
+    arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
+    arrays |= score_mod_reads.prepare(operands.score_mod_arrays)
+    arrays |= packed_mask(spec, operands, ops) | whole_tiles.edges(operands, dict(value=value))
+    if bias_by_mma:
+        arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
+    rows, missing = max(plan.rows_of_a_range // packed, 1), plan.missing_rows // packed
+    return arrays | tile_range.table(spec, operands, rows, missing)
+
+
+@in_32_bits
+def tangent(
+    plan: TangentPlan | ForwardPlan, operands: Operands, results: Results, tangents: Operands, ops: WarpgroupOps
+) -> Results:
+    """The tangents of output and log-sum-exp, in their shapes and dtypes."""
+    if isinstance(plan, ForwardPlan):
+        out, lse = forward(plan, operands._replace(value=tangents.value), ops)
+        return Results(out, jnp.zeros_like(lse))
+    spec, part = plan.spec, plan.part
+    own, moving = _in_parts(plan, operands), _in_parts(plan, tangents)
+    factors = {name: getattr(own, name) for name in ("query", "key", "value")}
+    factors |= {f"t_{name}": getattr(moving, name) for name in factors if name in plan.moving}
+    of = lambda name: name.removeprefix("t_")
+    whole = functools.partial(whole_tiles.whole_tiles, part, in_panels=array_shapes.in_panels(part))
+    factors = {name: whole(of(name), factors[name]) for name in (*plan.q, *plan.k, *plan.v)}
+    others, pushed = (prepare.operands_for_kernels(spec, some) for some in (operands, tangents))
+    others |= score_mod_reads.prepare(operands.score_mod_arrays)
+    if "score_mod_arrays" in plan.moving:
+        pushed |= score_mod_reads.prepare(_instantiated(operands.score_mod_arrays, tangents.score_mod_arrays))
+    arrays = factors | others | {f"t_{name}": array for name, array in pushed.items()}
+    arrays |= packed_mask(spec, operands, ops) | whole_tiles.edges(operands, factors)
+    arrays |= tile_range.table(spec, operands, plan.tile.rows)
+    lse = jnp.where(results.lse == -jnp.inf, jnp.inf, results.lse)
+    made = tangent_kernel.tangent(plan, arrays | dict(lse=row_statistics.subtrahend(spec, lse)), ops)
+    rows = spec.query_length
+    t_out = made["t_out"][:, :rows, :, : plan.dims[1]]
+    t_out = t_out.reshape(*t_out.shape[:2], spec.heads, -1)[..., : spec.value_dim]
+    return Results(t_out.astype(spec.result_dtype), made["t_lse"][:, :, :rows])
+
+
+def _instantiated(arrays: Sequence[Array], tangents: Sequence[Array | None]) -> list[Array | None]:
+    """With zeros for the tangents of arrays that have some, and do not move."""
+    zeros = lambda array: jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else None
+    return [zeros(a) if t is None else t for a, t in zip(arrays, tangents, strict=True)]
+
+
+def _in_parts(plan: TangentPlan, operands: Operands) -> Operands:
+    """Operands, or tangents, with the parts of the values' columns for heads."""
+
+    def split(value: Array) -> Array:
+        room = [(0, 0)] * 3 + [(0, plan.parts * plan.dims[1] - value.shape[3])]
+        return jnp.pad(value, room).reshape(*value.shape[:2], -1, plan.dims[1])
+
+    return operands._replace(value=jax.tree.map(split, operands.value)) if plan.parts > 1 else operands
+
+
+@in_32_bits
+def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:
+    """Gradients of all operands that have one, in their shapes."""
+    spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
+    arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
+    whole = functools.partial(whole_tiles.whole_tiles, spec, in_panels=array_shapes.in_panels(spec))
+    tiles = {name: whole(name, array) for name, array in arrays.items()}
+    edges, others = whole_tiles.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
+    others |= score_mod_reads.prepare(operands.score_mod_arrays)
+    masks = (packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
+    of_queries, of_keys = (others | mask | edges for mask in masks)
+
+    walk = plan.short or plan.fused
+    dq_acc = None if plan.fused is None else plan.fused.dq_acc(ops.margin)
+    as_columns = walk is not None and backward_fused_plan.as_columns(spec, walk.tile)
+    made = delta.delta(spec, residuals, ops, as_columns=as_columns, dq_acc=dq_acc)
+    lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
+    rows = row_statistics.lse_and_delta(spec, lse, made["delta"])
+    if walk is not None:
+        statistics = row_statistics.for_fused(spec, lse, made["delta"], made.get("columns"))
+        of_keys |= tiles | statistics | table(walk.tile.keys, of_keys=True)
+        if plan.fused is not None:
+            gradients = fused.backward(plan.fused, of_keys, made["dq_acc"], ops)
+        else:
+            assert plan.short is not None
+            gradients = backward_short.backward(plan.short, of_keys, ops)
+    elif plan.wide:
+        of_blocks = of_queries | table(WARPGROUP_ROWS), of_keys | table(WARPGROUP_ROWS, of_keys=True)
+        gradients = dict[str, Array]()
+        for wide in plan.wide:
+            gradients |= backward_wide.backward(wide, tiles | rows | of_blocks[wide.kind.keys_first], ops)
+    elif plan.dkv_dq is not None:
+        of_keys |= tiles | rows | table(WARPGROUP_ROWS, of_keys=True)
+        gradients = backward_dkv_dq.backward_dkv_dq(plan.dkv_dq, of_keys, ops)
+    else:
+        assert plan.dq is not None
+        assert plan.dkv is not None
+        gradients = backward_dq.backward_dq(plan.dq, tiles | rows | of_queries | table(plan.dq.tile.rows), ops)
+        of_keys |= table(WARPGROUP_ROWS, of_keys=True)
+        gradients |= backward_dkv.backward_dkv(plan.dkv, tiles | rows | of_keys, ops)
+    if plan.dbias is not None:
+        of_bias = tiles | rows | of_queries | table(plan.dbias.tile.rows)
+        gradients["whole_d_bias"] = backward_dbias.backward_dbias(plan.dbias, of_bias, ops)
+    return finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made["delta"]))

@@ -1,1 +1,0 @@
-"""The kernels, each with its algorithm."""

@@ -1,0 +1,81 @@
+"""The instructions that a warpgroup's threads issue together, each on words of its own.
+
+Source: PTX ISA, ldmatrix, mma.m16n8k16 and cp.async.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+
+from jflash._backends.nvidia.threads.builder import ThreadBuilder
+
+_utils: Any = mgpu.utils
+
+
+class Lanes(ThreadBuilder):
+    """Operations of MLIR, and instructions that it has none for; the tests have them in array code."""
+
+    def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[Any]:
+        """Four 8 x 8 matrices of 16-bit numbers from shared memory; eight lanes have the addresses of one's rows."""
+        suffix = ".trans" if transpose else ""
+        load = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+        words = [self.type] * 4
+        return _utils.inline_ptx(load, address, result_types=words, has_side_effects=True, convergent=True)
+
+    def load_number(self, address: Any, offset: int) -> Any:
+        """A float32 number from shared memory."""
+        load = f"ld.shared.f32 $0, [$1 + {offset}];"
+        return _utils.inline_ptx(load, address, result_types=self.zero.type, has_side_effects=True)
+
+    def multiply(self, dtype: Any, factors: Sequence[tuple[Any, Any]], c: Sequence[Any]) -> list[Any]:
+        """c + the sum of a @ b over some a and b, of 16 x 16 and 16 x 8 numbers.
+
+        The matrix unit adds toward zero, so what is summed there loses half a unit in the last place with each
+        addition. Beside the rounding of 16-bit operands that is nothing. Where there are several factors, pieces of
+        more exact operands, their sum begins at zero, and to c it is added outside of the matrix unit, to the nearest.
+
+        Source: Ootomo and Yokota, arXiv:2203.03341, section III.
+        """
+        mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+        places = (f"${index}" for index in itertools.count())
+        take = lambda count: list(itertools.islice(places, count))
+        listed = lambda names: f"{{{', '.join(names)}}}"
+        made, operands, before = take(4), [(listed(take(4)), listed(take(2))) for _ in factors], take(4)
+        given = [*(word for pair in factors for operand in pair for word in operand), *c]
+        if len(factors) == 1:
+            code = f"{mma} {listed(made)}, {', '.join(operands[0])}, {listed(before)};"
+            numbers = [self.zero.type] * 4
+            return list(_utils.inline_ptx(code, *given, result_types=numbers, convergent=True))
+        # All in one: of additions that it sees LLVM moves the last ones past the end of a loop, which then carries both
+        # numbers of each.
+        total = [f"total{index}" for index in range(4)]
+        starts = [["0f00000000"] * 4, *[total] * (len(factors) - 1)]
+        products = [
+            f"{mma} {listed(total)}, {a}, {b}, {listed(start)};" for (a, b), start in zip(operands, starts, strict=True)
+        ]
+        sums = [f"add.f32 {one}, {first}, {one};" for first, one in zip(before, total, strict=True)]
+        return list(self.together([".reg .f32 total<4>;", *products, *sums], total, given, convergent=True))
+
+    def copy_chunk(self, target: Any, source: Any, offsets: tuple[int, int], size: Any, condition: Any = None) -> None:
+        """Begin to copy 16 bytes to shared memory: `size` from device memory, then zeros. `offsets` are to be added to
+        both addresses; lanes for which a `condition` does not hold copy nothing and write nothing."""
+        copy = f"cp.async.cg.shared.global [$0 + {offsets[0]}], [$1 + {offsets[1]}], 16, $2;"
+        _utils.inline_ptx(copy, target, source, size, predicate=condition, has_side_effects=True)
+
+    def copy_number(self, target: Any, source: Any, condition: Any) -> None:
+        """Begin to copy a float32 number to shared memory, where a condition holds."""
+        copy = "cp.async.ca.shared.global [$0], [$1], 4;"
+        _utils.inline_ptx(copy, target, source, predicate=condition, has_side_effects=True)
+
+    def store_in_row(self, address: Any, offset: int, words: Sequence[Any], condition: Any) -> None:
+        """Store two words side by side in device memory, where a condition holds."""
+        store = f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};"
+        _utils.inline_ptx(store, address, *words, predicate=condition, has_side_effects=True)
+
+    def store_word(self, address: Any, offset: int, word: Any) -> None:
+        """Store two numbers of 16 bits in shared memory."""
+        _utils.inline_ptx(f"st.shared.b32 [$0 + {offset}], $1;", address, word, has_side_effects=True)

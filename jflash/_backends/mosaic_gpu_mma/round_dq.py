@@ -1,0 +1,64 @@
+"""After the fused backward: dQ in the call's dtype and order, from the sums in device memory.
+
+    dQ = scale * sums         where a CTA takes 64 rows of one head
+
+Of a partial call, whose sums go on, it stays float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu_mma import device_sums
+from jflash._backends.mosaic_gpu_mma.cta import rows_of_head
+from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.nvidia.tile import base2
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundDqPlan(KernelPlan):
+    """The kernel, before any array."""
+
+    columns: int
+    """Of the sums."""
+    room: int
+    """Their rows for what a tile that begins at the last query has behind it."""
+    together: int
+    """Numbers that one instruction added."""
+
+    def sums(self, margin: int) -> tuple[int, ...]:
+        """The shape of the sums of all heads, with a margin of rows."""
+        spec = self.spec
+        return spec.batch, spec.heads, *device_sums.shape(spec.query_length + max(self.room, margin), self.columns)
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel's grid and result."""
+        spec = self.spec
+        d_query = (spec.batch, spec.query_length, spec.heads, round_up(spec.head_dim, 8))
+        return Launch(
+            name=f"jflash_mma_round_d_query_{spec.head_dim}_{spec.value_dim}",
+            # In dQ heads of the same queries are side by side.
+            grid=dict(batch=spec.batch, block=pl.cdiv(spec.query_length, WARPGROUP_ROWS), head=spec.heads),
+            results=dict(d_query=jax.ShapeDtypeStruct(d_query, spec.result_dtype)),
+        )
+
+
+def round_dq(plan: RoundDqPlan, dq_acc: Float[Array, "B N groups units 128"], ops: MmaOps) -> dict[str, Array]:
+    """Launch the kernel; d_query `[B, T, N, H]`, by name."""
+
+    def body(refs: Refs) -> None:
+        batch, head, block = map(lax.axis_index, ("batch", "head", "block"))
+        first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
+        rows = ops.load_sums(source, first, plan.columns, plan.together) * base2.sums_scale(plan.spec)
+        target = rows_of_head(refs.results["d_query"], batch, head)
+        ops.store_rows(rows, target, first, plan.spec.query_length)
+
+    return plan.launch.run(body, dict(dq_acc=dq_acc), ops)

@@ -1,0 +1,77 @@
+"""What kernels made, given the shapes and dtypes of a call."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jflash._backends.nvidia import bias_and_mask, prepare
+from jflash._backends.nvidia.tile import score_mod_reads
+from jflash._semantics.online_softmax import finite_or_zero
+from jflash._semantics.spec import Operands, Spec
+
+
+def finish_forward(
+    spec: Spec, operands: Operands, made: dict[str, Array], *, packed_heads: int, splits: int
+) -> tuple[Array, Array]:
+    """Output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the keys."""
+    out, lse, rows = made["out"], made["lse"], spec.query_length * packed_heads
+    if packed_heads > 1:
+        out = out.swapaxes(2, 3)
+    out, lse = out[:, :, :rows, :, : spec.value_dim], lse[..., :rows]
+    out, lse = (out[0], lse[0]) if splits == 1 else _merge(operands, out, lse)
+    out = out.astype(spec.result_dtype)
+    if packed_heads > 1:
+        out = prepare.unpack_heads(out, packed_heads)
+        lse = prepare.unpack_heads(lse.transpose(0, 2, 1), packed_heads).transpose(0, 2, 1)
+    return out, lse
+
+
+def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
+    """One output and log-sum-exp from those of all splits: `[splits, B, T, N, D]`, `[splits, B, N, T]`."""
+    largest = finite_or_zero(lse.max(axis=0))
+    weights = jnp.exp(lse - largest)
+    total = weights.sum(axis=0)
+    empty = total == 0
+    if operands.sinks is not None:
+        total = total + jnp.exp(operands.sinks[:, :, None].astype(jnp.float32) - largest)
+    total = jnp.where(empty, 1, total)
+    factors = jnp.moveaxis(weights / total, 3, 2)[..., None]
+    return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+
+
+def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
+    """Gradients in the shapes and dtypes of the operands, from what kernels made."""
+
+    def trimmed(name: str) -> Array:
+        like = getattr(operands, name)
+        return gradients[f"d_{name}"][:, : like.shape[1], :, : like.shape[3]].astype(spec.result_dtype)
+
+    def summed(name: str) -> Array | None:
+        total = gradients.get(f"d_{name}")
+        return None if total is None else _to_parameter(spec, name, total, getattr(operands, name))
+
+    return Operands(
+        query=trimmed("query"),
+        key=trimmed("key"),
+        value=trimmed("value"),
+        bias=gradients["whole_d_bias"] if "whole_d_bias" in gradients else summed("bias"),
+        scale=summed("scale"),
+        alibi_slopes=summed("alibi_slopes"),
+        sinks=d_sinks,
+        score_mod_arrays=score_mod_reads.gradients(spec, operands, gradients),
+    )
+
+
+def _to_parameter(spec: Spec, name: str, total: Array, like: Array) -> Array:
+    """A parameter's gradient from what kernels summed, `[B, N, L]`."""
+    kind = bias_and_mask.bias_kind(spec) if name == "bias" else "scalar"
+    if kind == "row":
+        total = total[:, :, : like.shape[2], None]
+    elif kind == "column":
+        total = total[:, :, None, : like.shape[3]]
+    else:
+        total = total.sum(axis=(1, 2) if like.ndim == 1 else 2)
+        total = total.reshape(*total.shape, *[1] * (like.ndim - total.ndim))
+    shared = tuple(axis for axis, size in enumerate(like.shape) if size == 1 and total.shape[axis] > 1)
+    return total.sum(axis=shared, keepdims=True).astype(spec.gradient_dtype(like.dtype))

@@ -1,0 +1,108 @@
+"""How a kernel is launched, by name, and what kernels with a warpgroup that copies have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from jflash._backends.nvidia import smem
+from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.smem import Buffers
+from jflash._semantics.spec import Spec
+
+_COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+"""How all kernels are compiled.
+
+Without a warpgroup's barriers before and after every access to shared memory. They would be needed where a thread reads
+what another of its warpgroup wrote, or the other way round. Here only copies and products read what a warpgroup's
+threads wrote, or another warpgroup after a barrier of the kernel's own; and only those write what it reads. Copies and
+products come after a fence, `plgpu.commit_smem`: it lets them see what was written, and overwrite what was read.
+"""
+
+
+class Refs(NamedTuple):
+    """A kernel's references, by name."""
+
+    arrays: Mapping[str, Ref]
+    """The arrays that it was launched with."""
+    results: Mapping[str, Ref]
+    smem: Buffers
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel's launch but for its arrays."""
+
+    name: str
+    grid: Mapping[str, int]
+    """The axes' names and sizes; the last is the fastest."""
+    results: Mapping[str, jax.ShapeDtypeStruct]
+    smem: Buffers = dataclasses.field(default_factory=Buffers)
+    warpgroups: int | None = None
+    """Of a CTA; `None`: one, which has no index."""
+    cluster: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    """Axes of the CTAs of a cluster, behind those of the grid, which then counts clusters."""
+
+    def run(self, body: Callable[[Refs], None], arrays: Mapping[str, Any], ops: WarpgroupOps) -> dict[str, Any]:
+        """Launch `body` on arrays, or on references inside `pl.run_state`; the results by name."""
+        names = tuple(arrays)
+
+        def kernel(*refs: Any) -> None:
+            given, made = refs[: len(names)], refs[len(names) : -1]
+            shared = smem.opened(refs[-1])
+            body(Refs(dict(zip(names, given, strict=True)), dict(zip(self.results, made, strict=True)), shared))
+
+        kernel.__name__ = self.name
+        scratch: Any = [smem.in_one_view(self.smem) if ops.interpret else self.smem]
+        threads: Any = {} if self.warpgroups is None else dict(num_threads=self.warpgroups, thread_name="warpgroup")
+        run: Any = plgpu.kernel(
+            kernel,
+            out_type=tuple(self.results.values()),
+            grid=tuple(self.grid.values()),
+            grid_names=tuple(self.grid),
+            cluster=tuple(self.cluster.values()),
+            cluster_names=tuple(self.cluster),
+            scratch_types=scratch,
+            compiler_params=_COMPILER,
+            interpret=ops.interpret,
+            **threads,
+        )
+        # Pallas keeps each kernel's references, which the check for leaked tracers takes for a leak.
+        with jax.check_tracer_leaks(False):
+            return dict(zip(self.results, run(*arrays.values()), strict=True))
+
+    def update(
+        self, body: Callable[[Refs], None], arrays: Mapping[str, Array], states: Mapping[str, Array], ops: WarpgroupOps
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Launch `body` on arrays, and on states that it changes, if any; the results and the states, by name."""
+        if not states:
+            return self.run(body, arrays, ops), {}
+
+        def store(refs: Any) -> None:
+            results, changed = refs
+            made = self.run(body, {**arrays, **changed}, ops)
+            for name, ref in results.items():
+                ref[...] = made[name]
+
+        # Not `jax.new_ref`, whose effect JAX cannot lower for several devices (0.11 and 0.12).
+        unset = {name: jnp.zeros(result.shape, result.dtype) for name, result in self.results.items()}
+        return pl.run_state(store)((unset, dict(states)))
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelPlan:
+    """A kernel, before any array."""
+
+    spec: Spec
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel's grid, results and shared memory."""
+        raise NotImplementedError

@@ -1,0 +1,49 @@
+"""Query heads that share keys as rows of one tile, where there are few queries, as when decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._semantics.spec import Spec
+
+MOST_PACKED_QUERIES = 16
+"""Queries up to which heads that share keys are packed into the rows of one tile."""
+
+
+def packs(spec: Spec) -> bool:
+    """Whether heads that share keys go into the rows of one tile, whose blocks have to end where a query's heads do."""
+    whole = spec.query_length * spec.group <= 2 * WARPGROUP_ROWS or WARPGROUP_ROWS % spec.group == 0
+    return may_pack(spec) and whole
+
+
+def may_pack(spec: Spec) -> bool:
+    """Whether heads that share keys may be rows of one tile: few queries, and nothing that differs by head."""
+    alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
+    few = spec.query_length <= MOST_PACKED_QUERIES
+    return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
+
+
+class ForwardShape:
+    """The rows and heads of a forward whose plan has these fields."""
+
+    spec: Spec
+    packed_heads: int
+    splits: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of queries of a head."""
+        return self.spec.query_length * self.packed_heads
+
+    @property
+    def heads(self) -> int:
+        """Heads of the rows."""
+        return self.spec.heads // self.packed_heads
+
+    @property
+    def out_dtype(self) -> Any:
+        """The dtype in which the kernel stores the output."""
+        return self.spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)

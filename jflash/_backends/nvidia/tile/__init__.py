@@ -1,0 +1,1 @@
+"""What is computed of one tile of logits, once for all kernels."""

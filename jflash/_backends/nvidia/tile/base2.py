@@ -1,0 +1,95 @@
+"""How logits become probabilities, exp(logit - reference), with the hardware's base-2 exponential."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jflash._semantics.spec import Spec
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponent:
+    """The conversion of a call's logits to base 2."""
+
+    factor: float
+    """From a logit, or of a plain call a product, to base 2."""
+    exact: bool
+    """Subtract first: a bias may be as large as its dtype allows."""
+    limit: float = math.inf
+    """The largest reference whose rounding scales probabilities by no more than their dtype has room for."""
+
+    def __call__(self, logits: Array, reference: Array) -> Array:
+        """Probabilities from logits and, broadcast to them, their reference in `units`."""
+        if self.exact:
+            return jnp.exp2((logits - reference) * self.factor)
+        return jnp.exp2(logits * self.factor - reference)
+
+    def units(self, logits: Array) -> Array:
+        """Logits as what probabilities are relative to is kept: in base 2, unless they have to be exact."""
+        return logits if self.exact else logits * self.factor
+
+    def relative_to(self, reference: Array) -> tuple[Array | float, Array]:
+        """Two numbers for a row, with which exp2(logits * factor - subtrahend) are its weights; `reference` in `units`.
+
+        Rounding the subtrahend scales all of them alike, and they are divided by their sum. Past the limit the factor
+        is 1, and nothing is rounded: logits are so far apart that the largest has all the weight either way.
+        """
+        if not self.exact:
+            return self.factor, reference
+        is_below = self._is_below_limit(reference)
+        return jnp.where(is_below, self.factor, 1.0), self._subtrahend(reference, is_below)
+
+    def rescaling(self, before: Array, reference: Array) -> Array:
+        """The factor that makes weights relative to a row's `before` relative to its new reference.
+
+        Both subtrahends are numbers that were rounded, and no product stands next to the difference: the compiler
+        would make one instruction of the two, which does not round, and with every tile the weights before would drift.
+        """
+        if not self.exact:
+            return jnp.exp2(before - reference)
+        was_below, is_below = map(self._is_below_limit, (before, reference))
+        difference = self._subtrahend(before, was_below) - self._subtrahend(reference, is_below)
+        return jnp.exp2(jnp.where(was_below == is_below, difference, before - reference))
+
+    def _is_below_limit(self, reference: Array) -> Array:
+        return jnp.abs(reference) < self.limit
+
+    def _subtrahend(self, reference: Array, is_below_limit: Array) -> Array:
+        return jnp.where(is_below_limit, reference * self.factor, reference)
+
+
+def is_plain(spec: Spec) -> bool:
+    """Whether a logit is its product times a static positive number that float32 can be divided by."""
+    return _plain_scale(spec) is not None
+
+
+def _plain_scale(spec: Spec) -> float | None:
+    is_product = follows_products(spec) and spec.logits_soft_cap is None
+    return spec.scale if is_product and spec.scale is not None and spec.scale > 1e-20 else None
+
+
+def follows_products(spec: Spec) -> bool:
+    """Whether nothing but the scale and a soft cap stands between a product and its logit."""
+    return spec.score_mod is None and {"bias", "alibi_slopes"}.isdisjoint(spec.operands)
+
+
+def sums_scale(spec: Spec) -> float:
+    """What a plain call leaves to be applied to the sums over its products' cotangents."""
+    return _plain_scale(spec) or 1.0
+
+
+def of(spec: Spec) -> Exponent:
+    """The conversion for a call."""
+    scale = _plain_scale(spec)
+    if scale is not None:
+        return Exponent(scale * LOG2_E, exact=False)
+    exact = "bias" in spec.operands or spec.score_mod is not None
+    # Where weights are off by 2**8 and 2**32, and logits at least 8 and 32 apart.
+    limit = 2.0**27 if spec.dtype == jnp.float16 else 2.0**29
+    return Exponent(LOG2_E, exact, limit)

@@ -1,0 +1,156 @@
+"""What a kernel reads of its call besides queries, keys and values, and where the tile lies that it reads it for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._semantics import visibility
+from jflash._semantics.spec import Spec
+from jflash._semantics.tile import Parameters, Tile
+
+_SEGMENTS: dict[str, bias_and_mask.Kind] = {"query_segments": "row", "key_segments": "column"}
+
+Loaded = Mapping[str, Array]
+"""What a kernel has loaded of a tile's bias and packed mask, and made of its words of dropout, by name."""
+
+
+class TileCoord(NamedTuple):
+    """Where a tile of logits begins."""
+
+    batch: Int[Array, ""]
+    head: Int[Array, ""]
+    query: Int[Array, ""] | int
+    key: Int[Array, ""] | int
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInputs:
+    """References to what `prepare` made, and how a tile reads them."""
+
+    spec: Spec
+    ops: WarpgroupOps
+    refs: Mapping[str, Ref]
+    packed_heads: int = 1
+    """Query heads that are interleaved in the rows of a tile; a row's query is its index divided by it."""
+    keys_first: bool = False
+    """Whether a tile's rows are keys and its columns queries."""
+    has_bias: bool = True
+    """Whether the bias, if the call has one, is still to be added to products: see `bias_columns`."""
+
+    def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
+        """A scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
+        ref = self.refs.get(name)
+        return None if ref is None else ref[shared_index(ref, batch, head)]
+
+    def part(self, name: str, batch: Int[Array, ""], head: Int[Array, ""]) -> Ref:
+        """What one batch entry and head have of an operand `[#B, #N, ...]`."""
+        ref = self.refs[name]
+        return ref.at[shared_index(ref, batch, head)]
+
+    def load_key_bias(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
+        """The bias of a tile, by name, if it has one value for each key; for kernels that load it ahead."""
+        if bias_and_mask.bias_kind(self.spec) != "column" or not self.has_bias:
+            return {}
+        return {"bias": self._part_of_tile("bias", at, shape)}
+
+    def load_packed_mask(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
+        """The packed mask of a tile, by name, if the call has one; for kernels that load it ahead."""
+        if not bias_and_mask.has_packed_mask(self.spec):
+            return {}
+        ref = self.refs["mask"]
+        row, column = (at.key, at.query) if self.keys_first else (at.query, at.key)
+        columns = pl.ds(lax.div(column, 64), max(1, shape[1] // 64))
+        place = *shared_index(ref, at.batch, at.head)[:2], lax.div(row, 64), columns
+        words = self.ops.load_strided(ref.at[place], 1)
+        if shape[1] < 64:
+            # A word has the bits of 64 columns: those from the tile's first on become the lowest of each half.
+            first = lax.rem(column, 64)
+            words = lax.shift_right_logical(words, jnp.full_like(words, lax.div(first, 4)))
+        return {"mask": words}
+
+    def parameters(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Parameters:
+        """What shapes the logits of the tile of `shape` at `at`; what is not `loaded` is read here."""
+        read = lambda name: loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
+        bias = read("bias") if self.has_bias else None
+        return Parameters(
+            bias=None if bias is None else bias.astype(jnp.float32),
+            scale=read("scale"),
+            alibi_slopes=read("alibi_slopes"),
+            score_mod_arrays=(),
+        )
+
+    def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
+        """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""
+        spec, ops = self.spec, self.ops
+        query = ops.indices(shape, int(self.keys_first), at.query)
+        if self.packed_heads > 1:
+            query = lax.div(query, jnp.full_like(query, self.packed_heads))
+        key = ops.indices(shape, 1 - self.keys_first, at.key)
+        offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
+
+        def read(name: str) -> Array | None:
+            return loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
+
+        if bias_and_mask.has_packed_mask(spec):
+            mask = ops.expand_mask(loaded["mask"], shape)
+        else:
+            numbers = read("mask")
+            mask = None if numbers is None else numbers != 0
+        distance = None
+        if "alibi_slopes" in spec.operands:
+            distance = ops.distances(shape, at.query + offset - at.key, keys_first=self.keys_first)
+        tile = Tile(
+            parameters=self.parameters(at, shape, loaded),
+            query=query,
+            key=key,
+            first_query=read("first_query"),
+            first_key=read("first_key"),
+            position=query + offset,
+            batch=read("batch_index"),
+            head=read("head_index"),
+            mask=mask,
+            query_lengths=read("query_lengths"),
+            key_lengths=read("key_lengths"),
+            query_segments=read("query_segments"),
+            key_segments=read("key_segments"),
+            dropout_seed=None,
+            made_distance=distance,
+        )
+        if spec.score_mod is None:
+            return tile
+        query, key = tile._replace(query=at.query, key=at.key).indices
+        return tile._replace(made_ahead=ops.ahead(shape, key - query, keys_first=self.keys_first))
+
+    def visible(self, tile: Tile) -> Array:
+        """Which logits of a tile count; those of keys past the end do not."""
+        if tile.key_lengths is None:
+            tile = tile._replace(key_lengths=jnp.int32(self.spec.key_length))
+        seen = visibility.visible(self.spec, tile)
+        assert seen is not None
+        return seen
+
+    def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...]) -> Any:
+        """A scalar, or the part of an operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the
+        other; `None` if the call does not have it."""
+        ref, kinds = self.refs.get(name), _SEGMENTS | bias_and_mask.kinds(self.spec)
+        if ref is None or kinds.get(name) not in ("row", "column"):
+            return self.value(name, at.batch, at.head)
+        of_keys = kinds[name] == "column"
+        first, axis = at.key if of_keys else at.query, int(of_keys != self.keys_first)
+        shared = shared_index(ref, at.batch, at.head)[: len(ref.shape) - 1]
+        vector = self.ops.load(ref.at[(*shared, pl.ds(first, shape[axis]))], axis)
+        return (along_rows, along_columns)[axis](vector, shape)
+
+
+def shared_index(ref: Ref, batch: Any, head: Any) -> tuple[Any, ...]:
+    """Where a batch entry and head are in an operand that may share them."""
+    return tuple(0 if size == 1 else at for size, at in zip(ref.shape, (batch, head), strict=False))

@@ -1,0 +1,252 @@
+"""The logits of a tile: in the forward in several forms, in a backward with their derivatives.
+
+A form says what is loaded ahead, added to products, and done in the softmax. Every form is the same attention. They
+differ in what stands between a product and its probability, and so in which registers a warpgroup has left and where
+the compiler has to be told to wait. All backward kernels have the derivatives between S and P, and between dP and dS,
+in primitives that Mosaic GPU lowers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile import base2, score_mod_reads, softmax
+from jflash._backends.nvidia.tile.base2 import Exponent, is_plain, sums_scale
+from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
+from jflash._backends.nvidia.tile.soft_cap import soft_cap
+from jflash._backends.nvidia.tile.softmax import Softmax
+from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics import program
+from jflash._semantics import tile as semantics
+from jflash._semantics.logits import modify_logits, without_unseen
+from jflash._semantics.spec import Spec
+from jflash._semantics.tile import Parameters
+
+Rows = Float[Array, "rows D"]
+Tile = Float[Array, "rows keys"]
+PullBack = Callable[[Array], tuple[Array, dict[str, Array]]]
+"""Takes the logits' cotangents to those of the products and, by name, of the parameters."""
+PushForward = Callable[[Array, dict[str, Array]], Array]
+"""Takes the tangents of the products and, by name, of the parameters to those of the logits."""
+
+
+def form(spec: Spec, *, sums_in_parts: bool = False) -> LogitsForm:
+    """Return the form of a call's logits in a kernel whose products are those of queries and keys alone."""
+    if is_plain(spec):
+        return Plain(sums_in_parts)
+    kind = next((kind for kind in (LessDistances, SoftCapped) if kind.serves(spec)), LogitsForm)
+    return kind(sums_in_parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsForm:
+    """Any logits: scale, cap, bias, ALiBi and score_mod are applied in registers."""
+
+    sums_in_parts: bool
+    """Whether registers are left for the parts of a row's sum."""
+    max_warpgroups = 2
+    """The most warpgroups that compute for which the form leaves registers."""
+    bias_by_mma = False
+    """Whether the matrix unit adds the bias, from `bias_columns`."""
+    first_m = -math.inf
+    """m before the first tile, in a kernel whose first tile is like all others."""
+
+    def prefetch(self, inputs: KernelInputs, at: TileCoord, keys: int, warpgroups: int) -> dict[str, Array]:
+        """Load what registers are left for before the products of a tile of `keys` are issued."""
+        shape = WARPGROUP_ROWS, keys
+        bias = inputs.load_key_bias(at, shape) if warpgroups <= 2 else {}
+        return inputs.load_packed_mask(at, shape) | bias
+
+    def step(self, s: Tile, mask: TileContext, before: Softmax | None) -> Softmax:
+        """The online softmax's step for a tile's products."""
+        logits, exponent = mask.hide(_modified(s, mask), -jnp.inf), self.exponent(mask.inputs.spec)
+        return softmax.step(exponent, logits, 1.0, mask, before, in_parts=self.sums_in_parts)
+
+    def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
+        """O relative to the last tile's m, from O relative to the m before it."""
+        return softmax.scaled_rows(acc_o, rescale)
+
+    def exponent(self, spec: Spec) -> Exponent:
+        """What m is in the units of."""
+        return base2.of(spec)
+
+    def scheduling_fence(self, spec: Spec, keys: int, warpgroups: int, *, is_masked: bool) -> str | None:
+        """The field of `Softmax` that is stored so that the compiler makes it before the wait for P V, if any.
+
+        The compiler puts behind that wait whatever nothing needs before. The maxima should come before it; of three
+        warpgroups the exponentials too, while of two one's run beside the other's products. Where logits take more
+        arithmetic than a bias that was loaded ahead, and in tiles of 64 keys that need no mask, it does better alone.
+        """
+        if bias_and_mask.has_bias_tiles(spec) and warpgroups < 3:
+            return None
+        loads_bias_ahead = bias_and_mask.bias_kind(spec) == "column" and keys == 128
+        return "rescale" if warpgroups == 3 or loads_bias_ahead else None
+
+
+class Plain(LogitsForm):
+    """Logits that are products: the scale is left to the exponent."""
+
+    max_warpgroups = 4
+
+    def scheduling_fence(self, spec: Spec, keys: int, warpgroups: int, *, is_masked: bool) -> str | None:
+        if warpgroups == 3:
+            return "rescale" if is_masked else None
+        return "m" if keys == 128 or warpgroups == 4 or is_masked else None
+
+
+class LessDistances(LogitsForm):
+    """Products, scaled, less each key's distance times a slope: few registers more than products alone."""
+
+    max_warpgroups = 3
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        """Whether a call's logits have this form."""
+        others = "bias" in spec.operands or spec.score_mod is not None or spec.logits_soft_cap is not None
+        return "alibi_slopes" in spec.operands and not others
+
+
+class SoftCapped(LogitsForm):
+    """Logits that are products, scaled and capped: where all are small, the row's maximum is not needed."""
+
+    first_m = 0.0
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        """Whether a call's logits have this form, with a cap for which `SoftCap` has constants."""
+        return base2.follows_products(spec) and spec.logits_soft_cap is not None and spec.logits_soft_cap < 2**14
+
+    def exponent(self, spec: Spec) -> Exponent:
+        """Capped logits are in base 2 already."""
+        return Exponent(1.0, exact=False)
+
+    def scheduling_fence(self, spec: Spec, keys: int, warpgroups: int, *, is_masked: bool) -> str | None:
+        return "rescale" if warpgroups == 3 else None
+
+    def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
+        is_same = inputs.ops.warp_all(rescale == 1)
+        return lax.cond(is_same, lambda acc_o, _: acc_o, softmax.scaled_rows, acc_o, rescale)
+
+    def step(self, s: Tile, mask: TileContext, before: Softmax | None) -> Softmax:
+        return softmax.capped_step(s, mask, before, in_parts=self.sums_in_parts)
+
+
+def _modified(s: Float[Array, "rows columns"], mask: TileContext) -> Float[Array, "rows columns"]:
+    """The logits of a tile of products; a plain call leaves its scale to the exponent."""
+    inputs = mask.inputs
+    if is_plain(inputs.spec):
+        return s
+    tile = _tile(mask, s.shape)
+    return _lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec, tile), s, tile, _soft_cap(inputs)))(s)
+
+
+def differentiate(
+    s: Float[Array, "rows columns"], mask: TileContext, probabilities: Callable[[Array], Array], wanted: Sequence[str]
+) -> tuple[Float[Array, "rows columns"], PullBack]:
+    """A tile's probabilities from its products, 0 where the query does not see the key; and the way back.
+
+    That takes cotangents of logits to those of the products and of the parameters `wanted`. A parameter's cotangent is
+    that of its value at every element of the tile. A plain call's products have their logits' cotangent as it is: the
+    scale is left to be applied to the sums.
+    """
+    inputs = mask.inputs
+    if is_plain(inputs.spec):
+        return mask.hide(probabilities(s), 0.0), lambda cotangent: (cotangent, {})
+    modify, parameters = _modification(mask, s.shape)
+    values = {name: jnp.broadcast_to(value, s.shape) for name, value in _named(parameters, wanted).items()}
+    logits, pull_back = jax.vjp(modify, s, values)
+    return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
+
+
+def linearize(
+    s: Float[Array, "rows columns"], mask: TileContext, probabilities: Callable[[Array], Array], moving: Sequence[str]
+) -> tuple[Float[Array, "rows columns"], PushForward]:
+    """A tile's probabilities as `differentiate` has them; and the way forward, from tangents of the products and of the
+    parameters `moving` to those of logits, 0 where the query does not see the key."""
+    inputs = mask.inputs
+    if is_plain(inputs.spec):
+        return mask.hide(probabilities(s), 0.0), lambda ts, _: ts * sums_scale(inputs.spec)
+    modify, parameters = _modification(mask, s.shape)
+    logits, push = jax.linearize(modify, s, _named(parameters, moving))
+    p = mask.hide(probabilities(logits), 0.0)
+    # What padding holds may be NaN.
+    return p, lambda ts, values: jnp.where(p == 0, 0.0, _lowerable(push)(ts, values))
+
+
+def _modification(
+    mask: TileContext, shape: tuple[int, ...]
+) -> tuple[Callable[[Array, dict[str, Array]], Array], Parameters]:
+    """The logits of a tile's products and of some of its parameters, to be differentiated; and all parameters."""
+    inputs, tile = mask.inputs, _tile(mask, shape)
+
+    def modify(s: Array, values: dict[str, Array]) -> Array:
+        others = {name: value for name, value in values.items() if name in tile.parameters._fields}
+        reads = enumerate(tile.parameters.score_mod_arrays)
+        reads = tuple(values.get(score_mod_reads.name(place), read) for place, read in reads)
+        given = tile.parameters._replace(**others, score_mod_arrays=reads)
+        parameters = without_unseen(inputs.spec, given, inputs.visible(tile))
+        spec = score_mod_reads.rest(inputs.spec, tile)
+        return modify_logits(spec, s, tile._replace(parameters=parameters), _soft_cap(inputs))
+
+    return modify, tile.parameters
+
+
+def parameter_tangents(
+    tangents: KernelInputs, mask: TileContext, shape: tuple[int, ...], loaded: Loaded, names: Sequence[str]
+) -> dict[str, Any]:
+    """Of a tile's parameters, by name: from the inputs that `tangents` are, and what was `loaded` of them."""
+    reads = score_mod_reads.load(tangents, mask.at, mask.inputs.tile(mask.at, shape, mask.loaded))
+    return _named(tangents.parameters(mask.at, shape, loaded)._replace(score_mod_arrays=reads), names)
+
+
+def _tile(mask: TileContext, shape: tuple[int, ...]) -> semantics.Tile:
+    """A tile, with what its score_mod reads for the arrays."""
+    tile = mask.inputs.tile(mask.at, shape, mask.loaded)
+    reads = score_mod_reads.load(mask.inputs, mask.at, tile)
+    return tile._replace(parameters=tile.parameters._replace(score_mod_arrays=reads))
+
+
+def _named(parameters: Parameters, names: Sequence[str]) -> dict[str, Any]:
+    """Parameters of a tile by name, of which each read of a score_mod has one."""
+    reads = {score_mod_reads.name(place): read for place, read in enumerate(parameters.score_mod_arrays)}
+    return {name: reads[name] if name in reads else getattr(parameters, name) for name in names}
+
+
+def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], Array]:
+    return lambda s, scale, cap: soft_cap(s, scale, cap, inputs.ops.warp_all_below)
+
+
+def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
+    """`function` without what Mosaic GPU does not lower: what differentiation leaves, and custom derivatives."""
+
+    def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+        leaves = program.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((args, kwargs)), _lowerable_results)
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+    return lowered
+
+
+def _lowerable_results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    match equation.primitive.name:
+        case "add_any":
+            return [inputs[0] + inputs[1]]
+        case "reshape":
+            # Of a tile to its own shape: in a mesh, what comes from device memory has a sharding, and others have none,
+            # so that a cotangent is given that of its tile.
+            return [inputs[0].reshape(equation.params["new_sizes"])]
+        case "jit" | "pjit" | "custom_jvp_call":
+            inner = equation.params["call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"]
+            return program.evaluate(inner.jaxpr, inner.consts, inputs, _lowerable_results)
+        case _:
+            return program.apply(equation, inputs)

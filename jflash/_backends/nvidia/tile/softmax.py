@@ -1,0 +1,193 @@
+"""The online softmax of a warpgroup's rows, in the forward.
+
+Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jflash._backends.nvidia.ops import along_rows
+from jflash._backends.nvidia.tile import dropped
+from jflash._backends.nvidia.tile.base2 import LOG2_E, Exponent
+from jflash._backends.nvidia.tile.soft_cap import SoftCap
+from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics.online_softmax import finite_or_zero
+from jflash._semantics.spec import Spec
+
+_SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0, jnp.dtype(jnp.float32): 30.0}
+"""The largest binary exponents that P, in its dtype, has room for relative to a logit of 0.
+
+float32 then has room for the sums of values whose magnitudes add up to no more than 2**97.
+"""
+
+PARTS_OF_L = 8
+"""The parts of l, where it has any: sums of every eighth column. Of eight neighbours a thread has two, in the matrix
+units' layouts, so that a step sends nothing from thread to thread. It keeps four numbers for the two of whole sums."""
+
+
+class Softmax(NamedTuple):
+    """P of the last tile, and the rows' statistics after it."""
+
+    p: Float[Array, "rows keys"]
+    """In the call's dtype."""
+    m: Float[Array, "rows"]
+    """What P is relative to: the largest logit so far, in the exponent's `units`. With a soft cap sometimes 0, and then
+    never -inf."""
+    l: Float[Array, "rows *parts"]
+    """Whole, or in `PARTS_OF_L`."""
+    rescale: Float[Array, "rows"]
+    """From the sums before the last tile to those after it."""
+
+
+def step(
+    exponent: Exponent,
+    s: Float[Array, "rows keys"],
+    unit: Array | float,
+    mask: TileContext,
+    before: Softmax | None,
+    *,
+    in_parts: bool,
+) -> Softmax:
+    """Show the rows the logits of more keys: s, times `unit`; l is `in_parts` or whole."""
+    inputs, dtype = mask.inputs, mask.inputs.spec.dtype
+    m = exponent.units(s.max(axis=1) * unit)
+    if before is not None:
+        m = jnp.maximum(before.m, m)
+    reference = finite_or_zero(m)
+    factor, subtrahend = exponent.relative_to(reference)
+    factor, shape = factor * unit, s.shape
+    scaled = s * (along_rows(factor, shape) if isinstance(factor, jax.Array) else factor)
+    p = jnp.exp2(scaled - along_rows(subtrahend, shape))
+    l = _sums(p, in_parts=in_parts)
+    if before is None:
+        rescale = inputs.ops.full(shape[:1], 0.0)
+    else:
+        rescale = exponent.rescaling(before.m, reference)
+        l = _rescaled(before.l, rescale) + l
+    return Softmax(dropped.keep(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, rescale)
+
+
+def whole(l: Float[Array, "rows *parts"]) -> Float[Array, "rows"]:
+    """l, from its parts if it has any."""
+    return l if l.ndim == 1 else l.sum(axis=1)
+
+
+def _rescaled(l: Float[Array, "rows *parts"], rescale: Float[Array, "rows"]) -> Float[Array, "rows *parts"]:
+    return l * (rescale if l.ndim == 1 else along_rows(rescale, l.shape))
+
+
+def _sums(p: Float[Array, "rows keys"], *, in_parts: bool) -> Float[Array, "rows *parts"]:
+    if not in_parts:
+        return p.sum(axis=1)
+    rows, keys = p.shape
+    parts = (lax.slice(p, (0, first), (rows, first + PARTS_OF_L)) for first in range(0, keys, PARTS_OF_L))
+    return functools.reduce(operator.add, parts)
+
+
+def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax | None, *, in_parts: bool) -> Softmax:
+    """Show the rows a tile's products, which are scaled and capped here; exponents are in base 2. Others as in `step`.
+
+    Where all of a tile's logits are small, their exponentials fit P's dtype relative to what m was before, and the
+    search for the row's maximum is left out.
+    """
+    inputs, shape = mask.inputs, s.shape
+    ops, is_partial, dtype = inputs.ops, mask.is_partial, inputs.spec.dtype
+    scale, cap = inputs.spec.scale, inputs.spec.logits_soft_cap
+    scale = inputs.value("scale", mask.at.batch) if scale is None else scale
+    assert scale is not None
+    assert cap is not None
+    soft_cap, numbers = SoftCap.of(s, scale, cap, factor=LOG2_E, most=_SMALL[dtype])
+    zeros, ones = ops.full(shape[:1], 0.0), ops.full(shape[:1], 1.0)
+    # Relative to an m below 0 a small logit might weigh too much.
+    kept = zeros if before is None else before.m
+    are_small = ops.warp_all_below(numbers, soft_cap.limit)
+    if before is not None:
+        are_small &= ops.warp_all(kept >= 0)
+
+    def of_small(numbers: Array) -> Array:
+        exponents = soft_cap.of_small(numbers)
+        return exponents if before is None else exponents - along_rows(kept, shape)
+
+    def small(numbers: Array) -> tuple[Array, Array, Array]:
+        return mask.hide(of_small(numbers), -jnp.inf), kept, ones
+
+    def any_size(numbers: Array) -> tuple[Array, Array, Array]:
+        logits = mask.hide(soft_cap.of_any(numbers), -jnp.inf)
+        largest, rescale = logits.max(axis=1), ones
+        if before is not None:
+            is_empty = whole(before.l) == 0
+            largest = jnp.maximum(largest, jnp.where(is_empty, -jnp.inf, kept))
+            rescale = jnp.where(is_empty, 1.0, jnp.exp2(kept - largest))
+        m = finite_or_zero(largest)
+        return logits - along_rows(m, shape), m, rescale
+
+    def exponentiate(exponents: Array) -> tuple[Array, Array]:
+        p = jnp.exp2(exponents)
+        return dropped.keep(inputs, mask.at, p, mask.loaded).astype(dtype), _sums(p, in_parts=in_parts)
+
+    def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
+        # One basic block, in which exponentials are made beside the polynomials.
+        return *exponentiate(mask.hide_by_dense_mask(of_small(numbers), -jnp.inf)), kept, ones
+
+    def others(numbers: Array) -> tuple[Array, ...]:
+        if is_partial is None:
+            exponents, *rest = any_size(numbers)
+        else:
+            exponents, *rest = lax.cond(are_small, small, any_size, numbers)
+        results = *exponentiate(exponents), *rest
+        ops.prevent_tail_merge()
+        return results
+
+    all_seen = True if is_partial is None else ~is_partial
+    p, l, m, rescale = lax.cond(are_small & all_seen, all_small_and_seen, others, numbers)
+    if before is not None:
+        l = _rescaled(before.l, rescale) + l
+    return Softmax(p, m, l, rescale)
+
+
+def scaled_rows(acc_o: Float[Array, "rows D"], rescale: Float[Array, "rows"]) -> Float[Array, "rows D"]:
+    """Each row of O times its own number."""
+    return acc_o * along_rows(rescale, acc_o.shape)
+
+
+def finish(
+    spec: Spec,
+    exponent: Exponent,
+    m: Float[Array, "rows"],
+    l: Float[Array, "rows"],
+    acc_o: Float[Array, "rows D"],
+    sink: Float[Array, ""] | None,
+) -> tuple[Float[Array, "rows D"], Float[Array, "rows"]]:
+    """The rows' output and log-sum-exp, from m and whole l; 0 and -inf for those that saw no key, with a sink or
+    without."""
+    factor, lse = last_factor(spec, exponent, m, l, sink)
+    return scaled_rows(acc_o, factor), lse
+
+
+def last_factor(
+    spec: Spec,
+    exponent: Exponent,
+    m: Float[Array, "rows"],
+    l: Float[Array, "rows"],
+    sink: Float[Array, ""] | None,
+) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
+    """What times O is the rows' output, and their log-sum-exp, likewise."""
+    empty = l == 0
+    unit = 1.0 if exponent.exact else 1 / LOG2_E
+    reference = finite_or_zero(m) * unit
+    factor = 1 / jnp.where(empty, 1.0, l)
+    if sink is not None:
+        largest = jnp.maximum(reference, sink)
+        shrink = jnp.exp(reference - largest)
+        l = l * shrink + jnp.exp(sink - largest)
+        reference, factor = largest, shrink / l
+    lse = jnp.where(empty, -jnp.inf, reference + jnp.log(jnp.where(empty, 1.0, l)))
+    return jnp.where(empty, 0.0, dropped.scaled(spec, factor)), lse

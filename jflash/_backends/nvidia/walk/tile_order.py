@@ -1,0 +1,59 @@
+"""In which order a block of keys visits the tiles of queries that see it.
+
+What one CTA loads and adds to, others should use before it leaves the cache. With heads one by one, CTAs that see fewer
+queries run ahead of the others, and are soon at another head's queries and dQ. So where all blocks of keys go on to the
+last query, they begin with it: the last tile of all heads, then the one before it.
+
+Elsewhere, as with a window, CTAs are at different tiles anyway, and should be at the same head. There they begin at
+different tiles: adding to the same dQ at once, they would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jflash._backends.nvidia.walk.tile_range import TileRange
+from jflash._semantics.spec import Spec
+
+
+class TileOrder:
+    """The tiles of a block's range, for each of the `heads` of its head group."""
+
+    def __init__(self, spec: Spec, tiles: TileRange, heads: int, block: Int[Array, ""], *, by_head: bool) -> None:
+        """With `by_head` heads come one by one for another reason."""
+        to_the_end = spec.bounds[0] is None and "query_segments" not in spec.operands
+        self.tiles, self.heads, self.by_head = tiles, heads, by_head or heads == 1 or not to_the_end
+        self.rotation = block
+        """By how many tiles later this block begins with a head."""
+
+    def at(self, step: Int[Array, ""], count: Int[Array, ""]) -> tuple[Any, Int[Array, ""]]:
+        """The head, of the group, and the tile of a step; `count` is the range's."""
+        if not self.by_head:
+            return lax.rem(step, self.heads), count - 1 - lax.div(step, self.heads)
+        return lax.div(step, count), self._rotated(lax.rem(step, count), count)
+
+    def each[Carry](
+        self,
+        body: Callable[[Any, Any, Any, Carry], Carry],
+        carry: Carry,
+        finish_head: Callable[[Any, Carry], Carry] = lambda head, carry: carry,
+    ) -> Carry:
+        """`carry = body(step, head, tile, carry)` for all; after each head, if they come one by one, `finish_head`."""
+        count = self.tiles.count
+        if not self.by_head:
+            visit_step = lambda step, carry: body(step, *self.at(step, count), carry)
+            return lax.fori_loop(0, count * self.heads, visit_step, carry)
+
+        def visit_head(head: Any, carry: Carry) -> Carry:
+            visit = lambda index, carry: body(head * count + index, head, self._rotated(index, count), carry)
+            return finish_head(head, lax.fori_loop(0, count, visit, carry))
+
+        return visit_head(jnp.int32(0), carry) if self.heads == 1 else lax.fori_loop(0, self.heads, visit_head, carry)
+
+    def _rotated(self, index: Any, count: Any) -> Any:
+        return index if self.heads == 1 else lax.rem(index + self.rotation, count)

@@ -1,0 +1,178 @@
+"""Which tiles of keys a block of queries visits, and which tiles of queries a block of keys; and a tile's mask.
+
+A kernel finds them from the block's index and its entry's offset and lengths; with segments it reads a small table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
+from jflash._semantics import visibility
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.visibility import Spans
+
+LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
+"""Operands whose values, unknown before the call, limit what is seen."""
+
+TABLE = "tile_ranges"
+"""The table's name among a kernel's arrays."""
+
+
+def block_start(block: Any, size: int, missing: int = 0) -> Any:
+    """Where a block of `size` begins, if the first one lacks `missing` rows."""
+    return jnp.maximum(block * size - missing, 0) if missing else block * size
+
+
+def table(
+    spec: Spec, operands: Operands, size: int, missing: int = 0, *, of_keys: bool = False
+) -> dict[str, Int[Array, "B blocks 4"]]:
+    """The spans of every block of `size` queries (or, `of_keys`, keys), by name; empty where a kernel finds them."""
+    if "query_segments" not in spec.operands:
+        return {}
+    length, unmasked = spec.key_length if of_keys else spec.query_length, operands._replace(mask=None)
+    find = functools.partial(visibility.query_spans if of_keys else visibility.key_spans, spec, unmasked)
+    one = lambda batch, block: jnp.stack(find(batch, 1, block_start(block, size, missing), min(size, length)))
+    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    return {TABLE: every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))}
+
+
+@dataclasses.dataclass(frozen=True)
+class TileRange:
+    """The tiles that a block visits, of `size` each, from `first` on.
+
+    Tiles outside [whole_start, whole_stop) need a mask, apart from a dense one; `None` if no tile does.
+    """
+
+    first: Int[Array, ""]
+    count: Int[Array, ""]
+    whole: tuple[Int[Array, ""], Int[Array, ""]] | None
+    size: int
+
+    def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
+        """The first key (or query) of the tile that is visited after `index` others."""
+        return self.first + index * self.size
+
+    def part(self, index: Int[Array, ""] | int, parts: int) -> TileRange:
+        """One CTA's share of a range; it may have no tile."""
+        if parts == 1:
+            return self
+        each = lax.div(self.count + parts - 1, parts)
+        return dataclasses.replace(
+            self, first=self.start(index * each), count=jnp.clip(self.count - index * each, 0, each)
+        )
+
+    def split(self, index: Int[Array, ""], splits: int) -> TileRange:
+        """One CTA's share of a range that several split; at least one tile, which may be past the end."""
+        if splits == 1:
+            return dataclasses.replace(self, count=jnp.maximum(self.count, 1))
+        stop = self.first + self.count * self.size
+        each = lax.div(self.count + splits - 1, splits)
+        first = jnp.minimum(self.first + index * each * self.size, stop)
+        count = jnp.maximum(jnp.minimum(self.count - index * each, each), 1)
+        whole = self.whole if self.whole is not None else (self.first, stop)
+        return dataclasses.replace(self, first=first, count=count, whole=whole)
+
+
+def visited(
+    inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0, *, alignment: int = 8
+) -> TileRange:
+    """The tiles of `size` keys that a block of `rows` queries visits; or those of queries, where keys are the rows.
+
+    The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, or more where masks or words do.
+    """
+    spec, of_keys = inputs.spec, inputs.keys_first
+    rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
+    row = block_start(block, rows, missing)
+    known: Any = inputs.refs.get(TABLE)
+    read = lambda: Spans(*(known[batch, block, part] for part in range(4)))
+    found = _spans(inputs, batch, row, rows) if known is None else read()
+    tiled = bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec)
+    # Dropout has words of 16 keys.
+    alignment = max(alignment, 64 if tiled else 16 if spec.dropout_rate > 0 else 8)
+    first = lax.div(found.start, alignment) * alignment
+    count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
+    whole = found.full_start, found.full_stop
+    ragged = spec.key_length % (rows if of_keys else size) != 0
+    if ragged and of_keys:
+        # What is read as keys past the end is 0, and would have weights.
+        whole = whole[0], jnp.where(row + rows > spec.key_length, first, whole[1])
+    return TileRange(first, count, whole if ragged or is_limited(spec) else None, size)
+
+
+def is_limited(spec: Spec) -> bool:
+    """Whether more than a dense mask, and where the keys end, says what is seen."""
+    return spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
+
+
+def blocks_grow(spec: Spec) -> bool:
+    """Whether each block of queries sees more keys than the last."""
+    left, right = spec.bounds
+    return left is None and right is not None
+
+
+def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
+    """The spans of some rows in a call without segments."""
+    limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
+    nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
+    find = visibility.query_spans if inputs.keys_first else visibility.key_spans
+    return find(inputs.spec, nothing, 0, 1, first, rows)
+
+
+def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
+    """Of a CTA's range, the indices from where to where a warpgroup's rows, from `at` on, see any key, at least one
+    tile; and the range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
+    spec = inputs.spec
+    if TABLE in inputs.refs or inputs.packed_heads > 1:
+        return 0, tiles.count, tiles
+    found = _spans(inputs, at.batch, at.query, WARPGROUP_ROWS)
+    seen_stop = jnp.where(at.query < spec.query_length, found.stop, found.start)
+    start = jnp.clip(lax.div(found.start - tiles.first, tiles.size), 0, tiles.count - 1)
+    stop = jnp.clip(lax.div(seen_stop - tiles.first + tiles.size - 1, tiles.size), start + 1, tiles.count)
+    whole = None if tiles.whole is None else (found.full_start, jnp.minimum(found.full_stop, tiles.whole[1]))
+    return start, stop, dataclasses.replace(tiles, whole=whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileContext:
+    """The mask of the tile at `at`, the `index`-th of its range."""
+
+    inputs: KernelInputs
+    tiles: TileRange
+    index: Any
+    at: TileCoord
+    loaded: Loaded
+
+    @property
+    def is_partial(self) -> Bool[Array, ""] | None:
+        """Whether more than a dense mask hides some of the tile; `None` if nothing ever does."""
+        if self.tiles.whole is None:
+            return None
+        start, (whole_start, whole_stop) = self.tiles.start(self.index), self.tiles.whole
+        return (start < whole_start) | (start + self.tiles.size > whole_stop)
+
+    def hide(self, values: Array, hidden: float) -> Array:
+        """`values` where the query sees the key, `hidden` where the dense mask, bounds, lengths or segments hide it."""
+        values, is_partial = self.hide_by_dense_mask(values, hidden), self.is_partial
+        if is_partial is None:
+            return values
+
+        def hide_by_position(values: Array) -> Array:
+            tile = self.inputs.tile(self.at, values.shape, self.loaded)._replace(mask=None)
+            return jnp.where(self.inputs.visible(tile), values, hidden)
+
+        return lax.cond(is_partial, hide_by_position, lambda values: values, values)
+
+    def hide_by_dense_mask(self, values: Array, hidden: float) -> Array:
+        """`values` where the call's dense mask, if it has one, lets the query see the key, `hidden` elsewhere."""
+        mask = self.inputs.tile(self.at, values.shape, self.loaded).mask
+        return values if mask is None else jnp.where(jnp.broadcast_to(mask, values.shape), values, hidden)
