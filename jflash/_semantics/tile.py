@@ -49,27 +49,27 @@ class Tile(NamedTuple):
     query_segments: Int[Array, "#b 1 1 i 1"] | None
     key_segments: Int[Array, "#b 1 1 1 j"] | None
     dropout_seed: UInt32[Array, "b 2"] | None
-    made_distance: Float[Array, "#b 1 1 i j"] | None = None
-    """`distance`, where it is not made of positions and keys."""
-    made_ahead: Int[Array, "#b 1 1 i j"] | None = None
-    """`ahead`, likewise of indices."""
+    distance_override: Float[Array, "#b 1 1 i j"] | None = None
+    """The `distance` of a backend that does not compute it from `position` and `key`."""
+    key_minus_query_override: Int[Array, "#b 1 1 i j"] | None = None
+    """The `key_minus_query` of a backend that does not compute it from `indices`."""
 
     @property
     def distance(self) -> Float[Array, "#b 1 1 i j"] | Int[Array, "#b 1 1 i j"]:
-        """From the key to the query's position."""
-        return self.position - self.key if self.made_distance is None else self.made_distance
+        """How far the query's position is past the key."""
+        return self.position - self.key if self.distance_override is None else self.distance_override
 
     @property
     def indices(self) -> tuple[Int[Array, "#b 1 1 i 1"], Int[Array, "#b 1 1 1 j"]]:
-        """Of the query and the key in their whole sequences."""
+        """The indices of the query and of the key in their whole sequences."""
         query = self.query if self.first_query is None else self.query + self.first_query
         return query, self.key if self.first_key is None else self.key + self.first_key
 
     @property
-    def ahead(self) -> Int[Array, "#b 1 1 i j"]:
-        """How far a key's index is ahead of a query's, in their whole sequences."""
+    def key_minus_query(self) -> Int[Array, "#b 1 1 i j"]:
+        """The key's index less the query's, in their whole sequences."""
         query, key = self.indices
-        return key - query if self.made_ahead is None else self.made_ahead
+        return key - query if self.key_minus_query_override is None else self.key_minus_query_override
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_the_rest_is_the_score_mod():
     batch, head = jnp.int32(1), jnp.int32(2)
     spec = dataclasses.replace(spec_of(lambda logit, *_: logit * arrays[0][0, 0, 0]), score_mod=score_mod)
     reads = NUMBERS[0, 2, 0], NUMBERS[1, 0, np.asarray(query) & 63]
-    tile = SimpleNamespace(ahead=key - query)
+    tile = SimpleNamespace(key_minus_query=key - query)
     got = score_mod_reads.rest(spec, tile).score_mod(logits, batch, head, query, key, reads)
     want = logits * NUMBERS[0, 2, 0] + NUMBERS[1, 0, np.asarray(query) & 63]
     np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -146,7 +146,7 @@ def test_differences_are_the_tiles_own():
     """What a score_mod makes of key - query, or query - key, is made of the tile's; and of the indices what is not."""
     logits, (query, key) = jnp.asarray(draw(5, 7)), (jnp.asarray(index) for index in np.indices((5, 7), np.int32))
     spec, marked = spec_of(lambda logit, b, h, q, k: logit + (k - q) - 1000 * (q - k) + 0 * (k + q)), 100 + key - query
-    got = score_mod_reads.rest(spec, SimpleNamespace(ahead=marked)).score_mod(
+    got = score_mod_reads.rest(spec, SimpleNamespace(key_minus_query=marked)).score_mod(
         logits, jnp.int32(0), jnp.int32(0), query, key, ()
     )
     np.testing.assert_allclose(got, logits + 1001 * marked, rtol=1e-6)

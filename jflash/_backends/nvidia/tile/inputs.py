@@ -123,12 +123,12 @@ class KernelInputs:
             query_segments=read("query_segments"),
             key_segments=read("key_segments"),
             dropout_seed=None,
-            made_distance=distance,
+            distance_override=distance,
         )
         if spec.score_mod is None:
             return tile
         query, key = tile._replace(query=at.query, key=at.key).indices
-        return tile._replace(made_ahead=ops.ahead(shape, key - query, keys_first=self.keys_first))
+        return tile._replace(key_minus_query_override=ops.ahead(shape, key - query, keys_first=self.keys_first))
 
     def visible(self, tile: Tile) -> Array:
         """Which logits of a tile count; those of keys past the end do not."""

@@ -260,7 +260,7 @@ def _index(score_mod: ScoreMod, read: Read, tile: Tile) -> Any:
         zero = jnp.int32(0)
         return scalar(zero, tile.batch, tile.head, zero, zero, ())
     query, key = tile.indices
-    others: Any = tile.batch, tile.head, key, tile.ahead
+    others: Any = tile.batch, tile.head, key, tile.key_minus_query
     return elementwise(scalar, query, others, ())
 
 
@@ -305,7 +305,7 @@ def rest(spec: Spec, tile: Tile) -> Spec:
     """The call whose `score_mod`, of a tile's logits, takes what was read for its arrays."""
     if spec.score_mod is None:
         return spec
-    of_reads: Any = _Rest(spec.score_mod, tile.ahead)
+    of_reads: Any = _Rest(spec.score_mod, tile.key_minus_query)
     return dataclasses.replace(spec, score_mod=of_reads)
 
 
