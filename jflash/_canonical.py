@@ -46,8 +46,8 @@ def canonicalize(
 
     `score_mod` must be what `trace_score_mod` returned.
 
-        Raises:
-          ValueError, TypeError: as `attention`, all of them before the first array is touched.
+    Raises:
+      ValueError, TypeError: as `attention`, all of them before the first array is touched.
     """
     _arguments.query_key_value(query, key, value)
     *batch_axes, query_length, heads, head_dim = query.shape
