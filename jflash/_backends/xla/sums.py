@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jflash import _operation
+from jflash import _primitive
 from jflash._backends.xla import tiling
 from jflash._backends.xla.plans import Tiles
 from jflash._backends.xla.tiling import Block, Span
@@ -83,7 +83,7 @@ class TileFunction(Protocol):
 
 def tile_sum(spec: Spec, shape: Tiles, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
     """Return `function` summed over all tiles; its derivative, of any order and mode, goes to `arguments` alone."""
-    return _operation.perform(_TileSum(spec, shape, function), operands, arguments)
+    return _primitive.perform(_TileSum(spec, shape, function), operands, arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Pushed:
 
     def __call__(self, terms: Terms, place: Place) -> Terms:
         own, tangents = terms.split(self.counts)
-        return _operation.tangents_of(lambda own: self.function(own, place), (own,), (tangents,))
+        return _primitive.tangents_of(lambda own: self.function(own, place), (own,), (tangents,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash import _operation
+from jflash import _primitive
 from jflash._backends.xla import plans, recompute, tiling
 from jflash._backends.xla.recompute import RecomputedTile
 from jflash._backends.xla.sums import Place, Terms, tile_sum
@@ -85,7 +85,7 @@ class _Pushed:
         self.probabilities = tile.probabilities(tile.modify(products, parameters), lse, sunk)
         self.t_logits = jnp.zeros_like(products)
         if factors or jax.tree.leaves(t_parameters):
-            self.t_logits = _operation.tangents_of(tile.modify, (products, parameters), (t_products, t_parameters))
+            self.t_logits = _primitive.tangents_of(tile.modify, (products, parameters), (t_products, t_parameters))
 
     def weighted(self, centre: Float[Array, "b k g i 1"] | float) -> Float[Array, "b k g i j"]:
         """Return P * (tS - centre). A key that is not seen has no part in it, whatever its logit's tangent is."""
