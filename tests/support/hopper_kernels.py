@@ -19,7 +19,7 @@ from plain_attention import Call, Results, Tangents
 import jflash
 from jflash import _api, _canonical
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu import plan, tangent_plan
+from jflash._backends.mosaic_gpu import plan, tangent_kernel
 from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -199,7 +199,7 @@ def traced_tangent(
     """Likewise a call's tangent, along all that may move."""
     spec, operands = canonical(call, **options)
     operands = jax.device_put(operands, sharding)
-    moving = tangent_plan.MOVING & spec.operands
+    moving = tangent_kernel.MOVING & spec.operands
     tangents = Operands(**{name: array if name in moving else None for name, array in operands._asdict().items()})
     kernels, ops = HOPPER.call, HOPPER.ops
     results = jax.eval_shape(lambda operands: kernels.forward(plan.plan_forward(spec, 132), operands, ops), operands)

@@ -9,7 +9,6 @@ Pallas is imported with the first call that the kernels serve: not every machine
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -73,19 +72,18 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
 def unsupported_tangent(spec: Spec) -> str | None:
     """Of a call that `forward` serves: why `tangent` cannot, in words for the user; `None`: it can."""
-    from jflash._backends.mosaic_gpu import tangent_plan
+    from jflash._backends.mosaic_gpu import tangent_kernel
 
-    return None if tangent_plan.fits(spec) else "its tiles do not fit in shared memory beside those of their tangents"
+    return None if tangent_kernel.fits(spec) else "its tiles do not fit in shared memory beside those of their tangents"
 
 
 def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands) -> Results:
-    """The tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
+    """Return the tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
     from jflash._backends.mosaic_gpu import plan, run
     from jflash._backends.nvidia.ops import HOPPER
 
-    moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
-    found = plan.plan_tangent(spec, moving, _platform.current().processors)
-    return run.tangent(found, operands, results, tangents, HOPPER)
+    kernel = plan.plan_tangent(spec, run.moving(tangents), _platform.current().processors)
+    return run.tangent(kernel, operands, results, tangents, HOPPER)
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:

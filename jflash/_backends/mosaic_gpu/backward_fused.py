@@ -1,7 +1,7 @@
 """Backward, fused: a CTA owns some keys, and adds what it makes of dQ to accumulators in device memory.
 
-`query_walk` says what it makes. The additions to dQ come in any order. In `backward_dq` and `backward_dkv` every sum has
-one order; `backward_dkv_dq` is for float32 with 128 columns, and `backward_short` for short sequences.
+`query_walk` says what it makes. The additions to dQ come in any order. In `backward_dq` and `backward_dkv` every sum
+has one order; `backward_dkv_dq` is for float32 with 128 columns, and `backward_short` for short sequences.
 """
 
 from __future__ import annotations

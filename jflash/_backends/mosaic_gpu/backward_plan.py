@@ -80,7 +80,7 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     blocks = pl.cdiv(spec.query_length, tile.rows)
     of_queries = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
     tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
-    dq = DqPlan(spec, ParameterSums(others), tables, tile, of_queries)
+    dq = DqPlan(spec, tile, of_queries, ParameterSums(others), tables)
     dkv = _staged(DkvPlan(spec, 2, schedule, by_key))
     return Kernel(dq, backward_dq.body), Kernel(dkv, backward_dkv.body), *dbias
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,13 +45,9 @@ from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
 from jflash._semantics.dropout import HeadSeed
 
 
-def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; out `[splits, B, T, N, D]` and lse `[splits, B, N, L]`.
-
-    T and D are whole tiles' here; L is T rounded up to whole blocks, as T is in a partial call. With several splits the
-    outputs are float32, and sinks are left to their merge.
-    """
-    return ForwardCta.launch(plan, arrays, ops)
+def body(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    ForwardCta(plan, refs, ops).run()
 
 
 class ForwardCta(Cta[ForwardPlan]):

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import bf16_columns, bias_columns, forward_schedule, smem, timing_model
+from jflash._backends.mosaic_gpu import bf16_columns, bias_columns, forward_schedule, smem, timing_model, whole_tiles
 from jflash._backends.mosaic_gpu.array_shapes import (
     block_dims,
     forward_in_panels,
@@ -22,6 +23,7 @@ from jflash._backends.mosaic_gpu.array_shapes import (
     values_in_panels,
 )
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
+from jflash._backends.mosaic_gpu.prepared import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.nvidia import bias_and_mask
@@ -171,6 +173,13 @@ class ForwardPlan(ForwardShape, KernelPlan):
     def missing_rows(self) -> int:
         """Rows that the first block of queries lacks."""
         return self.tile.missing(self.rows)
+
+    def arrays(self, call: HopperForward) -> dict[str, Array]:
+        factors = call.factors(self.packed_heads, self.value_parts)
+        edges = whole_tiles.edges(call.operands, dict(value=factors["value"]))
+        shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
+        rows = max(self.rows_of_a_range // self.packed_heads, 1)
+        return factors | shaping | edges | call.ranges(rows, self.missing_rows // self.packed_heads)
 
     @property
     def launch(self) -> Launch:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -52,10 +52,9 @@ from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
 from jflash._semantics.dropout import HeadSeed
 
 
-def forward(plan: WideForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; results as `forward.forward` has them, both in whole blocks of rows."""
-    dealt = {} if plan.dealt is None else {dealt_items.TABLE: plan.dealt.table()}
-    return _Cta.launch(plan, {**arrays, **dealt}, ops)
+def body(plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Item(NamedTuple):

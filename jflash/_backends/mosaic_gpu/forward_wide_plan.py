@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import smem, timing_model
+from jflash._backends.mosaic_gpu import dealt_items, smem, timing_model
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import TileParts
 from jflash._backends.mosaic_gpu.dealt_items import DealtItems
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan, visited_tiles
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
+from jflash._backends.mosaic_gpu.prepared import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
 from jflash._backends.nvidia import bias_and_mask
@@ -116,6 +118,10 @@ class WideForwardPlan(ForwardPlan):
     @property
     def smem(self) -> Buffers:
         return shared_memory(self.spec, self.tile, self.cluster)
+
+    def arrays(self, call: HopperForward) -> dict[str, Array]:
+        dealt = {} if self.dealt is None else {dealt_items.TABLE: self.dealt.table()}
+        return super().arrays(call) | dealt
 
     @property
     def launch(self) -> Launch:

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_families import plan_of
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import dealt_items, forward_schedule, smem
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu.backward_short import ShortPlan
 from jflash._backends.mosaic_gpu.dealt_items import DealtItems
 from jflash._backends.mosaic_gpu.forward_plan import output_parts, shared_memory
 from jflash._backends.mosaic_gpu.forward_schedule import Device, ForwardSchedule
@@ -152,7 +155,7 @@ def test_tiles_by_length():
 
     def warpgroups(length: int, causal: bool, heads: int) -> int:
         call = spec(64, 64, batch=1, heads=heads, key_heads=heads, query_length=length, key_length=length)
-        return plan_forward(dataclasses.replace(call, is_causal=causal), 132).tile.warpgroups
+        return plan_forward(dataclasses.replace(call, is_causal=causal), 132).plan.tile.warpgroups
 
     assert [warpgroups(256, causal, 1024) for causal in (False, True)] == [4, 4]
     assert [warpgroups(4096, causal, 1024) for causal in (False, True)] == [3, 3]
@@ -176,7 +179,7 @@ def test_three_warpgroups_where_they_were_faster(dims: tuple[int, int], length: 
     call = spec(*dims, batch=8, query_length=length, key_length=length)
     operands = call.operands.union(options.get("operands", ()))
     call = dataclasses.replace(call, is_causal=True, **options | dict(operands=operands))
-    assert plan_forward(call, 132).tile.warpgroups == warpgroups
+    assert plan_forward(call, 132).plan.tile.warpgroups == warpgroups
 
 
 def backward_ends(schedule: BackwardSchedule, causal: bool) -> float:
@@ -206,7 +209,7 @@ def test_waves_of_a_causal_backward(heads: int, blocks: int, batch: int, items: 
 def test_waves_of_blocks_that_are_alike(options: dict, items: int):
     """None needs a partner, however many there are."""
     call = dataclasses.replace(spec(96, 96, heads=21, key_heads=21, query_length=8192, key_length=8192), **options)
-    fused = plan_backward(call, 132).fused
+    fused = plan_of(plan_backward(call, 132), FusedPlan)
     assert fused is not None
     assert fused.schedule.items == items
     assert options or backward_ends(fused.schedule, causal=False) < 1.05
@@ -226,7 +229,7 @@ def test_small_waves_of_few_blocks(blocks: int, alike: bool, ctas: int):
 def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list[str]):
     """But causal ones, of which the longest begin first."""
     call = spec(128, 128, batch=4, query_length=4096, key_length=4096, is_causal=is_causal)
-    assert [axis for axis in plan_forward(call, 132).launch.grid if axis in axes] == axes
+    assert [axis for axis in plan_forward(call, 132).plan.launch.grid if axis in axes] == axes
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list
 )
 def test_output_leaves_in_as_few_parts_as_there_is_room_for(dims: tuple[int, int], bias: Any, parts: int):
     call = spec(*dims, bias)
-    tile = plan_forward(call, 132).tile
+    tile = plan_forward(call, 132).plan.tile
     assert output_parts(call, tile) == parts
     left = smem.CAPACITY - smem.size(shared_memory(call, tile, call.dtype))
     whole = tile.rows * dims[1] * 2
@@ -292,9 +295,9 @@ def test_short_calls_have_a_cta_for_each_head(processors: int | None, options: d
     if call.bias_shape is not None:
         call = dataclasses.replace(call, operands=call.operands | {"bias"})
     found = plan_backward(call, processors)
-    assert (found.short is not None) == is_short
-    assert found.short is None or (found.fused, found.dq, found.dkv) == (None, None, None)
-    assert all(smem.fits(kernel.launch.smem) for kernel in found.kernels)
+    assert (plan_of(found, ShortPlan) is not None) == is_short
+    assert not is_short or len(found) == 1
+    assert all(smem.fits(kernel.plan.launch.smem) for kernel in found)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +322,7 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
     call = spec(64, 64, **dict(batch=4, heads=8, key_heads=8, query_length=4096, key_length=77))
     asked = {name: value for name, value in options.items() if name != "alibi_slopes"}
     call = dataclasses.replace(call, operands=call.operands | (options.keys() - asked.keys()), **asked)
-    fused = plan_backward(call, processors).fused
+    fused = plan_of(plan_backward(call, processors), FusedPlan)
     assert fused is not None
     assert fused.schedule.splits == splits
     assert fused.schedule.blocks == splits
@@ -330,7 +333,7 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
     """Of a tile that begins at the last query, or at the multiple of 8 before it."""
-    fused = plan_backward(spec(head_dim, head_dim, query_length=length), 132).fused
+    fused = plan_of(plan_backward(spec(head_dim, head_dim, query_length=length), 132), FusedPlan)
     assert fused is not None
     assert fused.tile.adds_registers
     last = (length - 1) // 8 * 8
@@ -341,7 +344,7 @@ def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
 def test_what_spills_leaves_room_for_the_cache(facts: dict):
     """Spilled registers are in the cache, which has what shared memory leaves of 256 KiB. A CTA that asks for more than
     196, with one that CUDA takes for itself, is given 228."""
-    fused = plan_backward(dataclasses.replace(spec(128, 128), **facts), 132).fused
+    fused = plan_of(plan_backward(dataclasses.replace(spec(128, 128), **facts), 132), FusedPlan)
     assert fused is not None
     assert fused.tile.stages == 2
     assert smem.size(fused.launch.smem) + 1024 <= 196 * 1024
@@ -349,7 +352,7 @@ def test_what_spills_leaves_room_for_the_cache(facts: dict):
 
 def test_two_stages_fit_beside_tiles_of_a_bias():
     """With one, the fused backward of 128 columns spills fifteen times as much."""
-    fused = plan_backward(spec(128, 128, bias=jnp.bfloat16), 132).fused
+    fused = plan_of(plan_backward(spec(128, 128, bias=jnp.bfloat16), 132), FusedPlan)
     assert fused is not None
     assert fused.tile.stages == 2
 
