@@ -25,7 +25,7 @@ _TILES_PER_CTA = 8
 def pack_mask(
     mask: Bool[Array, "#B #N T S"], ops: WarpgroupOps, *, keys_first: bool = False
 ) -> Int[Array, "#B #N row_tiles column_tiles 128"]:
-    """The words of a mask, for tiles whose rows are queries or, with `keys_first`, keys."""
+    """Return the words of a mask, for tiles whose rows are queries or, with `keys_first`, keys."""
     batch, heads, queries, keys = mask.shape
     mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, -keys % KEYS_PER_LOAD)])
     query_tiles = -(-queries // SIZE) + _SPARE_TILES
