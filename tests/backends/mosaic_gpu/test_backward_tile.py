@@ -1,4 +1,4 @@
-"""The tile of the backward as array code: all that a backward kernel computes between its products, in both orientations.
+"""The tile of the backward as array code: what a backward kernel computes between its products, in both orientations.
 
 One tile holds all queries and keys of a head here. How kernels walk over several is tested with each kernel.
 """
@@ -91,7 +91,8 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first
             tiles = tile_range.visited(inputs, at.batch, jnp.int32(0), SIZE, SIZE)
             loaded = inputs.load_packed_mask(at, (SIZE, SIZE))
             if kind == "tile":
-                place = tuple(0 if size == 1 else index for size, index in zip(operands.bias.shape[:2], (entry, head), strict=True))
+                shared, place = operands.bias.shape[:2], (entry, head)
+                place = tuple(0 if size == 1 else index for size, index in zip(shared, place, strict=True))
                 bias = jnp.pad(operands.bias[place], ((0, SIZE - spec.query_length), (0, SIZE - spec.key_length)))
                 loaded |= {"bias": bias.T if keys_first else bias}
             along = along_columns if keys_first else along_rows
