@@ -22,6 +22,6 @@ def smem_tile(*rows: int) -> Any:
     return smem.tile((*rows, SMEM_COLUMNS), jnp.bfloat16, STORED_COLUMNS)
 
 
-def part(ref: Ref, rows: Any, batch: Any) -> Ref:
+def of_rows(ref: Ref, rows: Any, batch: Any) -> Ref:
     """The columns of some rows, in device memory, of a batch entry's `[L, 8]`."""
     return ref.at[rows, pipeline.columns(SMEM_COLUMNS, ref, batch)]

@@ -25,7 +25,7 @@ from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns, rounde
 from jflash._backends.nvidia.prepare import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
-from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord, shared_index
+from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord, shared_index
 from jflash._backends.nvidia.tile.logits import LogitsForm, Plain
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_range import TileContext
@@ -34,7 +34,12 @@ from jflash._semantics.spec import Operands, Spec
 _PIECES, _LARGE, _HAS_LARGE = "bias_pieces", "large_biases", "has_large_biases"
 
 
-def serves(spec: Spec) -> bool:
+def form(spec: Spec, *, sums_in_parts: bool = False) -> LogitsForm:
+    """Return the form of a call's logits in a kernel to whose products the matrix unit may add a bias."""
+    return BiasByMma(sums_in_parts) if _serves(spec) else logits.form(spec, sums_in_parts=sums_in_parts)
+
+
+def _serves(spec: Spec) -> bool:
     """Whether a call's logits are its products, scaled, and a bias of keys; for heads up to 128."""
     alone = "alibi_slopes" not in spec.operands and spec.score_mod is None and spec.logits_soft_cap is None
     is_scaled = spec.scale is not None and 1e-20 < spec.scale < 1e20
@@ -43,23 +48,29 @@ def serves(spec: Spec) -> bool:
     return alone and is_scaled and is_narrow and bias_and_mask.bias_kind(spec) == "column"
 
 
-def form(spec: Spec, *, sums_in_parts: bool = False) -> LogitsForm:
-    """Return the form of a call's logits in a kernel to whose products the matrix unit may add a bias."""
-    return BiasByMma(sums_in_parts) if serves(spec) else logits.form(spec, sums_in_parts=sums_in_parts)
-
-
 class BiasByMma(Plain):
     """Products to which the matrix unit adds the bias of keys; large biases are added in registers."""
 
     bias_by_mma = True
 
     def prefetch(self, inputs: KernelInputs, at: TileCoord, keys: int, warpgroups: int) -> dict[str, Array]:
-        has_large = load_has_large(inputs, at, keys)
+        ref = inputs.refs[_HAS_LARGE]
+        place = *shared_index(ref, at.batch, at.head)[:2], lax.div(at.key, keys)
+        has_large = {_HAS_LARGE: ref[place]}
         return inputs.load_packed_mask(at, (WARPGROUP_ROWS, keys)) | has_large
 
     def step(self, s: Float[Array, "rows keys"], mask: TileContext, before: Softmax | None) -> Softmax:
-        numbers, unit = with_large_biases(mask.inputs, s, mask.at, mask.loaded)
-        numbers, exponent = mask.hide(numbers, -jnp.inf), self.exponent(mask.inputs.spec)
+        inputs, at, shape, scale = mask.inputs, mask.at, s.shape, mask.inputs.spec.scale
+        assert scale is not None
+
+        def with_large_biases(s: Array) -> Array:
+            bias = inputs.ops.load(inputs.part(_LARGE, at.batch, at.head).at[pl.ds(at.key, shape[1])], 1)
+            return s * scale + along_columns(bias, shape)
+
+        # A tile's logits are numbers for each times one for all.
+        has_large = mask.loaded[_HAS_LARGE] != 0
+        numbers, unit = lax.cond(has_large, with_large_biases, lambda s: s, s), jnp.where(has_large, 1.0, scale)
+        numbers, exponent = mask.hide(numbers, -jnp.inf), self.exponent(inputs.spec)
         return softmax.step(exponent, numbers, unit, mask, before, in_parts=self.sums_in_parts)
 
 
@@ -90,10 +101,9 @@ def _pieces(values: Array) -> Array:
     return jnp.pad(stored, [(0, 0), (0, 0), (0, 0), (0, STORED_COLUMNS - PIECES)])
 
 
-def part(inputs: KernelInputs, keys: GmemTile, head: Any) -> Ref:
+def of_keys(inputs: KernelInputs, keys: GmemTile, head: Any) -> Ref:
     """The columns of a tile of keys, in device memory."""
-    pieces = inputs.part(_PIECES, keys.batch, head)
-    return bf16_columns.part(pieces, pl.ds(keys.first, keys.size), keys.batch)
+    return bf16_columns.of_rows(inputs.part(_PIECES, keys.batch, head), pl.ds(keys.first, keys.size), keys.batch)
 
 
 def add(acc_s: Any, columns: Ref, ops: WarpgroupOps) -> None:
@@ -102,23 +112,3 @@ def add(acc_s: Any, columns: Ref, ops: WarpgroupOps) -> None:
     # them from in registers, and spills.
     ones = ops.full((WARPGROUP_ROWS, SMEM_COLUMNS), 1).astype(jnp.bfloat16)
     ops.mma(acc_s, ones, columns.T)
-
-
-def load_has_large(inputs: KernelInputs, at: TileCoord, keys: int) -> dict[str, Array]:
-    """Whether a tile has large biases, by name; for kernels that load it ahead."""
-    ref = inputs.refs[_HAS_LARGE]
-    place = *shared_index(ref, at.batch, at.head)[:2], lax.div(at.key, keys)
-    return {_HAS_LARGE: ref[place]}
-
-
-def with_large_biases(inputs: KernelInputs, s: Array, at: TileCoord, loaded: Loaded) -> tuple[Array, Array]:
-    """Two factors of a tile's logits: numbers for each, and one for all."""
-    scale, shape = inputs.spec.scale, s.shape
-    assert scale is not None
-
-    def logits(s: Array) -> Array:
-        bias = inputs.ops.load(inputs.part(_LARGE, at.batch, at.head).at[pl.ds(at.key, shape[1])], 1)
-        return s * scale + along_columns(bias, shape)
-
-    has_large = loaded[_HAS_LARGE] != 0
-    return lax.cond(has_large, logits, lambda s: s, s), jnp.where(has_large, 1.0, scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jflash._backends.mosaic_gpu import backward_plan, forward_plan, forward_wide_plan, smem, tangent_plan, whole_tiles
+from jflash._backends.mosaic_gpu import array_shapes, backward_plan, forward_plan, forward_wide_plan, smem, tangent_plan
 from jflash._backends.mosaic_gpu.backward_plan import BackwardPlan, plan_backward
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
@@ -45,8 +45,8 @@ def describe(spec: Spec, processors: int | None) -> str:
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
     if (products := operand_pieces.products(spec)) > 1:
         details += f", {products} products of pieces for each product"
-    if forward.output_parts:
-        details += f", output in {forward.output_parts} parts"
+    if forward.output_stores:
+        details += f", output in {forward.output_stores} stores"
     if isinstance(forward, WideForwardPlan) and forward.dealt is not None:
         details += f", lists of up to {max(map(len, forward.dealt.lists))} blocks"
     lines = ["forward:", *_kernel(forward), f"    {details}"]
@@ -56,7 +56,7 @@ def describe(spec: Spec, processors: int | None) -> str:
         lines += ["tangent:", *_kernel(tangent), f"    output in {tangent.parts} parts"]
     lines.append("backward:")
     lines += [line for plan in backward.kernels for line in _kernel(plan)]
-    copies = whole_tiles.copied(spec)
+    copies = array_shapes.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 

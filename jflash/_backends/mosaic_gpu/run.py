@@ -28,7 +28,6 @@ from jflash._backends.mosaic_gpu import (
     forward_wide,
     row_statistics,
     tangent_kernel,
-    whole_tiles,
 )
 from jflash._backends.mosaic_gpu import backward_fused as fused
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
@@ -59,17 +58,17 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
     spec, packed = plan.spec, plan.packed_heads
     panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
     if packed == 1:
-        query = whole_tiles.whole_tiles(spec, "query", operands.query, in_panels=panels)
+        query = array_shapes.whole_tiles(spec, "query", operands.query, in_panels=panels)
     else:
         query = prepare.pack_heads(operands.query, packed)
-        query = whole_tiles.whole_tiles(spec, "query", query, axis=2, in_panels=panels)
-    key = whole_tiles.whole_tiles(spec, "key", operands.key, in_panels=panels)
-    value = whole_tiles.whole_tiles(spec, "value", operands.value, parts=plan.value_parts, in_panels=value_panels)
+        query = array_shapes.whole_tiles(spec, "query", query, axis=2, in_panels=panels)
+    key = array_shapes.whole_tiles(spec, "key", operands.key, in_panels=panels)
+    value = array_shapes.whole_tiles(spec, "value", operands.value, chunks=plan.value_chunks, in_panels=value_panels)
     bias_by_mma = plan.form.bias_by_mma
     arrays = dict(query=query, key=key, value=value)
     arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
     arrays |= score_mod_reads.prepare(operands.score_mod_arrays)
-    arrays |= packed_mask(spec, operands, ops) | whole_tiles.edges(operands, dict(value=value))
+    arrays |= packed_mask(spec, operands, ops) | array_shapes.edges(operands, dict(value=value))
     if bias_by_mma:
         arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
     rows, missing = max(plan.rows_of_a_range // packed, 1), plan.missing_rows // packed
@@ -89,14 +88,14 @@ def tangent(
     factors = {name: getattr(own, name) for name in ("query", "key", "value")}
     factors |= {f"t_{name}": getattr(moving, name) for name in factors if name in plan.moving}
     of = lambda name: name.removeprefix("t_")
-    whole = functools.partial(whole_tiles.whole_tiles, part, in_panels=array_shapes.in_panels(part))
+    whole = functools.partial(array_shapes.whole_tiles, part, in_panels=array_shapes.in_panels(part))
     factors = {name: whole(of(name), factors[name]) for name in (*plan.q, *plan.k, *plan.v)}
     others, pushed = (prepare.operands_for_kernels(spec, some) for some in (operands, tangents))
     others |= score_mod_reads.prepare(operands.score_mod_arrays)
     if "score_mod_arrays" in plan.moving:
         pushed |= score_mod_reads.prepare(_instantiated(operands.score_mod_arrays, tangents.score_mod_arrays))
     arrays = factors | others | {f"t_{name}": array for name, array in pushed.items()}
-    arrays |= packed_mask(spec, operands, ops) | whole_tiles.edges(operands, factors)
+    arrays |= packed_mask(spec, operands, ops) | array_shapes.edges(operands, factors)
     arrays |= tile_range.table(spec, operands, plan.tile.rows)
     lse = jnp.where(results.lse == -jnp.inf, jnp.inf, results.lse)
     made = tangent_kernel.tangent(plan, arrays | dict(lse=row_statistics.subtrahend(spec, lse)), ops)
@@ -127,9 +126,9 @@ def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: 
     """Gradients of all operands that have one, in their shapes."""
     spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
     arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
-    whole = functools.partial(whole_tiles.whole_tiles, spec, in_panels=array_shapes.in_panels(spec))
+    whole = functools.partial(array_shapes.whole_tiles, spec, in_panels=array_shapes.in_panels(spec))
     tiles = {name: whole(name, array) for name, array in arrays.items()}
-    edges, others = whole_tiles.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
+    edges, others = array_shapes.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
     others |= score_mod_reads.prepare(operands.score_mod_arrays)
     masks = (packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
     of_queries, of_keys = (others | mask | edges for mask in masks)

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from short_run import cover
 
-from jflash._backends.mosaic_gpu import dealt_items, forward_schedule, smem
-from jflash._backends.mosaic_gpu.dealt_items import DealtItems
-from jflash._backends.mosaic_gpu.forward_plan import output_parts, shared_memory
-from jflash._backends.mosaic_gpu.forward_schedule import Device, ForwardSchedule
+from jflash._backends.mosaic_gpu import forward_schedule, smem
+from jflash._backends.mosaic_gpu.forward_plan import output_stores, shared_memory
+from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, DealtTo, Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
@@ -60,15 +59,16 @@ def test_items_are_dealt_out(items: int, ctas: int):
 
     def take(cta: int, index: int, before: int) -> int:
         """Each CTA of a kernel finds its list in the table."""
-        taken.append(tuple(map(int, dealt_items.place(table, cta, index))))
+        found = DealtTo(table, cta)
+        taken.append(tuple(map(int, found.place(index))))
         following = index + 1 if index + 1 < len(dealt.lists[cta]) else None
         given = []
-        dealt_items.if_next(table, cta, index, given.append, lambda: given.append(None))
+        found.if_next(index, given.append, lambda: given.append(None))
         assert given == [following]
         return before + 1
 
     with jax.disable_jit():
-        counts = [int(dealt_items.each(table, cta, functools.partial(take, cta))) for cta in range(ctas)]
+        counts = [int(DealtTo(table, cta).each(functools.partial(take, cta))) for cta in range(ctas)]
     assert counts == list(map(len, dealt.lists))
     assert taken == [place for own in dealt.lists for place in own]
 
@@ -230,7 +230,7 @@ def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list
 
 
 @pytest.mark.parametrize(
-    ("dims", "bias", "parts"),
+    ("dims", "bias", "stores"),
     [
         ((128, 128), None, 1),
         ((192, 128), None, 2),
@@ -240,13 +240,13 @@ def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list
     ],
     ids=str,
 )
-def test_output_leaves_in_as_few_parts_as_there_is_room_for(dims: tuple[int, int], bias: Any, parts: int):
+def test_output_leaves_in_as_few_stores_as_there_is_room_for(dims: tuple[int, int], bias: Any, stores: int):
     call = spec(*dims, bias)
     tile = plan_forward(call, 132).tile
-    assert output_parts(call, tile) == parts
+    assert output_stores(call, tile) == stores
     left = smem.CAPACITY - smem.size(shared_memory(call, tile, call.dtype))
     whole = tile.rows * dims[1] * 2
-    assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
+    assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[stores]
 
 
 def test_plans_are_printable_and_made_without_an_array():
