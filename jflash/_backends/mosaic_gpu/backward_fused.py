@@ -7,7 +7,6 @@ sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,65 +15,52 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics
-from jflash._backends.mosaic_gpu.array_shapes import whole_dims
+from jflash._backends.mosaic_gpu import pipeline, row_statistics
 from jflash._backends.mosaic_gpu.backward_fused_plan import FusedPlan
-from jflash._backends.mosaic_gpu.dq_accumulator import DqRefs
+from jflash._backends.mosaic_gpu.dq_accumulator import DqRefs, Layout, Place
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, FusedCta, Step
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_order import TileOrder
 
 
-def backward(plan: FusedPlan, arrays: Mapping[str, Array], dq_acc: Array, ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient `[B, N, L]`.
-
-    `dq_acc` holds zeros.
-    """
-    schedule = plan.schedule
-    states = dict(dq_acc=dq_acc, counters=jnp.zeros(plan.dq.counters(schedule), jnp.int32), **plan.tables.zeros())
-    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
-    of_keys = schedule.summed(plan.spec, made, whole_dims(plan.spec))
-    if schedule.partial:
-        acc = written["dq_acc"][:, :, : plan.acc_columns]
-        acc = sums.as_rows(acc) if plan.tile.adds_registers else acc
-        d_query = dq_accumulator.unrounded(schedule, acc) * sums_scale(plan.spec)
-    else:
-        d_query = made["d_query"]
-    return made | of_keys | plan.tables.totals(written) | dict(d_query=d_query)
+def body(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(FusedCta[FusedPlan]):
     first_sum: Any
-    """Where sums of dK and dV begin in device memory."""
+    """The row of device memory at which the CTA's sums of dK and dV begin."""
     dq_columns: Any
-    """The columns of dQ that a warpgroup makes; it finds them when it begins to compute."""
+    """The columns of dQ that this warpgroup makes, known from `compute` on."""
 
     def __init__(self, plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops, keys_first=True)
-        k_dk, v_dv = tuple(refs.smem.k_dk), tuple(refs.smem.v_dv)
-        self.k, self.v, self.ds = k_dk[0], v_dv[0], refs.smem.ds
-        self.gradients = k_dk[-1], v_dv[-1]
+        (self.k, dk), (self.v, dv) = refs.smem.k_dk, refs.smem.v_dv
+        self.ds, self.gradients = refs.smem.ds, (dk, dv)
         place = wave, block, item = self._take_ticket()
         key_block, split = plan.schedule.split(block)
         self.item, self.first_key = plan.schedule.item(wave, item), key_block * plan.tile.keys
         self.first_sum = block * plan.tile.keys
         tiles = tile_range.visited(self.inputs, self.item.batch, key_block, plan.tile.keys, plan.tile.queries)
-        tiles = tiles.part(split, plan.schedule.splits)
+        tiles = tiles.share(split, plan.schedule.splits)
         heads = plan.schedule.heads
-        self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.wanted))
+        self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.sums))
         dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
-        sizes = plan.acc_columns, plan.tile.adds_registers
-        self.dq = plan.dq(plan.schedule, ops, dq_refs, sums_scale(plan.spec), *place, tiles.count * heads, *sizes)
+        layout = Layout(plan.acc_columns, plan.tile.adds_registers)
+        self.dq = plan.dq(plan.schedule, ops, dq_refs, sums_scale(plan.spec), place, tiles.count * heads, layout)
 
-    def _take_ticket(self) -> tuple[Any, Any, Any]:
-        """The CTA's wave, block and work item. CUDA promises no order in which CTAs begin, and a CTA waits for those of
-        earlier waves: so its place is not its index, but the number of CTAs that began before it."""
+    def _take_ticket(self) -> Place:
+        """Return the CTA's place.
+
+        CUDA promises no order in which CTAs begin, and a CTA waits for those of earlier waves. So its place is not its
+        index, but the number of CTAs that began before it.
+        """
         shared, schedule = self.smem, self.plan.schedule
 
         @pl.when(self.warpgroup == self.plan.tile.warpgroups)
@@ -86,7 +72,12 @@ class _Cta(FusedCta[FusedPlan]):
         # No ticket is negative. The compiler divides with fewer instructions if it knows.
         ticket = lax.bitwise_and(shared.numbers[0], jnp.int32(0x7FFFFFFF))
         items, blocks = schedule.items, schedule.blocks
-        return lax.div(ticket, items * blocks), lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items)
+        wave, block, item = (
+            lax.div(ticket, items * blocks),
+            lax.rem(lax.div(ticket, items), blocks),
+            lax.rem(ticket, items),
+        )
+        return Place(wave, block, item)
 
     def compute(self) -> None:
         """Round some of dQ, and walk over the tiles of queries."""
@@ -106,7 +97,7 @@ class _Cta(FusedCta[FusedPlan]):
             self._store(self.visit_all())
 
     def _begin(self) -> None:
-        """Hand empty slots to the producer; the first warpgroup copies the keys and values."""
+        """Hand empty slots to the producer. The first warpgroup copies the keys and values."""
         shared = self.smem
         pipeline.release(shared.q.empty, shared.do.empty)
         plgpu.barrier_arrive(shared.ds_empty.at[0])
@@ -117,7 +108,7 @@ class _Cta(FusedCta[FusedPlan]):
             self.copy_ones(shared.kv_full)
 
     def _store(self, acc: Accumulators) -> None:
-        """Store dK and dV: in float32 where they are summed on."""
+        """Store dK and dV, in float32 where they are summed on."""
         if self.plan.schedule.stores_sums:
             results = self.refs.results["d_key"], self.refs.results["d_value"]
             own = pl.ds(self.first_sum + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -145,18 +136,15 @@ class _Cta(FusedCta[FusedPlan]):
             self.dq.finish_copies()
 
     def turn(self, step: Any, at: Step) -> Any:
-        """From step to step."""
         return step
 
     def dq_target(self, at: Step) -> Any:
-        """In the accumulator of the step's head."""
         first = at.eighth * 8
         if self.plan.tile.halves == "rows":
             first += self.warpgroup * WARPGROUP_ROWS
         return self.dq.target(at.head, pl.ds(first, WARPGROUP_ROWS), self.dq_columns)
 
     def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
-        """From registers, or by a copy that adds."""
         if self.plan.tile.adds_registers:
             self.ops.add_to_sums(target, part)
             return

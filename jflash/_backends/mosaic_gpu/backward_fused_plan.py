@@ -1,95 +1,103 @@
-"""A fused backward before any array: shared memory and launch."""
+"""The fused backward before any array: shared memory, launch, and what becomes of its results."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu import bf16_columns, row_statistics, smem
+from jflash._backends.mosaic_gpu import bf16_columns, dq_accumulator, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, in_panels, tile_dims, whole_dims, whole_rows
-from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator
-from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.rounded_later import RoundedLater
+from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, RoundedByLast, RoundedLater
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.launch import KernelPlan, Launch
+from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
-from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.tile.base2 import sums_scale
+from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._semantics.spec import Spec
 
 
 @dataclasses.dataclass(frozen=True)
-class WalkPlan(KernelPlan):
+class QueryWalkPlan(SummingPlan):
     """A kernel whose CTAs walk over the tiles of queries that see a block of keys."""
 
     tile: FusedTiles
-    wanted: tuple[str, ...]
-    """Parameters whose gradients the kernel sums over queries."""
-    tables: TableSums
 
     @property
     def dq_width(self) -> int:
         """Columns of a tile's dQ that a warpgroup makes."""
         return dq_width(self.spec, self.tile)
 
-    def sums(self, keys: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays in which the kernel stores the sums of the parameters' gradients, one for each of `keys`."""
-        shape = self.spec.batch, self.spec.heads, keys
-        return {f"d_{name}": jax.ShapeDtypeStruct(shape, jnp.float32) for name in self.wanted}
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
+        made = call.row_sums(as_columns=as_columns(self.spec, self.tile), dq_acc=self.dq_acc(call.ops.margin))
+        statistics = row_statistics.for_fused(self.spec, call.lse, made["delta"], made.get("columns"))
+        return call.around_keys | call.tiles | statistics | call.ranges(self.tile.keys, of_keys=True)
+
+    def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct | None:
+        """Return the accumulators of dQ in device memory, if the kernel has any; copies that add want a margin."""
+        return None
 
 
 def dq_width(spec: Spec, tile: FusedTiles) -> int:
-    """Columns of a tile's dQ that a warpgroup makes."""
+    """Return the columns of a tile's dQ that a warpgroup makes."""
     columns = tile.columns(tile_dims(spec)[0])
     return columns // 2 if tile.halves == "columns" else columns
 
 
-def _part(spec: Spec, tile: FusedTiles) -> int | None:
-    """Columns of queries and keys that a product takes, if not all."""
+def _columns_of_product(spec: Spec, tile: FusedTiles) -> int | None:
+    """Return how many columns of queries and keys a product takes, if not all."""
     return dq_width(spec, tile) if tile.halves == "columns" else None
 
 
 def as_columns(spec: Spec, tile: FusedTiles) -> bool:
-    """Whether products subtract row statistics."""
+    """Return whether products subtract row statistics."""
     return tile.columns_of_statistics and row_statistics.as_columns(spec)
 
 
 def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any, Any]:
-    """Buffers of the keys and values of as many blocks."""
+    """Return buffers for the keys and the values of `stages` blocks."""
     dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     tiles = CallTiles.of(spec)
-    k = tiles.operand((stages, tile.keys, columns), dims[0], part=_part(spec, tile))
+    k = tiles.operand((stages, tile.keys, columns), dims[0], part=_columns_of_product(spec, tile))
     return k, tiles.operand((stages, tile.keys, value_columns), dims[1])
 
 
 def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
-    """Buffers of their gradients."""
+    """Return buffers for dK and dV of a block."""
     dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     tiles = CallTiles.of(spec)
-    dk = tiles.result((1, tile.keys, columns), dims[0], part=_part(spec, tile))
+    dk = tiles.result((1, tile.keys, columns), dims[0], part=_columns_of_product(spec, tile))
     return dk, tiles.result((1, tile.keys, value_columns), dims[1])
 
 
 def ds(spec: Spec, tile: FusedTiles) -> tuple[Any, ...]:
-    """Buffers for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next. One in
-    each swizzle of the keys, with whose columns dS is multiplied."""
+    """Return buffers for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
+
+    There is one in each swizzle of the keys, with whose columns dS is multiplied.
+    """
     shape, tiles = (2, tile.keys, tile.queries), CallTiles(spec, in_panels=False)
     if in_panels(spec):
-        panels = smem.panels_of(tile.columns(tile_dims(spec)[0]), spec.dtype, _part(spec, tile))
+        panels = smem.panels_of(tile.columns(tile_dims(spec)[0]), spec.dtype, _columns_of_product(spec, tile))
         return tuple(tiles.operand(shape, part=width) for width in panels)
     return (tiles.operand(shape, whole_dims(spec)[0], part=dq_width(spec, tile)),)
 
 
 def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
-    """Buffers and barriers of what is walked over, by name: `full` when a copy has arrived, `empty` when all readers
-    are done."""
+    """Return buffers and barriers of what is walked over, by name.
+
+    A barrier `full` completes a phase when a copy has arrived, `empty` when all readers are done.
+    """
     dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
     # First lse of all tiles, then delta.
@@ -97,8 +105,9 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     ring = functools.partial(CallTiles.of(spec).ring, readers=tile.warpgroups)
     early = 1 if in_columns else row_statistics.early(spec)
     handed = smem.barriers(2, arrivals=tile.warpgroups)
+    q = (tile.stages, tile.queries, columns)
     return dict(
-        q=ring((tile.stages, tile.queries, columns), dims[0], others=early + has_bias_tiles, part=_part(spec, tile)),
+        q=ring(q, dims[0], others=early + has_bias_tiles, part=_columns_of_product(spec, tile)),
         do=ring((tile.stages, tile.queries, value_columns), dims[1], others=0 if in_columns else 2 - early),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
@@ -112,8 +121,9 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
 
 
 def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
-    """The kernel's buffers, and barriers."""
+    """Return the kernel's buffers and barriers."""
     (k, v), (dk, dv) = keys_and_values(spec, tile), gradients(spec, tile)
+    dq = (tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile))
     return Buffers(
         # Their gradients take the place of keys and values.
         k_dk=smem.reused(k, dk),
@@ -122,9 +132,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         **walked(spec, tile),
         ds=ds(spec, tile),
         # What copies add from.
-        dq=None
-        if tile.adds_registers
-        else smem.tile((tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile)), jnp.float32, block_dims(spec)[0]),
+        dq=None if tile.adds_registers else smem.tile(dq, jnp.float32, block_dims(spec)[0]),
         # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
         # One vector: another would begin a kilobyte later.
         numbers=smem.vectors(1 + tile.warpgroups, dtype=jnp.int32),
@@ -133,7 +141,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedPlan(WalkPlan):
+class FusedPlan(QueryWalkPlan):
     """One kernel for dQ, dK and dV, which adds dQ in device memory."""
 
     schedule: BackwardSchedule
@@ -147,7 +155,7 @@ class FusedPlan(WalkPlan):
 
     @property
     def launch(self) -> Launch:
-        """Waves of CTAs that have keys, and after them those that only round dQ."""
+        """The launch, with waves of CTAs that have keys, and after them those that only round dQ."""
         spec, schedule, dims = self.spec, self.schedule, whole_dims(self.spec)
         rows, key_rows = (whole_rows(spec, length) for length in (spec.query_length, spec.key_length))
         keys = schedule.blocks * self.tile.keys
@@ -160,7 +168,7 @@ class FusedPlan(WalkPlan):
                 **({} if spec.partial else dict(d_query=d_query)),
                 d_key=schedule.gradient(spec, (key_rows, dims[0]), (keys, columns)),
                 d_value=schedule.gradient(spec, (key_rows, dims[1]), (keys, value_columns)),
-                **self.sums(keys),
+                **self.sums.results(spec.batch, spec.heads, keys),
             ),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
@@ -173,8 +181,19 @@ class FusedPlan(WalkPlan):
         return round_up(columns, sums.COLUMNS) if self.tile.adds_registers else columns
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
-        """The accumulators of dQ, `[accumulators, L, columns]`: whole blocks, with a margin for copies that add, and
-        room for what registers add of a tile that begins at the last query."""
+        # Registers add whole tiles, of which one may begin at the last query.
         room = max(margin, self.tile.queries if self.tile.adds_registers else 0)
         rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + room
         return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, self.acc_columns + margin), jnp.float32)
+
+    def states(self, call: HopperBackward) -> dict[str, Array]:
+        counters = jnp.zeros(self.dq.counters(self.schedule), jnp.int32)
+        return dict(dq_acc=call.row_sums()["dq_acc"], counters=counters, **super().states(call))
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        made = super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
+        if not self.schedule.partial:
+            return made
+        acc = changed["dq_acc"][:, :, : self.acc_columns]
+        acc = sums.as_rows(acc) if self.tile.adds_registers else acc
+        return made | dict(d_query=dq_accumulator.unrounded(self.schedule, acc) * sums_scale(self.spec))

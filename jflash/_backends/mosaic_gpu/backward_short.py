@@ -14,7 +14,7 @@ A head's dQ in float32 has to fit beside the tiles: 512 rows of 64 columns, 256 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,9 +35,9 @@ from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_order import TileOrder
 
 
-def backward(plan: ShortPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, d_key, d_value, and the sums of each wanted parameter's gradient `[B, N, L]`."""
-    return plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+def body(plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(FusedCta[ShortPlan]):
@@ -86,7 +86,7 @@ class _Cta(FusedCta[ShortPlan]):
             self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
             sizes = plan.tile.keys, plan.tile.queries
             tiles = tile_range.visited(self.inputs, self.item.batch, block, *sizes, alignment=WARPGROUP_ROWS)
-            self.order = TileOrder(plan.spec, tiles, plan.heads, block, by_head=bool(plan.wanted))
+            self.order = TileOrder(plan.spec, tiles, plan.heads, block, by_head=bool(plan.sums))
             visit()
 
         lax.fori_loop(0, plan.blocks, take, None)

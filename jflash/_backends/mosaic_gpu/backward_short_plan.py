@@ -12,12 +12,12 @@ from jax.experimental import pallas as pl
 
 from jflash._backends.mosaic_gpu import backward_fused_plan, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims, whole_rows
-from jflash._backends.mosaic_gpu.backward_fused_plan import WalkPlan
+from jflash._backends.mosaic_gpu.backward_fused_plan import QueryWalkPlan
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import WorkItem
 from jflash._semantics.spec import Spec
 
@@ -26,7 +26,7 @@ _GAIN = 1.2
 
 
 @dataclasses.dataclass(frozen=True)
-class ShortPlan(WalkPlan):
+class ShortPlan(QueryWalkPlan):
     """One kernel for dQ, dK and dV, whose CTAs have all queries and keys of a head, or of all heads that share keys."""
 
     tile: ShortTiles
@@ -77,7 +77,7 @@ class ShortPlan(WalkPlan):
                 d_query=array(spec.query_length, spec.heads, dims[0]),
                 d_key=array(spec.key_length, spec.key_heads, dims[0]),
                 d_value=array(spec.key_length, spec.key_heads, dims[1]),
-                **self.sums(self.blocks * self.tile.keys),
+                **self.sums.results(spec.batch, spec.heads, self.blocks * self.tile.keys),
             ),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
@@ -112,11 +112,11 @@ def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
     )
 
 
-def plan(spec: Spec, tile: ShortTiles, wanted: tuple[str, ...], processors: int | None) -> ShortPlan:
-    """The plan of a call on a device with `processors` multiprocessors; `None` where that is unknown."""
+def plan(spec: Spec, tile: ShortTiles, sums: ParameterSums, processors: int | None) -> ShortPlan:
+    """Return the plan of a call on a device with `processors` multiprocessors; `None` where that is unknown."""
     items = spec.batch * spec.key_heads
     tables = TableSums.of(spec, pl.cdiv(spec.key_length, tile.keys), tile.warpgroups, processors)
-    return ShortPlan(spec, tile, wanted, tables, min(items, processors or items))
+    return ShortPlan(spec, sums, tables, tile, min(items, processors or items))
 
 
 def suits(spec: Spec, processors: int | None) -> bool:

@@ -61,8 +61,7 @@ class ForwardCta(Cta[ForwardPlan]):
         self.form, self.shape = plan.form, (WARPGROUP_ROWS, plan.tile.keys)
         has_bias = not self.form.bias_by_mma
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
-        q_o = tuple(refs.smem.q_o)
-        self.q, self.o = q_o[0], q_o[-1]
+        self.q, self.o = refs.smem.q_o
         self.place = lax.axis_index("block"), lax.axis_index("batch")
 
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:

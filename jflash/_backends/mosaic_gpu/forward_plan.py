@@ -47,7 +47,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
-        q_o=(q, o) if output_stores else (q,) if spec.partial else smem.reused(q, o),
+        q_o=(q, o) if output_stores else smem.reused(q, None if spec.partial else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
         k=tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=has_bias_tiles + bias_by_mma),
         v=value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups),

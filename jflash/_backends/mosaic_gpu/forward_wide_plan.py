@@ -144,7 +144,7 @@ def shared_memory(spec: Spec, tile: WideTiles, cluster: str | None = None) -> Bu
     number, columns = _value_chunks(spec)
     values, bias = (tile.stages, tile.value_keys, columns), (1, tile.rows, tile.keys)
     return Buffers(
-        q_o=(q,),
+        q_o=smem.reused(q, None),
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
         values=[tiles.ring(values, value_dim, readers=1, cluster=cluster) for _ in range(number)],

@@ -35,14 +35,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline
-from jflash._backends.mosaic_gpu.backward_fused_plan import WalkPlan
+from jflash._backends.mosaic_gpu.backward_fused_plan import QueryWalkPlan
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import dropped, operand_pieces
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.base2 import sums_scale
+from jflash._backends.nvidia.tile.gradient_sums import Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk.backward_schedule import WorkItem
@@ -66,11 +68,11 @@ class Accumulators(NamedTuple):
     dv: Float[Array, "keys D"]
 
 
-_Carry = tuple[Accumulators, tuple[Array, ...], Step]
+_Carry = tuple[Accumulators, Sums, Step]
 """The loop's state: accumulators, the sums of parameters' gradients for one head, and the step before."""
 
 
-class FusedCta[Plan: WalkPlan](Cta[Plan]):
+class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
     """A CTA that has a block of keys, or one after the other."""
 
     item: WorkItem
@@ -94,7 +96,9 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
     def tables(self) -> dict[str, Ref]:
         """This warpgroup's sums of tables' gradients."""
         block = lax.div(self.first_key, self.plan.tile.keys)
-        return self.plan.tables.own(self.refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup)
+        return self.plan.tables.of_warpgroup(
+            self.refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup
+        )
 
     def turn(self, step: Any, at: Step) -> Any:
         """A number that is even if a step's dQ is the first warpgroup's to make, where they take turns."""
@@ -140,16 +144,16 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
     def visit_all(self) -> Accumulators:
         """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
         ops, dims = self.ops, [gradient.shape[2] for gradient in self.gradients]
-        zeros = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+        plan_sums = self.plan.sums
 
         def finish_head(head: Array, carry: _Carry) -> _Carry:
             acc, sums, before = carry
-            for name, total in zip(self.plan.wanted, sums, strict=True):
-                self.refs.results[f"d_{name}"][self.item.batch, self.item.first_head + head, self.own_keys] = total
-            return acc, zeros(), before
+            place = self.item.batch, self.item.first_head + head, self.own_keys
+            plan_sums.store(self.refs.results, sums, *place)
+            return acc, plan_sums.zeros(ops), before
 
         acc = Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
-        start = (acc, zeros(), Step(jnp.int32(0), jnp.int32(0)))
+        start = (acc, plan_sums.zeros(ops), Step(jnp.int32(0), jnp.int32(0)))
         acc, _, before = self.order.each(self._visit, start, finish_head)
         steps = self.order.tiles.count * self.order.heads
         last, nothing = steps - 1, lambda: None
@@ -178,7 +182,7 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
         statistics = RowStatistics(self.inputs, shape, refs, smem.ones)
         if smem.bias is not None:
             loaded["bias"] = ops.load(smem.bias.at[slot, :, self.warpgroup_rows].T)
-        mask = TileContext(self.inputs, self.order.tiles, index, at, loaded)
+        context = TileContext(self.inputs, self.order.tiles, index, at, loaded)
 
         def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
             def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Pieces, tuple[Array, ...]]:
@@ -187,19 +191,14 @@ class FusedCta[Plan: WalkPlan](Cta[Plan]):
                 plgpu.barrier_wait(smem.do.full.at[slot])
                 statistics.mma(acc_dp, v, operand_pieces.transposed(do), 1)
                 s = ops.read(acc_s, pending=statistics.issued(do))
-                names = *self.plan.wanted, *self.plan.tables.reads
-                p, pull_back = logits.differentiate(s, mask, statistics.probabilities, names)
-                p = dropped.signed(self.inputs, at, p)
-                kept = operand_pieces.split(spec, dropped.kept(spec, p), ops)
+                tile = BackwardTile.of(context, s, statistics.lse, self.plan.differentiated)
+                kept = operand_pieces.split(spec, tile.kept, ops)
                 piece_products.mma(acc_dv, kept, do, ops)
                 dp = ops.read(acc_dp, pending=piece_products.issued(do))
-                ds, d_parameters = pull_back(statistics.d_logits(p, dp))
-                totals = tuple(
-                    total + d_parameters[name].sum(axis=1) for name, total in zip(self.plan.wanted, sums, strict=True)
-                )
-                made_anew = at._replace(key=at.key + opaque_index)
-                score_mod_reads.add_to_tables(self.inputs, made_anew, loaded, p, d_parameters, self.tables)
-                return self._hand_over(ds, parity), totals
+                gradients = tile.differentiate(dp, statistics.delta())
+                totals = self.plan.sums.added(sums, gradients.parameters)
+                tile.add_to_tables(self.tables, gradients, opaque_index)
+                return self._hand_over(gradients.ds, parity), totals
 
             ds, totals = ops.accumulators(differentiate, shape, shape)
             piece_products.mma(acc_dk, ds, q, ops)
