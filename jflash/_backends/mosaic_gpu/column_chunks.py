@@ -9,10 +9,9 @@ piece, and is multiplied with the pieces of `fixed` that `operand_pieces` says.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,18 +26,6 @@ from jflash._semantics.spec import Spec
 
 _MOST_COLUMNS = 192
 """The most columns of a chunk. Each is waited for, so they are few and wide."""
-
-
-class ChunkProduct(NamedTuple):
-    """One product of the matrix unit: some columns of a piece of `fixed`, and a chunk."""
-
-    chunk: int
-    first_column: int
-    fixed_piece: int
-    is_first: bool
-    """Whether it is the first of the chunk's products."""
-    is_last: bool
-    """Whether it is the last of the chunk's products."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +58,7 @@ class ColumnChunks:
     @property
     def least(self) -> int:
         """How few chunks may be in shared memory together: one leaves when the next one's product is issued."""
-        return min(self.number, max(2, self.of_a_piece if self._waits_for_a_piece else 1))
+        return min(self.number, max(2, self.of_a_piece if self.pieces > 2 else 1))
 
     @property
     def first_columns(self) -> Sequence[int]:
@@ -80,24 +67,20 @@ class ColumnChunks:
         return [piece * self.columns + first for piece in pieces for first in columns]
 
     @property
-    def products(self) -> Sequence[ChunkProduct]:
-        """All products, in their order: the smallest first, as what is added to zeros is rounded least."""
-        found: list[ChunkProduct] = []
-        for turn, piece in enumerate(reversed(range(self.pieces))):
-            factors, places = range(self.pieces - 1 - piece, -1, -1), range(self.of_a_piece)
-            pairs = [(factor, place) for place, factor in itertools.product(places, factors)]
-            if self._waits_for_a_piece:
-                pairs = itertools.product(factors, places)
-            for factor, place in pairs:
-                chunk, first_column = turn * self.of_a_piece + place, place * self.width
-                found.append(ChunkProduct(chunk, first_column, factor, factor == factors[0], factor == 0))
-        return found
+    def products(self) -> Sequence[tuple[int, int]]:
+        """The chunk of each product of the matrix unit, and the piece of `fixed` that it is multiplied with.
 
-    @property
-    def _waits_for_a_piece(self) -> bool:
-        """Whether a piece's chunks stay until its largest products are made, after all smaller ones. With two pieces
-        the rest is not so exact that it matters."""
-        return self.pieces > 2
+        The smallest products come first, as what is added to zeros is rounded least; of three pieces over all chunks,
+        of two over each, as the rest is not so exact that it matters.
+        """
+        found: list[tuple[int, int]] = []
+        for turn in range(self.pieces):
+            chunks, factors = range(turn * self.of_a_piece, (turn + 1) * self.of_a_piece), range(turn, -1, -1)
+            if self.pieces > 2:
+                found += [(chunk, factor) for factor in factors for chunk in chunks]
+            else:
+                found += [(chunk, factor) for chunk in chunks for factor in factors]
+        return found
 
     def ring(self, spec: Spec, slots: int, rows: int, columns: int, cluster: str | None = None) -> Buffers:
         """Shared memory for chunks `[slots, rows, width]`, copied from an array whose pieces have `columns`.
@@ -131,23 +114,24 @@ class ChunkRing:
         self, spec: Spec, fixed: Ref, step: Any, shape: tuple[int, int], ops: WarpgroupOps
     ) -> Float[Array, "rows columns"]:
         """fixed tile^T of a step's tile, whose chunks leave as they have been read."""
-        ring = self.ring
+        ring, chunks = self.ring, self.chunks
         # Where a chunk has the same slot in every tile, its addresses would stay in registers.
-        same_slots = self.chunks.number % ring.tiles.shape[0] == 0
+        same_slots = chunks.number % ring.tiles.shape[0] == 0
         opaque_index = ops.opaque_zero(step) if same_slots else 0
 
         def multiply(acc: Any) -> Array:
             read = None
-            for product in self.chunks.products:
-                slot = self._slot(step, product.chunk)
-                if product.is_first:
+            for chunk, factor in chunks.products:
+                slot, (turn, place) = self._slot(step, chunk), divmod(chunk, chunks.of_a_piece)
+                if factor == turn:
                     plgpu.barrier_wait(ring.full.at[slot])
-                factors = piece_products.of_tile(spec, fixed, product.first_column, self.chunks.width)
-                ops.mma(acc, factors[product.fixed_piece], ring.tiles.at[slot + opaque_index].T)
+                factors = piece_products.of_tile(spec, fixed, place * chunks.width, chunks.width)
+                ops.mma(acc, factors[factor], ring.tiles.at[slot + opaque_index].T)
                 if read is not None:
                     ops.wait(1)
                     plgpu.barrier_arrive(ring.empty.at[read])
-                read = slot if product.is_last else None
+                # A chunk's products begin with the piece of its own turn, and end with the first.
+                read = slot if factor == 0 else None
             made = ops.read(acc)
             plgpu.barrier_arrive(ring.empty.at[read])
             return made

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.mosaic_gpu import bias_columns, piece_products, pipeline
+from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
@@ -141,8 +141,8 @@ class ForwardCta(Cta[ForwardPlan]):
         copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_item_queries)
         state, acc_o = MainLoop(self, tiles, at, visited).run(copy_next if plan.queries_stay else lambda: None)
         sink, exponent = self.sink(batch, self.head), self.form.exponent(plan.spec)
-        out, lse = softmax.finish(plan.spec, exponent, state.m, softmax.whole(state.l), acc_o, sink)
-        self._store(batch, block, out, lse)
+        factor, lse = softmax.last_factor(plan.spec, exponent, state.m, softmax.whole(state.l), sink)
+        self._store(batch, block, softmax.scaled_rows(acc_o, factor), lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             copy_next()
@@ -195,7 +195,7 @@ class ForwardCta(Cta[ForwardPlan]):
         full = k.full.at[slot]
         inputs.copy_rows("key", keys, k.tiles.at[slot], full)
         if shared.bias_columns is not None:
-            source = bias_columns.of_keys(inputs, keys, self.head)
+            source = bf16_columns.of_keys(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
         if shared.bias is not None:
             tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
@@ -268,7 +268,7 @@ class MainLoop:
             q, k = (self.cta.q.at[warpgroup, :, rest],), (keys.at[slot, :, rest],)
         piece_products.mma(acc_s, q, operand_pieces.transposed(k), self.ops)
         if self.smem.bias_columns is not None:
-            bias_columns.add(acc_s, self.smem.bias_columns.at[slot], self.ops)
+            bf16_columns.add_bias(acc_s, self.smem.bias_columns.at[slot], self.ops)
 
     def _p(self, state: Softmax) -> Pieces:
         return operand_pieces.split(self.plan.spec, state.p, self.ops)

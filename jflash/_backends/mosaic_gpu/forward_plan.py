@@ -12,14 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash._backends.mosaic_gpu import bf16_columns, bias_columns, forward_schedule, smem, timing_model
-from jflash._backends.mosaic_gpu.array_shapes import (
-    block_dims,
-    forward_in_panels,
-    panel_dim,
-    tile_dims,
-    values_in_panels,
-)
+from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, forward_schedule, smem, timing_model
+from jflash._backends.mosaic_gpu.array_shapes import block_dims, forward_in_panels, tile_dims, values_in_panels
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
@@ -40,7 +34,7 @@ SMALLEST_TILE = RowTiles(1, 64, 1)
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     columns, value_columns = tile_dims(spec)
-    has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), bias_columns.form(spec).bias_by_mma
+    has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), bf16_columns.form(spec).bias_by_mma
     tiles, value_tiles = CallTiles(spec, forward_in_panels(spec)), CallTiles(spec, values_in_panels(spec))
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
@@ -82,7 +76,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     def form(self) -> LogitsForm:
         """The form of the logits."""
         few_registers = self.tile.warpgroups > 3 or self.columns >= 256 or self.spec.dropout_rate > 0
-        return bias_columns.form(self.spec, sums_in_parts=not few_registers)
+        return bf16_columns.form(self.spec, sums_in_parts=not few_registers)
 
     @property
     def is_plain(self) -> bool:
@@ -136,7 +130,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
             # Registers, from which a partial call's leaves, are stored whole.
             return self.schedule.blocks * self.tile.rows, self.columns
         if forward_in_panels(self.spec):
-            return self.rows, panel_dim(self.spec.value_dim)
+            return self.rows, array_shapes.panel_dim(self.spec.value_dim)
         return round_up(self.rows, 8), block_dims(self.spec)[1]
 
     @property
@@ -243,7 +237,7 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
 
 def _tiles_of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
     """Tiles of three and four warpgroups, which have 160 and 112 registers a thread for O, P and a tile of logits."""
-    (head_dim, value_dim), form = block_dims(spec), bias_columns.form(spec)
+    (head_dim, value_dim), form = block_dims(spec), bf16_columns.form(spec)
     if max(head_dim, value_dim) <= 64:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
         tiles = RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4)

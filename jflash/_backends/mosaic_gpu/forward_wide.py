@@ -206,8 +206,8 @@ class _Cta(ForwardCta):
         sink, exponent = self.sink(batch, head), self.form.exponent(spec)
         result = self.refs.results["out"].at[self.split, batch]
         for chunk, acc in zip(chunks, acc_o, strict=True):
-            out, lse = softmax.finish(spec, exponent, m, l, acc, sink)
-            columns = pl.ds(chunk * plan.columns, plan.columns)
+            factor, lse = softmax.last_factor(spec, exponent, m, l, sink)
+            out, columns = softmax.scaled_rows(acc, factor), pl.ds(chunk * plan.columns, plan.columns)
             self.rows_of(result, head, block, columns)[...] = out.astype(result.dtype)
             if chunk == 0:
                 self.refs.results["lse"][self.split, batch, head, self.rows(block)] = lse

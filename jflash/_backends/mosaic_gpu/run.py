@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import (
     array_shapes,
-    bias_columns,
+    bf16_columns,
     forward_kernel,
     forward_wide,
     tangent_kernel,
@@ -63,7 +63,7 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
     arrays |= score_mod_reads.prepare(operands.score_mod_arrays)
     arrays |= Prepared(spec, operands, ops).packed_mask() | array_shapes.edges(operands, dict(value=value))
     if bias_by_mma:
-        arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
+        arrays |= bf16_columns.prepare_bias(spec, operands, plan.tile.keys)
     rows, missing = max(plan.rows_of_a_range // packed, 1), plan.missing_rows // packed
     return arrays | tile_range.table(spec, operands, rows, missing)
 

@@ -269,20 +269,21 @@ def test_chunks_make_every_product_once(dim: int, precision: str | None):
         divided = ColumnChunks.of(spec_of(8, 8, dtype=dtype, precision=precision), dim)
         assert divided.width % min(64, dim & -dim) == 0
         places = [divmod(first, divided.columns) for first in divided.first_columns]
-        made = [(product.fixed_piece, *places[product.chunk]) for product in divided.products]
-        assert all(first == product.first_column for (*_, first), product in zip(made, divided.products, strict=True))
+        made = [(factor, *places[chunk]) for chunk, factor in divided.products]
         columns = range(0, dim, divided.width)
+        assert [first for _, first in places] == [*columns] * divided.pieces
         pairs = operand_pieces.order(divided.pieces)
-        assert sorted(made) == sorted((fixed, piece, first) for fixed, piece in pairs for first in columns)
+        assert sorted(made) == sorted((factor, piece, first) for factor, piece in pairs for first in columns)
         held: set[int | None] = set()
         most, leaving = 0, None
-        for product in divided.products:
-            assert product.is_first == (product.chunk not in held)
-            held.add(product.chunk)
+        for chunk, factor in divided.products:
+            # It comes for the product with the smallest piece.
+            assert (factor == chunk // divided.of_a_piece) == (chunk not in held)
+            held.add(chunk)
             most = max(most, len(held))
             # It leaves when the next product is issued, for which that chunk must be there.
             held.discard(leaving)
-            leaving = product.chunk if product.is_last else None
+            leaving = chunk if factor == 0 else None
         assert held == {leaving}
         assert most == divided.least
 
@@ -290,5 +291,5 @@ def test_chunks_make_every_product_once(dim: int, precision: str | None):
 def test_three_pieces_are_added_the_smallest_first():
     """Products of larger pieces come later: what is added to them is rounded more."""
     divided = ColumnChunks.of(spec_of(8, 8, dtype=jnp.float32, precision="highest"), 192)
-    pieces = [(divided.first_columns[product.chunk] // 192, product.fixed_piece) for product in divided.products]
+    pieces = [(divided.first_columns[chunk] // 192, factor) for chunk, factor in divided.products]
     assert [piece for piece, _ in itertools.groupby(pieces)] == [(2, 0), (1, 1), (1, 0), (0, 2), (0, 1), (0, 0)]
