@@ -60,8 +60,8 @@ def forward_in_panels(spec: Spec) -> bool:
 
 
 def values_in_panels(spec: Spec) -> bool:
-    """Whether the forward's values are: where blocks would want a copy, and that takes longer than several products do
-    for one of all columns."""
+    """Whether the forward's tiles of values are `Panels`: where blocks would want a copy that takes longer than several
+    products do for one of all columns."""
     columns, rows = round_up(spec.value_dim, 16), _rows_that_see_a_key(spec) * spec.group
     is_whole = spec.key_length % 8 == 0 and _is_whole(spec.value_dim)
     few = _FEW_ROWS if _panel(columns) == _WIDEST else _FEW_ROWS // 2
@@ -69,8 +69,10 @@ def values_in_panels(spec: Spec) -> bool:
 
 
 def in_panels(spec: Spec) -> bool:
-    """Whether tiles of all kernels but the forward's are: where blocks would want copies, and those take longer than
-    what panels cost: three operands' columns are a product for each, and rows may begin in the middle of 32 bytes."""
+    """Whether tiles of all kernels but the forward's are `Panels`: where blocks would want copies that cost more.
+
+    Panels cost a product for each, with three operands' columns, and rows that begin in the middle of 32 bytes.
+    """
     if not _may_have_panels(spec) or (_has_whole_lengths(spec) and all(map(_is_whole, _dims(spec)))):
         return False
     are_wide = all(_panel(dim) in (dim, _WIDEST) for dim in _dims(spec))
@@ -111,12 +113,9 @@ def _rows_that_see_a_key(spec: Spec) -> float:
 
 
 def block_dims(spec: Spec) -> tuple[int, int]:
-    """A call's H and D in device memory, where tiles are in blocks; of pieces of float32, in multiples that every
-    kernel's tiles take."""
-    head_dim, value_dim = _dims(spec)
-    if spec.dtype == jnp.float32:
-        return round_up(head_dim, 32), round_up(value_dim, 32)
-    return block_dim(head_dim), block_dim(value_dim)
+    """A call's H and D in device memory, where tiles are in blocks; pieces of float32 fill every kernel's tiles."""
+    whole = (lambda dim: round_up(dim, 32)) if spec.dtype == jnp.float32 else block_dim
+    return whole(spec.head_dim), whole(spec.value_dim)
 
 
 def whole_dims(spec: Spec) -> tuple[int, int]:

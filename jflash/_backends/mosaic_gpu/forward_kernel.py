@@ -36,7 +36,6 @@ from jflash._backends.nvidia.ops import Ref, WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
-from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
@@ -245,10 +244,8 @@ class MainLoop:
             self.ops.pass_turn(lax.rem(self.cta.warpgroup + 1, self.plan.tile.warpgroups))
 
     def _slot(self, index: Any) -> Any:
-        return pipeline.slot(self.visited + index, self.plan.tile.stages, self._opaque_zero(index))
-
-    def _opaque_zero(self, index: Any) -> Any:
-        return pipeline.opaque_zero(index, self.cta.warpgroup)
+        opaque_zero = pipeline.opaque_zero(index, self.cta.warpgroup)
+        return pipeline.slot(self.visited + index, self.plan.tile.stages, opaque_zero)
 
     def _prefetch(self, index: Any) -> dict[str, Array]:
         at = self.at._replace(key=self.tiles.start(index))
@@ -258,7 +255,7 @@ class MainLoop:
         spec, warpgroup, slot = self.plan.spec, self.cta.warpgroup, self._slot(index)
         if operand_pieces.number(spec) > 1:
             # Registers hold the addresses of one piece's parts for the whole loop, but not those of several.
-            warpgroup = warpgroup + self._opaque_zero(index)
+            warpgroup = warpgroup + pipeline.opaque_zero(index, warpgroup)
         queries, keys = self.cta.q.at[warpgroup], self.smem.k.tiles
         q, k = piece_products.of_tile(spec, queries), piece_products.of_tile(spec, keys.at[slot])
         if self.q_in_registers is not None:
@@ -269,12 +266,6 @@ class MainLoop:
         piece_products.mma(acc_s, q, operand_pieces.transposed(k), self.ops)
         if self.smem.bias_columns is not None:
             bf16_columns.add_bias(acc_s, self.smem.bias_columns.at[slot], self.ops)
-
-    def _p(self, state: Softmax) -> Pieces:
-        return operand_pieces.split(self.plan.spec, state.p, self.ops)
-
-    def _v(self, slot: Any) -> Pieces:
-        return piece_products.of_tile(self.plan.spec, self.smem.v.tiles.at[slot])
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
         slot, at = self._slot(index), self.at._replace(key=self.tiles.start(index))
@@ -307,7 +298,7 @@ class MainLoop:
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
         # Before any product is issued: ptxas serialises products if registers that one reads are written among them.
-        p = self._p(state)
+        p = operand_pieces.split(spec, state.p, ops)
         is_masked = self.tiles.whole is not None
         fence = form.scheduling_fence(spec, tile.keys, tile.warpgroups, is_masked=is_masked)
         plgpu.barrier_wait(shared.k.full.at[slot])
@@ -317,7 +308,7 @@ class MainLoop:
                 self._take_turn()
                 self._issue_s(acc_s, index)
                 plgpu.barrier_wait(shared.v.full.at[last])
-                v = self._v(last)
+                v = piece_products.of_tile(spec, shared.v.tiles.at[last])
                 piece_products.mma(acc_o, p, v, ops)
                 self._pass_turn()
                 s = ops.read(acc_s, pending=piece_products.issued(v))
@@ -335,9 +326,10 @@ class MainLoop:
 
     def _add_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         """Add P V of the tile before `stop`."""
-        v, last = self.smem.v, self._slot(stop - 1)
+        v, last, spec = self.smem.v, self._slot(stop - 1), self.plan.spec
         plgpu.barrier_wait(v.full.at[last])
-        acc_o = piece_products.add_matmul(self.plan.spec, acc_o, self._p(state), self._v(last), self.ops)
+        p, values = operand_pieces.split(spec, state.p, self.ops), piece_products.of_tile(spec, v.tiles.at[last])
+        acc_o = piece_products.add_matmul(spec, acc_o, p, values, self.ops)
         plgpu.barrier_arrive(v.empty.at[last])
         return acc_o
 

@@ -203,14 +203,7 @@ def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[i
 
 
 def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
-    """The fastest tiles that fit in shared memory and registers.
-
-    Args:
-      spec: the call.
-      rows: query rows of a head, in whole tiles.
-      visits: how many tiles of keys blocks of queries visit, about.
-      processors_per_head: multiprocessors for each head of a batch entry; 0 where the device is unknown.
-    """
+    """The fastest tiles that fit, for a head with `rows` of queries; `processors_per_head` is 0 where it is unknown."""
     dims, bias_bytes, few_rows = block_dims(spec), bias_and_mask.bias_tile_bytes(spec), rows <= WARPGROUP_ROWS
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
     if spec.dtype == jnp.float32:

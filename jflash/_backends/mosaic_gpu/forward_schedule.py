@@ -221,12 +221,8 @@ class DealtTo(NamedTuple):
         return table[cta, 1 + index, 0], table[cta, 1 + index, 1], table[cta, 1 + index, 2]
 
 
-def _shape(items: DealtItems) -> tuple[int, int, int]:
-    return len(items.lists), 1 + max(map(len, items.lists)), 3
-
-
 def _values(items: DealtItems) -> Int[np.ndarray, "ctas places 3"]:
-    table = np.zeros(_shape(items), np.int32)
+    table = np.zeros((len(items.lists), 1 + max(map(len, items.lists)), 3), np.int32)
     for row, places in zip(table, items.lists, strict=True):
         row[0], row[1 : 1 + len(places)] = len(places), places
     return table
@@ -235,5 +231,5 @@ def _values(items: DealtItems) -> Int[np.ndarray, "ctas places 3"]:
 # `custom_partitioning` refuses arrays that a traced function closes over, as this would be.
 _table = Primitive("jflash_items")
 _table.def_impl(lambda items: jnp.asarray(_values(items)))
-_table.def_abstract_eval(lambda items: ShapedArray(_shape(items), jnp.int32))
+_table.def_abstract_eval(lambda items: ShapedArray(_values(items).shape, jnp.int32))
 mlir.register_lowering(_table, lambda _, items: [mlir.ir_constant(_values(items))])

@@ -90,7 +90,7 @@ class _Cta(ForwardCta):
         self.has_16_bits = operand_pieces.number(plan.spec) == 1
         # In lists: found before the warpgroups part, kernels of 16 bits are faster and those of float32 slower.
         self.found = self._item(0, 0) if self.dealt is None or self.has_16_bits else None
-        self.keys = ChunkRing(plan.key_chunks, refs.smem.keys, plan.cluster)
+        self.keys = ChunkRing(plan.key_chunks, refs.smem.keys, PAIR if plan.in_pairs else None)
 
     def rows(self, block: Any) -> Any:
         return pl.ds(self.block_start(block), WARPGROUP_ROWS)
@@ -292,9 +292,9 @@ class _Cta(ForwardCta):
         self.keys.copy(self.inputs, "key", self._tile(item, first, size), item.before + index, chunk)
 
     def _copy_values(self, number: int, chunk: int, item: _Item, index: Any) -> None:
-        plan, tile, v = self.plan, self.plan.tile, self.smem.values[chunk]
+        tile, v = self.plan.tile, self.smem.values[chunk]
         slot = lax.rem((item.before + index) * tile.value_tiles + number, tile.stages)
         source = self._tile(item, item.tiles.start(index) + number * tile.value_keys, tile.value_keys)
         plgpu.barrier_wait(v.empty.at[slot])
-        columns = v.tiles.shape[-1]
-        self.inputs.copy_rows("value", source, v.tiles.at[slot], v.full.at[slot], chunk * columns, plan.cluster)
+        first_column, cluster = chunk * v.tiles.shape[-1], self.keys.cluster
+        self.inputs.copy_rows("value", source, v.tiles.at[slot], v.full.at[slot], first_column, cluster)

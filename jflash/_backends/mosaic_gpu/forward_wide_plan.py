@@ -105,21 +105,13 @@ class WideForwardPlan(ForwardPlan):
         return self.tile.rows * (2 if self.in_pairs else 1)
 
     @property
-    def cluster(self) -> str | None:
-        """The axis of the CTAs that share copies, if some do."""
-        return PAIR if self.in_pairs else None
-
-    @property
     def smem(self) -> Buffers:
-        return shared_memory(self.spec, self.tile, self.cluster)
+        return shared_memory(self.spec, self.tile, in_pairs=self.in_pairs)
 
     @property
     def launch(self) -> Launch:
-        launch = super().launch
-        grid = launch.grid
-        if self.dealt is not None:
-            grid = {**dict.fromkeys(grid, 1), "block": len(self.dealt.lists)}
-        cluster = {PAIR: 2} if self.in_pairs else {}
+        launch, cluster = super().launch, {PAIR: 2} if self.in_pairs else {}
+        grid = launch.grid if self.dealt is None else dict.fromkeys(launch.grid, 1) | dict(block=len(self.dealt.lists))
         return dataclasses.replace(launch, grid=grid, cluster=cluster, warpgroups=2 + HALVES)
 
 
@@ -136,10 +128,11 @@ def _value_chunks(spec: Spec) -> tuple[int, int]:
     return number, round_up(value_dim, 16 * number) // number
 
 
-def shared_memory(spec: Spec, tile: WideTiles, cluster: str | None = None) -> Buffers:
+def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
     readers are done."""
     (head_dim, value_dim), tiles, chunks = whole_dims(spec), CallTiles.of(spec), _key_chunks(spec, tile.keys)
+    cluster = PAIR if in_pairs else None
     q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, part=chunks.width)
     number, columns = _value_chunks(spec)
     values, bias = (tile.stages, tile.value_keys, columns), (1, tile.rows, tile.keys)
@@ -159,7 +152,11 @@ def shared_memory(spec: Spec, tile: WideTiles, cluster: str | None = None) -> Bu
 
 def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
     """The plan of a wide call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    packed_heads = _packed_heads(spec)
+    packed_heads = 1
+    if may_pack(spec):
+        # As many heads as end where a block does.
+        one_block = spec.query_length * spec.group <= WARPGROUP_ROWS
+        packed_heads = spec.group if one_block else math.gcd(spec.group, WARPGROUP_ROWS)
     blocks, splits = pl.cdiv(spec.query_length * packed_heads, WARPGROUP_ROWS), 1
     if packed_heads > 1 or blocks == 1:
         share = (processors or 0) // (spec.batch * (spec.heads // packed_heads) * blocks)
@@ -198,14 +195,6 @@ def _limits_are_known(spec: Spec) -> bool:
     return spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
 
 
-def _packed_heads(spec: Spec) -> int:
-    """How many heads that share keys go into the rows of one tile: as many as end where a block does."""
-    if not may_pack(spec):
-        return 1
-    one_block = spec.query_length * spec.group <= WARPGROUP_ROWS
-    return spec.group if one_block else math.gcd(spec.group, WARPGROUP_ROWS)
-
-
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of a forward."""
     return any(_candidates(spec, few_rows=True))
@@ -221,23 +210,17 @@ def _choose_tiles(spec: Spec, *, few_rows: bool) -> WideTiles:
 
 
 def _candidates(spec: Spec, *, few_rows: bool) -> Iterator[WideTiles]:
-    """Tiles, the best first, each with as many chunks as shared memory has room for, of up to two whole tiles."""
-    for keys, stages in _sizes(spec, few_rows=few_rows):
+    """Tiles, the best first, each with as many chunks as shared memory has room for, of up to two whole tiles.
+
+    With 128 keys a product of S reads less of Q. They need registers, for as many logits; and at both ends of a window
+    a block's rows see parts of two tiles.
+    """
+    is_plain = base2.is_plain(spec) and spec.dropout_rate == 0 and _limits_are_known(spec) and spec.bounds[0] is None
+    few_columns = whole_dims(spec)[1] <= 512 and spec.dtype != jnp.float32
+    sizes = (128, 64) if is_plain and few_columns and not few_rows else (64,)
+    for keys, stages in itertools.product(sizes, (2, 1)):
         chunks = _key_chunks(spec, keys)
         # One more tile of values is not worth a chunk of keys.
         least = chunks.number if stages > 1 else chunks.least
         tiles = (WideTiles(1, keys, stages, slots) for slots in range(2 * chunks.number, least - 1, -1))
         yield from itertools.islice((tile for tile in tiles if smem.fits(shared_memory(spec, tile))), 1)
-
-
-def _sizes(spec: Spec, *, few_rows: bool) -> Iterator[tuple[int, int]]:
-    """Keys of a tile, and tiles of values in shared memory together; the best first.
-
-    With 128 keys a product of S reads less of Q, where registers hold as many logits.
-    """
-    is_plain = base2.is_plain(spec) and spec.dropout_rate == 0 and _limits_are_known(spec)
-    few_columns = whole_dims(spec)[1] <= 512 and spec.dtype != jnp.float32
-    # A block's rows see parts of two tiles, at both ends of a window.
-    if spec.bounds[0] is None and is_plain and few_columns and not few_rows:
-        yield from ((128, 2), (128, 1))
-    yield from ((64, 2), (64, 1))
