@@ -15,6 +15,8 @@ import pytest
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import forward_schedule, smem
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu.backward_short import ShortPlan
 from jflash._backends.mosaic_gpu.forward_plan import output_stores, shared_memory
 from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, DealtTo, Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
@@ -147,6 +149,13 @@ def spec(head_dim: int, value_dim: int, bias: Any = None, **facts: Any) -> Spec:
     )
 
 
+def plan_fused(call: Spec, processors: int | None) -> FusedPlan:
+    """The plan of the fused backward, which the call has."""
+    fused = plan_backward(call, processors)[0].plan
+    assert isinstance(fused, FusedPlan)
+    return fused
+
+
 def test_tiles_by_length():
     """Four warpgroups where a block visits few tiles, three where it visits many, two where processors would wait."""
 
@@ -206,8 +215,7 @@ def test_waves_of_a_causal_backward(heads: int, blocks: int, batch: int, items: 
 def test_waves_of_blocks_that_are_alike(options: dict, items: int):
     """None needs a partner, however many there are."""
     call = dataclasses.replace(spec(96, 96, heads=21, key_heads=21, query_length=8192, key_length=8192), **options)
-    fused = plan_backward(call, 132).fused
-    assert fused is not None
+    fused = plan_fused(call, 132)
     assert fused.schedule.items == items
     assert options or backward_ends(fused.schedule, causal=False) < 1.05
 
@@ -291,10 +299,10 @@ def test_short_calls_have_a_cta_for_each_head(processors: int | None, options: d
     call = dataclasses.replace(one, **options)
     if call.bias_shape is not None:
         call = dataclasses.replace(call, operands=call.operands | {"bias"})
-    found = plan_backward(call, processors)
-    assert (found.short is not None) == is_short
-    assert found.short is None or (found.fused, found.dq, found.dkv) == (None, None, None)
-    assert all(smem.fits(kernel.launch.smem) for kernel in found.kernels)
+    found = [kernel.plan for kernel in plan_backward(call, processors)]
+    assert isinstance(found[0], ShortPlan) == is_short
+    assert not is_short or len(found) == 1
+    assert all(smem.fits(kernel.launch.smem) for kernel in found)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +327,7 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
     call = spec(64, 64, **dict(batch=4, heads=8, key_heads=8, query_length=4096, key_length=77))
     asked = {name: value for name, value in options.items() if name != "alibi_slopes"}
     call = dataclasses.replace(call, operands=call.operands | (options.keys() - asked.keys()), **asked)
-    fused = plan_backward(call, processors).fused
-    assert fused is not None
+    fused = plan_fused(call, processors)
     assert fused.schedule.splits == splits
     assert fused.schedule.blocks == splits
     assert fused.schedule.stores_sums == (splits > 1 or call.partial or fused.schedule.head_groups > 1)
@@ -330,8 +337,7 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
     """Of a tile that begins at the last query, or at the multiple of 8 before it."""
-    fused = plan_backward(spec(head_dim, head_dim, query_length=length), 132).fused
-    assert fused is not None
+    fused = plan_fused(spec(head_dim, head_dim, query_length=length), 132)
     assert fused.tile.adds_registers
     last = (length - 1) // 8 * 8
     assert fused.dq_acc(0).shape[1] >= last + fused.tile.queries
@@ -341,16 +347,14 @@ def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
 def test_what_spills_leaves_room_for_the_cache(facts: dict):
     """Spilled registers are in the cache, which has what shared memory leaves of 256 KiB. A CTA that asks for more than
     196, with one that CUDA takes for itself, is given 228."""
-    fused = plan_backward(dataclasses.replace(spec(128, 128), **facts), 132).fused
-    assert fused is not None
+    fused = plan_fused(dataclasses.replace(spec(128, 128), **facts), 132)
     assert fused.tile.stages == 2
     assert smem.size(fused.launch.smem) + 1024 <= 196 * 1024
 
 
 def test_two_stages_fit_beside_tiles_of_a_bias():
     """With one, the fused backward of 128 columns spills fifteen times as much."""
-    fused = plan_backward(spec(128, 128, bias=jnp.bfloat16), 132).fused
-    assert fused is not None
+    fused = plan_fused(spec(128, 128, bias=jnp.bfloat16), 132)
     assert fused.tile.stages == 2
 
 
@@ -358,7 +362,7 @@ def test_two_stages_fit_beside_tiles_of_a_bias():
 def test_parts_of_a_range_are_all_of_it(count: int, parts: int):
     """Each tile is one part's; a part may have none."""
     every = tile_range.TileRange(jnp.int32(16), jnp.int32(count), None, 64)
-    found = [every.part(index, parts) for index in range(parts)]
+    found = [every.share(index, parts) for index in range(parts)]
     starts = [int(part.start(index)) for part in found for index in range(int(part.count))]
     assert starts == [16 + 64 * index for index in range(count)]
 

@@ -19,6 +19,7 @@ from short_run import sampled
 
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan, smem
+from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.nvidia.tile import operand_pieces
@@ -191,7 +192,7 @@ def test_head_groups(dtype: str, dims: tuple[int, int]):
     """Query heads that share keys, in groups whose dK and dV are summed in the end."""
     call = cases.build(Case(dtype, 70, 70, heads=(4, 1), dims=dims, batch=(1,), causal=True, bias="keys"))
     spec, _ = hopper_kernels.canonical(call)
-    assert all(kernel.stores_sums for kernel in plan.plan_backward(spec, 132).wide[1:])
+    assert all(kernel.plan.stores_sums for kernel in plan.plan_backward(spec, 132)[1:])
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
@@ -215,7 +216,7 @@ def test_every_size_fits(bias: Any):
         assert mosaic_gpu.unsupported_call(spec) is None
         forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
         assert isinstance(forward, WideForwardPlan)
-        kernels = [forward, *backward.wide, *([] if backward.dbias is None else [backward.dbias])]
+        kernels = [forward, *(kernel.plan for kernel in backward)]
         assert len(kernels) == 4 + (bias is not None)
         for kernel in kernels:
             assert smem.fits(kernel.launch.smem), (head_dim, value_dim, kernel)
@@ -240,8 +241,8 @@ def test_float32_is_served_by_how_many_columns_both_heads_have(
         if not is_served:
             continue
         forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
-        assert isinstance(forward, WideForwardPlan) == bool(backward.wide)
-        for kernel in (forward, *backward.kernels):
+        assert isinstance(forward, WideForwardPlan) == isinstance(backward[0].plan, WidePlan)
+        for kernel in (forward, *(kernel.plan for kernel in backward)):
             assert smem.fits(kernel.launch.smem), (head_dim, value_dim, kernel)
 
 
