@@ -204,8 +204,8 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: a query head has the keys of another group",
         "jflash/_backends/mosaic_gpu/forward_kernel.py",
-        "key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)",
-        "key_head = lax.rem(self.head, plan.spec.key_heads)",
+        "return lax.div(head, self.plan.heads // self.plan.spec.key_heads)",
+        "return lax.rem(head, self.plan.spec.key_heads)",
         f"{INTERPRETED}::test_head_groups_of_the_forward",
     ),
     Defect(

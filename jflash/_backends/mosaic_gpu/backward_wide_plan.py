@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
-from jflash._backends.mosaic_gpu.column_chunks import TileParts
+from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WalkedTiles
@@ -88,8 +88,8 @@ def _columns(spec: Spec, name: str) -> int:
     return round_up(_dim(spec, name), 32)
 
 
-def _parts(spec: Spec, gradient: Gradient) -> TileParts:
-    return TileParts.of(spec, _columns(spec, _KINDS[gradient].unweighed))
+def _parts(spec: Spec, gradient: Gradient) -> ColumnChunks:
+    return ColumnChunks.of(spec, _columns(spec, _KINDS[gradient].unweighed))
 
 
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
@@ -148,7 +148,7 @@ class WidePlan(SummingPlan):
         return _columns(self.spec, self.gradient)
 
     @property
-    def parts(self) -> TileParts:
+    def parts(self) -> ColumnChunks:
         """Those of a tile that is not weighed."""
         return _parts(self.spec, self.gradient)
 

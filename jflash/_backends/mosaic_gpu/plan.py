@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from jflash._backends.mosaic_gpu import (
+    array_shapes,
     backward_plan,
     forward_kernel,
     forward_plan,
@@ -13,7 +14,6 @@ from jflash._backends.mosaic_gpu import (
     forward_wide_plan,
     smem,
     tangent_kernel,
-    whole_tiles,
 )
 from jflash._backends.mosaic_gpu.backward_plan import plan_backward
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
@@ -60,8 +60,8 @@ def describe(spec: Spec, processors: int | None) -> str:
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
     if (products := operand_pieces.products(spec)) > 1:
         details += f", {products} products of pieces for each product"
-    if forward.output_parts:
-        details += f", output in {forward.output_parts} parts"
+    if forward.output_stores:
+        details += f", output in {forward.output_stores} stores"
     if isinstance(forward, WideForwardPlan) and forward.dealt is not None:
         details += f", lists of up to {max(map(len, forward.dealt.lists))} blocks"
     lines = ["forward:", *_kernel(forward), f"    {details}"]
@@ -70,7 +70,7 @@ def describe(spec: Spec, processors: int | None) -> str:
         lines += ["tangent:", *_kernel(tangent.plan), f"    output in {tangent.plan.parts} parts"]
     lines.append("backward:")
     lines += [line for kernel in backward for line in _kernel(kernel.plan)]
-    copies = whole_tiles.copied(spec)
+    copies = array_shapes.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import array_shapes, bias_columns, delta, whole_tiles
+from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, delta
 from jflash._backends.mosaic_gpu.array_shapes import in_panels
 from jflash._backends.nvidia import prepare
 from jflash._backends.nvidia.launch import Kernel
@@ -27,21 +27,21 @@ class HopperForward(Prepared):
         """Return query, key and value in whole tiles, of the values' columns in as many chunks, by name."""
         spec, operands = self.spec, self.operands
         panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
-        whole = functools.partial(whole_tiles.whole_tiles, spec)
+        whole = functools.partial(array_shapes.whole_tiles, spec)
         query, axis = operands.query, 1
         if packed_heads > 1:
             query, axis = prepare.pack_heads(query, packed_heads), 2
         return dict(
             query=whole("query", query, axis=axis, in_panels=panels),
             key=whole("key", operands.key, in_panels=panels),
-            value=whole("value", operands.value, parts=value_chunks, in_panels=value_panels),
+            value=whole("value", operands.value, chunks=value_chunks, in_panels=value_panels),
         )
 
     def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
         """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""
         by_mma = bias_columns_of is not None
         others = prepare.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.score_mod_arrays
-        columns = bias_columns.prepare(self.spec, self.operands, bias_columns_of) if by_mma else {}
+        columns = bf16_columns.prepare_bias(self.spec, self.operands, bias_columns_of) if by_mma else {}
         return others | self.packed_mask() | columns
 
 
@@ -54,13 +54,13 @@ class HopperBackward(PreparedBackward):
     def tiles(self) -> dict[str, Float[Array, "B L N columns"]]:
         """Query, key, value and d_out in whole tiles, by name."""
         panels = in_panels(self.spec)
-        whole = functools.partial(whole_tiles.whole_tiles, self.spec, in_panels=panels)
+        whole = functools.partial(array_shapes.whole_tiles, self.spec, in_panels=panels)
         return {name: whole(name, array) for name, array in self.factors.items()}
 
     @functools.cached_property
     def edges(self) -> dict[str, Array]:
         """The rows of each array with lengths in which padding begins, by name."""
-        return whole_tiles.edges(self.operands, self.tiles)
+        return array_shapes.edges(self.operands, self.tiles)
 
     @property
     def around_queries(self) -> dict[str, Array]:
@@ -101,7 +101,7 @@ class HopperTangent(Prepared):
             if operand == "value" and chunks > 1:
                 room = [(0, 0)] * 3 + [(0, chunks * of_chunk.value_dim - array.shape[3])]
                 array = jnp.pad(array, room).reshape(*array.shape[:2], -1, of_chunk.value_dim)
-            return whole_tiles.whole_tiles(of_chunk, operand, array, in_panels=panels)
+            return array_shapes.whole_tiles(of_chunk, operand, array, in_panels=panels)
 
         return {name: tiles(name) for name in names}
 

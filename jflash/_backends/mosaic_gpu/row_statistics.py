@@ -91,7 +91,7 @@ def ones() -> Float[Array, "2 64 16"]:
 def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
     """Some queries' columns, or their lse and delta, in device memory."""
     if "columns" in inputs.refs:
-        return [bf16_columns.part(inputs.refs["columns"].at[batch, head], rows, batch)]
+        return [bf16_columns.of_rows(inputs.refs["columns"].at[batch, head], rows, batch)]
     return [inputs.refs[name].at[batch, head, rows] for name in ("lse", "delta")]
 
 

@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu import piece_products, pipeline, smem, whole_tiles
+from jflash._backends.mosaic_gpu import array_shapes, piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.prepared import HopperTangent
 from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked
@@ -118,7 +118,7 @@ class TangentPlan(QueryRowsPlan):
 
     def arrays(self, call: HopperTangent) -> dict[str, Array]:
         factors = call.factors(self.parts, self.part, (*self.q, *self.k, *self.v))
-        shaping = call.others | call.moved_others | call.packed_mask() | whole_tiles.edges(call.operands, factors)
+        shaping = call.others | call.moved_others | call.packed_mask() | array_shapes.edges(call.operands, factors)
         return factors | shaping | call.ranges(self.tile.rows) | dict(lse=call.lse)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:

@@ -12,7 +12,7 @@ from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from short_run import cover, sampled
 
-from jflash._backends.mosaic_gpu import bf16_columns, bias_columns
+from jflash._backends.mosaic_gpu import bf16_columns
 from jflash._backends.mosaic_gpu.delta import delta
 from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.tile import operand_pieces, soft_cap
@@ -70,7 +70,7 @@ def test_pieces_of_a_bias_of_keys():
     generator = np.random.default_rng(0)
     finite = generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 119, 10_000)
     values = np.concatenate([finite, [2.0**126, -(2.0**126), 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
-    pieces = np.asarray(bias_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
+    pieces = np.asarray(bf16_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
     assert pieces.shape[1] == bf16_columns.STORED_COLUMNS
     np.testing.assert_array_equal(np.add.reduce(pieces, 1), values)
     np.testing.assert_array_equal(np.add.reduce(pieces[:, ::-1], 1), values)

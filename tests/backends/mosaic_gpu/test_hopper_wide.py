@@ -20,7 +20,7 @@ from short_run import sampled
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan, smem
 from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
-from jflash._backends.mosaic_gpu.column_chunks import TileParts
+from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
@@ -133,14 +133,14 @@ def test_blocks_are_dealt_out(dtype: str, dims: tuple[int, int], options: dict):
 
 
 @pytest.mark.slow
-def test_least_parts():
+def test_fewest_chunks():
     """Tiles of a float32 bias leave room for no more."""
     case = Case("float16", 131, 131, heads=(2, 1), dims=(576, 512), bias="full", mask="full", window=(40, 10))
     call = cases.build(case)
     call = dataclasses.replace(call, bias=call.bias.astype(np.float32))
     spec, _ = hopper_kernels.canonical(call)
     forward = plan.plan_forward(spec, 132).plan
-    assert forward.tile.parts == forward.key_parts.least
+    assert forward.tile.chunk_slots == forward.key_chunks.least
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
@@ -263,32 +263,33 @@ def test_the_plan_in_words():
 
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("dim", [32, 64, 256, 288, 320, 512, 576])
-def test_parts_make_every_product_once(dim: int, precision: str | None):
-    """Of pieces that are multiplied, over all columns; a part is read from its first product to its last."""
+def test_chunks_make_every_product_once(dim: int, precision: str | None):
+    """Of pieces that are multiplied, over all columns; a chunk is read from its first product to its last."""
     for dtype in (jnp.bfloat16, jnp.float32):
-        divided = TileParts.of(spec_of(8, 8, dtype=dtype, precision=precision), dim)
+        divided = ColumnChunks.of(spec_of(8, 8, dtype=dtype, precision=precision), dim)
         assert divided.width % min(64, dim & -dim) == 0
         places = [divmod(first, divided.columns) for first in divided.first_columns]
-        made = [(product.own_piece, *places[product.part]) for product in divided.products]
-        assert all(first == product.first_column for (*_, first), product in zip(made, divided.products, strict=True))
+        made = [(factor, *places[chunk]) for chunk, factor in divided.products]
         columns = range(0, dim, divided.width)
+        assert [first for _, first in places] == [*columns] * divided.pieces
         pairs = operand_pieces.order(divided.pieces)
-        assert sorted(made) == sorted((own, piece, first) for own, piece in pairs for first in columns)
+        assert sorted(made) == sorted((factor, piece, first) for factor, piece in pairs for first in columns)
         held: set[int | None] = set()
         most, leaving = 0, None
-        for product in divided.products:
-            assert product.is_first == (product.part not in held)
-            held.add(product.part)
+        for chunk, factor in divided.products:
+            # It comes for the product with the smallest piece.
+            assert (factor == chunk // divided.of_a_piece) == (chunk not in held)
+            held.add(chunk)
             most = max(most, len(held))
-            # It leaves when the next product is issued, for which that part must be there.
+            # It leaves when the next product is issued, for which that chunk must be there.
             held.discard(leaving)
-            leaving = product.part if product.is_last else None
+            leaving = chunk if factor == 0 else None
         assert held == {leaving}
         assert most == divided.least
 
 
 def test_three_pieces_are_added_the_smallest_first():
     """Products of larger pieces come later: what is added to them is rounded more."""
-    divided = TileParts.of(spec_of(8, 8, dtype=jnp.float32, precision="highest"), 192)
-    pieces = [(divided.first_columns[product.part] // 192, product.own_piece) for product in divided.products]
+    divided = ColumnChunks.of(spec_of(8, 8, dtype=jnp.float32, precision="highest"), 192)
+    pieces = [(divided.first_columns[chunk] // 192, factor) for chunk, factor in divided.products]
     assert [piece for piece, _ in itertools.groupby(pieces)] == [(2, 0), (1, 1), (1, 0), (0, 2), (0, 1), (0, 0)]

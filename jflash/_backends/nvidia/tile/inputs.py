@@ -44,7 +44,7 @@ class KernelInputs:
     keys_first: bool = False
     """Whether a tile's rows are keys and its columns queries."""
     has_bias: bool = True
-    """Whether the bias, if the call has one, is still to be added to products: see `bias_columns`."""
+    """Whether the bias, if the call has one, is still to be added to products: see `bf16_columns`."""
 
     def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
         """Return a scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""

@@ -57,7 +57,7 @@ class LogitsForm:
     max_warpgroups = 2
     """The most warpgroups that compute for which the form leaves registers."""
     bias_by_mma = False
-    """Whether the matrix unit adds the bias, from `bias_columns`."""
+    """Whether the matrix unit adds the bias, from `bf16_columns`."""
     first_m = -math.inf
     """m before the first tile, in a kernel whose first tile is like all others."""
 
