@@ -29,9 +29,9 @@ from hopper_kernels import canonical, shaped_as
 from kernel_families import mma
 from mma_compile import DIRECTORY, Device, on_device, sharding
 
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._semantics.spec import Residuals
 
 CAPABILITY = sys.argv[2]

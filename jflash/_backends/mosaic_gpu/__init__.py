@@ -66,7 +66,7 @@ def _unsupported_operands(spec: Spec, dims: str) -> str | None:
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     return run.forward(plan.plan_forward(spec, _platform.current().processors), operands, HOPPER)
 
@@ -81,7 +81,7 @@ def unsupported_tangent(spec: Spec) -> str | None:
 def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands) -> Results:
     """The tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
     found = plan.plan_tangent(spec, moving, _platform.current().processors)
@@ -91,7 +91,7 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     found = plan.plan_backward(spec, _platform.current().processors)
     return run.backward(found, operands, residuals, HOPPER)

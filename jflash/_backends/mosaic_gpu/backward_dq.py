@@ -31,12 +31,13 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import DqTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps, along_rows
+from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
 from jflash._backends.nvidia.tile.inputs import TileCoord

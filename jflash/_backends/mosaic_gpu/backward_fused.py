@@ -20,10 +20,10 @@ from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.backward_fused_plan import FusedPlan
 from jflash._backends.mosaic_gpu.dq_accumulator import DqRefs
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, FusedCta, Step
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.tile.base2 import sums_scale

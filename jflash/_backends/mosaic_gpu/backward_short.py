@@ -25,10 +25,10 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import pipeline, row_statistics
 from jflash._backends.mosaic_gpu.backward_short_plan import ShortPlan
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.query_walk import FusedCta, Step
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.walk import tile_range

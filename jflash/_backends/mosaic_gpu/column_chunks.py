@@ -19,8 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, smem
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import Buffers
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec

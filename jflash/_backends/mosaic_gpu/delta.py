@@ -23,9 +23,10 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_shape, forward_in_panels, panel_dim, tile_dims
 from jflash._backends.mosaic_gpu.bf16_columns import STORED_COLUMNS
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import panel
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.prepare import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._semantics.spec import Residuals, Spec

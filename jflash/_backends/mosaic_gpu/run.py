@@ -32,10 +32,10 @@ from jflash._backends.mosaic_gpu import (
 )
 from jflash._backends.mosaic_gpu import backward_fused as fused
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan, TangentPlan
 from jflash._backends.nvidia import prepare
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.prepare import in_32_bits, packed_mask
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import score_mod_reads

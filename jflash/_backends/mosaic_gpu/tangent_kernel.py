@@ -35,10 +35,11 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline
 from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tangent_plan import PARAMETERS, TangentPlan
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_rows
+from jflash._backends.nvidia.ops import Ref, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
 from jflash._backends.nvidia.tile.base2 import LOG2_E

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.ops import WarpgroupOps
+from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
 from jflash._semantics.spec import Operands, Spec
 
@@ -90,7 +90,7 @@ def in_32_bits[**Arguments, Made](function: Callable[Arguments, Made]) -> Callab
     return traced
 
 
-def packed_mask(spec: Spec, operands: Operands, ops: WarpgroupOps, *, keys_first: bool = False) -> dict[str, Array]:
+def packed_mask(spec: Spec, operands: Operands, ops: Ops, *, keys_first: bool = False) -> dict[str, Array]:
     """A mask of both axes, packed, by name."""
     if operands.mask is None or not bias_and_mask.has_packed_mask(spec):
         return {}

@@ -14,7 +14,7 @@ from short_run import cover, sampled
 
 from jflash._backends.mosaic_gpu import bf16_columns, bias_columns
 from jflash._backends.mosaic_gpu.delta import delta
-from jflash._backends.nvidia.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia.tile import operand_pieces, soft_cap
 from jflash._semantics.spec import Residuals
 

@@ -20,7 +20,6 @@ from on_hardware import with_nan_in_padding
 from plain_attention import Call
 
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
-from jflash._backends.nvidia.threads import sums_by_index
 from jflash._backends.nvidia.threads.builder import THREADS, as_tree
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.score_mod import trace_score_mod

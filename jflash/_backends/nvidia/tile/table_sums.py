@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.spec import Spec
 
@@ -51,7 +51,7 @@ class TableSums:
         return tuple(read.name for read in score_mod_reads.of_tables(self.spec)) if self._tables else ()
 
     def launch(
-        self, launch: Launch, body: Callable[[Refs], None], arrays: Mapping[str, Array], ops: WarpgroupOps
+        self, launch: Launch, body: Callable[[Refs], None], arrays: Mapping[str, Array], ops: Ops
     ) -> dict[str, Array]:
         """Launch a kernel that changes nothing else; its results, and the tables' gradients."""
         made, changed = launch.update(body, arrays, self.zeros(), ops)
