@@ -41,7 +41,7 @@ def unsupported_score_mod(spec: Spec) -> str | None:
     """Kernels take what a score_mod closes over number by number."""
     if spec.score_mod is None:
         return None
-    from jflash._backends.nvidia.tile import score_mod_reads
+    from jflash._semantics import score_mod_reads
 
     return score_mod_reads.unsupported(spec)
 

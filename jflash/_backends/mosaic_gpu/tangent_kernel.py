@@ -41,11 +41,12 @@ from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
 from jflash._backends.nvidia.tile.base2 import LOG2_E
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics import score_mod_reads
 
 Rows = Float[Array, "rows"]
 Tile = Float[Array, "rows keys"]

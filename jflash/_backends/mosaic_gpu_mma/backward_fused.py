@@ -347,7 +347,7 @@ class _Cta(Cta[FusedPlan]):
         sums to be made beside each other."""
         columns = self._dq_columns()
         if not can_pair(self.smem.k.shape[-1]):
-            return Transposed(self.smem.ds), [columns]
+            return self.smem.ds, [columns]
         rows = self.ops.load_rows(self.smem.ds, transposed=True, paired=True)
         return rows, [columns[first : first + STEP] for first in columns[::STEP]]
 
@@ -362,11 +362,12 @@ class _Cta(Cta[FusedPlan]):
         k, together = self.smem.k.at[self.warpgroup], self.plan.together
         target = self.refs.arrays["dq_acc"].at[self.item.batch, head]
         width = k.shape[-1]
-        options: dict[str, Any] = dict(first_column=columns.start)
+        rows = rows if isinstance(rows, tuple) else Transposed(rows)
         place = first, self.warpgroup * width + columns.start
         if can_pair(width):
-            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, **options)
+            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, first_column=columns.start)
             self.ops.add_pair(dq, target, *place, together, width // 2)
             return
-        (dq,) = self.add_product(self.zeros(1, len(columns)), rows, k, transposed=False, **options)
+        zeros = self.zeros(1, len(columns))
+        (dq,) = self.add_product(zeros, rows, k, transposed=False, first_column=columns.start)
         self.ops.add_rows(dq, target, *place, together)

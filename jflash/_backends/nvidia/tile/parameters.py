@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jflash._backends.nvidia.tile import score_mod_reads
+from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
 
 _PARAMETERS = ("scale", "alibi_slopes", "bias")

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ops, Ref
-from jflash._backends.nvidia.tile import score_mod_reads
+from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
 
 
