@@ -1,7 +1,7 @@
 # All do their set-up themselves, in .venv; they need Python 3.12 or newer and nothing else.
 # Another Python: make test PYTHON=/path/to/python3.12
 #
-#   make quickstart   what jflash does, in a minute
+#   make quickstart   what jflash does: two minutes with its set-up
 #   make test         lint, types, and of the tests what finds a defect soonest: minutes
 #   make test-rest    the tests that `make test` leaves out, and more examples of each property
 #   make test-all     both, and then the deep profile, which searches for hours

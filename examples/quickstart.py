@@ -1,4 +1,4 @@
-"""What jflash does, in one minute: attention and its gradients, exact, without an array of all pairs of tokens.
+"""What jflash does, in a minute: attention and its gradients, exact, without an array of all pairs of tokens.
 
 Runs causal attention over random data with jflash and with `jax.nn.dot_product_attention`. Prints which of jflash's
 implementations served the call, how far both results are from float64, how long they took and how much temporary

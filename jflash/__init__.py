@@ -19,8 +19,10 @@ __version__: str
 
 
 def __getattr__(name: str) -> Any:
-    """What is looked up when it is asked for: the version, which a checkout that was never installed does not have, and
-    the layers, whose libraries may not be here."""
+    """Return the version or the layers of a library, looked up only when they are asked for.
+
+    A checkout that was never installed has no version, and the libraries may not be installed.
+    """
     if name == "__version__":
         from importlib.metadata import version
 

@@ -98,11 +98,11 @@ def attention(
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_strategy: SequenceStrategy | None = None,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
-    r"""Exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
+    r"""Compute exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
-    For every batch entry and head, :math:`\mathrm{softmax}(\mathrm{logits}) V`, where the logits are made from
-    :math:`Q K^T` in this order: scale, soft cap, bias, ALiBi, `score_mod`, mask. The arguments of
-    `jax.nn.dot_product_attention` have its names, layout and order. Axes: any number of batch axes B, T queries,
+    The output of every batch entry and head is :math:`\mathrm{softmax}(\mathrm{logits}) V`, where the logits are made
+    from :math:`Q K^T` in this order: scale, soft cap, bias, ALiBi, `score_mod`, mask. The arguments of
+    `jax.nn.dot_product_attention` keep its names, layout and order. Axes: any number of batch axes B, T queries,
     S keys, N query heads, K key heads, head dimensions H and D.
 
     A query that sees no key gets output 0, log-sum-exp -inf and zero gradients. A key whose logit is -inf counts as
@@ -115,17 +115,19 @@ def attention(
       value: `[*B, S, K, D]`, same dtype.
       bias: floating, added to the logits; each of the axes `[*B, N, T, S]` may be 1 or, from the left, missing. Its
         gradient has its shape.
-      mask: bool, True where the query may attend; axes as `bias`.
+      mask: bool, True where the query may attend; its axes follow the rule of `bias`.
       scale: multiplies the dot products; a number, or a scalar array, which has a gradient. Default H**-0.5.
       is_causal: query i sees key j only if j <= i + query_offset.
       query_seq_lengths: integer `[*B]`, 0 to T. Queries at or past it are padding: their rows come out 0, and
         nothing they hold, NaN included, reaches any output or gradient. Traced values are clamped to the range.
-      key_value_seq_lengths: integer `[*B]`, 0 to S; the same for keys and values.
+      key_value_seq_lengths: integer `[*B]`, 0 to S. Keys and values at or past it are padding, which reaches nothing
+        either.
       local_window_size: (left, right), or one number for both: query i sees key j only if
-        i + query_offset - left <= j <= i + query_offset + right. Not negative: of 128 keys, the query's own among
-        them, it is (127, 0), and S is no limit.
+        i + query_offset - left <= j <= i + query_offset + right. Neither may be negative. (127, 0) is a window of 128
+        keys that ends with the query's own; a side of S is no limit.
       implementation: "mosaic_gpu", "mosaic_gpu_mma", "xla", "reference" or "metal", or several of them in order of
-        preference; None for "mosaic_gpu", "xla" and "reference" in this order. `explain` says which one serves.
+        preference. None asks "mosaic_gpu", "mosaic_gpu_mma", "xla" and "reference" in this order. `explain` says which
+        one serves.
       return_residual: also return the log-sum-exp of the logits.
       logits_soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c) (arXiv:2408.00118, section 2).
       alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).
@@ -134,44 +136,46 @@ def attention(
         Python's numbers have 32 bits beside a float32 logit, with `jax_enable_x64` too. Where neither bias, slopes nor
         a cap come before it, c * tanh(logit / c) alone is computed as `logits_soft_cap=c`.
         Reuse one function object: outside `jax.jit` a new one compiles anew.
-      query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. 0, also if
-        not given, aligns the top left as jax.nn does, S - T the bottom right. In decoding it is the number of keys
-        before query 0: the cache's length before this step. It has no effect on a call that sees all keys alike.
+      query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. The default 0
+        aligns the first query with the first key, as jax.nn does; S - T aligns the last query with the last key. In
+        decoding it is the number of keys before query 0: the cache's length before this step. It matters only
+        where a position does: to `is_causal`, `local_window_size` and `alibi_slopes`.
       segment_ids: integer `[*B, T]`, or a pair `([*B, T], [*B, S])`: a query sees only keys of its own segment.
         Sorted ids let whole tiles be skipped.
       sinks: floating `[N]`, an extra logit per head that takes part in the softmax, and so in the log-sum-exp, but
         has no value (arXiv:2309.17453).
-      dropout_rate: 0 <= rate < 1; drops probabilities and scales the rest by 1 / (1 - rate). Rates are multiples of
-        2**-15: another is taken for the nearest that is not 0.
+      dropout_rate: 0 <= rate < 1; drops probabilities and scales the rest by 1 / (1 - rate). It is rounded to the
+        nearest multiple of 2**-15 above 0 and below 1; 0 stays 0.
       dropout_key: a JAX random key. The same key drops the same (batch, head, query, key) on every backend, forward
         and backward.
       broadcast_dropout: drop the same for all batch entries and heads, as Flax's layers do.
-      precision: of the matrix products, as `jax.lax.dot_general` takes it. In the kernels for NVIDIA GPUs, float32 has
-        three products of bfloat16 pieces for one, more exact than TF32 (None, "default", "high", TF32_TF32_F32,
-        BF16_BF16_F32_X3); six, as exact as float32 ("highest", BF16_BF16_F32_X6); or one (BF16_BF16_F32). 16-bit
-        operands have one in any.
-      deterministic: promise the same bits on every run, on machines where that costs speed.
+      precision: how exact the matrix products are, in the terms of `jax.lax.dot_general`. The kernels for NVIDIA GPUs
+        split a float32 product into products of bfloat16 pieces: three, more exact than TF32 (None, "default", "high",
+        TF32_TF32_F32, BF16_BF16_F32_X3); six, as exact as float32 ("highest", BF16_BF16_F32_X6); or one
+        (BF16_BF16_F32). 16-bit operands always take one product.
+      deterministic: promise the same bits on every run, which costs speed on some machines.
       sequence_axis: inside `jax.shard_map`, the mesh axes over which T and S are split. Each device passes its chunk
         of query, key, value and `segment_ids`, in the order of the devices; `bias` and `mask` for its own queries and
-        all keys. All else is said of the whole sequences: offsets, lengths, the indices that `score_mod` gets. In
-        sharded `jit` nothing is said: the arrays' shardings decide.
-      sequence_strategy: what is done where queries and keys are split over the same devices. "ring": keys and values
-        go round (arXiv:2310.01889), causal with halves traded so that all devices have as much to do; "all_to_all":
-        each device gets whole sequences of some heads (arXiv:2309.14509), and needs K to be a multiple of the devices;
-        "gather": each device gets all keys and values. None: what is counted to be the fastest; `explain` says which.
+        all keys. Offsets, lengths and the indices that `score_mod` gets are those of the whole sequences. Leave it out
+        in sharded `jit`: there the arrays' shardings decide.
+      sequence_strategy: what is done where queries and keys are split over the same devices. "ring" passes keys and
+        values round (arXiv:2310.01889), and under causality trades halves so that all devices have as much to do;
+        "all_to_all" gives each device whole sequences of some heads (arXiv:2309.14509), and needs K to be a multiple
+        of the number of devices; "gather" gives each device all keys and values. None takes the one with the least
+        estimated time; `explain` says which.
 
     Returns:
-      `[*B, T, N, D]` in the query's dtype; with `return_residual` a pair of that and the log-sum-exp, natural
-      logarithm, `[*B, T, N]`, float32 (float64 for float64), differentiable. Logits, softmax and sums are computed in
-      that dtype too.
+      The output `[*B, T, N, D]` in the query's dtype. With `return_residual`, a pair of the output and the log-sum-exp
+      `[*B, T, N]`, a differentiable natural logarithm in float32, or in float64 if the query is. Logits, softmax and
+      sums are computed in the log-sum-exp's dtype.
 
     Raises:
       ValueError: an argument has a wrong shape or value.
       TypeError: an argument is of a wrong kind or dtype, or traced where it must be known.
-      NotImplementedError: no implementation asked can serve the call; says why for each.
+      NotImplementedError: none of the implementations can serve the call; the message says why for each.
 
     Warns:
-      AttentionWarning: the call is legal and probably not what was meant; once per process and kind.
+      AttentionWarning: the call is legal and probably not what was meant. Each kind warns once per process.
 
     Sources: FlashAttention-2 (arXiv:2307.08691); online softmax (arXiv:1805.02867).
 
@@ -192,9 +196,9 @@ def attention(
       >>> documents = jnp.tile(jnp.repeat(jnp.arange(4), 16), (2, 1))
       >>> out = jflash.attention(query, key, value, is_causal=True, segment_ids=documents)
 
-      Decoding: a query for each batch entry, and a cache of 64 places. 39 and 20 of them were filled before this step,
-      which has filled one more. A window or several queries at once need the offset, one query of a whole cache does
-      not.
+      Decoding: one query for each batch entry, and a cache of 64 places, of which 39 and 20 were filled before this
+      step filled one more. The offset is needed for a window or for several queries at once; one query that sees its
+      whole cache does without.
 
       >>> before = jnp.array([39, 20])
       >>> step = dict(query_offset=before, key_value_seq_lengths=before + 1, is_causal=True, local_window_size=(15, 0))
@@ -223,7 +227,7 @@ def attention(
 
 
 def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, with the arrays that `score_mod` closes over among them."""
+    """Return the same arguments, with the arrays that `score_mod` closes over among them."""
     _arguments.query_key_value(arguments["query"], arguments["key"], arguments["value"])
     if arguments.get("score_mod") is None:
         return arguments
@@ -239,7 +243,7 @@ def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
 def _of_leaves[Result](
     arguments: dict[str, Any], kind: type, function: Callable[[dict[str, Any]], Result]
 ) -> tuple[list[Any], Callable[[list[Any]], Result]]:
-    """The leaves of `arguments` that are of one kind, and `function` of them alone."""
+    """Return the leaves of `arguments` that are of one kind, and `function` as a function of these leaves alone."""
     leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: leaf is None)
     taken = [isinstance(leaf, kind) for leaf in leaves]
 
@@ -255,7 +259,7 @@ def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Ar
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     targets = _platform.lowering_targets(jax.tree.leaves(operands))
     choice = _dispatch.select(spec, names, targets)
-    # JAX makes an array in the trace that the call is part of, and gradients and vmap are none.
+    # An array that is made here is traced inside jax.jit, but not inside jax.grad or jax.vmap.
     is_traced = isinstance(operands.batch_index, Tracer)
     _hints.give(_hints.Call(arguments, spec, names, next(iter(targets.values())), is_traced))
     if _is_empty(spec):
@@ -268,7 +272,7 @@ def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Ar
 
 
 def _is_empty(spec: Spec) -> bool:
-    """Then no backend is called."""
+    """Return whether the call has no output or no key: then no backend is called."""
     return 0 in (spec.batch, spec.query_length, spec.key_length)
 
 
@@ -283,21 +287,21 @@ def explain(
     verbose: bool = False,
     **options: Unpack[Options],
 ) -> str:
-    """Which implementation `attention` would use for these arguments, and why not the others. Nothing is computed.
+    """Say which implementation `attention` would use for these arguments, and why not the others.
 
-    The answer is for the platform of the devices that the arrays are committed to, else for that of
-    `jax.default_device` or of JAX's first device. Inside `jax.jit` the arrays' devices are not known yet: there
+    Nothing is computed. The answer is for the platform of the devices that the arrays are committed to, else for that
+    of `jax.default_device` or of JAX's first device. Inside `jax.jit` the arrays' devices are not known yet: there
     `attention` chooses when JAX lowers the program.
 
-    Args: those of `attention`; arrays may be given as `jax.ShapeDtypeStruct`. With `verbose` the implementation also
-      describes what it would launch, if it has such a description; then comes whose derivatives the call has.
+    Args: explain takes the arguments of `attention`, where arrays may be given as `jax.ShapeDtypeStruct`, and
+      `verbose`: whether the implementation also describes what it would launch, and whose derivatives the call has.
 
     Returns:
-      The choice, or that there is none, and an indented line for each implementation that was asked before it and
-      refused. Then, if the sequences are split over devices, what is done about that, and why; notes of what is
-      probably not meant, or could be faster; then the description.
+      Lines of text: the choice, or that there is none, and an indented line for each implementation that was asked
+      before it and refused. If the sequences are split over devices, the strategy for that and its reason follow; then
+      notes of what is probably not meant, or could be faster; then the description.
 
-    Raises: what `attention` raises for arguments that are wrong.
+    Raises: explain raises what `attention` raises for arguments that are wrong.
 
     Example:
       >>> import jax, jax.numpy as jnp, jflash

@@ -1,7 +1,7 @@
-"""Checks every argument of `attention`, before anything is computed or compiled.
+"""Checks of every argument of `attention`, made before anything is computed or compiled.
 
-ValueError is for values that are wrong, TypeError for things of the wrong kind; each message names the argument, the
-rule and what came.
+A wrong value raises a ValueError, a thing of the wrong kind a TypeError. Each message names the argument, the rule and
+what came.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 STRATEGIES = ("ring", "all_to_all", "gather")
 OFFSET_LIMIT = 2**29
 WINDOW_LIMIT = 2**30
-"""Positions are 32-bit integers; a window, an offset and a length together must not wrap."""
+"""The largest window. Positions are 32-bit integers: a window, an offset and a length together must not wrap."""
 _LARGEST_FLOAT = int(np.finfo(np.float64).max)
 
 
 def query_key_value(query: Any, key: Any, value: Any) -> None:
-    """`[*B, T, N, H]`, `[*B, S, K, H]` and `[*B, S, K, D]` of one dtype, N a multiple of K."""
+    """Check `[*B, T, N, H]`, `[*B, S, K, H]` and `[*B, S, K, D]` arrays of one dtype; N must be a multiple of K."""
     for name, array, axes in (("query", query, "T, N, H"), ("key", key, "S, K, H"), ("value", value, "S, K, D")):
         _array(name, array)
         if array.ndim < 3:
@@ -66,7 +66,7 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
 
 
 def bias(array: Any, shape: tuple[int, ...]) -> None:
-    """Floating and broadcastable to `shape`, `[*B, N, T, S]`."""
+    """Check that `bias` is floating and broadcastable to `shape`, which is `[*B, N, T, S]`."""
     _array("bias", array)
     if array.dtype == bool:
         raise TypeError("`bias` is added to the logits; a bool array of who may attend is `mask`. Got dtype bool.")
@@ -75,20 +75,20 @@ def bias(array: Any, shape: tuple[int, ...]) -> None:
 
 
 def mask(array: Any, shape: tuple[int, ...]) -> None:
-    """Bool and broadcastable to `shape`, `[*B, N, T, S]`."""
+    """Check that `mask` is bool and broadcastable to `shape`, which is `[*B, N, T, S]`."""
     _array("mask", array)
     if array.dtype != bool:
         is_floating = jnp.issubdtype(array.dtype, jnp.floating)
-        additive = "; of 0 and -inf, mask == 0; what is to be added is `bias`" if is_floating else ""
+        additive = ", for one of 0 and -inf mask == 0; what is added to logits is `bias`" if is_floating else ""
         raise TypeError(
-            "`mask` must be bool, True where a query may attend; of a mask of ones and zeros, give mask != 0"
+            "`mask` must be bool, True where a query may attend; for a mask of ones and zeros give mask != 0"
             f"{additive}. Got dtype {array.dtype}."
         )
     _broadcastable("mask", array, shape)
 
 
 def scale(value: Any) -> None:
-    """A finite number, or a floating scalar array."""
+    """Check that `scale` is a finite number or a floating scalar array."""
     if is_array(value):
         if value.shape != ():
             raise ValueError(f"`scale` must be one number. Got shape {value.shape}.")
@@ -102,12 +102,12 @@ def scale(value: Any) -> None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a number has come as an array, to be computed with: a NumPy scalar is as good as a Python number."""
+    """Return whether a number is an array to compute with. A NumPy scalar is as good as a Python number."""
     return isinstance(value, jax.Array) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def static_bool(name: str, value: Any) -> bool:
-    """A Python bool, known when the call is traced."""
+    """Return the argument as a bool; it must be known when the call is traced."""
     _known(name, value, "a Python bool")
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be a bool. Got {_describe(value)}.")
@@ -115,7 +115,7 @@ def static_bool(name: str, value: Any) -> bool:
 
 
 def window(value: Any) -> tuple[int, int] | None:
-    """`local_window_size` as (left, right)."""
+    """Return `local_window_size` as (left, right)."""
     if value is None:
         return None
     rule = "an integer or a pair (left, right) of them"
@@ -132,14 +132,15 @@ def window(value: Any) -> tuple[int, int] | None:
     left, right = (_integer("local_window_size", side, rule) for side in pair)
     if left < 0 or right < 0:
         raise ValueError(
-            "`local_window_size` counts keys on each side and must not be negative; the number of keys is no limit. "
+            "`local_window_size` counts keys on each side and must not be negative; give the number of keys for no "
+            "limit. "
             f"Got {value!r}."
         )
     return min(left, WINDOW_LIMIT), min(right, WINDOW_LIMIT)
 
 
 def soft_cap(value: Any) -> float | None:
-    """`logits_soft_cap`, positive and finite."""
+    """Return `logits_soft_cap` as a float; it must be positive and finite."""
     if value is None:
         return None
     static = _number("logits_soft_cap", value, "a positive number or None")
@@ -149,7 +150,7 @@ def soft_cap(value: Any) -> float | None:
 
 
 def per_head(name: str, array: Any, heads: int) -> None:
-    """Floating `[N]`."""
+    """Check that an argument is a floating array `[N]`."""
     _array(name, array)
     _floating(name, array)
     if array.shape != (heads,):
@@ -157,7 +158,7 @@ def per_head(name: str, array: Any, heads: int) -> None:
 
 
 def query_offset(value: Any, batch_axes: tuple[int, ...]) -> None:
-    """An integer, or an integer array `[]` or `[*B]`."""
+    """Check that `query_offset` is an integer, or an integer array `[]` or `[*B]`, within `OFFSET_LIMIT` of 0."""
     if is_array(value):
         _integers("query_offset", value)
         if value.shape not in ((), batch_axes):
@@ -174,7 +175,7 @@ def query_offset(value: Any, batch_axes: tuple[int, ...]) -> None:
 
 
 def lengths(name: str, array: Any, batch_axes: tuple[int, ...], axis: str, most: int) -> None:
-    """Integer `[*B]`, 0 to the length of the axis where that can be seen."""
+    """Check that lengths are integers `[*B]`, and from 0 to the axis' length where values can be seen."""
     rule = f"one length for each batch entry; jnp.full({batch_axes}, length) has the same for all"
     if not isinstance(array, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"`{name}` must be an integer array of {rule}. Got {array!r}.")
@@ -186,7 +187,7 @@ def lengths(name: str, array: Any, batch_axes: tuple[int, ...], axis: str, most:
 
 
 def segment_ids(value: Any, batch_axes: tuple[int, ...], query_length: int, key_length: int) -> tuple[Any, Any]:
-    """The query's `[*B, T]` and the key's `[*B, S]`, integer."""
+    """Return the query's ids `[*B, T]` and the key's `[*B, S]`; both must be integers."""
     pair = value if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"`segment_ids` must be one array or a pair (query's, key's). Got {len(pair)} of them.")
@@ -205,7 +206,7 @@ def segment_ids(value: Any, batch_axes: tuple[int, ...], query_length: int, key_
 
 
 def dropout(rate: Any, key: Any) -> float:
-    """The rate, at least 0 and below 1, and a key where it is above 0."""
+    """Return the dropout rate, at least 0 and below 1; a rate above 0 needs a key."""
     static = _number("dropout_rate", rate, "a number")
     if not 0 <= static < 1:
         raise ValueError(f"`dropout_rate` must be at least 0 and below 1. Got {static}.")
@@ -226,7 +227,7 @@ def dropout(rate: Any, key: Any) -> float:
 
 
 def precision(value: Any) -> Any:
-    """One of the spellings that `jax.lax.dot_general` takes, made hashable; for None that of JAX's configuration."""
+    """Return `precision` in a hashable spelling that `jax.lax.dot_general` takes; None is JAX's configured one."""
     value = jax.config.jax_default_matmul_precision if value is None else value
     levels = ("default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "float32", "tensorfloat32")
     presets = tuple(preset.name for preset in jax.lax.DotAlgorithmPreset)
@@ -251,7 +252,7 @@ def precision(value: Any) -> Any:
 
 
 def sequence_axes(value: Any) -> tuple[str, ...]:
-    """Names of axes of the `jax.shard_map` around the call."""
+    """Return the names of mesh axes; they must be axes of the `jax.shard_map` around the call."""
     if value is None:
         return ()
     names = (value,) if isinstance(value, str) else value
@@ -267,7 +268,7 @@ def sequence_axes(value: Any) -> tuple[str, ...]:
 
 
 def sequence_strategy(value: Any) -> str | None:
-    """The name of a strategy."""
+    """Return the name of a strategy, one of `STRATEGIES`, or None."""
     if value is not None and value not in STRATEGIES:
         raise ValueError(f"`sequence_strategy` must be one of {', '.join(STRATEGIES)}, or None. Got {value!r}.")
     return value
@@ -312,7 +313,7 @@ def _broadcastable(name: str, array: Any, shape: tuple[int, ...]) -> None:
 
 
 def _known_range(name: str, array: Any, least: int, most: int, words: str) -> None:
-    """Refuse values that are out of range where they can be seen without waiting for a device."""
+    """Refuse values that are out of range, if they can be seen without waiting for a device."""
     if isinstance(array, np.ndarray | np.generic) and array.size and not least <= array.min() <= array.max() <= most:
         raise ValueError(f"`{name}` must be between {words}. Got {array.min()} to {array.max()}.")
 

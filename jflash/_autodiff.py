@@ -1,8 +1,9 @@
 """One call to a backend under JAX's transforms: derivatives of every order and mode, `vmap`, more than one device.
 
-Attention has a tangent, linear in the operands' tangents; the tangent's transpose is the backward, whose transpose the
-tangent is. What the backend that serves has of the three is its own. What it lacks, and the derivatives of tangent and
-backward with respect to what they are not linear in, are those of `xla`, in plain JAX.
+Attention has a tangent, linear in the operands' tangents. The transpose of the tangent is the backward, and the
+transpose of the backward is the tangent. A backend that has its own forward, tangent or backward uses it. What it lacks
+is `xla`'s, in plain JAX; so are the derivatives of tangent and backward with respect to the arguments in which they are
+not linear.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash import _dispatch, _mesh, _operation, _platform, _redistribute, _ring, _sequence, _sharding, _strategy
+from jflash import (
+    _dispatch,
+    _mesh,
+    _platform,
+    _primitive,
+    _redistribute,
+    _ring,
+    _sequence,
+    _sequence_strategy,
+    _sharding,
+)
 from jflash._choice import Choice
 from jflash._dispatch import Functions
 from jflash._ring import SequenceSplit
@@ -25,11 +36,11 @@ from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse) of the chosen backends, under every transform."""
+    """Return (out, lse) of the chosen backends, under every transform."""
     sequence = _ring.in_shard_map(spec)
     if sequence is not None:
         operands = _mesh.varying_over(operands, spec.sequence_axes)
-        strategy, _ = _strategy.choose(sequence, spec.heads, spec.key_heads)
+        strategy, _ = _sequence_strategy.choose(sequence, spec.heads, spec.key_heads)
         if strategy != "ring":
             redistribute = _redistribute.all_to_all if strategy == "all_to_all" else _redistribute.gather
             return redistribute(functools.partial(attend, choice), sequence, operands)
@@ -38,17 +49,17 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
     if not others and sequence is None and getattr(backend, "DIFFERENTIATED_BY_JAX", False):
         with _platform.lowered_for(first.platform):
             return backend.forward(spec, operands)
-    return _operation.perform(_Attention(_Devices(choice), spec), operands)
+    return _primitive.perform(_Attention(_Devices(choice), spec), operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Devices:
-    """Where a call of the user's is computed."""
+    """The place of a user's call: all of its devices."""
 
     choice: Choice
 
     def run(self, part: _Part, program: Any, args: Any) -> Any:
-        """One of the three functions, over however many devices there are."""
+        """Run one of the three functions, over however many devices there are."""
         backend = _dispatch.functions(program.backend, part.spec)
 
         def local(sequence: SequenceSplit | None, *args: Any) -> Any:
@@ -60,19 +71,19 @@ class _Devices:
 
 @dataclasses.dataclass(frozen=True)
 class _OneDevice:
-    """Where a part of a call is computed, whose sequences are split."""
+    """The place of a part of a call whose sequences are split: one device."""
 
     backend: Functions
     choice: ClassVar[None] = None
 
     def run(self, part: _Part, program: None, args: Any) -> Any:
-        """One of the three functions."""
+        """Run one of the three functions on this device."""
         return part.of(self.backend, None, *args)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One of a backend's three functions."""
+    """One of a backend's three functions: forward, tangent or backward."""
 
     where: _Devices | _OneDevice
     spec: Spec
@@ -83,30 +94,30 @@ class _Part:
 
     @property
     def choice(self) -> Choice | None:
-        """The backends that compute it."""
+        """The backends that compute the function."""
         return self.where.choice
 
     def __call__(self, program: Any, args: Any) -> Any:
         return self.where.run(self, program, args)
 
     def of(self, backend: Functions, sequence: SequenceSplit | None, operands: Operands, *others: Any) -> Any:
-        """A backend's results for one device's part, in one form."""
+        """Return a backend's results for one device's part, in the one form of all backends."""
         spec = self.spec.resized(operands)
         if sequence is None:
             return self._in_full(operands, getattr(backend, self.kind)(spec, operands, *others))
         return self._in_full(operands, self._split(backend, sequence, operands, *others))
 
     def _by_xla(self, *args: Any) -> Any:
-        """In plain JAX, for its derivatives."""
+        """Return the results in plain JAX, for its derivatives."""
         spec = self.spec.resized(args[0])
         return self.of(_dispatch.functions("xla", spec), _ring.in_shard_map(spec), *args)
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
-        """The same where sequences are split."""
+        """Return the results where sequences are split."""
         raise NotImplementedError
 
     def like(self, operands: Operands) -> Any:
-        """Arrays or shapes as those of the results."""
+        """Return arrays or shapes with the form of the results."""
         spec = self.spec.resized(operands)
         form: Any = Results
         return form(
@@ -115,13 +126,13 @@ class _Part:
         )
 
     def _in_full(self, operands: Operands, results: Any) -> Any:
-        """The results in one form from every backend."""
+        """Return the results in the one form of all backends."""
         del operands
         return Results(*results)
 
 
 class _Attention(_Part):
-    """Operands -> out, lse."""
+    """The forward: operands -> out, lse."""
 
     kind = "forward"
 
@@ -130,26 +141,26 @@ class _Attention(_Part):
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         (operands,), (pushed,) = args, tangents
-        return _operation.perform(_Tangent(self.where, self.spec), operands, results, pushed)
+        return _primitive.perform(_Tangent(self.where, self.spec), operands, results, pushed)
 
     def transpose(self, args: Any, cotangents: Any) -> Any:
         raise AssertionError("Attention is not linear.")
 
 
 class _Tangent(_Part):
-    """Operands, out and lse, tangents of operands (`None`: 0) -> tangents of out and lse."""
+    """The tangent: operands, out and lse, tangents of operands (`None`: 0) -> tangents of out and lse."""
 
     kind = "tangent"
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
         _, tangents = others
-        attend = lambda spec, part: _operation.perform(_Attention(_OneDevice(backend), spec), part)
+        attend = lambda spec, part: _primitive.perform(_Attention(_OneDevice(backend), spec), part)
         return _sequence.tangent(attend, sequence, operands, tangents)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         *point, pushed = args
         *moved, linear = tangents
-        found = _operation.perform(self, *point, linear) if jax.tree.leaves(linear) else None
+        found = _primitive.perform(self, *point, linear) if jax.tree.leaves(linear) else None
 
         def function(operands: Operands, results: Results) -> Results:
             return self._by_xla(operands, results, pushed)
@@ -161,12 +172,12 @@ class _Tangent(_Part):
         asked = [name for name, value in pushed._asdict().items() if any(map(_is_linear, jax.tree.leaves(value)))]
         spec = dataclasses.replace(self.spec, undifferentiated=self.spec.operands.difference(asked))
         residuals = Residuals(results.out, results.lse, cotangents.out, cotangents.lse)
-        gradients = _operation.perform(_Backward(self.where, spec), operands, residuals)
+        gradients = _primitive.perform(_Backward(self.where, spec), operands, residuals)
         return _nothing(operands), _nothing(results), _where_linear(pushed, gradients)
 
 
 class _Backward(_Part):
-    """Operands; out, lse and their cotangents -> gradients of the operands, `None` for those not asked for."""
+    """The backward: operands; out, lse and their cotangents -> gradients of operands, `None` for ones not asked for."""
 
     kind = "backward"
     sums = True
@@ -180,7 +191,10 @@ class _Backward(_Part):
         return jax.tree.map(smooth, operands._replace(**unasked))
 
     def _in_full(self, operands: Operands, results: Operands) -> Operands:
-        """One backend leaves out a gradient that is zero, another gives one not asked for."""
+        """Return the gradients in the one form of all backends.
+
+        A backend may leave out a gradient that is zero, or give one that was not asked for.
+        """
 
         def full(like: Array | None, gradient: Array | None) -> Array | None:
             if like is None:
@@ -199,7 +213,7 @@ class _Backward(_Part):
                 lambda x, t: jnp.zeros_like(x) if t is None else t, residuals, around, is_leaf=_is_none
             )
             linear = residuals._replace(d_out=linear.d_out, d_lse=linear.d_lse)
-            found = _operation.perform(self, operands, linear)
+            found = _primitive.perform(self, operands, linear)
 
         return _with_rest(found, self._by_xla, args, (moved, around._replace(d_out=None, d_lse=None)))
 
@@ -207,7 +221,7 @@ class _Backward(_Part):
         operands, residuals = args
         spec = dataclasses.replace(self.spec, undifferentiated=frozenset[str]())
         results = Results(residuals.out, residuals.lse)
-        pushed = _operation.perform(_Tangent(self.where, spec), operands, results, cotangents)
+        pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, cotangents)
         return _nothing(operands), _where_linear(residuals, residuals._replace(d_out=pushed.out, d_lse=pushed.lse))
 
 
@@ -216,7 +230,7 @@ def _is_none(leaf: Any) -> bool:
 
 
 def _nothing(tree: Any) -> Any:
-    """`None` for every array."""
+    """Return the tree with `None` for every array."""
     return jax.tree.map(lambda _: None, tree)
 
 
@@ -225,14 +239,14 @@ def _is_linear(arg: Any) -> bool:
 
 
 def _where_linear(args: Any, found: Any) -> Any:
-    """`found` in the dtype of those of `args` that `Operation.transpose` asks for, `None` for others."""
+    """Return `found` in the dtype of those of `args` that `Operation.transpose` asks for, `None` for others."""
     take = lambda arg, found: found.astype(arg.dtype) if _is_linear(arg) else None
     return jax.tree.map(take, args, found, is_leaf=_is_none)
 
 
 def _with_rest(found: Any, function: Callable[..., Any], args: Any, tangents: Any) -> Any:
-    """`found`, and what is added where `args` of `function` move too."""
+    """Return `found`, plus the tangents of `function` where its `args` move too."""
     if not jax.tree.leaves(tangents):
         return found
-    rest = _operation.tangents_of(function, tuple(args), tuple(tangents))
+    rest = _primitive.tangents_of(function, tuple(args), tuple(tangents))
     return rest if found is None else jax.tree.map(jnp.add, found, rest)

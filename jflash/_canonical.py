@@ -1,4 +1,4 @@
-"""Brings a call of `attention` into canonical form: `Spec` and `Operands`."""
+"""The canonical form of a call of `attention`: `Spec` and `Operands`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def canonicalize(
     sequence_axis: Any = None,
     sequence_strategy: Any = None,
 ) -> tuple[Spec, Operands, tuple[int, ...]]:
-    """The call's static facts, its arrays, and the batch axes that the results get back.
+    """Return the call's static facts, its arrays, and the batch axes that the results get back.
 
-    `score_mod` comes as `trace_score_mod` gives it.
+    `score_mod` must be what `trace_score_mod` returned.
 
     Raises:
       ValueError, TypeError: as `attention`, all of them before the first array is touched.
@@ -136,7 +136,7 @@ def canonicalize(
 
 
 def _merge_batch(array: Any, batch_axes: tuple[int, ...]) -> Array:
-    """[*#B, ...] -> [#B, ...]: kept shared where the whole batch shares it."""
+    """Return `[*#B, ...]` as `[#B, ...]`; what the whole batch shares stays shared."""
     array = jnp.asarray(array)
     have, rest = array.shape[: len(batch_axes)], array.shape[len(batch_axes) :]
     if all(size == 1 for size in have):
@@ -147,7 +147,7 @@ def _merge_batch(array: Any, batch_axes: tuple[int, ...]) -> Array:
 
 
 def _pairs(array: Any, batch_axes: tuple[int, ...]) -> Array | None:
-    """[*#B, #N, #T, #S], the first of them perhaps missing -> [#B, #N, #T, #S]."""
+    """Return `[*#B, #N, #T, #S]`, whose first axes may be missing, as `[#B, #N, #T, #S]`."""
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -159,17 +159,17 @@ def _shared(array: Any, dtype: np.dtype[Any]) -> Array | None:
 
 
 def _bias(bias: Array | None, accumulator: np.dtype[Any]) -> Array | None:
-    """In a dtype that queries may have, and no wider than the logits that it is added to."""
+    """Return the bias in a dtype that queries may have, and no wider than the logits that it is added to."""
     if bias is None or (bias.dtype.name in _arguments.DTYPES and bias.dtype.itemsize <= accumulator.itemsize):
         return bias
     return bias.astype(accumulator)
 
 
 def _segments(ids: list[Array], sequence_axes: tuple[str, ...]) -> list[Int32[Array, "#B L"]]:
-    """The queries' and the keys' ids in 32 bits: equal where they were, which is all that is asked of them.
+    """Return the queries' and the keys' ids in 32 bits: equal where they were, which is all that is asked of them.
 
     Where their dtypes have more than 2**32 numbers between them, ids become their places among all ids of their batch
-    entry in order, those on other devices too. To wrap fewer keeps different ids different.
+    entry in order, including the ids on other devices. Where they have fewer, ids that are wrapped stay different.
     """
     limits = [jnp.iinfo(array.dtype) for array in ids]
     if max(dtype.max for dtype in limits) - min(dtype.min for dtype in limits) < 2**32:
@@ -186,7 +186,8 @@ def _segments(ids: list[Array], sequence_axes: tuple[str, ...]) -> list[Int32[Ar
 
 
 def _place(in_order: Int[Array, "n"], ids: Int[Array, "L"]) -> Int32[Array, "L"]:
-    """How many numbers come before each id. `jnp.searchsorted` fails in a `shard_map` over some axes (jax 0.12)."""
+    """Return how many numbers come before each id, as `jnp.searchsorted` does, which fails in some `shard_map` (jax
+    0.12)."""
     count, before = len(in_order), jnp.zeros_like(ids, jnp.int32)
     for bit in reversed(range(count.bit_length())):
         further = before + 2**bit
@@ -200,7 +201,7 @@ def _lengths(lengths: Any, most: int) -> Int[Array, "B"] | None:
 
 
 def _narrow(array: Any, least: int, most: int) -> Int[Array, "..."]:
-    """An integer array clamped to a range and made int32, in the order that does not wrap."""
+    """Return an integer array clamped to a range and made int32, in the order that does not wrap."""
     array = jnp.asarray(array)
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.int32)

@@ -16,7 +16,7 @@ class Program(NamedTuple):
     targets: tuple[str, ...]
     """The platforms, by the names of `_platform.lowering_targets`."""
     platform: Platform
-    """The first of them. The backend is traced once, for this one."""
+    """The first platform of the targets. The backend is traced once, for this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Choice:
 
     programs: tuple[Program, ...]
     refusals: tuple[tuple[str, str], ...]
-    """The platforms on which no backend serves, and the reasons."""
+    """The platforms on which no backend serves, with the reasons."""
 
     def serving(self, target: str) -> int:
-        """The index of the program for a platform, by JAX's name for lowering.
+        """Return the index of the program for a platform, by JAX's name for lowering.
 
         Raises:
-          NotImplementedError: if none serves there, with the reasons.
+          NotImplementedError: if no backend serves there; the message says why.
         """
         programs = {name: index for index, program in enumerate(self.programs) for name in program.targets}
         refusals = dict(self.refusals)

@@ -5,21 +5,21 @@ A backend is a module with these functions:
     unsupported(spec, platform) -> str | None   why it cannot serve the call, in words for the user; None: it can
     forward(spec, operands) -> out, lse         out [B, T, N, D]; lse [B, N, T] in natural logarithms, -inf: saw no key
 
-and may have
+It may also have these:
 
     tangent(spec, operands, results, tangents)  the tangents of out and lse from those of the operands, an `Operands`
                                                 with `None` for a tangent of 0; linear in them
     backward(spec, operands, residuals)         the gradients, an `Operands` with `None` for what has no gradient: the
                                                 tangent's transpose
     unsupported_tangent(spec), unsupported_backward(spec) -> str | None
-                                                why its own cannot, of a call that its forward serves
+                                                why its own cannot serve a call that its forward serves
     describe(spec, platform) -> str             what it would launch: for `explain(verbose=True)`
     program(platform) -> str                    platforms of one name share a program, which is traced for the first of
-                                                them; without it, all platforms that it serves do
+                                                them; without it, all platforms that it serves share one
 
-The tangent or backward that a backend lacks is `xla`'s, and so is every derivative beyond them. One that says
-`DIFFERENTIATED_BY_JAX = True` has a forward that JAX differentiates itself, where it alone serves. One that says
-`ONLY_BY_NAME = True` serves only calls that name it.
+The tangent or backward that a backend lacks is `xla`'s, and so is every derivative beyond them. A backend with
+`DIFFERENTIATED_BY_JAX = True` has a forward that JAX differentiates itself, where that backend alone serves. A backend
+with `ONLY_BY_NAME = True` serves only calls that name it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ BACKENDS: Mapping[str, Any] = {
     "reference": reference,
     "metal": jflash_metal,
 }
-"""In the order in which `implementation=None` asks them."""
+"""The backends, in the order in which `implementation=None` asks them."""
 
 _log = logging.getLogger("jflash")
 
 
 class Functions(NamedTuple):
-    """A backend's functions, `xla`'s where it has none of its own."""
+    """A backend's functions, with `xla`'s in place of those that it lacks."""
 
     forward: Callable[..., Any]
     tangent: Callable[..., Any]
@@ -55,13 +55,14 @@ class Functions(NamedTuple):
 
 
 def functions(name: str, spec: Spec) -> Functions:
-    """Those of a backend, for a call that it serves."""
+    """Return the functions of a backend, for a call that it serves."""
     whose = {kind: _whose(name, kind, spec)[0] for kind in Functions._fields}
     return Functions(**{kind: getattr(BACKENDS[backend], kind) for kind, backend in whose.items()})
 
 
 def _whose(name: str, kind: str, spec: Spec) -> tuple[str, str | None]:
-    """The backend whose function of a kind serves where `name` does, and why not `name`'s own, if that has a reason."""
+    """Return the backend whose function of a kind serves where `name` does, and the reason, if any, why not `name`'s
+    own."""
     own = BACKENDS[name]
     if not hasattr(own, kind):
         return "xla", None
@@ -71,7 +72,7 @@ def _whose(name: str, kind: str, spec: Spec) -> tuple[str, str | None]:
 
 
 def candidates(implementation: Any) -> tuple[str, ...]:
-    """The names to ask, in order, for the argument `implementation`: a name, several, or None for all but some.
+    """Return the names to ask, in order, for the argument `implementation`: one, several, or for None the default ones.
 
     Raises:
       TypeError: if `implementation` is not a name, a sequence of names or None.
@@ -92,7 +93,7 @@ def candidates(implementation: Any) -> tuple[str, ...]:
 
 
 def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | None, dict[str, str]]:
-    """The first backend that can serve `spec`, and why each one before it cannot."""
+    """Return the first backend that can serve `spec`, and why each one before it cannot."""
     refusals: dict[str, str] = {}
     for name in names:
         reason = BACKENDS[name].unsupported(spec, platform)
@@ -103,7 +104,7 @@ def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | Non
 
 
 def derivatives(name: str, spec: Spec) -> str:
-    """Whose derivatives a call that this backend serves has, in a line."""
+    """Say in a line whose derivatives a call has that this backend serves."""
     backend = BACKENDS[name]
     if getattr(backend, "DIFFERENTIATED_BY_JAX", False):
         return "derivatives: all by JAX, of the forward"
@@ -116,10 +117,12 @@ def derivatives(name: str, spec: Spec) -> str:
 
 
 def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) -> Choice:
-    """On each platform the first backend that can serve `spec`; asks, and never catches an exception to find out.
+    """Return the first backend on each platform that can serve `spec`.
+
+    It asks the backends, and never catches an exception to find out.
 
     Raises:
-      NotImplementedError: if none can on any platform, with the reasons on the first.
+      NotImplementedError: if none can serve on any platform, with the reasons on the first.
     """
     answers = {target: ask(spec, names, platform) for target, platform in targets.items()}
     here = next(iter(targets))
@@ -139,5 +142,5 @@ def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) ->
 
 
 def listing(refusals: Mapping[str, str]) -> str:
-    """One indented line for each refusal."""
+    """Return the refusals as text, with an indented line for each."""
     return "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())

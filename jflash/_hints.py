@@ -1,4 +1,4 @@
-"""Hints: what is said of a call that is legal and probably not what its author meant.
+"""Hints about calls that are legal and probably not what their authors meant.
 
 Each hint is a row of `HINTS`. It looks at shapes, dtypes and Python values when the call is traced, and never at the
 values of a JAX array: it adds nothing to the program, and cannot wait for a device.
@@ -26,10 +26,10 @@ from jflash._semantics.spec import Spec
 class AttentionWarning(UserWarning):
     """A call of `attention` is legal, and its result or its cost is probably not what was meant.
 
-    It is for what would otherwise pass in silence: a result that is wrong, or a compilation at every call. It comes
-    once per process and kind, when the call is traced, and points at the line that made the call. Where the result is
-    right and could only come faster there is no warning: `explain` says it in a line "note: ...", and the logger
-    "jflash" once, at level INFO, which Python does not show by default.
+    The warning is for what would otherwise pass in silence: a result that is wrong, or a compilation at every call. It
+    comes once per process and kind, when the call is traced, and points at the line that made the call. Where the
+    result is right and could only come faster there is no warning: `explain` says it in a line "note: ...", and the
+    logger "jflash" once, at level INFO, which Python does not show by default.
 
     `warnings.filterwarnings("ignore", category=jflash.AttentionWarning)` turns all of them off.
 
@@ -44,13 +44,13 @@ class AttentionWarning(UserWarning):
 
 
 class Call(NamedTuple):
-    """What a hint may look at."""
+    """The facts of a call that a hint may look at."""
 
     arguments: Mapping[str, Any]
-    """Of `attention`, as they were given; those that are missing have their defaults."""
+    """The arguments of `attention` as they were given; those that are missing have their defaults."""
     spec: Spec
     names: Sequence[str]
-    """The backends that may serve."""
+    """The names of the backends that may serve."""
     platform: Platform
     is_traced: bool
     """Whether the call becomes a part of a larger program, rather than being compiled and run by itself."""
@@ -61,21 +61,24 @@ class Hint(NamedTuple):
 
     kind: str
     warns: bool
-    """Whether it is an `AttentionWarning`; else it is for `explain` and the log."""
+    """Whether the hint is an `AttentionWarning`; if not, it is for `explain` and the log."""
     message: Callable[[Call], str | None]
-    """None: there is nothing to say of this call."""
+    """A function from a call to what there is to say of it, or None."""
 
 
 _MOST_HEADS = 128
-"""More heads than this are more likely tokens: GPT-3 has 96 (arXiv:2005.14165), DeepSeek-V3 128 (arXiv:2412.19437)."""
+"""The most heads that are taken for heads: GPT-3 has 96 (arXiv:2005.14165), DeepSeek-V3 128 (arXiv:2412.19437). More of
+them are likely to be tokens."""
 _WIDEST_HEAD = 256
-"""Wider heads, each with keys of its own, are more likely the features of all heads together."""
+"""The widest head that is taken for one. If each has keys of its own, wider ones are likely to be the features of all
+heads."""
 
 
 def _heads_first(call: Call) -> str | None:
-    """[B, N, T, H] where [B, T, N, H] is asked: legal when queries and keys are equally many, also of grouped heads.
+    """Hint at [B, N, T, H] in place of [B, T, N, H].
 
-    Without a batch axis it may be [T, B * N, H], time first, which is right.
+    Such a call is legal when queries and keys are equally many, and with grouped heads too. Without a batch axis, three
+    axes may be [T, B * N, H], time first, which is right.
     """
     spec, axes = call.spec, call.arguments["query"].ndim
     if axes < 4 or spec.heads != spec.key_heads or spec.sequence_axes:
@@ -91,7 +94,7 @@ def _heads_first(call: Call) -> str | None:
 
 
 def _heads_not_split(call: Call) -> str | None:
-    """[B, T, features] where [T, N, H] is what three axes mean."""
+    """Hint at [B, T, features], where three axes mean [T, N, H]."""
     spec, axes = call.spec, call.arguments["query"].ndim
     if axes != 3 or spec.query_length != spec.key_length or not 1 < spec.heads == spec.key_heads:
         return None
@@ -105,7 +108,7 @@ def _heads_not_split(call: Call) -> str | None:
 
 
 def _no_offset(call: Call) -> str | None:
-    """A decoding step whose query was left at key 0. An offset of 0 that is given is taken to be meant."""
+    """Hint at a decoding step whose query was left at key 0. An offset of 0 that is given is taken to be meant."""
     spec = call.spec
     if call.arguments.get("query_offset") is not None or spec.sequence_axes:
         return None
@@ -124,9 +127,10 @@ _replaced: weakref.WeakKeyDictionary[types.CodeType, tuple[weakref.ref[Any], int
 
 
 def _new_score_mod(call: Call) -> str | None:
-    """A function that is defined in a loop which is not compiled: each turn makes a new one, and compiles for it.
+    """Hint at a function that is defined in a loop which is not compiled: each turn makes a new one, and compiles for
+    it.
 
-    A layer's own function also differs from its neighbour's, but it stays: only one that is gone counts as replaced.
+    Neighbouring layers also make functions that differ, but these stay: only one that is gone counts as replaced.
     """
     if call.is_traced or call.spec.score_mod is None:
         return None
@@ -148,16 +152,19 @@ def _new_score_mod(call: Call) -> str | None:
 
 
 _HIDES = -1e4
-"""What masks are made of: -1e4, -1e9, -inf, or the least number of a dtype."""
+"""The largest value by which a mask hides a key: masks use -1e4, -1e9, -inf, or the least number of a dtype."""
 _LOOKED_AT = 1024
 
 
 def _bias_as_mask(call: Call) -> str | None:
-    """Only of a NumPy array, which is in the host's memory, and only about a thousand values of it."""
+    """Hint at a bias that is a mask.
+
+    Only a NumPy array is looked at, which is in the host's memory, and only about a thousand values of it.
+    """
     bias = call.arguments.get("bias")
     if not isinstance(bias, np.ndarray):
         return None
-    # An odd step, as rows often have an even length, and should not all be looked at in one place.
+    # Rows often have an even length: with an odd step, not all of them are looked at in one place.
     some = bias.flat[:: bias.size // _LOOKED_AT | 1]
     hides = some <= _HIDES
     if not hides.any() or not (hides | (some == 0)).all():
@@ -172,7 +179,7 @@ def _bias_as_mask(call: Call) -> str | None:
 
 
 _LONG = 2048
-"""Shorter calls may be one tile, of which nothing can be left out."""
+"""The least length of keys for the hint. Shorter calls may be one tile, of which nothing can be left out."""
 
 
 def _mask_of_padding(call: Call) -> str | None:
@@ -189,7 +196,7 @@ def _mask_of_padding(call: Call) -> str | None:
 
 
 def _float32(call: Call) -> str | None:
-    """Also where float32 is meant: one line of the log costs little."""
+    """Hint at float32 where bfloat16 would be faster. Where float32 is meant, the hint costs one line of the log."""
     if call.spec.dtype != np.float32:
         return None
     half = dataclasses.replace(call.spec, dtype=np.dtype(jax.numpy.bfloat16))
@@ -215,13 +222,13 @@ HINTS = (
 _given: set[str] = set()
 _log = logging.getLogger("jflash")
 _NOT_THE_CALLERS = (*jax.__path__, os.path.dirname(__file__))
-"""Folders in which no line of a caller is: JAX stands between jflash's own functions too."""
+"""The folders in which no line of a caller is. JAX's is one: it stands between jflash's own functions too."""
 
 
 def give(call: Call) -> None:
-    """Say what there is to say of this call and was not yet said.
+    """Say every hint that this call gives and that was not said before.
 
-    A warning that a filter turns into an exception was not said: it is raised again by the next such call.
+    A warning that a filter turns into an exception does not count as said: the next such call raises it again.
     """
     for hint in HINTS:
         if hint.kind in _given or not (hint.warns or _log.isEnabledFor(logging.INFO)):
@@ -237,7 +244,7 @@ def give(call: Call) -> None:
 
 
 def lines(call: Call) -> Iterator[str]:
-    """All that there is to say, for `explain`."""
+    """Yield every hint that this call gives as a note, for `explain`."""
     for hint in HINTS:
         message = hint.message(call)
         if message is not None:

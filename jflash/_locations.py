@@ -1,4 +1,4 @@
-"""Strips source locations from the program that `custom_partitioning` gives to each device.
+"""The removal of source locations from the program that `custom_partitioning` gives to each device.
 
 JAX lowers that program to a module with a table of stack frames of its own. XLA copies its operations into the caller's
 module and keeps their frame numbers, which there stand for other frames or for none (jax 0.11 and 0.12). Where a call
@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 
 def without_locations(function: Callable[..., tuple[Array, ...]]) -> Callable[..., list[Array]]:
-    """`function` of arrays as one call that has a location, of operations that have none; all keep their names."""
+    """Return `function` as one call that has a location, of operations that have none. All of them keep their names."""
 
     @functools.cache
     def stripped(jaxpr: Jaxpr) -> Jaxpr:
@@ -36,7 +36,7 @@ def without_locations(function: Callable[..., tuple[Array, ...]]) -> Callable[..
         return tuple(map(stripped_within, param)) if type(param) is tuple else param
 
     def call(*arrays: Array) -> list[Array]:
-        # JAX gives a location to each equation that it evaluates: `jit` makes them one, and its inside stays as it is.
+        # JAX gives a location to each equation that it evaluates. `jit` makes them one, whose inside JAX leaves alone.
         return jaxpr_as_fun(stripped(jax.make_jaxpr(jax.jit(function))(*arrays)))(*arrays)
 
     return call

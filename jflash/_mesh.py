@@ -1,4 +1,4 @@
-"""What the types of arrays say about devices."""
+"""The facts about devices that are in the types of arrays."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from jaxtyping import Array
 
 
 def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh with explicit axes that some array's type speaks of; inside a `shard_map` that of the `shard_map`."""
+    """Return the mesh with explicit axes that some array's type names; inside a `shard_map`, the `shard_map`'s."""
     context = jax.sharding.get_abstract_mesh()
     meshes = [context] if context.manual_axes else [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def in_shard_map(arrays: Sequence[Any]) -> bool:
-    """Whether the arrays are one device's part of a `shard_map`."""
+    """Return whether the arrays are one device's part of a `shard_map`."""
     return any(AxisType.Manual in jax.typeof(array).sharding.mesh.axis_types for array in arrays)
 
 
 def in_mesh(arrays: Sequence[Any]) -> bool:
-    """Whether what is traced now, or some array's type, speaks of a mesh."""
+    """Return whether there is a mesh around what is traced now, or in some array's type."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return not all(mesh.empty for mesh in meshes)
 
 
 def following(query: Array, mesh: AbstractMesh) -> tuple[NamedSharding, NamedSharding]:
-    """Shardings of the output `[*B, T, N, D]` and the log-sum-exp `[*B, T, N]` that follow the query's."""
+    """Return shardings of the output `[*B, T, N, D]` and the log-sum-exp `[*B, T, N]` that follow the query's."""
     *rows, _ = dimensions(jax.typeof(query).sharding, query.ndim)
     return NamedSharding(mesh, PartitionSpec(*rows, None)), NamedSharding(mesh, PartitionSpec(*rows))
 
 
 def varying_alike[Tree](tree: Tree, *, like: Any) -> Tree:
-    """`tree` typed as different on all the devices of a `shard_map` on which some array of `like` is."""
+    """Return `tree` typed as different on all the devices of a `shard_map` on which some array of `like` is."""
     return varying_over(tree, frozenset[str]().union(*map(_varying, jax.tree.leaves(like))))
 
 
 def varying_over[Tree](tree: Tree, axes: Iterable[str]) -> Tree:
-    """`tree` typed as different on all devices along some axes of a `shard_map`."""
+    """Return `tree` typed as different on all devices along some axes of a `shard_map`."""
     return jax.tree.map(lambda array: lax.pcast(array, tuple({*axes} - _varying(array)), to="varying"), tree)
 
 
@@ -53,21 +53,21 @@ def _varying(array: Any) -> frozenset[str]:
 
 
 def sharding_of(array: Any) -> Any:
-    """An array's sharding, as far as it is known: that of a traced one is in its type, if anywhere."""
+    """Return an array's sharding, as far as it is known: a traced array has it in its type, if anywhere."""
     return jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
 
 
 def dimensions(sharding: Any, rank: int) -> list[Any]:
-    """What a sharding says of each of an array's axes."""
+    """Return what a sharding says of each of an array's axes."""
     return [*sharding.spec, *[None] * (rank - len(sharding.spec))]
 
 
 def canonical_axes(sharding: Any, rank: int) -> list[tuple[str, ...]]:
-    """The mesh axes, major first, over which an array `[*B, L, N, H]` is split: those of B, L, N, H."""
+    """Return the mesh axes, major first, over which an array `[*B, L, N, H]` is split: those of B, L, N, H."""
     each = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dimensions(sharding, rank)]
     return [tuple(itertools.chain.from_iterable(each[:-3])), *each[-3:]]
 
 
 def devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    """How many parts an axis split over these mesh axes has."""
+    """Return into how many parts these mesh axes split an axis."""
     return math.prod(mesh.shape[name] for name in axes)

@@ -1,4 +1,4 @@
-"""The machine a call will run on, as far as choosing a backend needs to know."""
+"""The machine that a call will run on, as far as choosing a backend needs to know."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from jax.sharding import AbstractMesh
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """Where JAX will put the computation."""
+    """The kind of devices on which JAX will put the computation."""
 
     name: str
     """JAX's name: "cpu", "gpu", "tpu", ..."""
     device_kind: str
-    """The device as its maker names it, such as "NVIDIA H200"."""
+    """The maker's name of the device, such as "NVIDIA H200"."""
     compute_capability: str | None
-    """Of an NVIDIA GPU, such as "9.0"."""
+    """The compute capability of an NVIDIA GPU, such as "9.0"."""
     processors: int | None = None
-    """Multiprocessors of a GPU, as far as JAX tells."""
+    """The number of a GPU's multiprocessors, if JAX tells it."""
 
     def __str__(self) -> str:
         return self.name if self.device_kind == self.name else f"{self.name} ({self.device_kind})"
 
 
 ELSEWHERE = "default"
-"""In `lowering_targets`, every platform that it does not name: the word of `jax.lax.platform_dependent`."""
+"""The name of every other platform in `lowering_targets`: the word of `jax.lax.platform_dependent`."""
 
 _WITHOUT_DEVICES = {"cpu": "cpu", "cuda": "gpu", "rocm": "gpu", ELSEWHERE: "another platform"}
-"""Platforms that JAX can lower for in a process that has no such device: its names for lowering, and for devices."""
+"""The platforms that JAX can lower for without such a device: its names for lowering, and for devices."""
 
 _lowered_for: contextvars.ContextVar[Platform | None] = contextvars.ContextVar("lowered_for", default=None)
 
 
 def current() -> Platform:
-    """The platform that a backend is being traced for; else that of `jax.default_device` or of JAX's first device."""
+    """Return the platform that a backend is traced for, or else of `jax.default_device` or JAX's first device."""
     return _lowered_for.get() or _platform_of([_default_device()])
 
 
 @contextlib.contextmanager
 def lowered_for(target: Platform) -> Generator[None]:
-    """Inside, `current` is the platform that the traced program will run on, whatever the default device."""
+    """Make `current`, inside the block, the platform on which the traced program will run."""
     token = _lowered_for.set(target)
     try:
         yield
@@ -61,9 +61,9 @@ def lowered_for(target: Platform) -> Generator[None]:
 
 
 def lowering_targets(arrays: Iterable[Any]) -> dict[str, Platform]:
-    """The platforms that JAX may lower a call with these arrays for, by JAX's names for lowering.
+    """Return the platforms that JAX may lower a call with these arrays for, by JAX's names for lowering.
 
-    First comes the platform of the arrays that are committed to devices, else that of the default device. But JAX
+    The platform of the arrays that are committed to devices comes first, or else that of the default device. But JAX
     decides when it lowers: by the arrays that a compiled function is called with, or by what `jax.export` asks.
     """
     committed = _committed_devices(arrays)
@@ -77,7 +77,7 @@ def lowering_targets(arrays: Iterable[Any]) -> dict[str, Platform]:
 
 
 def device_name() -> str:
-    """The device as its maker names it; of a CPU the processor and its cores."""
+    """Return the maker's name of the device, or of a CPU the processor and its cores."""
     here = current()
     return f"{_processor()}, {os.cpu_count()} cores" if here.name == "cpu" else here.device_kind
 
@@ -90,7 +90,7 @@ def _default_device() -> Any:
 
 
 def _platform_of(devices: Sequence[Any]) -> Platform:
-    """What is true of all these devices of one platform: a backend refuses what needs a fact that it is not told."""
+    """Return what is true of all these devices of one platform: a backend refuses a call that needs a missing fact."""
 
     def shared(attribute: str) -> Any:
         values = {getattr(device, attribute, None) for device in devices}
@@ -105,7 +105,7 @@ def _platform_of(devices: Sequence[Any]) -> Platform:
 
 
 def _committed_devices(arrays: Iterable[Any]) -> Set[Any]:
-    """The devices of the first array that is bound to some."""
+    """Return the devices of the first array that is bound to some."""
     for array in arrays:
         if isinstance(array, jax.ShapeDtypeStruct):
             bound = array.sharding is not None
@@ -118,7 +118,7 @@ def _committed_devices(arrays: Iterable[Any]) -> Set[Any]:
 
 @functools.cache
 def _processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system tells."""
     if platform.system() == "Darwin":
         return subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []

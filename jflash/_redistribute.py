@@ -1,6 +1,7 @@
 """Sequences that come split over the devices of a `shard_map`, redistributed so that each device attends by itself.
 
-Written in collectives that JAX differentiates. In sharded `jit` the partitioner does as much (`_split`).
+The redistribution is written in collectives that JAX differentiates. In sharded `jit` the partitioner does it
+(`_split`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`replacing_jax_nn`: the calls that other libraries make of `jax.nn.dot_product_attention`, served by jflash."""
+"""The block in which jflash serves the calls that other libraries make of `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class LeftCall(NamedTuple):
     """A call that jax.nn served inside a block of `replacing_jax_nn`."""
 
     call: str
-    """Its arguments in words."""
+    """The call's arguments in words."""
     reason: str
-    """Why jflash did not serve it."""
+    """The reason why jflash did not serve the call."""
     times: int
-    """How many times it was made."""
+    """The number of times the call was made."""
 
 
 def replacing_jax_nn() -> Replacement:
-    """A context manager, and a decorator, in which jflash serves the calls of `jax.nn.dot_product_attention`.
+    """Return a context manager, also a decorator, in which jflash serves calls of `jax.nn.dot_product_attention`.
 
     The block gives an object whose `report()` says how many calls jflash served, which it left to jax.nn, and why. Its
-    `served` is the number of the former, its `left` a list of the latter.
+    `served` is the number of calls served, its `left` a list of the others.
 
       >>> import jax, jax.numpy as jnp, jflash
       >>> query = key = value = jnp.ones((2, 64, 4, 16))
@@ -54,40 +54,41 @@ def replacing_jax_nn() -> Replacement:
       ...     return jax.nn.dot_product_attention(batch, batch, batch)
 
     A call means what it means to jax.nn: the same arguments, shapes and dtypes, errors of the same kinds, the
-    log-sum-exp in the key's dtype and without a gradient. What differs:
+    log-sum-exp in the key's dtype and without a gradient. These things differ:
 
     - A query that sees no key gets 0, log-sum-exp -inf and zero gradients; from jax.nn it gets the mean of the values
       (NaN where a bias of -inf hides all keys).
     - NaN in padding (`query_seq_lengths`, `key_value_seq_lengths`) reaches no result and no gradient.
-    - Roundings, and the gradients of a query whose visible keys all have a bias of -1e9 or so: the float32 log-sum-exp
-      cannot hold how many keys there are. A bias of -inf, or a mask, hides keys exactly.
+    - Results are rounded differently. The gradients of a query differ if its visible keys all have a bias of -1e9 or
+      so: the float32 log-sum-exp cannot hold how many keys there are. A bias of -inf, or a mask, hides keys exactly.
     - jax.nn's `implementation=None` and "xla" are alike here: the fastest implementation of jflash serves.
 
-    Left to jax.nn are calls with `implementation="cudnn"`; with arguments that jax.nn has and jflash does not know;
-    and with what jflash does not take: other dtypes than float32, bfloat16, float16 and float64, a `scale` that is
-    not one finite number, a window that is negative or not known when the call is traced, symbolic sizes, and arrays
-    without heads or features. `left` and `report` tell them.
+    jflash leaves to jax.nn the calls with `implementation="cudnn"`, those with arguments that jax.nn has and jflash
+    does not know, and those that jflash does not take: dtypes other than float32, bfloat16, float16 and float64, a
+    `scale` that is not one finite number, a window that is negative or not known when the call is traced, symbolic
+    sizes, and arrays without heads or features. `left` and `report` list them.
 
-    What a block reaches:
+    A block reaches:
 
     - The attribute `jax.nn.dot_product_attention`, in all threads: blocks in several threads hold as long as one of
       them is open, and a call counts for the block that was entered last. Code that took the function before, by
       `from jax.nn import dot_product_attention`, keeps jax.nn's.
-    - What is traced inside it. A function under `jax.jit` that was traced before is not traced anew and keeps jax.nn's
-      attention; one that is traced inside keeps jflash's when the block is over. `jax.clear_caches()` forgets both.
-      A call under `jax.jit` counts when it is traced, not when it runs, and a transform may trace it several times.
+    - Calls that are traced inside it. A function under `jax.jit` that was traced before is not traced anew and keeps
+      jax.nn's attention; one that is traced inside keeps jflash's when the block is over. `jax.clear_caches()` forgets
+      both. A call under `jax.jit` counts when it is traced, not when it runs, and a transform may trace it several
+      times.
 
     Blocks may be nested, and a block entered again goes on counting. The attribute is restored when the last one is
     over, whatever was raised.
 
     Raises:
-      TypeError: as a decorator of a coroutine or a generator, whose body would run when the block is over.
+      TypeError: if it decorates a coroutine or a generator, whose body would run when the block is over.
     """
     return Replacement()
 
 
 class Replacement(contextlib.ContextDecorator):
-    """What `replacing_jax_nn` gives: the block, and the counts of the calls that were made in it."""
+    """A block of `replacing_jax_nn`, with the counts of the calls that were made in it."""
 
     def __init__(self) -> None:
         self._served = 0
@@ -95,7 +96,7 @@ class Replacement(contextlib.ContextDecorator):
 
     @property
     def served(self) -> int:
-        """How many calls jflash served. Calls that raised do not count."""
+        """The number of calls that jflash served. Calls that raised do not count."""
         return self._served
 
     @property
@@ -105,7 +106,7 @@ class Replacement(contextlib.ContextDecorator):
             return [LeftCall(call, reason, times) for (call, reason), times in self._left.items()]
 
     def report(self) -> str:
-        """Both in sentences: a line for the counts, and one for each kind of call that was left."""
+        """Return the counts in a sentence, and a line for each kind of call that was left."""
         left = self.left
         many = sum(each.times for each in left)
         unseen = (
@@ -137,7 +138,7 @@ class Replacement(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def count(self, left: tuple[str, str] | None) -> None:
-        """One call more: served, or left (what it was, why)."""
+        """Count one more call: served if `left` is None, else left (what it was, why)."""
         with _patch.lock:
             if left is None:
                 self._served += 1
@@ -161,7 +162,7 @@ class _Patch:
             self.blocks.append(block)
 
     def leave(self, block: Replacement) -> None:
-        """Other threads may have entered since, so it need not be the last that leaves."""
+        """Close the block. Other threads may have entered since, so it need not be the last that leaves."""
         with self.lock:
             last = max(index for index, open_ in enumerate(self.blocks) if open_ is block)
             del self.blocks[last]
@@ -177,7 +178,7 @@ _patch = _Patch()
 
 
 def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands where `original` stood, with its signature."""
+    """Return the function that stands where `original` stood, with its signature."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -195,9 +196,9 @@ def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _why_left(arguments: Mapping[str, Any], signature: inspect.Signature) -> str | None:
-    """The first thing in a call that jflash does not take though jax.nn may; None: there is none.
+    """Return the first thing in a call that jflash does not take though jax.nn may, or None.
 
-    Nothing is said of calls that are wrong to jax.nn too.
+    Calls that are wrong to jax.nn too are not its business.
     """
     for name, value in arguments.items():
         if name not in _KNOWN and value is not signature.parameters[name].default:
@@ -216,7 +217,7 @@ def _why_left(arguments: Mapping[str, Any], signature: inspect.Signature) -> str
         if 0 in arrays[name].shape[-2:]:
             return f"`{name}` has no heads or no features"
     for name in ("bias", "mask"):
-        # jax.nn's matrix product takes one value for all of them.
+        # If there is one key, jax.nn's matrix product takes its value for all keys of `bias` or `mask`.
         if {name, "key"} <= arrays.keys() and arrays[name].shape[-1:] > (1,) == arrays["key"].shape[-3:-2]:
             return f"`{name}` has more keys than `key`"
     if "bias" in arrays and jnp.issubdtype(arrays["bias"].dtype, jnp.complexfloating):
@@ -245,7 +246,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _serve(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What jflash makes of a call that `_why_left` says nothing of.
+    """Return jflash's results for a call for which `_why_left` returned None.
 
     jax.nn itself checks the arguments, and says what the results look like: what it refuses raises here.
     """
@@ -270,7 +271,7 @@ def _serve(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     if scale is not None:
         scale = jnp.asarray(scale).astype(accumulator) if isinstance(scale, jax.Array) else float(scale)
     lengths = {
-        name: jnp.clip(arrays[name], 0, array.shape[1])  # jax.nn takes any, jflash those in range
+        name: jnp.clip(arrays[name], 0, array.shape[1])  # jax.nn takes any length, jflash only lengths in range
         for name, array in (("query_seq_lengths", query), ("key_value_seq_lengths", key))
         if name in arrays
     }
@@ -290,7 +291,7 @@ def _results(
     shapes: tuple[tuple[str, tuple[int, ...], Any], ...],
     static: tuple[tuple[str, Any], ...],
 ) -> Any:
-    """The shapes and dtypes of jax.nn's results; raises what it raises. Nothing is computed."""
+    """Return the shapes and dtypes of jax.nn's results; raise what it raises. Nothing is computed."""
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes}
     absent = dict.fromkeys({"query", "key", "value"} - set(arrays))
     return jax.eval_shape(functools.partial(original, **absent, **dict(static)), **arrays)
@@ -305,7 +306,7 @@ def _calls(number: int) -> str:
 
 
 def _in_words(arguments: Mapping[str, Any]) -> str:
-    """The arguments that were given, arrays by dtype and shape."""
+    """Return the arguments that were given as text, arrays by dtype and shape."""
     words: list[str] = []
     for name, value in arguments.items():
         if value is None or value is False:

@@ -21,7 +21,7 @@ from jflash._semantics.spec import KEYS_AXIS, QUERIES_AXIS, Spec
 _SEQUENCE_AXIS = QUERIES_AXIS | KEYS_AXIS
 
 CUT_AS_USED = ("bias", "mask")
-"""What goes with no chunk, though it has queries and keys."""
+"""The arrays that go with no chunk, though they have queries and keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Ring:
         return lax.axis_index(self.axes) if self.count > 1 else 0
 
     def shift(self, arrays: Any, by: int) -> Any:
-        """All arrays sent `by` devices on."""
+        """Return all arrays sent `by` devices on."""
         if by % self.count == 0:
             return arrays
         return self._send(arrays, [(device, (device + by) % self.count) for device in range(self.count)])
 
     def mirror(self, arrays: Any) -> Any:
-        """All arrays traded with the mirror image of this device."""
+        """Return all arrays traded with the mirror image of this device."""
         return self._send(arrays, [(device, self.count - 1 - device) for device in range(self.count)])
 
     def _send(self, arrays: Any, pairs: list[tuple[int, int]]) -> Any:
-        """One message for each dtype: of several, XLA lets one run beside the kernels and waits for the others."""
+        """Send one message for each dtype: XLA lets one message run beside the kernels, and waits for any others."""
         leaves, tree = jax.tree.flatten(arrays)
         by_dtype: dict[Any, list[int]] = {}
         for index, leaf in enumerate(leaves):
@@ -64,7 +64,10 @@ class Ring:
 
 
 class Pair(NamedTuple):
-    """A run of a device's queries and a run of a device's keys: the whole chunk, or in a zigzag one of two halves."""
+    """A run of a device's queries and a run of a device's keys.
+
+    A run is the whole chunk, or in a zigzag one of its two halves.
+    """
 
     queries: Int[Array, ""] | int
     keys: Int[Array, ""] | int
@@ -76,7 +79,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSplit:
-    """How the sequences of a call are split."""
+    """The split of a call's sequences over devices."""
 
     call: Spec
     """The call as it would be on one device."""
@@ -99,7 +102,8 @@ class SequenceSplit:
 
     @property
     def steps(self) -> range:
-        """How many devices back the keys of each step come from; negative: on. Only those that some query sees."""
+        """How many devices back the keys of each step come from; negative: on. Steps whose keys no query sees are left
+        out."""
         count, bounds, offset = self.queries.count, self.call.bounds, self.call.query_offset
         if not self.ring:
             return range(1)
@@ -108,21 +112,21 @@ class SequenceSplit:
             return range(count)
 
         def seen(distance: int) -> bool:
-            """Whether some query sees a chunk at this distance before its own."""
+            """Return whether some query sees a chunk at this distance before its own."""
             (left, right), position = bounds, distance * keys + offset
             return (left is None or position - left < keys) and (right is None or position + queries + right > 0)
 
         distances = [distance for distance in range(1 - count, count) if seen(distance)]
-        # Of two distances that are the same way round the ring, one will do.
+        # Two distances may be the same way round the ring: one of them will do.
         return range(distances[0], distances[0] + min(len(distances), count)) if distances else range(1)
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many queries and keys a device has."""
+        """The numbers of queries and keys that a device has."""
         return self.call.query_length // self.queries.count, self.call.key_length // self.keys.count
 
     def enter(self, arrays: dict[str, Array]) -> dict[str, Array]:
-        """A device's chunks as runs, along a new axis in front."""
+        """Return a device's chunks as runs, along a new axis in front."""
         if not self.zigzag:
             return {name: array[None] for name, array in arrays.items()}
         halves = {name: jnp.split(array, 2, _SEQUENCE_AXIS[name]) for name, array in arrays.items()}
@@ -130,7 +134,7 @@ class SequenceSplit:
         return {name: self._in_order(jnp.stack([first, received[name]])) for name, (first, _) in halves.items()}
 
     def leave(self, runs: dict[str, Array]) -> dict[str, Array]:
-        """The way back."""
+        """Return runs as a device's chunks: the way back from `enter`."""
         if not self.zigzag:
             return {name: array[0] for name, array in runs.items()}
         halves = {name: self._in_order(array) for name, array in runs.items()}
@@ -139,23 +143,26 @@ class SequenceSplit:
         return {name: joined(name) for name in runs}
 
     def _in_order(self, halves: Array) -> Array:
-        """The second half of the devices keeps the later of its halves, and so has them the other way round."""
+        """Return the halves, earlier one first.
+
+        The second half of the devices keeps the later of its halves, and so has them the other way round.
+        """
         in_order = 2 * self.queries.own < self.queries.count
         return lax.select(jnp.broadcast_to(in_order, halves.shape), halves, halves[::-1])
 
     def first(self, device: Int[Array, ""] | int, run: Int[Array, ""] | int, length: int) -> Int[Array, ""]:
-        """Where in its sequence a run of a device's chunk of `length` begins."""
+        """Return where in its sequence a run of a device's chunk of `length` begins."""
         if not self.zigzag:
             return jnp.asarray(device * length, jnp.int32)
         low = self._low(device)
         return jnp.where(run == 0, low, 2 * self.queries.count - 1 - low) * (length // 2)
 
     def _low(self, device: Int[Array, ""] | int) -> Int[Array, ""]:
-        """The earlier of a device's halves in a zigzag; the other is as far from the end."""
+        """Return the earlier of a device's halves in a zigzag; the other is as far from the end."""
         return jnp.minimum(2 * device, 2 * self.queries.count - 1 - 2 * device)
 
     def pairs(self, step: Int[Array, ""] | int, source: Int[Array, ""] | int) -> list[Pair]:
-        """Which runs of this device's queries see which runs of the keys of `source`."""
+        """Return which runs of this device's queries see which runs of the keys of `source`."""
         if not self.zigzag:
             return [Pair(0, 0, all_visible=self.call.bounds == (None, None))]
         if isinstance(step, int) and step == 0:
@@ -167,7 +174,7 @@ class SequenceSplit:
 
 
 def in_shard_map(call: Spec) -> SequenceSplit | None:
-    """How the sequences of one device's part of a `shard_map` are split; `None`: not."""
+    """Return how the sequences of one device's part of a `shard_map` are split; `None`: not at all."""
     if not call.sequence_axes:
         return None
     ring = Ring(call.sequence_axes, lax.axis_size(call.sequence_axes))

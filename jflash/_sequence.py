@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash import _operation
+from jflash import _primitive
 from jflash._mesh import varying_alike
 from jflash._ring import CUT_AS_USED, Pair, SequenceSplit
 from jflash._semantics import online_softmax
 from jflash._semantics.spec import KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
 
 Attend = Callable[[Spec, Operands], Results]
-"""A call of one chunk of queries with one chunk of keys."""
+"""A function that attends with one chunk of queries to one chunk of keys."""
 
 
 class Backend(Protocol):
@@ -39,13 +39,16 @@ class Backend(Protocol):
 
 
 def forward(backend: Backend, split: SequenceSplit, operands: Operands) -> Results:
-    """This device's rows."""
+    """Return the results for this device's rows."""
     return _forward(lambda spec, part: Results(*backend.forward(spec, part)), split, operands)
 
 
 def tangent(attend: Attend, split: SequenceSplit, operands: Operands, tangents: Operands) -> Results:
-    """`attend` has tangents of its own; JAX knows those of what is done with its results."""
-    return _operation.tangents_of(lambda whole: _forward(attend, split, whole), (operands,), (tangents,))
+    """Return the tangents of the results for this device's rows.
+
+    `attend` has tangents of its own; JAX knows the tangents of what is done with its results.
+    """
+    return _primitive.tangents_of(lambda whole: _forward(attend, split, whole), (operands,), (tangents,))
 
 
 def _forward(attend: Attend, split: SequenceSplit, operands: Operands) -> Results:
@@ -77,7 +80,8 @@ def _forward(attend: Attend, split: SequenceSplit, operands: Operands) -> Result
 
 
 def backward(backend: Backend, split: SequenceSplit, operands: Operands, residuals: Residuals) -> Operands:
-    """The gradients: complete for this device's chunks, for what devices share this device's part of a sum."""
+    """Return the gradients: complete for this device's chunks, and this device's part of the sum for arrays that are
+    shared."""
     spec = split.call.resized(operands)
     queries, keys = _enter(split, operands._asdict() | residuals._asdict())
     zeros = lambda array: varying_alike(jnp.zeros(array.shape, spec.accumulator), like=operands)
@@ -111,7 +115,7 @@ def backward(backend: Backend, split: SequenceSplit, operands: Operands, residua
 
 
 def _enter(split: SequenceSplit, arrays: dict[str, Array | None]) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The runs that go with queries, and with keys."""
+    """Return the runs that go with queries, and those that go with keys."""
     names = [name for name in (*QUERIES_AXIS, *KEYS_AXIS) if name not in CUT_AS_USED]
     present = {name: array for name in names if (array := arrays.get(name)) is not None}
     runs = split.enter(present)
@@ -120,14 +124,14 @@ def _enter(split: SequenceSplit, arrays: dict[str, Array | None]) -> tuple[dict[
 
 
 def _around(split: SequenceSplit, keys: dict[str, Array], sums: Any, visit: Callable[..., Any]) -> tuple[Any, Any]:
-    """`visit` the keys of each step. What it gives for keys is summed and comes home to their device."""
+    """Call `visit` on the keys of each step. What it gives for keys is summed and comes home to their device."""
     if not split.ring:
         return visit(0, split.keys.own, keys, sums)
     ring, first, last = split.queries, split.steps.start, split.steps.stop - 1
     source = lambda step: (ring.own - step) % ring.count
     add = functools.partial(jax.tree.map, jnp.add)
     keys = ring.shift(keys, first)
-    # Keys are sent on before they are used, to travel while the device computes; and so are the sums.
+    # Keys are sent on before they are used, to travel while the device computes. The sums travel with them.
     following = ring.shift(keys, 1) if last > first else keys
     of_keys, sums = visit(first, source(first), keys, sums)
 
@@ -156,14 +160,14 @@ def part_of(
     pair: Pair,
     source: Int[Array, ""] | int,
 ) -> tuple[Spec, Operands]:
-    """The call of one run of queries with one run of keys."""
+    """Return the call of one run of queries with one run of keys."""
     query_length, key_length = split.lengths
     first_query = split.first(split.queries.own, pair.queries, query_length)
     first_key = split.first(source, pair.keys, key_length)
     query_count, key_count = queries["query"].shape[1], keys["key"].shape[1]
     inside = lambda lengths, first, most: None if lengths is None else jnp.clip(lengths - first, 0, most)
     offset = operands.query_offset if spec.query_offset is None else spec.query_offset
-    # What is known before the call makes better kernels.
+    # An offset that is known before the call makes better kernels.
     static = pair.same and spec.query_offset is not None
     static = static or (pair.all_visible and operands.alibi_slopes is None)
     if not static:
@@ -190,7 +194,7 @@ def part_of(
 
 
 def _columns(array: Array | None, first: Int[Array, ""], count: int) -> Array | None:
-    """A bias or mask of some keys."""
+    """Return the part of a bias or mask that belongs to some keys."""
     if array is None or array.shape[3] == 1:
         return array
     return lax.dynamic_slice_in_dim(array, first, count, 3)
@@ -209,21 +213,21 @@ def _add(total: Array, part: Array, run: Int[Array, ""] | int) -> Array:
 
 
 def _merge(one: Results, other: Results) -> Results:
-    """The results over two chunks of keys from those over each."""
+    """Return the results over two chunks of keys from those over each."""
     lse = _log_sum(jnp.stack([one.lse, other.lse]))
     weighted = lambda part: part.out * _by_row(_weight(part.lse, lse))
     return Results(weighted(one) + weighted(other), lse)
 
 
 def _log_sum(parts: Float[Array, "parts *rows"]) -> Float[Array, "*rows"]:
-    """log(sum(exp(parts))), and with it every derivative finite where all parts are -inf."""
+    """Return log(sum(exp(parts))), whose derivatives of every order are finite where all parts are -inf."""
     largest = lax.stop_gradient(online_softmax.finite_or_zero(parts.max(axis=0)))
     total = jnp.exp(parts - largest).sum(axis=0)
     return jnp.where(total == 0, -jnp.inf, largest + jnp.log(jnp.where(total == 0, 1, total)))
 
 
 def _weight(part: Float[Array, "*rows"], whole: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """What a part of the keys has of a row's probabilities."""
+    """Return the share that a part of the keys has in a row's probabilities."""
     return jnp.where(whole == -jnp.inf, 0, jnp.exp(part - online_softmax.finite_or_zero(whole)))
 
 
@@ -232,7 +236,7 @@ def _by_row(array: Float[Array, "*run B N T"]) -> Float[Array, "*run B T N 1"]:
 
 
 def _shared(spec: Spec, operands: Operands) -> list[str]:
-    """The operands whose gradient every pair adds to."""
+    """Return the operands whose gradient every pair adds to."""
     names = ("bias", "scale", "alibi_slopes", "score_mod_arrays")
     return [name for name in names if name in spec.operands - spec.undifferentiated]
 
@@ -250,7 +254,7 @@ def _sinks_gradient(split: SequenceSplit, spec: Spec, operands: Operands, residu
         return None
     wide = lambda array: array.astype(spec.accumulator)
     empty = residuals.lse == -jnp.inf
-    # Devices that have the same queries would each count them.
+    # Without this, every device that has the same queries would count them.
     counted = ~empty & jnp.asarray(split.ring or split.keys.own == 0)
     weighted = jnp.einsum("btnd,btnd->bnt", wide(residuals.d_out), wide(residuals.out))
     delta = jnp.where(counted, weighted - residuals.d_lse, 0)

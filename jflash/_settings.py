@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def metal_cache() -> Path:
-    """Where the Metal emulator keeps compiled shaders: `JFLASH_METAL_CACHE`, else the user's own cache folder."""
+    """Return the folder for compiled shaders of the Metal emulator: `JFLASH_METAL_CACHE`, else in the user's cache
+    folder."""
     given = os.environ.get("JFLASH_METAL_CACHE")
     if given:
         return Path(given).expanduser().absolute()
@@ -17,9 +18,9 @@ def metal_cache() -> Path:
 
 
 def tiles_cache() -> Path | None:
-    """Where tuned tiles are: in the user's cache folder, as platformdirs knows it.
+    """Return the folder for tuned tiles: in the user's cache folder, as platformdirs knows it.
 
-    `None` without platformdirs, which tuning needs anyway.
+    Without platformdirs, which tuning needs anyway, it is `None`.
     """
     if importlib.util.find_spec("platformdirs") is None:
         return None

@@ -1,8 +1,8 @@
 """Attention over several devices: batch, heads and sequences may be split.
 
 The rule is given to the partitioner (Shardy) with `custom_partitioning`, so a sharded `jit` gathers nothing that
-attention does not need whole. Of batch and heads each device computes its own part alone; what it does where sequences
-are split, `_split` chooses and `_sequence` computes. In the backward, the gradients of what devices share are summed.
+attention does not need whole. Each device computes its own part of batch and heads alone. Where sequences are split,
+`_split` chooses what to do and `_sequence` computes it. In the backward, the gradients of shared arrays are summed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jflash._split import Named
 
 
 def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., Any]:
-    """`function` split over devices.
+    """Return `function` split over devices.
 
-    It is called with how the sequences are split, or `None`, then `Operands` and what goes with them (all `[#B, ...]`).
+    It is called with the split of the sequences, or `None`, then `Operands` and what goes with them (all `[#B, ...]`).
     Its results have the names and shapes of `like`.
     """
 
@@ -36,7 +36,7 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
         leaves, tree = jax.tree.flatten(args)
         whole = spec.resized(args[0])
         if _mesh.in_shard_map(leaves):
-            # This is one device's part already; axes left to the compiler, it splits by itself.
+            # These arrays are one device's part already. The compiler itself splits the axes that were left to it.
             return function(_ring.in_shard_map(whole), *args)
         results, result_tree = jax.tree.flatten(like)
         # The partitioner keeps what these functions close over: names and shapes, not the arrays.
@@ -58,7 +58,7 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
                         lax.dynamic_slice_in_dim(leaf, split.key_head(), 1, 2) if array.of_keys else leaf
                         for array, leaf in zip(inputs, leaves, strict=True)
                     )
-                # Else the caller's mesh is written into code that runs on one device, and into the sums' additions.
+                # Without this, the caller's mesh is written into one device's code, and into the sums' additions.
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     parts = zip(outputs, flat(split.sequence, *leaves), strict=True)
                     return tuple(summed(array, placed(array, part)) for array, part in parts)
@@ -92,7 +92,7 @@ def _names(args: tuple[Operands | Results | Residuals, ...]) -> list[str]:
 
 
 def _rule(inputs: list[Named], outputs: list[Named], spec: Spec) -> tuple[str, tuple[str, ...]]:
-    """The partitioner's rule in its einsum-like notation.
+    """Return the partitioner's rule in its einsum-like notation.
 
     The batch `b`, the heads `n` and `k`, the queries `t` and the keys `s` may be split. The same mesh axes may split
     queries and keys.

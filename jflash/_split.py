@@ -1,4 +1,4 @@
-"""Which mesh axes split the batch, heads, queries and keys of a call, by how its queries and keys come split."""
+"""The mesh axes that split a call's batch, heads, queries and keys, chosen by how queries and keys come split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jflash import _mesh, _ring, _strategy
+from jflash import _mesh, _ring, _sequence_strategy
 from jflash._ring import Ring, SequenceSplit
 from jflash._semantics.spec import HEADS_AXIS, KEYS_AXIS, QUERIES_AXIS, Spec
 
@@ -27,13 +27,13 @@ class Named(NamedTuple):
 
     @property
     def of_keys(self) -> bool:
-        """Whether it has key heads."""
+        """Whether the array has key heads."""
         return self.name in ("key", "value")
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Over which mesh axes what of a call is split."""
+    """The mesh axes over which a call is split."""
 
     mesh: Mesh | AbstractMesh
     call: Spec
@@ -51,14 +51,14 @@ class Split:
 
     @property
     def sequence(self) -> SequenceSplit | None:
-        """How the sequences are split; `None`: not."""
+        """The split of the sequences; `None`: they are whole."""
         if not (self.queries or self.keys):
             return None
         ring = lambda axes: Ring(axes, _mesh.devices(self.mesh, axes))
         return SequenceSplit(self.call, ring(self.queries), ring(self.keys))
 
     def axes(self, array: Named) -> list[tuple[str, ...]]:
-        """The mesh axes over which each axis of an array is split."""
+        """Return the mesh axes over which each axis of an array is split."""
         call = self.call
         found: list[tuple[str, ...]] = [() for _ in array.shape]
         found[0] = self.batch if array.shape[0] > 1 or call.batch == 1 else ()
@@ -74,23 +74,23 @@ class Split:
         return found
 
     def sharding(self, array: Named) -> NamedSharding:
-        """Of an array."""
+        """Return the sharding of an array."""
         return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in self.axes(array))))
 
     def missing(self, array: Named) -> tuple[str, ...]:
-        """The mesh axes over which the call is split and an array is not."""
+        """Return the mesh axes over which the call is split and an array is not."""
         own = {name for axes in self.axes(array) for name in axes}
         used = dict.fromkeys((*self.batch, *self.heads, *self.queries, *self.keys))
         return tuple(name for name in used if name not in own)
 
     def key_head(self) -> Array:
-        """The key head of this device's queries, where that is one."""
+        """Return the key head of this device's queries, if they share one."""
         own = self.call.heads // _mesh.devices(self.mesh, self.heads)
         return lax.axis_index(self.heads) * own // self.call.group
 
 
 def choose(call: Spec, mesh: Mesh | AbstractMesh, query: Axes, key: Axes) -> Split:
-    """How a call is split, of which queries and keys come split like this. What does not divide evenly is gathered.
+    """Return the split of a call whose queries and keys come split like this. What does not divide evenly is gathered.
 
     Raises:
       ValueError: if the call names a strategy for its sequences that cannot serve.
@@ -119,10 +119,11 @@ def choose(call: Spec, mesh: Mesh | AbstractMesh, query: Axes, key: Axes) -> Spl
 
 
 def described(call: Spec, query: Any, key: Any) -> str | None:
-    """What is done about the sequences of such arrays, and why, in words for the user; `None`: they are not split."""
+    """Say in words for the user what is done about the sequences of such arrays, and why; `None`: they are not
+    split."""
     in_shard_map = _ring.in_shard_map(call)
     if in_shard_map is not None:
-        return _strategy.choose(in_shard_map, call.heads, call.key_heads).reason
+        return _sequence_strategy.choose(in_shard_map, call.heads, call.key_heads).reason
     shardings = [_mesh.sharding_of(array) for array in (query, key)]
     if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
         return None
@@ -132,11 +133,11 @@ def described(call: Spec, query: Any, key: Any) -> str | None:
 
 
 def _of_one_ring(split: Split) -> Split:
-    """The split where queries and keys come split over the same axes."""
+    """Return the split where queries and keys come split over the same axes."""
     sequence, key_heads = split.sequence, split.call.key_heads
     assert sequence is not None
     by_heads = _mesh.devices(split.mesh, split.heads)
-    name, reason = _strategy.choose(sequence, split.call.heads // by_heads, max(1, key_heads // by_heads))
+    name, reason = _sequence_strategy.choose(sequence, split.call.heads // by_heads, max(1, key_heads // by_heads))
     split = dataclasses.replace(split, reason=reason)
     match name:
         case "all_to_all":

@@ -1,7 +1,8 @@
-"""Which tiles a kernel takes: of those it could, the ones measured fastest on this device, else its backend's first.
+"""The choice of a kernel's tiles among those it could take.
 
-Nothing needs to be tuned: every backend lists its candidates beginning with what was fastest where the list was made.
-`python -m jflash.bench --tune` measures the others too, and what it finds is read here, once per process.
+The tiles that were measured fastest on this device serve, or else the backend's first. Nothing needs to be tuned: every
+backend lists its candidates beginning with the fastest where the list was made. `python -m jflash.bench --tune`
+measures the others too; its findings are read here, once per process.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from jflash import _platform, _settings
 
 
 class TuningKey(NamedTuple):
-    """What a choice of tiles is made for."""
+    """The facts for which tiles are chosen."""
 
     kind: str
     """The backend and its kernel."""
     key: tuple[int | str, ...]
-    """All that the answer may depend on, besides the device."""
+    """All facts that the answer may depend on, besides the device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Answers to be tried, and what is asked meanwhile."""
+    """Answers to be tried, and the choices that are asked for meanwhile."""
 
     answers: Mapping[TuningKey, Any]
     platform: str
-    """Where it is measured. A call may also be traced for other platforms, whose keys are none of the trial's."""
+    """The platform that is measured. A call may also be traced for other platforms, whose keys are no part of the
+    trial."""
     asked: dict[TuningKey, tuple[Any, ...]] = dataclasses.field(default_factory=dict[TuningKey, tuple[Any, ...]])
-    """For each key its candidates, the backend's own choice first."""
+    """The candidates for each key, the backend's own choice first."""
 
 
 _trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", default=None)
@@ -46,7 +48,7 @@ _trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", d
 
 @contextlib.contextmanager
 def trying(answers: Mapping[TuningKey, Any]) -> Generator[Trial]:
-    """Inside, these answers count, and none that were found earlier; if what is traced was not traced before."""
+    """Let these answers, and no earlier findings, count inside the block, for calls that were not traced before."""
     trial = Trial(answers, _platform.current().name)
     token = _trial.set(trial)
     try:
@@ -56,7 +58,7 @@ def trying(answers: Mapping[TuningKey, Any]) -> Generator[Trial]:
 
 
 def choose[Tiles](key: TuningKey, candidates: Sequence[Tiles]) -> Tiles:
-    """One of the candidates, of which there is at least one: dataclasses of whole numbers and booleans."""
+    """Return one of the candidates, of which there is at least one: dataclasses of whole numbers and booleans."""
     trial = _trial.get()
     if trial is not None and trial.platform == _platform.current().name:
         trial.asked[key] = tuple(candidates)
@@ -66,24 +68,24 @@ def choose[Tiles](key: TuningKey, candidates: Sequence[Tiles]) -> Tiles:
 
 
 def numbers(tiles: Any) -> list[int]:
-    """What a choice is stored as."""
+    """Return the numbers as which a choice is stored."""
     return list(dataclasses.astuple(tiles))
 
 
 def path(device: str) -> Path | None:
-    """Where the device's answers are stored; `None` if nothing can be, as platformdirs is not installed."""
+    """Return where the device's answers are stored; `None` if platformdirs is not installed, and nothing can be."""
     folder = _settings.tiles_cache()
     return None if folder is None else folder / f"{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}.json"
 
 
 def is_tuned(device: str) -> bool:
-    """Whether something was stored for the device."""
+    """Return whether something was stored for the device."""
     where = path(device)
     return where is not None and where.exists()
 
 
 def store(device: str, answers: Mapping[TuningKey, Any], about: Mapping[str, Any]) -> Path:
-    """Write what was found for a device, in the place of what was found before.
+    """Write the answers for a device, in place of earlier ones.
 
     Raises:
       ModuleNotFoundError: if platformdirs is not installed.
@@ -93,7 +95,7 @@ def store(device: str, answers: Mapping[TuningKey, Any], about: Mapping[str, Any
         raise ModuleNotFoundError("Tuned tiles are stored where platformdirs says, and it is not installed.")
     rows = [dict(kind=kind, key=key, tiles=numbers(tiles)) for (kind, key), tiles in answers.items()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A reader meanwhile finds the old file or the new one, whole.
+    # Another process that reads meanwhile finds the old file or the new one, whole.
     with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".json", delete=False) as file:
         json.dump(dict(device=device, **about, answers=rows), file, indent=1)
     os.replace(file.name, target)
@@ -103,7 +105,7 @@ def store(device: str, answers: Mapping[TuningKey, Any], about: Mapping[str, Any
 
 @functools.cache
 def _found(device: str) -> dict[TuningKey, list[int]]:
-    """What was stored for a device.
+    """Return the answers that were stored for a device.
 
     Raises:
       ValueError: if the file cannot be read.

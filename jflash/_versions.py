@@ -1,4 +1,4 @@
-"""Versions of what is installed."""
+"""The versions of installed packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def installed(package: str) -> str | None:
-    """The package's version; `None` if it is not installed, as a checkout on the path is not."""
+    """Return the package's version, or `None` if it is not installed, as with a checkout that is only on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
-"""What jflash finds on this machine, as text to paste into a report.
+"""A report of what jflash finds on this machine, as text to paste.
 
     python -m jflash.doctor               versions, devices, what each implementation serves or why it refuses
     python -m jflash.doctor --selfcheck   and a short numeric check of every implementation that accepts
 
-It needs nothing that jflash itself does not need, as it is for machines on which something is missing.
+The doctor needs nothing that jflash itself does not need, as it is for machines on which something is missing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PACKAGES = ("jflash", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-metal"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report. Returns 1 if a check failed, else 0.
+    """Print the report, and return 1 if a check failed, else 0.
 
     Args:
-      arguments: those of the command line, `--selfcheck` or none; None for what the program was called with.
+      arguments: the arguments of the command line, `--selfcheck` or none; None for what the program was called with.
 
     Raises:
       SystemExit: for `--help`, and for arguments that do not exist.
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report() -> Iterator[str]:
-    """Versions, devices, implementations, the native library: a line each."""
+    """Yield the lines of the report: versions, devices, implementations, the native library."""
     yield f"python {platform.python_version()} on {platform.platform()}, {platform.machine()}"
     for name in PACKAGES:
         version = _versions.installed(name)
@@ -92,7 +92,7 @@ def report() -> Iterator[str]:
 
 
 def _verdicts(dtype: str) -> Iterator[str]:
-    """Of each implementation whether it serves a plain call, or why not."""
+    """Yield for each implementation whether it serves a plain call, or why not."""
     arrays = [jax.ShapeDtypeStruct((1, 128, 2, 64), dtype)] * 3
     default = jflash.explain(*arrays).split()[0]
     for name in _dispatch.BACKENDS:
@@ -108,9 +108,9 @@ class Check:
     implementation: str
     call: str
     errors: dict[str, float]
-    """Largest error of each result, in units of what is allowed."""
+    """The largest error of each result, in units of what is allowed."""
     failure: str | None = None
-    """What was raised instead."""
+    """The exception that the call raised, as text; `None` if it gave results."""
 
     @property
     def passed(self) -> bool:
@@ -118,7 +118,7 @@ class Check:
         return self.failure is None and all(error <= 1 for error in self.errors.values())
 
     def __str__(self) -> str:
-        """A line of the report."""
+        """Return the check's line of the report."""
         errors = self.failure or ", ".join(f"{name} {error:.2f}" for name, error in self.errors.items())
         return f"{'ok' if self.passed else 'WRONG':5} {self.implementation}, {self.call}: {errors}"
 
@@ -133,7 +133,7 @@ class _Call:
         return f"{self.dtype} d{self.head_dim} {'all options' if self.everything else 'causal'}"
 
     def arrays(self) -> dict[str, Any]:
-        """Those that have a gradient: 4 query heads on 2 key heads, 70 queries, 90 keys."""
+        """Return the arrays that have a gradient: 4 query heads on 2 key heads, 70 queries, 90 keys."""
         numbers = np.random.default_rng(0)
         normal = lambda *shape: numbers.standard_normal(shape).astype(np.float32)
         shapes = dict(query=(70, 4), key=(90, 2), value=(90, 2))
@@ -145,7 +145,7 @@ class _Call:
         return arrays
 
     def attend(self, implementation: str, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Output and gradients."""
+        """Return the output and the gradients."""
         options: dict[str, Any] = dict(is_causal=True, query_offset=20, precision=PRECISION)
         if self.everything:
             segments = np.arange(90) // 30
@@ -167,7 +167,7 @@ class _Call:
 
 
 PRECISION = "highest"
-"""Of the calls: by default a GPU's float32 products are less exact than is allowed here."""
+"""The precision of the calls: by default a GPU's float32 products are less exact than is allowed here."""
 
 _CALLS = (
     _Call("float32", 32),
@@ -179,17 +179,17 @@ _CALLS = (
 
 
 def accepting(arrays: dict[str, Any]) -> list[str]:
-    """The implementations that accept a call."""
+    """Return the implementations that accept a call."""
     explained = lambda name: jflash.explain(**arrays, precision=PRECISION, implementation=name)
     return [name for name in _dispatch.BACKENDS if explained(name).startswith(f"{name} serves")]
 
 
 def selfcheck() -> Iterator[Check]:
-    """Output and gradients of a few small calls, by every implementation that accepts them.
+    """Yield a check of output and gradients for each of a few small calls, by every implementation that accepts it.
 
     A result may be wrong by eight roundings of the call's dtype and by what sums of thousands of float32 terms lose,
-    relative to its own largest number. Which is generous: this is to find out whether kernels work on a machine, the
-    tests are for how exact they are.
+    relative to its own largest number. That is generous: the check finds out whether kernels work on a machine, and the
+    tests how exact they are.
     """
     for call in _CALLS:
         arrays = call.arrays()
@@ -201,7 +201,7 @@ def selfcheck() -> Iterator[Check]:
             try:
                 got = call.attend(name, {key: jnp.asarray(array) for key, array in arrays.items()})
                 got = {result: np.asarray(array, np.float64) for result, array in got.items()}
-            except Exception as error:  # a kernel that does not compile, say: what the report is for
+            except Exception as error:  # such as a kernel that does not compile, which the report is for
                 yield Check(name, str(call), {}, f"{type(error).__name__}: {error}")
                 continue
             errors = {

@@ -22,7 +22,7 @@ __all__ = ["MultiheadAttention"]
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `attention` that are not the layer's own already, without batch axes."""
+    """The arguments of `attention` that the layer does not have of its own, without batch axes."""
 
     bias: Float[Array, "#N #T #S"] | None
     scale: Scale | None
@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
 
 
 class MultiheadAttention(equinox.nn.MultiheadAttention):
-    """`equinox.nn.MultiheadAttention` with `jflash.attention` inside.
+    """An `equinox.nn.MultiheadAttention` with `jflash.attention` inside.
 
     Constructor, fields and parameters are those of the base class, so that either layer's weights serve the other.
 
@@ -69,10 +69,10 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
         reproducible: bool = False,
         **options: Unpack[Options],
     ) -> Float[Array, "T output_size"]:
-        """One sequence; `jax.vmap` over a batch.
+        """Attend within one sequence; `jax.vmap` gives it a batch.
 
-        Where it differs from the base class: a query that sees no key gets 0 instead of the mean of the values before
-        the output projection, and logits, softmax and sums are computed in float32 at least.
+        It differs from the base class in two ways: a query that sees no key gets 0 instead of the mean of the values
+        before the output projection, and logits, softmax and sums are computed in float32 at least.
 
         Args:
           query: `[T, query_size]`.
@@ -85,7 +85,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
             `reproducible` here.
           process_heads: a function of the query, key and value heads, `[T, N, qk_size]`, `[S, N, qk_size]` and
             `[S, N, vo_size]`, that gives new ones of the same shapes: rotary embeddings, for example.
-          reproducible: promise the same bits on every run, on machines where that costs speed.
+          reproducible: promise the same bits on every run, which costs speed on some machines.
           **options: other arguments of `jflash.attention`, such as `is_causal`, `local_window_size` and `segment_ids`,
             for one sequence: without batch axes.
 
@@ -119,7 +119,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
                     f"`process_heads` must not change the shapes of the heads. Got {[array.shape for array in heads]} "
                     f"for {shapes}."
                 )
-        # Projections of unlike dtypes, or tables of angles in `process_heads`, may leave the three different.
+        # The three may have different dtypes after projections of unlike dtypes or a `process_heads` with tables.
         dtype = jnp.result_type(*heads)
         query_heads, key_heads, value_heads = (array.astype(dtype) for array in heads)
         attended = attention(

@@ -3,7 +3,7 @@
     nnx.MultiHeadAttention(8, 512, attention_fn=jflash.flax.attention_fn, decode=False, rngs=nnx.Rngs(0))
     linen.MultiHeadDotProductAttention(8, attention_fn=jflash.flax.attention_fn)
 
-What `jflash.attention` has beyond Flax is bound by name:
+Options that `jflash.attention` has and Flax lacks are bound by name:
 
     attention_fn=functools.partial(jflash.flax.attention_fn, local_window_size=(255, 0), logits_soft_cap=50.0)
 """
@@ -26,8 +26,8 @@ except ModuleNotFoundError as error:
 __all__ = ["attention_fn"]
 
 
-# flax.linen passes only the arguments that it finds by name in the signature, so each one that a layer knows is here:
-# behind **kwargs a mask would be lost without a word.
+# flax.linen passes only the arguments that it finds by name in the signature, so each one that a layer knows is here.
+# Behind **kwargs a mask would be lost silently.
 def attention_fn(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -61,32 +61,32 @@ def attention_fn(
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_strategy: SequenceStrategy | None = None,
 ) -> Float[Array, "*B T N D"]:
-    """The `attention_fn` of `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
+    """Attend as the `attention_fn` of `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
 
-    Where it differs from Flax's own: a query that sees no key gets 0, not the mean of the values; the softmax is
-    computed in float32 at least.
+    It differs from Flax's own in two ways: a query that sees no key gets 0, not the mean of the values, and the softmax
+    is computed in float32 at least.
 
     Args:
       query: `[*B, T, N, H]`.
       key: `[*B, S, K, H]`, N a multiple of K.
       value: `[*B, S, K, D]`.
       bias: as in `jflash.attention`. An additive float mask belongs here.
-      mask: as in `jflash.attention`, and also of a numeric dtype, which Flax's `make_causal_mask` and `combine_masks`
-        give: 0 hides the key, any other value shows it.
+      mask: as in `jflash.attention`, or of a numeric dtype, as Flax's `make_causal_mask` and `combine_masks` give it:
+        0 hides the key, any other value shows it.
       broadcast_dropout: True drops the same for all batch entries and heads.
       dropout_rng: a JAX random key, needed when `dropout_rate` is above 0 and `deterministic` is False.
       dropout_rate: 0 <= rate < 1.
       deterministic: True turns dropout off, as everywhere in Flax. The `deterministic` of `jflash.attention` is
         `reproducible` here.
-      dtype: to which query, key and value are cast; None for the one they promote to.
+      dtype: the dtype to which query, key and value are cast; None for the one they promote to.
       precision: as in `jflash.attention`; the layers pass their own.
       module: the layer, if it was called with `sow_weights=True`; refused, for the weights never exist.
       is_causal: as in `jflash.attention`. The nnx layer always passes it, from `layer(x, is_causal=True)`, which
         overrides a bound value; for the linen layer it must be bound.
       force_fp32_for_softmax: has no effect; that is always so.
       qk_attn_weights_einsum: refused, for there is no einsum to replace.
-      attn_weights_value_einsum: likewise.
-      scale: this and the rest as in `jflash.attention`, except as follows.
+      attn_weights_value_einsum: refused, for there is no einsum to replace.
+      scale: as in `jflash.attention`, like all arguments below unless they say otherwise.
       query_seq_lengths: `[*B]`.
       key_value_seq_lengths: `[*B]`.
       local_window_size: (left, right) or one number.
@@ -149,7 +149,7 @@ def attention_fn(
 
 
 def _refuse_weights(module: Any, *einsums: Any) -> None:
-    """What looks at the attention weights, or replaces the products that make or take them."""
+    """Refuse what looks at the attention weights, or replaces the products that make or take them."""
     if module is not None:
         raise NotImplementedError(
             "`sow_weights=True` asks for the attention weights, which jflash never has as an array. "
@@ -163,7 +163,7 @@ def _refuse_weights(module: Any, *einsums: Any) -> None:
 
 
 def _refuse_unknown_position(query: Array, key: Array, positional: list[str]) -> None:
-    """One query and several keys is how a decoding step looks, and nothing in it tells which key the query is at."""
+    """Refuse a decoding step without an offset: one query and several keys do not tell at which key the query is."""
     query_length, key_length = query.shape[-3], key.shape[-3]
     if positional and query_length == 1 and key_length > 1:
         raise ValueError(

@@ -36,7 +36,7 @@ __all__ = ["GroupQueryAttention", "GroupedQueryAttention", "MultiHeadAttention"]
 
 
 class _Visible(NamedTuple):
-    """Which query sees which key, as it travels through Keras' `call` from where it is made to where it is used."""
+    """The rule of which query sees which key, in the form in which it travels through Keras' `call`."""
 
     mask: Bool[Array, "*#B #N #T #S"] | None
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
@@ -45,7 +45,7 @@ class _Visible(NamedTuple):
 
 
 def _segments(query: Any, value: Any, query_mask: Any, key_masks: list[Any]) -> Any:
-    """Padding as segments, which take no [T, S] array: 1 is a token, 0 a padded key, -1 a padded query."""
+    """Return padding as segments, which take no [T, S] array: 1 is a token, 0 a padded key, -1 a padded query."""
     key_masks = [mask for mask in key_masks if mask is not None]
     if query_mask is None and not key_masks:
         return None
@@ -93,15 +93,15 @@ def _attend(
 
 
 def _key(dropout: Any) -> Array:
-    """The next key of the layer's own seed generator, two 32-bit words."""
+    """Return the next key of the layer's own seed generator, two 32-bit words."""
     return jax.random.wrap_key_data(jnp.asarray(dropout.seed_generator.next()), impl="threefry2x32")
 
 
 class _MasksAsOptions:
-    """What Keras' layers say of masks, told to jflash without an array of all pairs where there is none."""
+    """The masks of Keras' layers, told to jflash without an array of all pairs where there is none."""
 
     _window_name: str
-    """Of the attribute that has the layer's window, since Keras 3.15."""
+    """The name of the attribute that has the layer's window, since Keras 3.15."""
 
     # Keras lets subclasses override this method. It then calls `_compute_attention_mask` and passes the result on
     # unread, so `_compute_attention` receives no other mask.
@@ -124,15 +124,15 @@ class _MasksAsOptions:
 
 @keras.saving.register_keras_serializable(package="jflash")
 class MultiHeadAttention(_MasksAsOptions, keras.layers.MultiHeadAttention):
-    """`keras.layers.MultiHeadAttention` with `jflash.attention` inside, with dropout as without.
+    """A `keras.layers.MultiHeadAttention` with `jflash.attention` inside, with dropout as without.
 
     Constructor, call, configuration and weights are those of the base class, so that either layer's weights serve the
     other. Inputs are `[B, T, features]`. Keras' padding masks, `use_causal_mask` and `sliding_window` take no `[T, S]`
     array; `attention_mask`, `[B, T, S]` or broadcastable to `[B, N, T, S]`, is used as it is.
 
-    Where it differs from the base class: a query that sees no key gets 0 instead of the mean of the values before the
-    output projection; logits, softmax and sums are computed in float32 at least; dropout draws other bits from the
-    same seed. `flash_attention` changes nothing, but with dropout Keras' constructor refuses it.
+    It differs from the base class in three ways: a query that sees no key gets 0 instead of the mean of the values
+    before the output projection; logits, softmax and sums are computed in float32 at least; dropout draws other bits
+    from the same seed. `flash_attention` changes nothing, but with dropout Keras' constructor refuses it.
 
     Raises, when called:
       NotImplementedError: for `return_attention_scores=True`, and for inputs that attend over several axes.
@@ -163,9 +163,10 @@ class MultiHeadAttention(_MasksAsOptions, keras.layers.MultiHeadAttention):
 
 @keras.saving.register_keras_serializable(package="jflash")
 class GroupedQueryAttention(_MasksAsOptions, keras.layers.GroupQueryAttention):
-    """`keras.layers.GroupQueryAttention` with `jflash.attention` inside, with dropout as without.
+    """A `keras.layers.GroupQueryAttention` with `jflash.attention` inside, with dropout as without.
 
-    Keys and values are not repeated for the query heads that share them. All else is as in `MultiHeadAttention`.
+    Keys and values are not repeated for the query heads that share them. Inputs, masks and differences from the base
+    class are those of `MultiHeadAttention`.
 
     Example:
       >>> import jax.numpy as jnp, jflash.keras
@@ -194,4 +195,4 @@ class GroupedQueryAttention(_MasksAsOptions, keras.layers.GroupQueryAttention):
 
 
 GroupQueryAttention = GroupedQueryAttention
-"""By the name under which Keras exports it."""
+"""The layer by the name under which Keras exports it."""

@@ -6,9 +6,9 @@ Causal attention, head dimension 128, 32 query heads on 8 key heads, bfloat16, o
 forward and 550 backward, 450 GB/s to receive by NVLink among the eight of a host, 50 GB/s beyond. What all devices of
 a host want from beyond comes once to the host, at the 400 GB/s of its eight, and goes round inside by NVLink: gathering
 is not bound by one device's 50 GB/s, as a step of a ring is. The forward is what jflash itself counts to choose
-(`jflash._strategy.costs`). What a ring sends runs beside its kernels; what it trades at its ends, the last way home of
-its gradients, and all that other strategies receive, does not. The page experiments/2026-11-24-sequences.md has the
-table, and the times of a hop's kernels that were measured.
+(`jflash._sequence_strategy.costs`). What a ring sends runs beside its kernels; what it trades at its ends, the last way
+home of its gradients, and all that other strategies receive, does not. The page experiments/2026-11-24-sequences.md has
+the table, and the times of a hop's kernels that were measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jflash import _strategy
+from jflash import _sequence_strategy
 from jflash._ring import Ring, SequenceSplit
 from jflash._semantics.spec import Operands, Spec, shape_facts
 
@@ -87,9 +87,9 @@ class Ways:
         """Of its keys and values."""
         return self.length / self.count * self.key_heads * 2 * DIM * 2
 
-    def cost(self, strategy: str) -> _strategy.Cost:
+    def cost(self, strategy: str) -> _sequence_strategy.Cost:
         """Of a forward."""
-        return _strategy.costs(self.split, self.heads, self.key_heads)[strategy]
+        return _sequence_strategy.costs(self.split, self.heads, self.key_heads)[strategy]
 
 
 def passes(way: Ways, strategy: str, link: float, exchanged: float = 0) -> tuple[Pass, Pass]:
@@ -98,7 +98,7 @@ def passes(way: Ways, strategy: str, link: float, exchanged: float = 0) -> tuple
     ideal = 4 * DIM * way.heads * way.length**2 / 2 / way.count
     traded = (way.queries + way.keys) / 2 if strategy == "ring" and way.zigzag else 0
     sent = cost.received - traded
-    merged = cost.merged * _strategy.MERGING / NVLINK
+    merged = cost.merged * _sequence_strategy.MERGING / NVLINK
     # The backward has five products for two; float32 gradients of keys go round with keys, and more is traded. With the
     # last hop they come home, when nothing is left to compute.
     back = {"ring": 3 * sent, "all_to_all": 2 * sent, "gather": 3 * sent}[strategy]

@@ -1,1 +1,1 @@
-"""How fast: one module or package for each implementation of the contract in `jflash._dispatch`."""
+"""The implementations of the contract in `jflash._dispatch`: one module or package for each."""

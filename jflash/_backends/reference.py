@@ -1,6 +1,6 @@
-"""Plain softmax attention: the definition of what every backend computes. O(T*S) memory.
+"""Plain softmax attention: the definition of what every backend computes, in O(T*S) memory.
 
-JAX differentiates it itself, forwards and backwards, to any order.
+JAX differentiates it, forwards and backwards, to any order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ DIFFERENTIATED_BY_JAX = True
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
-    """Nothing is refused: this is the definition."""
+    """Return `None`: the definition refuses no call."""
     del spec, platform
     return None
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the results' dtype and log-sum-exp in the accumulator's."""
+    """Return the output in the results' dtype and the log-sum-exp in the accumulator's."""
     everything = TileShape(spec.batch, spec.key_heads, spec.query_length, spec.key_length)
     tile = load_tile(spec, operands, Corner(0, 0, 0, 0), everything)
     dtype = spec.accumulator
@@ -47,7 +47,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         seen &= visible
     empty = ~jnp.any(seen, axis=-1, keepdims=True)
 
-    # An unseen logit is replaced before exp, so that what it held has no gradient either, be it infinite or NaN.
+    # An unseen logit is replaced before exp, so that an infinity or NaN that it held reaches no gradient either.
     largest = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True)
     if operands.sinks is not None:
         sinks = split_heads(operands.sinks, 1, spec)[..., None, None]
@@ -65,7 +65,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         probabilities = jnp.where(dropout.keep_tile(spec, tile), probabilities / (1 - spec.dropout_rate), 0)
 
     out = jnp.einsum("bkgij,bjkd->bikgd", probabilities, value, precision=spec.precision)
-    # A cotangent of such a row has nowhere to go, even where it is NaN.
+    # The cotangent of a row that saw no key reaches nothing, even if it is NaN.
     out = jnp.where(jnp.moveaxis(empty, 3, 1), 0, out)
     lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
     return (

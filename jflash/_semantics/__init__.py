@@ -1,1 +1,1 @@
-"""What attention means, for every backend: the call, its tiles, their logits, and what a query may see."""
+"""The meaning of attention, shared by every backend: the call, its tiles, their logits, and what a query may see."""

@@ -1,6 +1,7 @@
-"""From logits to logits: scale, soft cap, bias, ALiBi and `score_mod`, in that order.
+"""The steps that turn products of queries and keys into logits: scale, soft cap, bias, ALiBi, `score_mod`, in that
+order.
 
-All of it is elementwise and written in plain JAX, so a backend takes the derivative, of the logits and of every
+All of them are elementwise and written in plain JAX. So a backend takes the derivative, of the logits and of every
 parameter, with `jax.vjp` on its own tile.
 """
 
@@ -17,7 +18,7 @@ from jflash._semantics.tile import Parameters, Tile
 
 
 def soft_cap(products: Float[Array, "..."], scale: Float[Array, "#..."] | float, cap: float) -> Float[Array, "..."]:
-    """The scaled products, no further from 0 than `cap`."""
+    """Return the scaled products, no further from 0 than `cap`."""
     return cap * jnp.tanh(products * (scale / cap))
 
 
@@ -27,7 +28,7 @@ def modify_logits(
     tile: Tile,
     soft_cap: Callable[[Array, Array | float, float], Array] = soft_cap,
 ) -> Float[Array, "b k g i j"]:
-    """The logits of a tile from its dot products of queries and keys; `soft_cap` is the backend's.
+    """Return the logits of a tile from its products of queries and keys; `soft_cap` is the backend's own function.
 
     Sources: soft cap, Gemma 2 (arXiv:2408.00118, section 2); ALiBi, arXiv:2108.12409, section 3.
     """
@@ -49,9 +50,9 @@ def modify_logits(
 
 
 def without_unseen(spec: Spec, parameters: Parameters, visible: Bool[Array, "..."] | None) -> Parameters:
-    """The parameters with a bias of 0 where no query sees.
+    """Return the parameters with a bias of 0 where no query sees.
 
-    What it holds in padding may be NaN, then so is the derivative of `score_mod`, and 0 * NaN is NaN.
+    In padding a bias may hold NaN. Then the derivative of `score_mod` is NaN as well, and 0 * NaN is NaN.
     """
     if spec.score_mod is None or parameters.bias is None or visible is None:
         return parameters
@@ -59,7 +60,10 @@ def without_unseen(spec: Spec, parameters: Parameters, visible: Bool[Array, "...
 
 
 def may_end_in_rounding(spec: Spec) -> bool:
-    """Whether the last step of `modify_logits` may be a product that is rounded: not the scale, if a power of two."""
+    """Return whether the last step of `modify_logits` may be a product that is rounded.
+
+    A scale that is a power of two is never rounded.
+    """
     is_exact = spec.scale is not None and math.frexp(spec.scale)[0] in (0.5, -0.5)
     others = spec.logits_soft_cap is not None or spec.score_mod is not None or "alibi_slopes" in spec.operands
     return not is_exact or others

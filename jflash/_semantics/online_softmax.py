@@ -1,8 +1,8 @@
-"""Online softmax: the algebra that lets a row of probabilities be met one stretch of keys at a time.
+"""Online softmax: the algebra by which a row of probabilities is met one stretch of keys at a time.
 
-Milakov and Gimelshein, arXiv:1805.02867; as used in FlashAttention-2, arXiv:2307.08691, section 3.1. A row's state is
-its largest logit so far m, the sum l of exp(logit - m), and the same sum weighted by the values. A row that has seen
-no key has m = -inf and l = 0: every step keeps that free of NaN.
+Its sources are Milakov and Gimelshein, arXiv:1805.02867, and FlashAttention-2, arXiv:2307.08691, section 3.1. A row's
+state is its largest logit so far m, the sum l of exp(logit - m), and the same sum weighted by the values. A row that
+has seen no key has m = -inf and l = 0: every step keeps that free of NaN.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _EXP2 = (0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398874, 0.0001
 
 @jax.custom_jvp
 def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp(x) for x <= 1, relative error 2e-7 in float32, zero below the normal range.
+    """Return exp(x) for x <= 1, with a relative error of 2e-7 in float32, and zero below the normal range.
 
-    XLA's own costs the CPU as much as a third of the matrix products; this one is a polynomial in as many
-    instructions as it has terms. Everywhere else the hardware's exponential is the faster one.
+    XLA's own exponential costs a CPU a third as much as the matrix products. This one is a polynomial, with one
+    instruction for each term. Everywhere but on a CPU the hardware's exponential is faster, and is taken.
     """
     if x.dtype != jnp.float32:
         return jnp.exp(x)
@@ -62,19 +62,20 @@ def _exp_polynomial(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def finite_or_zero(largest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """A reference point to subtract: the largest logit, or 0 for a row that has seen no key."""
+    """Return a reference point to subtract: the largest logit, or 0 for a row that has seen no key."""
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
 BOUND_LIMIT = 24.0
-"""exp(-2 * 24) = 1e-21: sums of nothing smaller lose nothing to underflow in float32 or bfloat16."""
+"""The largest bound of a logit that `step_bounded` takes. exp(-2 * 24) is 1e-21: sums of numbers no smaller lose
+nothing to underflow in float32 or bfloat16."""
 
 Weigh = Callable[[Float[Array, "*rows j"]], Float[Array, "*rows D"]]
-"""Takes the probabilities of a stretch of keys to their weighted values."""
+"""A function from the probabilities of a stretch of keys to their weighted values."""
 
 
 def start(largest: Float[Array, "*rows"], value_dim: int) -> Rows:
-    """Rows that have seen no key yet; `largest` is -inf, or for `step_bounded` the bound."""
+    """Return rows that have seen no key yet; `largest` is -inf, or for `step_bounded` the bound."""
     return Rows(largest, jnp.zeros_like(largest), jnp.zeros((*largest.shape, value_dim), largest.dtype))
 
 
@@ -92,9 +93,9 @@ def step(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> Rows:
 
 
 def step_bounded(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> Rows:
-    """`step` for rows whose logits are all within [-largest, largest], `largest` at most `BOUND_LIMIT`.
+    """Show rows more keys whose logits are all within [-largest, largest], `largest` at most `BOUND_LIMIT`.
 
-    Softmax may subtract any number that keeps exp in range, so nothing needs to be found or scaled again.
+    Softmax may subtract any number that keeps exp in range. So no maximum is searched, and nothing is rescaled.
     """
     probabilities = exp(logits - rows.largest[..., None])
     return rows._replace(total=rows.total + probabilities.sum(axis=-1), weighted=rows.weighted + weigh(probabilities))
@@ -103,14 +104,14 @@ def step_bounded(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> R
 def exponentials(
     logits: Float[Array, "*rows j"], *, rounded: bool
 ) -> tuple[Float[Array, "*rows j"], Float[Array, "*rows"]]:
-    """exp(logit - largest) where the logits of all keys are at hand, and the largest of each row.
+    """Return exp(logit - largest), where the logits of all keys are at hand, and the largest of each row.
 
     Maximum, subtraction and XLA's own exponential are one pass on a CPU, if no selection stands between them. So the
     maximum begins at the lowest number of all: a row that sees no key has that, and its exponentials are 0.
 
     Args:
-      rounded: whether what makes the logits may end in a product that is rounded. XLA makes them twice, and the second
-        time subtracts before it rounds: a large logit less itself would be far from 0. So they are made once.
+      rounded: whether the logits may come from a product that is rounded. XLA computes them twice, and the second
+        time subtracts before it rounds: a large logit less itself would be far from 0. So they are computed once.
     """
     if rounded:
         logits = lax.optimization_barrier(logits)
@@ -124,14 +125,17 @@ def exponentials(
 
 
 def divided(exponentials: Float[Array, "*rows j"]) -> Float[Array, "*rows j"]:
-    """Softmax: 0 in rows that see no key."""
+    """Return the softmax from the exponentials of whole rows; 0 in rows that see no key."""
     total = exponentials.sum(axis=-1, keepdims=True)
     return exponentials / jnp.where(total == 0, 1, total)
 
 
 @jax.custom_jvp
 def probabilities(logits: Float[Array, "*rows j"], lse: Float[Array, "*rows 1"]) -> Float[Array, "*rows j"]:
-    """exp(logits - lse), as the derivatives see it; computed without `lse`, by its own sum, as in plain attention."""
+    """Return exp(logits - lse), as the derivatives see it.
+
+    It is computed without `lse`, by its own sum, as in plain attention.
+    """
     del lse
     return divided(exponentials(logits, rounded=False)[0])
 
@@ -147,7 +151,7 @@ probabilities.defjvp(_probabilities_jvp)
 def whole_divided(
     logits: Float[Array, "*rows j"], weigh: Weigh
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Output and log-sum-exp after the logits of all keys. Here probabilities are divided before they weigh values."""
+    """Return output and log-sum-exp from the logits of all keys. Probabilities are divided before they weigh values."""
     unscaled, largest = exponentials(logits, rounded=False)
     total = unscaled.sum(axis=-1)
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(jnp.where(total == 0, 1, total)))
@@ -155,13 +159,13 @@ def whole_divided(
 
 
 def whole(logits: Float[Array, "*rows j"], weigh: Weigh, *, rounded: bool) -> Rows:
-    """The state of rows after the logits of all keys; `rounded` as for `exponentials`."""
+    """Return the state of rows after the logits of all keys; `rounded` means the same as to `exponentials`."""
     probabilities, largest = exponentials(logits, rounded=rounded)
     return Rows(largest, probabilities.sum(axis=-1), weigh(probabilities))
 
 
 def finish(rows: Rows, sinks: Float[Array, "*#rows"] | None) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """The rows' output and log-sum-exp; 0 and -inf for those that saw no key, with a sink or without."""
+    """Return the rows' output and log-sum-exp; 0 and -inf for rows that saw no key, with a sink or without."""
     largest, total, weighted = rows
     empty = total == 0
     if sinks is not None:
@@ -177,7 +181,10 @@ def finish(rows: Rows, sinks: Float[Array, "*#rows"] | None) -> tuple[Float[Arra
 def sinks_gradient(
     sinks: Float[Array, "#B N"] | None, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Float[Array, "#B N"] | None:
-    """A sink is a logit with no value: its dP is 0. `lse` is +inf, and `delta` 0, for rows that saw no key."""
+    """Return the gradient of the sinks. A sink is a logit with no value, so its dP is 0.
+
+    For rows that saw no key, `lse` must be +inf and `delta` 0.
+    """
     if sinks is None:
         return None
     gradient = -jnp.sum(jnp.exp(sinks.astype(lse.dtype)[..., None] - lse) * delta, axis=2)

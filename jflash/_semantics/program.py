@@ -1,4 +1,4 @@
-"""A program, evaluated by those who make something else of an equation than its result."""
+"""The evaluation of a jaxpr under a rule that may make something else of an equation than its result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 Rule = Callable[[Any, list[Any]], Sequence[Any]]
-"""The results of an equation, from what its inputs are."""
+"""A function from an equation and the values of its inputs to the values of its results."""
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], rule: Rule) -> list[Any]:
-    """The results of a program; a value is whatever the rule makes it."""
+    """Return the results of a program; a value is whatever the rule makes it."""
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
     get = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
     for equation in jaxpr.eqns:
@@ -22,7 +22,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], rule: 
 
 
 def apply(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The equation itself."""
+    """Return the results of the equation itself: the rule that computes."""
     if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         # There is no public way to bind these again, but as a program.
         atoms = [atom for atom in equation.invars if not isinstance(atom, Literal)]

@@ -17,20 +17,20 @@ from jaxtyping import Array, Int
 from jflash._semantics.wide_arrays import is_narrower, widened
 
 ScoreModFunction = Callable[[Array, Array, Array, Array, Array], Array]
-"""`f(logit, batch, head, query_index, key_index) -> logit`, all scalars."""
+"""A function `f(logit, batch, head, query_index, key_index) -> logit` on scalars."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScoreMod:
     """A traced `score_mod` without its closed-over arrays.
 
-    Two are equal when the same function object traced to the same program, which is what lets `jax.jit` find
-    its compiled code again. The program is compared as text, so a function whose captured Python values have
-    changed is not taken for its former self.
+    Two of them are equal when the same function object traced to the same program: that lets `jax.jit` find its
+    compiled code again. The program is compared as text, so a function whose captured Python values have changed is not
+    taken for its former self.
     """
 
     function: weakref.ref[Any]
-    """Not the function itself: compiled code outlives the call, and what a function closes over should not."""
+    """A weak reference to the function: compiled code outlives the call, and what a function closes over should not."""
     program: str
     jaxpr: Any
 
@@ -68,8 +68,10 @@ class ScoreMod:
 def elementwise(
     function: Callable[..., Array], logits: Array, others: Sequence[Array], arrays: tuple[Array, ...]
 ) -> Array:
-    """`function(logit, *others, arrays)` of scalars for every element of a tile; as for `ScoreMod.__call__`, where the
-    `others` are its indices."""
+    """Return `function(logit, *others, arrays)` of scalars for every element of a tile.
+
+    The shapes are those of `ScoreMod.__call__`, where the `others` are its indices.
+    """
     operands = list(others)
     for axis in reversed(range(logits.ndim)):
         mapped = [operand.ndim > 0 and operand.shape[axis] > 1 for operand in operands]
@@ -81,12 +83,12 @@ def elementwise(
 
 
 def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ScoreMod, tuple[Array, ...]]:
-    """Trace `function` at a logit of `dtype`; returns it and the arrays it closes over, in the jaxpr's order.
+    """Trace `function` at a logit of `dtype`; return it and the arrays it closes over, in the jaxpr's order.
 
     Floating-point arrays of fewer bits than `dtype` come in `dtype` (`wide_arrays`).
 
     Raises:
-      TypeError: if it is not callable, or its result is not one floating-point array.
+      TypeError: if `function` is not callable, or its result is not one floating-point array.
       ValueError: if its result is not a scalar.
     """
     if not callable(function):
@@ -128,7 +130,7 @@ def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[S
 
 
 def _traced(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ClosedJaxpr, Any]:
-    """The program of `function`, and what it returns."""
+    """Return the program of `function`, and the shape of what it returns."""
     index = jax.ShapeDtypeStruct((), jnp.int32)
     # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
     once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
@@ -138,7 +140,7 @@ def _traced(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ClosedJax
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Those of a program, and of those inside of it."""
+    """Yield the equations of a program, and of the programs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
@@ -146,16 +148,17 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def values_of_64_bits(jaxpr: Jaxpr) -> Iterator[Any]:
-    """What a program, or one inside of it, has of 64 bits: variables and literals."""
+    """Yield the 64-bit values, variables and literals, of a program and of the programs inside it."""
     for equation in equations(jaxpr):
         values: list[Any] = [*equation.invars, *equation.outvars]
         yield from (value for value in values if value.aval.dtype.itemsize > 4)
 
 
 def _may_have_32_bits(closed: ClosedJaxpr) -> bool:
-    """Whether a program has 64 bits for no other reason than that Python's numbers have them, with `jax_enable_x64`.
+    """Return whether a program has 64 bits only because Python's numbers do, with `jax_enable_x64`.
 
-    They get as many as the logit then: `0.5 * (query - key)` is float32 beside a float32 one, as it is without.
+    Then they get as many bits as the logit: `0.5 * (query - key)` is float32 beside a float32 logit, as without the
+    setting.
     """
 
     def of_python(value: Any) -> bool:
@@ -168,7 +171,8 @@ def _may_have_32_bits(closed: ClosedJaxpr) -> bool:
 
 
 def _reference(function: Any) -> weakref.ref[Any]:
-    """A bound method is a new object each time it is looked up: the object that it is bound to stands for it."""
+    """Return a weak reference to the function, or for a bound method, a new object at each lookup, to what it is bound
+    to."""
     lasting = getattr(function, "__self__", function)
     if type(lasting).__weakrefoffset__ == 0:
         raise TypeError(

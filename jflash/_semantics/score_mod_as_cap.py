@@ -1,4 +1,5 @@
-"""Which soft cap a `score_mod` is, if it is one: kernels have that in fewer steps than other functions of a logit."""
+"""Recognition of a `score_mod` that is a soft cap: kernels compute a cap in fewer steps than other functions of a
+logit."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from jflash._semantics import program
 from jflash._semantics.score_mod import ScoreMod
 
 _ROUNDING = 2.0**-20
-"""How far factors of float32 may be from inverse to each other."""
+"""The largest relative error by which two float32 factors still count as inverse to each other."""
 
 
 class _Form(NamedTuple):
-    """outer * tanh(inner * logit), or without `outer` inner * logit."""
+    """The expression outer * tanh(inner * logit), or inner * logit without `outer`."""
 
     inner: float
     outer: float | None = None
@@ -26,7 +27,7 @@ class _Form(NamedTuple):
 
 
 def cap_of(score_mod: ScoreMod) -> float | None:
-    """c, if the function is c * tanh(logit / c) and nothing else, as `logits_soft_cap` has it."""
+    """Return c if the function is c * tanh(logit / c) and nothing else, as `logits_soft_cap` has it; else `None`."""
     arguments = [_Form(1.0), None, None, None, None]
     (form,) = program.evaluate(score_mod.jaxpr.jaxpr, [None] * len(score_mod.jaxpr.consts), arguments, _follow)
     if not isinstance(form, _Form) or form.outer is None or not 0 < form.outer < math.inf:
@@ -35,7 +36,7 @@ def cap_of(score_mod: ScoreMod) -> float | None:
 
 
 def _follow(equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    """The results as `_Form`, or `None` where they have another."""
+    """Return an equation's results as `_Form`, or `None` for results that have another form."""
     match equation.primitive.name, inputs:
         case "jit" | "pjit", _:
             inner = equation.params["jaxpr"]

@@ -37,28 +37,28 @@ class Operands(NamedTuple):
     batch_index: Int32[Array, "B"] | None = None
     """Which batch entry a row of the arrays belongs to: it stays true when B is folded or sharded."""
     head_index: Int32[Array, "#B N"] | None = None
-    """Likewise for the heads."""
+    """Which head of the whole call a head of the arrays is: it stays true when N is sharded."""
     first_query: Int32[Array, "#B"] | None = None
-    """Where in its sequence the first of these queries is, by `score_mod`'s and dropout's count; `None`: at 0.
+    """Where in its sequence the first of these queries is; `None` is at 0.
 
-    Only they have it from here. Offsets and lengths are told as those of these queries and keys.
+    Only `score_mod` and dropout count from it. Offsets and lengths already count from these queries and keys.
     """
     first_key: Int32[Array, "#B"] | None = None
-    """Likewise for the keys."""
+    """Where in its sequence the first of these keys is; `None` is at 0. Only `score_mod` and dropout count from it."""
     dropout_seed: UInt32[Array, "B 2"] | None = None
     score_mod_arrays: tuple[Array, ...] = ()
-    """What `score_mod` closes over, each `[#B, *its own shape]`."""
+    """The arrays that `score_mod` closes over, each `[#B, *its own shape]`."""
 
 
 class Results(NamedTuple):
-    """What the forward gives, and the tangent needs besides the operands and their tangents."""
+    """The forward's results, which the tangent needs besides the operands and their tangents."""
 
     out: Float[Array, "B T N D"]
     lse: Float[Array, "B N T"]
 
 
 class Residuals(NamedTuple):
-    """What the backward needs besides the operands: the forward's results and their cotangents."""
+    """The forward's results and their cotangents, which the backward needs besides the operands."""
 
     out: Float[Array, "B T N D"]
     lse: Float[Array, "B N T"]
@@ -70,13 +70,14 @@ HEADS_AXIS: dict[str, int] = {
     "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,
     "out": 2, "lse": 1, "d_out": 2, "d_lse": 1,
 }  # fmt: skip
-"""Where the arrays of a call have their heads; the others have none."""
+"""The heads' axis of each array that has one."""
 QUERIES_AXIS: dict[str, int] = {
     "query": 1, "bias": 2, "mask": 2, "query_segments": 1, "out": 1, "lse": 2, "d_out": 1, "d_lse": 2,
 }  # fmt: skip
-"""Where they have the queries."""
+"""The queries' axis of each array that has one."""
 KEYS_AXIS: dict[str, int] = {"key": 1, "value": 1, "key_segments": 1}
-"""Where they have the keys. A bias or mask has those whole on every device: each needs other ones at each step."""
+"""The keys' axis of each array whose keys are split over devices. A bias or mask keeps all of its keys on every device,
+which needs other ones at each step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,31 +100,34 @@ class Spec:
     undifferentiated: frozenset[str] = frozenset()
     """Names of the operands whose gradient is not asked for; the backward may leave it out."""
     scale: float | None = None
-    """`None`: the scale is an operand."""
+    """The scale; `None` if it is an operand."""
     query_offset: int | None = None
-    """`None`: the offset is an operand."""
+    """The offset; `None` if it is an operand."""
     is_causal: bool = False
     window: tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
     score_mod: ScoreMod | None = None
     dropout_rate: float = 0.0
-    """One of `dropout.possible_rate`."""
+    """The rate, as `dropout.possible_rate` rounds it."""
     broadcast_dropout: bool = False
-    """Whether all batch entries and heads drop the same; of the former the seeds know."""
+    """Whether all batch entries and heads drop the same. For batch entries, the seeds alone decide."""
     precision: Any = None
     deterministic: bool = False
     sequence_axes: tuple[str, ...] = ()
     """The axes of a `shard_map` over which queries and keys are split: lengths here are those of one device."""
     sequence_strategy: str | None = None
-    """What the caller wants done about sequences that are split; `None`: what is counted to be the fastest."""
+    """The strategy that the caller names for split sequences; `None` takes the one with the least estimated time."""
     partial: bool = False
-    """Whether there are keys or queries besides these. Then results are in the accumulator's dtype, outputs to be
-    merged by log-sum-exp and gradients, parameters' too, to be added up; a backward's residuals are those of all keys,
-    out and d_out in the query's dtype."""
+    """Whether there are keys or queries besides these.
+
+    Then results are in the accumulator's dtype: outputs are to be merged by log-sum-exp, and gradients, those of
+    parameters too, to be added up. A backward's residuals are those of all keys, with out and d_out in the query's
+    dtype.
+    """
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
+        """The number of query heads that share one key head."""
         return self.heads // self.key_heads
 
     @property
@@ -137,24 +141,24 @@ class Spec:
         return self.gradient_dtype(self.dtype)
 
     def gradient_dtype(self, dtype: Any) -> np.dtype[Any]:
-        """The dtype of the gradient of an operand of `dtype`."""
+        """Return the dtype of the gradient of an operand of `dtype`."""
         return np.dtype(jnp.promote_types(dtype, self.accumulator) if self.partial else dtype)
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """(left, right): key j may be seen by position p when p - left <= j <= p + right; `None` is unbounded."""
+        """The pair (left, right): position p may see key j when p - left <= j <= p + right; `None` is unbounded."""
         left, right = self.window if self.window is not None else (None, None)
         if self.is_causal:
             right = 0
         return left, right
 
     def resized(self, operands: Operands) -> Spec:
-        """The same call over a part of its batch and heads, or over a larger batch."""
+        """Return the same call over a part of its batch and heads, or over a larger batch."""
         return dataclasses.replace(self, **shape_facts(operands))
 
 
 def shape_facts(operands: Operands) -> dict[str, Any]:
-    """The fields of `Spec` that the operands' shapes and dtypes determine."""
+    """Return the fields of `Spec` that the operands' shapes and dtypes determine."""
     batch, query_length, heads, head_dim = operands.query.shape
     _, key_length, key_heads, value_dim = operands.value.shape
     return dict(

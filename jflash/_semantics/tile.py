@@ -1,8 +1,8 @@
 """One rectangle of the problem: some queries by some keys, for some batches and heads, and all that bears on it.
 
-The logits of a tile are `[b, k, g, i, j]`: batch, key head, query head of the group, query row, key. Every array of
-a `Tile` broadcasts to that, so what attention means (`_scores`, `_visibility`, `_dropout`) is written once,
-elementwise, for a backend that holds the whole problem in one tile and for those that walk over many.
+The logits of a tile are `[b, k, g, i, j]`: batch, key head, query head of the group, query row, key. Every array of a
+`Tile` broadcasts to that. So the modules that say what attention means (`logits`, `visibility`, `dropout`) are written
+once, elementwise, for a backend that holds the whole problem in one tile and for those that walk over many.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jflash._semantics.spec import Operands, Spec
 
 
 class Parameters(NamedTuple):
-    """What shapes the logits and may have a gradient.
+    """The arrays that shape the logits and may have a gradient.
 
-    Of a whole call as in `Operands`, of a tile broadcastable to its logits (`score_mod_arrays`: `[#b, ...]`).
+    A whole call's are laid out as in `Operands`. A tile's broadcast to its logits (`score_mod_arrays`: `[#b, ...]`).
     """
 
     scale: Float[Array, "#b 1 1 1 1"] | None
     bias: Float[Array, "#b #k #g #i #j"] | None
     alibi_slopes: Float[Array, "#b k g 1 1"] | None
     score_mod_arrays: tuple[Any, ...]
-    """Arrays, and `None` for those that are left out."""
+    """The arrays that `score_mod` closes over, `None` for those that are left out."""
 
 
 class Tile(NamedTuple):
@@ -74,7 +74,7 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
-    """How much of each axis a tile takes."""
+    """The size of a tile along each axis."""
 
     batch: int
     key_heads: int
@@ -83,7 +83,7 @@ class TileShape:
 
 
 class Corner(NamedTuple):
-    """Where a tile begins; traced or static."""
+    """The indices at which a tile begins, traced or static."""
 
     batch: Int[Array, ""] | int
     key_head: Int[Array, ""] | int
@@ -92,7 +92,7 @@ class Corner(NamedTuple):
 
 
 def cut(array: Array, starts: tuple[Int[Array, ""] | int, ...], sizes: tuple[int, ...]) -> Array:
-    """The block of `sizes` at `starts`; an axis of size 1 is shared and taken as it is."""
+    """Return the block of `sizes` at `starts`. An axis of size 1 is shared, and taken as it is."""
     sizes = tuple(1 if have == 1 else size for have, size in zip(array.shape, sizes, strict=True))
     if sizes == array.shape:
         return array
@@ -100,52 +100,52 @@ def cut(array: Array, starts: tuple[Int[Array, ""] | int, ...], sizes: tuple[int
 
 
 def paste(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
-    """`array` with `block` in it at `starts`, in place inside a compiled loop."""
+    """Return `array` with `block` in it at `starts`, in place inside a compiled loop."""
     if block.shape == array.shape:
         return block.astype(array.dtype)
     return lax.dynamic_update_slice(array, block.astype(array.dtype), _int32(array, starts))
 
 
 def paste_add(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
-    """`array` with `block` added at `starts`, the mirror of `cut`."""
+    """Return `array` with `block` added at `starts`, the mirror of `cut`."""
     if block.shape == array.shape:
         return array + block.astype(array.dtype)
     return paste(array, cut(array, starts, block.shape) + block.astype(array.dtype), starts)
 
 
 def _int32(array: Array, starts: tuple[Int[Array, ""] | int, ...]) -> tuple[Array, ...]:
-    """`starts` all of one dtype, whatever that of Python's integers is; 0 along shared axes."""
+    """Return `starts` in int32, whatever dtype Python's integers have, and 0 along shared axes."""
     return tuple(
         jnp.asarray(0 if size == 1 else start, jnp.int32) for size, start in zip(array.shape, starts, strict=True)
     )
 
 
 def zero_padding(array: Float[Array, "B L ..."], lengths: Int[Array, "#B"]) -> Float[Array, "B L ..."]:
-    """Rows at or past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
+    """Return `array` with zeros in rows at or past the length: padding may hold NaN, and 0 * NaN is NaN."""
     index = jnp.arange(array.shape[1])[None]
     inside = index < lengths[:, None]
     return jnp.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, 0)
 
 
 def split_heads(array: Array, axis: int, spec: Spec) -> Array:
-    """Split a heads axis N into [K, G], or a shared one into [1, 1]."""
+    """Return `array` with its heads axis N split into [K, G], or a shared one into [1, 1]."""
     heads = (spec.key_heads, spec.group) if array.shape[axis] == spec.heads else (1, 1)
     return array.reshape(*array.shape[:axis], *heads, *array.shape[axis + 1 :])
 
 
 def tile_parameters(operands: Operands) -> Parameters:
-    """The whole call's parameters."""
+    """Return the parameters of a whole call."""
     return Parameters(operands.scale, operands.bias, operands.alibi_slopes, operands.score_mod_arrays)
 
 
 def smooth_parameters(operands: Operands) -> Parameters:
-    """Those that have a derivative."""
+    """Return the parameters of a whole call that have a derivative, `None` for other arrays of `score_mod`."""
     smooth = lambda array: array if jnp.issubdtype(array.dtype, jnp.inexact) else None
     return tile_parameters(operands)._replace(score_mod_arrays=tuple(map(smooth, operands.score_mod_arrays)))
 
 
 class _Part(NamedTuple):
-    """How a tile takes its part of an array: the shape to see it in, where the part begins, and its size."""
+    """The part of an array that a tile takes: the shape to see the array in, where the part begins, and its size."""
 
     view: tuple[int, ...]
     starts: tuple[Int[Array, ""] | int, ...]
@@ -174,7 +174,7 @@ def _take(array: Array, part: _Part) -> Array:
 
 
 def _parameter_parts(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
-    """A `_Part` in the place of each array."""
+    """Return the parameters with a `_Part` in the place of each array."""
     part: Any = lambda of, array: None if array is None else of(array)
     whole_array = lambda a: _Part(a.shape, (corner.batch, *[0] * (a.ndim - 1)), (shape.batch, *a.shape[1:]))
     captured: Any = [part(whole_array, a) for a in whole.score_mod_arrays]
@@ -187,13 +187,16 @@ def _parameter_parts(spec: Spec, whole: Parameters, corner: Corner, shape: TileS
 
 
 def load_parameters(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
-    """The tile's part of the parameters; the bias in the accumulator's dtype, so that its gradient is summed in it."""
+    """Return the tile's part of the parameters.
+
+    The bias comes in the accumulator's dtype, so that its gradient is summed in it.
+    """
     tile = jax.tree.map(_take, whole, _parameter_parts(spec, whole, corner, shape))
     return tile if tile.bias is None else tile._replace(bias=tile.bias.astype(spec.accumulator))
 
 
 def add_parameters(spec: Spec, sums: Parameters, tile: Parameters, corner: Corner, shape: TileShape) -> Parameters:
-    """`sums`, laid out as a whole call's parameters, with a tile's added where `load_parameters` takes them."""
+    """Return `sums`, laid out as a whole call's parameters, with a tile's added where `load_parameters` takes them."""
 
     def add(total: Array, part: _Part, block: Array) -> Array:
         return paste_add(total.reshape(part.view), block, part.starts).reshape(total.shape)
@@ -202,7 +205,7 @@ def add_parameters(spec: Spec, sums: Parameters, tile: Parameters, corner: Corne
 
 
 def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) -> Tile:
-    """The tile of `shape` at `corner`."""
+    """Return the tile of `shape` at `corner`."""
     by_batch = lambda array: None if array is None else _take(array, _by_batch(array, corner, shape))
     by_head = lambda array: None if array is None else _take(array, _by_head(spec, array, corner, shape))
     by_pair = lambda array: None if array is None else _take(array, _by_pair(spec, array, corner, shape))

@@ -1,4 +1,4 @@
-"""Which keys a query may see, and which stretch of keys a block of queries need be shown.
+"""The rule of which keys a query may see, for single pairs and for whole blocks of queries.
 
 `visible` is the rule, elementwise. `key_spans` is the same rule for a block of query rows: outside [start, stop) no row
 sees a key, so those tiles are never visited; inside [full_start, full_stop) every row sees every key, so those tiles
@@ -19,10 +19,10 @@ from jflash._semantics.tile import Tile, cut
 
 
 def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
-    """True where the query of a tile may see the key; `None` when all may."""
+    """Return True where the query of a tile may see the key; `None` when all may."""
     left, right = spec.bounds
     conditions: list[Array] = []
-    # What all rules that name a query's last key come to, and then a window's first: kernels compare every key with it.
+    # Kernels compare every key with the bounds, so all rules that name a query's last key are made one number first.
     last: list[Array] = []
     if right is not None:
         last.append(tile.position + right)
@@ -35,7 +35,7 @@ def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
     elif left is not None:
         first = jnp.maximum(tile.position - left, 0)
         count = functools.reduce(jnp.minimum, last, jnp.int32(spec.key_length - 1)) - first + 1
-        # In unsigned numbers those before the first are past the last.
+        # As unsigned numbers, keys before the first are past the last.
         conditions.append((tile.key - first).astype(jnp.uint32) < jnp.maximum(count, 0).astype(jnp.uint32))
     if tile.query_segments is not None and tile.key_segments is not None:
         conditions.append(tile.query_segments == tile.key_segments)
@@ -45,13 +45,13 @@ def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
 
 
 def limited(spec: Spec) -> bool:
-    """Whether anything keeps some query from some key."""
+    """Return whether anything keeps some query from some key."""
     names = {"mask", "query_lengths", "key_lengths", "query_segments"}
     return spec.bounds != (None, None) or not names.isdisjoint(spec.operands)
 
 
 def every_row_sees(spec: Spec) -> bool:
-    """Whether every row sees some key, but for a mask, as far as is known when a call is traced."""
+    """Return whether every row sees some key, masks aside, as far as is known when a call is traced."""
     if spec.query_offset is None or not {"query_lengths", "key_lengths", "query_segments"}.isdisjoint(spec.operands):
         return False
     left, right = spec.bounds
@@ -60,7 +60,7 @@ def every_row_sees(spec: Spec) -> bool:
 
 
 class Spans(NamedTuple):
-    """0 <= start <= full_start <= full_stop <= stop <= the number of keys, or of queries."""
+    """Four numbers in order: 0 <= start <= full_start <= full_stop <= stop <= the number of keys, or of queries."""
 
     start: Int[Array, ""]
     full_start: Int[Array, ""]
@@ -76,10 +76,10 @@ def query_spans(
     first: Int[Array, ""] | int,
     keys: int,
 ) -> Spans:
-    """The queries that see keys [first, first + keys): `key_spans` with the roles exchanged.
+    """Return the spans of queries that see keys [first, first + keys): `key_spans` with the roles exchanged.
 
-    Key j is seen from position p when p - left <= j <= p + right, so from rows i = p - offset with
-    j - offset - right <= i <= j - offset + left.
+    Key j is seen from position p when p - left <= j <= p + right, so from rows i = p - offset with j - offset - right
+    <= i <= j - offset + left.
     """
     left, right = spec.bounds
     exchanged = dataclasses.replace(
@@ -115,10 +115,10 @@ def key_spans(
     first: Int[Array, ""] | int,
     rows: int,
 ) -> Spans:
-    """The keys that query rows [first, first + rows) of batch entries [batch, batch + batches) see.
+    """Return the spans of keys that query rows [first, first + rows) of batch entries [batch, batch + batches) see.
 
-    Exact for causal, windows and lengths; for segment ids exact when they are sorted, and never too small. Offsets and
-    lengths may also be scalars: those of the one entry that is asked for.
+    They are exact for causal calls, windows and lengths. For segment ids they are exact when ids are sorted, and never
+    too small. Offsets and lengths may also be scalars: those of the one entry that is asked for.
     """
     int32 = jnp.int32
     last = first + rows - 1

@@ -1,9 +1,9 @@
 """A `score_mod` with the arrays that it closes over in the logit's dtype, where that has more bits.
 
-JAX gives a cotangent the dtype of its array, and adds up in it: what all logits send back to one number of a table in
-bfloat16 is a sum that no longer grows after some 256 terms. In the wide dtype the numbers are the same, and moved
-and selected as they are. What is computed in the narrow dtype is still computed in it, number by number for each logit,
-so that all sums of what logits send back are made in the wide one.
+JAX gives a cotangent the dtype of its array, and adds up in it. So when all logits send something back to one number of
+a table in bfloat16, the sum no longer grows after some 256 terms. In the wide dtype the numbers are the same, and are
+moved and selected in the same way. What the function computes in the narrow dtype is still computed in it, number by
+number for each logit. So every sum of what logits send back is made in the wide dtype.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _MOVING = frozenset({
     "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "gather", "pad", "reshape", "rev",
     "select_n", "slice", "squeeze", "transpose",
 })  # fmt: skip
-"""Operations whose result is made of numbers of their inputs, each for itself."""
+"""Names of operations that copy numbers of their inputs and compute none."""
 
 
 def is_narrower(dtype: Any, than: Any) -> bool:
-    """Whether it is a floating-point dtype of fewer bits."""
+    """Return whether a dtype is floating-point and has fewer bits than another."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < jnp.finfo(than).bits
 
 
 def widened(closed: ClosedJaxpr, wide: np.dtype[Any]) -> Callable[..., Array]:
-    """The function of a traced `score_mod`, with its arrays in the dtype `wide`."""
+    """Return the function of a traced `score_mod`, with its arrays in the dtype `wide`."""
     widen = lambda variable, value: jnp.asarray(value, wide) if is_narrower(variable.aval.dtype, wide) else value
     arrays = list(map(widen, closed.jaxpr.constvars, closed.consts))
 
@@ -64,7 +64,7 @@ def widened(closed: ClosedJaxpr, wide: np.dtype[Any]) -> Callable[..., Array]:
             if not is_narrower(dtype, wide):
                 return value
             if value.ndim == 0 and not isinstance(variable, Literal):
-                # What has all indices in it is a number of one logit. A zero that is subtracted leaves -0.0 as it is.
+                # A number that depends on all indices belongs to one logit. Subtracting a zero leaves -0.0 as it is.
                 value = value - (functools.reduce(jnp.bitwise_or, scalars[1:]) & 0).astype(wide)
             return value.astype(dtype)
 

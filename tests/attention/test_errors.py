@@ -92,7 +92,7 @@ TABLE += [
     *rows("bias mask alibi_slopes sinks", TypeError, ARRAY, {"list": [1.0], "float": 1.0}),
     *rows("bias", TypeError, "bool array of who may attend is `mask`", {"dtype bool": zeros(T, S, dtype=bool)}),
     *rows("bias", TypeError, FLOATING, {"int32": ints(T, S), "complex64": zeros(T, S, dtype=np.complex64)}),
-    *rows("mask", TypeError, "of 0 and -inf, mask == 0; what is to be added is `bias`", {"float32": zeros(T, S)}),
+    *rows("mask", TypeError, "0 and -inf mask == 0; what is added to logits is `bias`", {"float32": zeros(T, S)}),
     *rows(
         "mask",
         TypeError,
@@ -147,7 +147,7 @@ TABLE += [
         {"int32[]": jnp.int32(3), "an array int32[]": (0, jnp.int32(3))},
     ),
     *rows("local_window_size", ValueError, "an integer or a pair", {"(1, 2, 3)": (1, 2, 3), "[]": []}),
-    *rows("local_window_size", ValueError, "the number of keys is no limit", {"-1": -1, "(0, -2)": (0, -2)}),
+    *rows("local_window_size", ValueError, "give the number of keys for no limit", {"-1": -1, "(0, -2)": (0, -2)}),
     *rows(
         "query_offset",
         TypeError,

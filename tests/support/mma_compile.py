@@ -26,6 +26,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from kernel_families import mma
 
+from jflash._backends.mosaic_gpu_mma.backward_fused import FusedPlan
 from jflash._semantics.spec import Residuals
 
 LARGEST_FLOAT32 = {
@@ -102,7 +103,7 @@ def compiled(name: str, capability: str) -> dict[str, dict]:
             return ()
         forward, backward = family.plans(spec, Device.num_cores)
         plans = [backward]
-        if backward.fused is not None:
+        if any(isinstance(kernel.plan, FusedPlan) for kernel in backward):
             # The kernels of which every CTA owns what it sums, too.
             plans += family.plans(dataclasses.replace(spec, deterministic=True), Device.num_cores)[1:]
         out, lse = family.call.forward(forward, operands, family.ops)

@@ -277,7 +277,7 @@ def test_kept_records_are_of_this_schema(path, tmp_path):
 
 
 PEERS = {"cuDNN": "cuDNN", "tokamax": "tokamax", "FlashAttention-4": "FA4"}
-"""Whom the pages compare with, and what tables call them."""
+"""The libraries that the pages compare with, and their names in tables."""
 
 
 def test_the_figures_for_hopper_are_recorded():
@@ -308,14 +308,14 @@ def test_the_figures_for_hopper_are_recorded():
 
 
 def ratios(name: str, work: str, peer: str) -> list[float]:
-    """jflash's speed relative to a peer's in the cells of a record's grid."""
+    """Return jflash's speed relative to a peer's in the cells of a record's grid."""
     rows = record.read(ROOT / "examples" / "benchmarks" / f"{name}.json").rows
     rates = {(row.call, row.peer): row.tflops for row in rows if row.work == work and not row.is_feature}
     return [ours / rates[call, peer] for (call, of), ours in rates.items() if of == "jflash"]
 
 
 def span(found: list[float]) -> str:
-    return f"{min(found):.2f}x to {max(found):.2f}x"
+    return f"{min(found):.2f}\N{EN DASH}{max(found):.2f}\N{MULTIPLICATION SIGN}"
 
 
 def words(path: str) -> str:
@@ -326,15 +326,15 @@ def words(path: str) -> str:
 def test_the_ratios_for_hopper_are_recorded(name: str):
     page = words("examples/benchmarks/hopper.md")
     forward, backward = ({peer: span(ratios(name, work, peer)) for peer in PEERS} for work in ("fwd", "bwd"))
-    assert f"{forward['cuDNN']} the speed of cuDNN forward and {backward['cuDNN']} backward" in page
+    assert f"{forward['cuDNN']} as fast as cuDNN forward and {backward['cuDNN']} backward" in page
     for peer in ("tokamax", "FlashAttention-4"):
-        assert f"{forward[peer]} and {backward[peer]} that of {peer}" in page
+        assert f"{forward[peer]} and {backward[peer]} as fast as {peer}" in page
 
 
 def test_the_record_of_the_current_kernels_is_quoted():
-    """In the README; and in how many cells another library is ahead."""
+    """The README has the ratios to cuDNN, and the page says in how many cells another library is ahead."""
     forward, backward = (span(ratios("h100", work, "cuDNN")) for work in ("fwd", "bwd"))
-    assert f"jflash has {forward} the speed of cuDNN forward and {backward} backward" in words("README.md")
+    assert f"jflash is {forward} as fast as cuDNN forward and {backward} backward" in words("README.md")
     every = [ratio for work in ("fwd", "bwd") for ratio in ratios("h100", work, "FlashAttention-4")]
     ahead = f"FlashAttention-4 is ahead in {sum(ratio < 1 for ratio in every)} of {len(every)} cells"
     assert ahead in words("examples/benchmarks/hopper.md")
@@ -348,10 +348,10 @@ def test_the_figure_for_float32_is_recorded():
         ours = {call: rate for (call, of, peer), rate in tflops.items() if (of, peer) == (work, "jflash")}
         theirs = {call: tflops[call, work, "jax.nn"] for call in ours}
         ratios = [rate / theirs[call] for call, rate in ours.items() if theirs[call] is not None]
-        return f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+        return span(ratios)
 
     readme = words("README.md")
-    assert f"it has {times('fwd')} the speed of jax.nn's attention forward and {times('bwd')} backward" in readme
+    assert f"it is {times('fwd')} as fast as jax.nn's attention forward and {times('bwd')} backward" in readme
 
 
 def test_the_instrument_is_imported_only_by_name():

@@ -1,4 +1,4 @@
-"""README is short, and true: its code runs, its links lead somewhere, and its table is what the backends say."""
+"""Tests that README is short and true: its code runs, its links lead somewhere, its table is what backends say."""
 
 import dataclasses
 import functools
@@ -21,6 +21,7 @@ from jflash_metal import _ffi
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+IMPLEMENTATIONS = (ROOT / "examples" / "implementations.md").read_text()
 PAGES = [
     *ROOT.glob("*.md"),
     *(page for part in (".github", "csrc", "examples") for page in (ROOT / part).rglob("*.md")),
@@ -36,7 +37,7 @@ COLUMNS = {
     "Apple GPUs, by name": (("metal", "xla"), [Platform("cpu", "cpu", None)]),
     "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "METAL", "mps")]),
 }
-"""The `implementation` that is asked for, and machines that are all served alike."""
+"""For each column the `implementation` that is asked for, and machines that are all served alike."""
 
 ZEROS = np.zeros(2, np.float32)
 WHOLE = dict(
@@ -57,7 +58,7 @@ WHOLE = dict(
 CLOSED = dict(score_mod=lambda logit, batch, head, query, key: logit * jnp.asarray(ZEROS)[head])
 TABLE = dict(score_mod=lambda logit, batch, head, query, key: logit + jnp.asarray(ZEROS)[(query - key) & 1])
 REFUSED_BY_XLA = dict(**CLOSED, deterministic=True)
-"""On a GPU."""
+"""Options that `xla` refuses on a GPU."""
 DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropout=True)
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -87,7 +88,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(dict(**mod, derivative="backward") for mod in (CLOSED, TABLE)),
     ],
     "`score_mod` that closes over arrays, with `deterministic=True`": [REFUSED_BY_XLA],
-    "likewise, at an index computed from positions": [dict(**TABLE, deterministic=True)],
+    "`score_mod` that closes over arrays at an index computed from positions, with `deterministic=True`": [
+        dict(**TABLE, deterministic=True)
+    ],
     "a head dimension of 257 to 576": [
         *(dict(dtype=jnp.bfloat16, **{name: dim}) for name in ("head_dim", "value_dim") for dim in (257, 576)),
         dict(dtype=jnp.float16, head_dim=576, value_dim=512, **WHOLE),
@@ -118,13 +121,30 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "derivatives of second and higher order": [dict(derivative="all others")],
 }
-"""What a call of the row has, besides bfloat16 and heads of 8: any of these."""
+"""The calls of each row of the whole table: what they have besides bfloat16 and heads of 8."""
+SUMMARY: dict[str, list[str]] = {
+    "bfloat16, float16 or float32, any mask, window or bias, its gradient, sequences split over devices": [
+        "bfloat16 or float16",
+        "float32",
+        "masks, windows, padding, segments, biases, sinks, any option without a row",
+        "a gradient",
+        "sequences split over devices",
+    ],
+    "`dropout_rate` or `score_mod`": ["`dropout_rate`", "`score_mod`", "`score_mod` that closes over arrays"],
+    "a head dimension of 257 to 576, or `jax.jvp`": ["a head dimension of 257 to 576", "`jax.jvp`"],
+    "float64, a head dimension above 576, derivatives of second and higher order": [
+        "float64",
+        next(label for label in ROWS if label.startswith("a head dimension above 576")),
+        "derivatives of second and higher order",
+    ],
+}
+"""The rows of README's table: each sums up rows of the whole one."""
 ORDER = ("mosaic_gpu", "mosaic_gpu_mma", "metal", "xla", "reference")
 
 
 @pytest.fixture(autouse=True)
 def everything_is_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table is of machines with the native library, and of processes that have float64."""
+    """The tables are for machines with the native library, and for processes that have float64."""
     monkeypatch.setattr(_ffi, "available", lambda: None)
     with jax.enable_x64(True):
         yield
@@ -149,7 +169,7 @@ def spec_of(
 
 
 def served(column: str, derivative: str = "", **call: Any) -> str:
-    """The implementation that serves, or whose derivative serves, on all machines of the column."""
+    """Return the implementation that serves, or whose derivative serves, on all machines of the column."""
     implementation, platforms = COLUMNS[column]
     names = _dispatch.candidates(implementation)
     spec = spec_of(**call)
@@ -159,15 +179,34 @@ def served(column: str, derivative: str = "", **call: Any) -> str:
     return name if by is None else by[1]
 
 
-def test_support_table() -> None:
-    """Each cell is what `unsupported()` says of every call of its row."""
+def cells(label: str) -> list[str]:
+    """What serves a row of the whole table, in each column: the same for all of its calls."""
+    each = [{served(column, **call) for call in ROWS[label]} for column in COLUMNS]
+    assert [len(names) for names in each] == [1] * len(COLUMNS), label
+    return [name for (name,) in each]
+
+
+def assert_table(section: str, rows: dict[str, list[str]]) -> None:
     lines = [f"| a call with | {' | '.join(COLUMNS)} |", f"|{'---|' * (1 + len(COLUMNS))}"]
-    for label, calls in ROWS.items():
-        cells = [{served(column, **call) for call in calls} for column in COLUMNS]
-        assert [len(cell) for cell in cells] == [1] * len(COLUMNS), label
-        lines.append(f"| {label} | {' | '.join(f'`{name}`' for (name,) in cells)} |")
-    section = README.split("## What serves a call\n")[1].split("\n## ")[0]
+    lines += [f"| {label} | {' | '.join(f'`{name}`' for name in names)} |" for label, names in rows.items()]
     assert [line for line in section.splitlines() if line.startswith("|")] == lines
+
+
+def test_whole_table() -> None:
+    """Each cell is what `unsupported()` says of every call of its row."""
+    section = IMPLEMENTATIONS.split("## What serves each call\n")[1].split("\n## ")[0]
+    assert_table(section, {label: cells(label) for label in ROWS})
+
+
+def test_readme_table() -> None:
+    """Each row has the cells of all rows that it sums up, and what serves comes later in the order from row to row."""
+    summary: dict[str, list[str]] = {}
+    for label, labels in SUMMARY.items():
+        (found,) = {tuple(cells(one)) for one in labels}
+        summary[label] = list(found)
+    for column in zip(*summary.values(), strict=True):
+        assert sorted(column, key=ORDER.index) == list(column)
+    assert_table(README.split("## What serves a call\n")[1].split("\n## ")[0], summary)
 
 
 def test_support_table_has_every_option() -> None:
@@ -201,7 +240,7 @@ def test_code_runs(page: str) -> None:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -218,7 +257,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_can_be_found() -> None:
-    """From README, link by link."""
+    """Every page is reached from README, link by link."""
     found, new = set[Path](), {ROOT / "README.md"}
     while new:
         page = new.pop()

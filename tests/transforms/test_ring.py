@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jflash import _ring, _sequence, _strategy
+from jflash import _ring, _sequence, _sequence_strategy
 from jflash._ring import Ring, SequenceSplit
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec, shape_facts
@@ -139,7 +139,7 @@ def test_halves_come_back_where_they_were(count: int) -> None:
 )
 def test_the_strategy_is_counted_or_named(length: int, heads: tuple[int, int], options: Any, name: str) -> None:
     split = split_of(0, 8, length, **options)
-    found = _strategy.choose(split, *heads)
+    found = _sequence_strategy.choose(split, *heads)
     assert found.name == name
     assert found.reason.startswith(name)
 
@@ -147,7 +147,7 @@ def test_the_strategy_is_counted_or_named(length: int, heads: tuple[int, int], o
 def test_a_strategy_that_cannot_serve_is_refused() -> None:
     split = split_of(0, 8, 64, sequence_strategy="all_to_all")
     with pytest.raises(ValueError, match=r"sequence_strategy.*K=4 and 8 devices"):
-        _strategy.choose(split, 8, 4)
+        _sequence_strategy.choose(split, 8, 4)
 
 
 def test_costs_are_those_of_a_call_counted_by_hand() -> None:
@@ -156,16 +156,16 @@ def test_costs_are_those_of_a_call_counted_by_hand() -> None:
     call = dataclasses.replace(
         split_of(0, count, length, is_causal=True).call, head_dim=dim, value_dim=dim, dtype=np.dtype(jnp.bfloat16)
     )
-    found = _strategy.costs(dataclasses.replace(split_of(0, count, length), call=call), heads, key_heads)
+    found = _sequence_strategy.costs(dataclasses.replace(split_of(0, count, length), call=call), heads, key_heads)
     chunk = length // count
     keys, queries = (2 * chunk * n * dim * 2 for n in (key_heads, heads))
     flops = 2 * 2 * dim * heads * length**2 / 2 / count
     assert found["ring"].received == 7 * keys + (queries + keys) / 2
-    assert found["ring"].flops == pytest.approx(_strategy.PARTS * flops, rel=1e-2)
+    assert found["ring"].flops == pytest.approx(_sequence_strategy.PARTS * flops, rel=1e-2)
     assert found["gather"].received == 7 * keys
     assert found["gather"].flops == pytest.approx(flops * 15 / 8, rel=1e-2)
     assert "all_to_all" not in found
-    with_heads_to_divide = _strategy.costs(dataclasses.replace(split_of(0, count, length), call=call), 32, 8)
+    with_heads_to_divide = _sequence_strategy.costs(dataclasses.replace(split_of(0, count, length), call=call), 32, 8)
     assert with_heads_to_divide["all_to_all"].received == 4 * (queries + keys) * 7 / 8
 
 

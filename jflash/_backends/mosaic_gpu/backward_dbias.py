@@ -23,19 +23,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
+from jflash._backends.nvidia.tile import operand_pieces
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import dbias_schedule, tile_range
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
@@ -73,9 +75,15 @@ class DbiasPlan(KernelPlan):
     tiles_per_cta: int
     """Tiles of keys that a CTA takes."""
 
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        return call.tiles | call.rows | call.around_queries | call.ranges(self.tile.rows)
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        return dict(whole_d_bias=self.schedule.summed(self.spec, made["d_bias"]))
+
     @property
     def launch(self) -> Launch:
-        """The result is in whole tiles."""
+        """The launch, whose result is in whole tiles."""
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, whole_dims(self.spec)
         _, _, rows, keys = schedule.shape
         return Launch(
@@ -87,9 +95,9 @@ class DbiasPlan(KernelPlan):
         )
 
 
-def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> Float[Array, "#B #N T S"]:
-    """Launch the kernel; the gradient in the bias's shape."""
-    return plan.schedule.summed(plan.spec, _Cta.launch(plan, arrays, ops)["d_bias"])
+def body(plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(Cta[DbiasPlan]):
@@ -160,14 +168,11 @@ class _Cta(Cta[DbiasPlan]):
             s = ops.read(acc_s, pending=piece_products.issued(v))
             loaded = {"bias": ops.load(bias.at[self.warpgroup_rows])} | packed_mask
             plgpu.barrier_arrive(shared.qk_empty)
-            mask = TileContext(self.inputs, tiles, jnp.int32(0), at, loaded)
-            to_p = lambda logits: base2.of(spec)(logits, along_rows(lse, shape))
-            p, pull_back = logits.differentiate(s, mask, to_p, ("bias",))
+            context = TileContext(self.inputs, tiles, jnp.int32(0), at, loaded)
+            tile = BackwardTile.of(context, s, along_rows(lse, shape), ("bias",))
             dp = ops.read(acc_dp)
             plgpu.barrier_arrive(shared.vo_empty)
-            p = dropped.signed(self.inputs, at, p)
-            _, d_parameters = pull_back(dropped.d_logits(spec, p, dp, along_rows(delta, shape)))
-            return d_parameters["bias"]
+            return tile.differentiate(dp, along_rows(delta, shape)).parameters["bias"]
 
         return ops.accumulators(differentiate, shape, shape)
 

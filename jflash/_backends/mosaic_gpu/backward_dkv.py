@@ -19,7 +19,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -30,6 +29,7 @@ from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
@@ -37,7 +37,9 @@ from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
+from jflash._backends.nvidia.tile import backward_tile, base2, dropped, operand_pieces
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
@@ -56,13 +58,13 @@ class DkvPlan(KernelPlan):
     stages: int
     """Tiles of queries that are in shared memory together."""
     schedule: BackwardSchedule
-    wants_bias: bool
-    """Whether it sums the gradient of a bias of keys over queries."""
+    sums: ParameterSums
+    """The bias, if it has one number for each key, whose gradient the kernel sums over queries."""
 
     @property
     def score_mod_of_bias(self) -> tuple[str, ...]:
         """The bias, if `score_mod` stands between it and the logits, so that its gradient has a slope of its own."""
-        return ("bias",) if self.wants_bias and self.spec.score_mod is not None else ()
+        return self.sums.names if self.spec.score_mod is not None else ()
 
     @property
     def slopes(self) -> int:
@@ -80,10 +82,9 @@ class DkvPlan(KernelPlan):
         k, v = tiles.operand((rows, columns), head_dim), tiles.operand((rows, value_columns), value_dim)
 
         def with_gradient(own: Any, dim: int) -> Any:
-            """Keys or values, whose gradient takes their place. Sums leave from registers."""
-            if self.schedule.stores_sums:
-                return (own,)
-            return smem.reused(own, tiles.result((rows, tile_dims(spec)[own is v]), dim))
+            """Return keys or values, whose gradient takes their place. Sums leave from registers."""
+            result = tiles.result((rows, tile_dims(spec)[own is v]), dim)
+            return smem.reused(own, None if self.schedule.stores_sums else result)
 
         return Buffers(
             k_dk=with_gradient(k, head_dim),
@@ -102,29 +103,33 @@ class DkvPlan(KernelPlan):
             finished=smem.barriers(1, arrivals=2),
         )
 
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        return call.tiles | call.rows | call.around_keys | call.ranges(WARPGROUP_ROWS, of_keys=True)
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        return made | self.schedule.summed(self.spec, made, whole_dims(self.spec))
+
     @property
     def launch(self) -> Launch:
+        """The launch, with a CTA for each block of 64 keys."""
         spec, schedule = self.spec, self.schedule
         dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
         names = ("d_key", "d_value")
         every = zip(names, dims, tile_dims(spec), strict=True)
         rows = whole_rows(spec, spec.key_length)
         results = {name: schedule.gradient(spec, (rows, dim), (keys, columns)) for name, dim, columns in every}
-        if self.wants_bias:
-            results["d_bias"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, keys), jnp.float32)
         return Launch(
             name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
-            results=results,
+            results=results | self.sums.results(spec.batch, spec.heads, keys),
             smem=self.smem,
             warpgroups=3,
         )
 
 
-def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_key, d_value, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`."""
-    made = DkvCta.launch(plan, arrays, ops)
-    return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
+def body(plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    DkvCta(plan, refs, ops).run()
 
 
 class DkvCta[Plan: DkvPlan](Cta[Plan]):
@@ -135,11 +140,10 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
-        k_dk, v_dv = tuple(refs.smem.k_dk), tuple(refs.smem.v_dv)
-        (self.k, self.dk), (self.v, self.dv) = (k_dk[0], k_dk[-1]), (v_dv[0], v_dv[-1])
+        (self.k, self.dk), (self.v, self.dv) = refs.smem.k_dk, refs.smem.v_dv
         self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
-        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
 
     @property
     def p(self) -> Ref:
@@ -174,21 +178,19 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         loaded = self.inputs.load_packed_mask(at, shape)
         if shared.bias is not None:
             loaded["bias"] = ops.load(shared.bias.at[slot].T)
-        mask = TileContext(self.inputs, self.order.tiles, index, at, loaded)
-        to_p = lambda logits: base2.of(self.plan.spec)(logits, lse)
-        p, pull_back = logits.differentiate(s, mask, to_p, self.plan.score_mod_of_bias)
-        p = dropped.signed(self.inputs, at, p)
+        context = TileContext(self.inputs, self.order.tiles, index, at, loaded)
+        tile = BackwardTile.of(context, s, lse, self.plan.score_mod_of_bias)
         plgpu.barrier_wait(shared.p_empty)
-        self.p[...] = p.astype(spec.dtype)
+        self.p[...] = tile.p.astype(spec.dtype)
         if shared.slopes:
-            slope, others = pull_back(ops.full(shape, 1))
+            slope, others = tile.pull_back(ops.full(shape, 1))
             for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
                 ref[...] = values.astype(spec.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.q.empty.at[slot])
         plgpu.barrier_arrive(shared.p_full)
         plgpu.barrier_wait(shared.do.full.at[slot])
-        kept = operand_pieces.split(spec, dropped.kept(spec, p), ops)
+        kept = operand_pieces.split(spec, tile.kept, ops)
         do = piece_products.of_tile(spec, shared.do.tiles.at[slot])
         free = lambda: plgpu.barrier_arrive(shared.do.empty.at[slot])
         return self.add_matmul(acc_dv, kept, do, free, at, opaque_index)
@@ -200,15 +202,14 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         plgpu.barrier_arrive(shared.p_empty)
         pipeline.split_registers(2, copies=False)
         plgpu.barrier_wait(shared.kv_full)
-        d_bias_refs = [self.refs.results["d_bias"]] if self.plan.wants_bias else []
 
         def finish_head(head: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc_dk, *sums = carry
-            for ref, total in zip(d_bias_refs, sums, strict=True):
-                ref[self.item.batch, self.item.first_head + head, self.own_keys] = total
+            place = self.item.batch, self.item.first_head + head, self.own_keys
+            self.plan.sums.store(self.refs.results, tuple(sums), *place)
             return acc_dk, *(total * 0 for total in sums)
 
-        zeros = [ops.full((WARPGROUP_ROWS,), 0) for _ in d_bias_refs]
+        zeros = self.plan.sums.zeros(ops)
         start = (ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), *zeros)
         acc_dk, *_ = self.order.each(self._add_dk, start, finish_head)
         self._store(acc_dk * base2.sums_scale(self.plan.spec), "d_key", self.dk)
@@ -224,7 +225,7 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         plgpu.barrier_wait(shared.p_full)
-        d_logits = dropped.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
+        d_logits = backward_tile.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
         slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
         d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
         sums = [total + d_bias.sum(axis=1) for total in sums]

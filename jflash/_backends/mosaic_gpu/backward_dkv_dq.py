@@ -26,8 +26,9 @@ from jflash._backends.mosaic_gpu import piece_products, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.backward_dkv import QUERIES, DkvCta, DkvPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
-from jflash._backends.nvidia.launch import Launch
+from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
@@ -58,8 +59,20 @@ class DkvDqPlan(DkvPlan):
         handed = dict(p_ds=smem.reused(p, ds), p_empty=smem.barriers(1, arrivals=_WARPGROUPS), ds_full=smem.barriers(1))
         return Buffers(**others | handed)
 
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        return call.around_keys | call.tiles | call.rows | call.ranges(WARPGROUP_ROWS, of_keys=True)
+
+    def states(self, call: HopperBackward) -> dict[str, Array]:
+        return dict(dq_acc=jnp.zeros(self.dq_acc, jnp.float32))
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        halves = sums.as_rows(changed["dq_acc"]).transpose(0, 3, 1, 2, 4)
+        d_query = halves.reshape(*halves.shape[:3], -1) * sums_scale(self.spec)
+        return super().finish(made, changed) | dict(d_query=d_query)
+
     @property
     def launch(self) -> Launch:
+        """The launch of `backward_dkv` by another name."""
         dims = whole_dims(self.spec)
         return dataclasses.replace(super().launch, name=f"jflash_d_query_key_value_{dims[0]}_{dims[1]}")
 
@@ -76,13 +89,9 @@ class DkvDqPlan(DkvPlan):
         return self.spec.batch, self.spec.heads, _WARPGROUPS, rows, self.dq_width
 
 
-def backward_dkv_dq(plan: DkvDqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, d_key, d_value, and if wanted d_bias, as from `backward_dkv`."""
-    states = dict(dq_acc=jnp.zeros(plan.dq_acc, jnp.float32))
-    made, written = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
-    halves = sums.as_rows(written["dq_acc"]).transpose(0, 3, 1, 2, 4)
-    d_query = halves.reshape(*halves.shape[:3], -1) * sums_scale(plan.spec)
-    return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec)) | dict(d_query=d_query)
+def body(plan: DkvDqPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(DkvCta[DkvDqPlan]):

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -32,17 +32,19 @@ from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import DqTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import base2, operand_pieces
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
+from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.tile.table_sums import TableSums
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_range import TileContext
@@ -59,12 +61,12 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     tiles, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
     ring = functools.partial(tiles.ring, readers=tile.warpgroups)
     q, dq = tiles.operand((*rows, columns), head_dim), tiles.result((*rows, columns), head_dim)
-    q_dq = (q,) if spec.partial else smem.reused(q, dq)
+    q_dq = smem.reused(q, None if spec.partial else dq)
     do = tiles.operand((*rows, value_columns), value_dim)
     return Buffers(
         # dQ takes the place of the queries. A partial call's leaves from registers.
         q_dq=q_dq,
-        q_empty=smem.barriers(1, arrivals=tile.warpgroups) if not isinstance(q_dq, tuple) else None,
+        q_empty=None if q_dq.is_one_layout else smem.barriers(1, arrivals=tile.warpgroups),
         do=do,
         rows_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q, do)),
         k=ring((tile.stages, tile.keys, columns), head_dim),
@@ -75,21 +77,21 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DqPlan(KernelPlan):
-    """The kernel for dQ, before any array."""
+class DqPlan(SummingPlan):
+    """The kernel for dQ, before any array. It sums parameters' gradients over keys."""
 
     tile: DqTiles
     schedule: BackwardSchedule
-    """Every head has blocks of its own, here of queries."""
-    wanted: tuple[str, ...]
-    """Parameters whose gradients the kernel sums over keys."""
-    tables: TableSums
+    """The schedule of blocks of queries, of which every head has its own."""
+
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        return call.tiles | call.rows | call.around_queries | call.ranges(self.tile.rows)
 
     @property
     def launch(self) -> Launch:
+        """The launch, whose results have whole blocks of rows in a partial call."""
         spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
         (head_dim, value_dim), all_rows = whole_dims(spec), schedule.blocks * self.tile.rows
-        sums = shape((spec.batch, spec.heads, all_rows), jnp.float32)
         rows, columns = whole_rows(spec, spec.query_length), head_dim
         if spec.partial:
             # Registers are stored whole.
@@ -98,15 +100,15 @@ class DqPlan(KernelPlan):
         return Launch(
             name=f"jflash_d_query_{head_dim}_{value_dim}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
-            results=dict(d_query=d_query, **{f"d_{name}": sums for name in self.wanted}),
+            results=dict(d_query=d_query, **self.sums.results(spec.batch, spec.heads, all_rows)),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
-def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
-    return plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+def body(plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(Cta[DqPlan]):
@@ -117,11 +119,10 @@ class _Cta(Cta[DqPlan]):
         self.batch, self.head = item.batch, item.head_group
         block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
-        q_dq = tuple(refs.smem.q_dq)
-        self.q, self.dq = q_dq[0], q_dq[-1]
+        self.q, self.dq = refs.smem.q_dq
         self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
         self.first_row = block * plan.tile.rows
-        self.tables = plan.tables.own(refs.arrays, self.batch, self.head, block, self.warpgroup)
+        self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, block, self.warpgroup)
 
     def compute(self) -> None:
         """Copy its own queries, and walk over the tiles of keys."""
@@ -136,14 +137,13 @@ class _Cta(Cta[DqPlan]):
         self.inputs.copy_rows("d_out", rows, shared.do.at[warpgroup], full)
         statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")]
         plgpu.barrier_wait(full)
-        zeros = tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.plan.wanted)
+        zeros = self.plan.sums.zeros(ops)
         columns, _ = tile_dims(self.plan.spec)
         acc_dq = ops.full((WARPGROUP_ROWS, columns), 0)
         visit = lambda index, carry: self._visit(index, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, (acc_dq, zeros))
         results = self.refs.results
-        for name, total in zip(self.plan.wanted, sums, strict=True):
-            results[f"d_{name}"][self.batch, self.head, own] = total
+        self.plan.sums.store(results, sums, self.batch, self.head, own)
         d_query = rows.of(results["d_query"], columns)
         acc_dq = acc_dq * base2.sums_scale(self.plan.spec)
         if self.plan.spec.partial:
@@ -160,7 +160,7 @@ class _Cta(Cta[DqPlan]):
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
         tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.ops
-        warpgroup, wanted, shape = self.warpgroup, self.plan.wanted, (WARPGROUP_ROWS, tile.keys)
+        warpgroup, shape = self.warpgroup, (WARPGROUP_ROWS, tile.keys)
         opaque_index = pipeline.opaque_zero(index, warpgroup)
         key_slot, value_slot = (
             pipeline.slot(index, stages, opaque_index) for stages in (tile.stages, tile.value_stages)
@@ -180,15 +180,12 @@ class _Cta(Cta[DqPlan]):
                 loaded["bias"] = ops.load(shared.bias.at[value_slot, self.warpgroup_rows])
             s = ops.read(acc_s, pending=piece_products.issued(v))
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
-            mask = TileContext(self.inputs, self.tiles, index, at, loaded)
-            to_p = lambda logits: base2.of(spec)(logits, lse)
-            p, pull_back = logits.differentiate(s, mask, to_p, (*wanted, *self.plan.tables.reads))
-            p = dropped.signed(self.inputs, at, p)
-            ds, d_parameters = pull_back(dropped.d_logits(spec, p, ops.read(acc_dp), delta))
-            added = tuple(d_parameters[name].sum(axis=1) for name in wanted)
-            made_anew = at._replace(key=at.key + opaque_index)
-            score_mod_reads.add_to_tables(self.inputs, made_anew, loaded, p, d_parameters, self.tables)
-            return operand_pieces.split(spec, ds, ops), added
+            context = TileContext(self.inputs, self.tiles, index, at, loaded)
+            tile = BackwardTile.of(context, s, lse, self.plan.differentiated)
+            gradients = tile.differentiate(ops.read(acc_dp), delta)
+            added = self.plan.sums.of_tile(gradients.parameters)
+            tile.add_to_tables(self.tables, gradients, opaque_index)
+            return operand_pieces.split(spec, gradients.ds, ops), added
 
         ds, added = ops.accumulators(differentiate, shape, shape)
         if shared.bias is not None:
@@ -196,7 +193,7 @@ class _Cta(Cta[DqPlan]):
         plgpu.barrier_arrive(shared.v.empty.at[value_slot])
         acc_dq = piece_products.add_matmul(spec, acc_dq, ds, k, ops)
         plgpu.barrier_arrive(shared.k.empty.at[key_slot])
-        return acc_dq, tuple(total + more for total, more in zip(sums, added, strict=True))
+        return acc_dq, tuple(map(operator.add, sums, added))
 
     def copy(self) -> None:
         """Copy keys and values."""

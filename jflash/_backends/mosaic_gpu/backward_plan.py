@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -10,10 +11,12 @@ from jax.experimental import pallas as pl
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import (
     backward_dbias,
+    backward_dkv,
     backward_dkv_dq,
     backward_dq,
-    backward_fused_plan,
-    backward_short_plan,
+    backward_fused,
+    backward_short,
+    backward_wide,
     backward_wide_plan,
     row_statistics,
     smem,
@@ -23,17 +26,14 @@ from jflash._backends.mosaic_gpu.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
 from jflash._backends.mosaic_gpu.backward_dq import DqPlan
-from jflash._backends.mosaic_gpu.backward_fused_plan import FusedPlan
-from jflash._backends.mosaic_gpu.backward_short_plan import ShortPlan
-from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.launch import KernelPlan
+from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import base2, operand_pieces
-from jflash._backends.nvidia.tile.parameters import parameters
-from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 from jflash._semantics import score_mod_reads
@@ -51,75 +51,59 @@ _MOST_COLUMNS_IN_TURNS = 96
 warpgroup whose turn it is falls behind by a product, for which there have to be two stages of queries."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BackwardPlan:
-    """A call's backward, known before any array."""
-
-    spec: Spec
-    short: ShortPlan | None = None
-    """One kernel for dQ, dK and dV; or else one of the next two, or the two that follow, or those of a wide call."""
-    fused: FusedPlan | None = None
-    dkv_dq: DkvDqPlan | None = None
-    dq: DqPlan | None = None
-    dkv: DkvPlan | None = None
-    wide: tuple[WidePlan, ...] = ()
-    """A kernel for each of dQ, dK and dV."""
-    dbias: DbiasPlan | None = None
-    """For a bias with a query and a key axis."""
-
-    @property
-    def kernels(self) -> list[KernelPlan]:
-        """All of them."""
-        every = (self.short, self.fused, self.dkv_dq, self.dq, self.dkv, *self.wide, self.dbias)
-        return [kernel for kernel in every if kernel is not None]
-
-
-def plan_backward(spec: Spec, processors: int | None) -> BackwardPlan:
-    """The plan of a call's backward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    wanted = parameters(spec)
+def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]:
+    """Return the kernels of a call's backward on a device with `processors` multiprocessors; `None` is unknown."""
+    wanted = wanted_parameters(spec)
     bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
-    dbias = _plan_dbias(spec, processors) if bias_kind == "tile" else None
-    if dbias is not None:
+    dbias: tuple[Kernel[Any], ...] = ()
+    if bias_kind == "tile":
         wanted = tuple(name for name in wanted if name != "bias")
+        dbias = (Kernel(_plan_dbias(spec, processors), backward_dbias.body),)
     if is_wide(spec):
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
-        return BackwardPlan(spec, wide=wide, dbias=dbias)
-    by_keys = lambda size, accumulated=None, splits=1: dataclasses.replace(
-        BackwardSchedule.of_call(
-            spec,
-            spec.heads,
-            spec.key_heads,
-            pl.cdiv(spec.key_length, size) * splits,
-            processors,
-            accumulated=accumulated,
-        ),
-        partial=spec.partial,
-        splits=splits,
-    )
+        return *(Kernel(plan, backward_wide.body) for plan in wide), *dbias
     # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
     one_kernel = bias_kind != "row"
-    if one_kernel and backward_short_plan.suits(spec, processors) and (tile := choose_short_tiles(spec)) is not None:
-        short = backward_short_plan.plan(spec, tile, wanted, processors)
-        return BackwardPlan(spec, short=short, dbias=dbias)
-    if one_kernel and not spec.deterministic and (fused_tiles := choose_fused_tiles(spec)) is not None:
-        tiles = None if spec.partial else pl.cdiv(spec.query_length, fused_tiles.keys)
-        splits = 1 if wanted else _splits(spec, fused_tiles, processors)
-        schedule = by_keys(fused_tiles.keys, tiles, splits)
-        sums = TableSums.of(spec, schedule.blocks, fused_tiles.warpgroups, processors)
-        return BackwardPlan(spec, fused=FusedPlan(spec, fused_tiles, wanted, sums, schedule), dbias=dbias)
-    by_key = bias_kind == "column"
-    others = tuple(name for name in wanted if name != "bias" or not by_key)
+    if one_kernel and backward_short.suits(spec, processors) and (tile := choose_short_tiles(spec)) is not None:
+        short = backward_short.plan(spec, tile, ParameterSums(wanted), processors)
+        return Kernel(short, backward_short.body), *dbias
+    if one_kernel and not spec.deterministic and (fused := _plan_fused(spec, wanted, processors)) is not None:
+        return Kernel(fused, backward_fused.body), *dbias
+    by_key = ParameterSums(("bias",) if bias_kind == "column" else ())
+    others = tuple(name for name in wanted if name not in by_key.names)
     has_other_sums = others or score_mod_reads.tables(spec)
+    schedule = _by_keys(spec, WARPGROUP_ROWS, processors)
     if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
-        dkv_dq = _staged(DkvDqPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
+        dkv_dq = _staged(DkvDqPlan(spec, 2, schedule, by_key))
         if smem.fits(dkv_dq.smem):
-            return BackwardPlan(spec, dkv_dq=dkv_dq, dbias=dbias)
+            return Kernel(dkv_dq, backward_dkv_dq.body), *dbias
     tile = choose_dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
-    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
-    dq = DqPlan(spec, tile, schedule, others, TableSums.of(spec, blocks, tile.warpgroups, processors))
-    dkv = _staged(DkvPlan(spec, 2, by_keys(WARPGROUP_ROWS), by_key))
-    return BackwardPlan(spec, dq=dq, dkv=dkv, dbias=dbias)
+    of_queries = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
+    tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
+    dq = DqPlan(spec, ParameterSums(others), tables, tile, of_queries)
+    dkv = _staged(DkvPlan(spec, 2, schedule, by_key))
+    return Kernel(dq, backward_dq.body), Kernel(dkv, backward_dkv.body), *dbias
+
+
+def _by_keys(
+    spec: Spec, size: int, processors: int | None, accumulated: int | None = None, splits: int = 1
+) -> BackwardSchedule:
+    """Return the schedule of blocks of `size` keys, of which each has `splits` CTAs."""
+    blocks = pl.cdiv(spec.key_length, size) * splits
+    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, processors, accumulated=accumulated)
+    return dataclasses.replace(schedule, partial=spec.partial, splits=splits)
+
+
+def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> FusedPlan | None:
+    """Return the plan of the fused kernel, `None` if none of its tiles fit."""
+    if (tile := choose_fused_tiles(spec)) is None:
+        return None
+    accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
+    splits = 1 if wanted else _splits(spec, tile, processors)
+    schedule = _by_keys(spec, tile.keys, processors, accumulated, splits)
+    tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, processors)
+    return FusedPlan(spec, ParameterSums(wanted), tables, tile, schedule)
 
 
 def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
@@ -144,7 +128,7 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
             FusedTiles(64, number, dq_alternates=dq_alternates, adds_registers=adds_registers) for number in stages
         ]
         candidates += [FusedTiles(64, 1)]
-    fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
+    fitting = [tile for tile in candidates if smem.fits(backward_fused.shared_memory(spec, tile))]
     key = TuningKey("mosaic_gpu backward", _facts(spec))
     return _tuning.choose(key, fitting) if fitting else None
 
@@ -175,7 +159,7 @@ def choose_short_tiles(spec: Spec) -> ShortTiles | None:
         candidates.append(ShortTiles(columns_of_statistics=False, dq_alternates=dq_alternates))
     if widest > 64:
         candidates.append(ShortTiles(stages=1))
-    fitting = [tile for tile in candidates if backward_short_plan.fits(spec, tile)]
+    fitting = [tile for tile in candidates if backward_short.fits(spec, tile)]
     rows = spec.group * pl.cdiv(spec.query_length, WARPGROUP_ROWS)
     return _tuning.choose(TuningKey("mosaic_gpu short backward", (*_facts(spec), rows)), fitting) if fitting else None
 

@@ -30,7 +30,6 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with a loop for each gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jax import lax
@@ -39,7 +38,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline
-from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.column_chunks import PartsRing
 from jflash._backends.mosaic_gpu.cta import Cta
@@ -48,19 +46,17 @@ from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import base2, dropped, operand_pieces
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_order import TileOrder
 from jflash._backends.nvidia.walk.tile_range import TileContext
 
 
-def backward(plan: WidePlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; the gradient, and for each parameter wanted the sums of its gradient `[B, N, L]`."""
-    made = plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
-    if not plan.stores_sums:
-        return made
-    return made | plan.schedule.summed(plan.spec, made, whole_dims(plan.spec))
+def body(plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(Cta[WidePlan]):
@@ -76,12 +72,12 @@ class _Cta(Cta[WidePlan]):
         self.first_row = block * WARPGROUP_ROWS
         self.own_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
         tiles = tile_range.visited(self.inputs, item.batch, block, WARPGROUP_ROWS, plan.tile.size)
-        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
-        self.tables = plan.tables.own(refs.arrays, self.batch, self.first_head, block, 0)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
+        self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.first_head, block, 0)
         self.shape = WARPGROUP_ROWS, plan.tile.size
         self.parts = PartsRing(plan.parts, refs.smem.parts)
-        dp_weights = tuple(refs.smem.dp_weights)
-        self.dp, self.weights = dp_weights[0] if kind.makes_dp else None, dp_weights[-1]
+        dp, self.weights = refs.smem.dp_weights
+        self.dp = dp if kind.makes_dp else None
 
     def run(self) -> None:
         for index, body in enumerate((self.make_weights, self.make_dp, self.copy)):
@@ -104,14 +100,12 @@ class _Cta(Cta[WidePlan]):
         for name, buffer in zip(plan.kind.own, shared.own, strict=True):
             self.inputs.copy_rows(name, rows, buffer.at[0], shared.own_full)
         plgpu.barrier_wait(shared.own_full)
-        zeros = lambda: tuple(self.ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted)
 
         def finish_head(head: Any, carry: Any) -> Any:
-            for name, total in zip(plan.wanted, carry[1], strict=True):
-                self.refs.results[f"d_{name}"][self.batch, self.first_head + head, self.own_rows] = total
-            return carry[0], zeros()
+            plan.sums.store(self.refs.results, carry[1], self.batch, self.first_head + head, self.own_rows)
+            return carry[0], plan.sums.zeros(self.ops)
 
-        start = self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0), zeros()
+        start = self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0), plan.sums.zeros(self.ops)
         acc, _ = self.order.each(self._visit, start, finish_head)
         self._store(0, acc)
 
@@ -130,22 +124,20 @@ class _Cta(Cta[WidePlan]):
             loaded["bias"] = ops.load(bias.T if plan.kind.keys_first else bias)
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
-        mask = TileContext(inputs, self.order.tiles, index, at, loaded)
-        to_p = lambda logits: base2.of(spec)(logits, lse)
-        p, pull_back = logits.differentiate(s, mask, to_p, (*plan.wanted, *plan.tables.reads))
-        p = dropped.signed(inputs, at, p)
-        weights, d_parameters = dropped.kept(spec, p), dict[str, Array]()
+        context = TileContext(inputs, self.order.tiles, index, at, loaded)
+        tile = BackwardTile.of(context, s, lse, plan.differentiated)
+        gradients = TileGradients(tile.kept, {})
         plgpu.barrier_wait(shared.dp_full)
         if self.dp is not None:
             dp = ops.load(self.dp)
             # All threads have loaded it before one of them stores.
             plgpu.commit_smem()
-            weights, d_parameters = pull_back(dropped.d_logits(spec, p, dp, delta))
-        sums = tuple(total + d_parameters[name].sum(axis=1) for name, total in zip(plan.wanted, sums, strict=True))
-        weights = weights.astype(spec.dtype)
+            gradients = tile.differentiate(dp, delta)
+        sums = plan.sums.added(sums, gradients.parameters)
+        weights = gradients.ds.astype(spec.dtype)
         self.weights[...] = weights
         plgpu.barrier_arrive(shared.weights_full)
-        score_mod_reads.add_to_tables(inputs, at, loaded, p, d_parameters, self.tables)
+        tile.add_to_tables(self.tables, gradients)
         if not plan.kind.makes_dp and shared.bias is None:
             plgpu.barrier_wait(shared.weighed.full.at[slot])
         return self._add(0, acc, weights, slot), sums

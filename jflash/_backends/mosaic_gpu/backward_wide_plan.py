@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import TileParts
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WalkedTiles
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.launch import KernelPlan, Launch
+from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import operand_pieces
-from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, SummingPlan, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -120,23 +122,20 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
         # Tiles of the bias come and go with what is weighed.
         bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,
         # What the second warpgroup hands to the first one, and what takes its place on the way back.
-        dp_weights=smem.reused(dp, weights) if kind.makes_dp else (weights,),
+        dp_weights=smem.reused(dp, weights) if kind.makes_dp else smem.reused(weights, None),
         dp_full=smem.barriers(1),
         weights_full=smem.barriers(1),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class WidePlan(KernelPlan):
-    """The kernel for one gradient of a wide call, before any array."""
+class WidePlan(SummingPlan):
+    """The kernel for one gradient of a wide call, before any array. It sums parameters' gradients along the rows."""
 
     gradient: Gradient
     tile: WalkedTiles
     schedule: BackwardSchedule
-    """Of blocks of 64 rows."""
-    wanted: tuple[str, ...]
-    """Parameters whose gradients the kernel sums along the rows."""
-    tables: TableSums
+    """The schedule of blocks of 64 rows."""
 
     @property
     def kind(self) -> _Kind:
@@ -163,20 +162,28 @@ class WidePlan(KernelPlan):
         """Whether the gradient is stored as it was summed, in float32, to be summed on."""
         return self.kind.keys_first and self.schedule.stores_sums
 
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        if self.kind.keys_first:
+            return call.tiles | call.rows | call.around_keys | call.ranges(WARPGROUP_ROWS, of_keys=True)
+        return call.tiles | call.rows | call.around_queries | call.ranges(WARPGROUP_ROWS)
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        made = super().finish(made, changed)
+        return made | self.schedule.summed(self.spec, made, whole_dims(self.spec)) if self.stores_sums else made
+
     @property
     def launch(self) -> Launch:
-        """Registers are stored whole."""
+        """The launch, whose results are registers stored whole."""
         spec, schedule, rows = self.spec, self.schedule, self.schedule.blocks * WARPGROUP_ROWS
         shape = (spec.batch, rows, spec.key_heads if self.kind.keys_first else spec.heads, self.columns)
         result = jax.ShapeDtypeStruct(shape, spec.result_dtype)
         if self.stores_sums:
             result = schedule.gradient(spec, (0, 0), (rows, self.columns))
-        sums = jax.ShapeDtypeStruct((spec.batch, spec.heads, rows), jnp.float32)
         dims = whole_dims(spec)
         return Launch(
             name=f"jflash_wide_{self.gradient}_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
-            results={self.gradient: result, **{f"d_{name}": sums for name in self.wanted}},
+            results={self.gradient: result} | self.sums.results(spec.batch, spec.heads, rows),
             smem=self.smem,
             warpgroups=3,
         )
@@ -193,7 +200,7 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
         schedule = BackwardSchedule.of_call(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
         schedule = dataclasses.replace(schedule, partial=spec.partial)
         tables = TableSums.none(spec) if of_keys else TableSums.of(spec, schedule.blocks, 1, processors)
-        return WidePlan(spec, gradient, _choose_tiles(spec, gradient), schedule, sums[gradient], tables)
+        return WidePlan(spec, ParameterSums(sums[gradient]), tables, gradient, _choose_tiles(spec, gradient), schedule)
 
     return tuple(map(plan, _KINDS))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jflash._backends.mosaic_gpu import backward_plan, forward_plan, forward_wide_plan, smem, tangent_plan, whole_tiles
-from jflash._backends.mosaic_gpu.backward_plan import BackwardPlan, plan_backward
+from jflash._backends.mosaic_gpu.backward_plan import plan_backward
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
@@ -14,7 +14,7 @@ from jflash._backends.nvidia.launch import KernelPlan
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
-__all__ = ["BackwardPlan", "ForwardPlan", "TangentPlan"]
+__all__ = ["ForwardPlan", "TangentPlan"]
 __all__ += ["describe", "fits", "plan_backward", "plan_forward", "plan_tangent"]
 
 
@@ -55,7 +55,7 @@ def describe(spec: Spec, processors: int | None) -> str:
         assert isinstance(tangent, TangentPlan)
         lines += ["tangent:", *_kernel(tangent), f"    output in {tangent.parts} parts"]
     lines.append("backward:")
-    lines += [line for plan in backward.kernels for line in _kernel(plan)]
+    lines += [line for kernel in backward for line in _kernel(kernel.plan)]
     copies = whole_tiles.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 

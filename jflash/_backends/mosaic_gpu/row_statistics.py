@@ -27,15 +27,12 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.ops import Ref, along_columns, along_rows
 from jflash._backends.nvidia.prepare import with_margin
+from jflash._backends.nvidia.prepared import for_exponent
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, dropped, operand_pieces
-from jflash._backends.nvidia.tile.base2 import LOG2_E
+from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._semantics.spec import Spec
-
-PerQuery = Float[Array, "B N L"]
-"""One number for each query, and room for a tile that begins at the last one."""
 
 
 def as_columns(spec: Spec) -> bool:
@@ -54,20 +51,6 @@ def early(spec: Spec) -> int:
     return 2 if all(begin_at_vectors(spec)) else 1
 
 
-def lse_and_delta(spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> dict[str, PerQuery]:
-    """For kernels that subtract after the products, by name: lse as the call's exponent has it, and delta.
-
-    `lse` is +inf where there is no query or it sees nothing, and `delta` 0 there.
-    """
-    return dict(lse=subtrahend(spec, lse), delta=with_margin(delta, (2,)))
-
-
-def subtrahend(spec: Spec, lse: Float[Array, "B N T"]) -> PerQuery:
-    """lse as the call's exponent has it; +inf where there is no query or it sees nothing, as in what is given."""
-    exact = base2.of(spec).exact
-    return with_margin(lse if exact else lse * LOG2_E, (2,), jnp.inf)
-
-
 def for_fused(
     spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"], columns: Array | None
 ) -> dict[str, Array]:
@@ -79,7 +62,7 @@ def for_fused(
         assert spec.scale is not None
         first = with_margin(-lse / spec.scale, (2,), -jnp.inf)
     else:
-        first = lse_and_delta(spec, lse, delta)["lse"]
+        first = for_exponent(spec, lse)
     return dict(lse=first, delta=with_margin(-delta, (2,)))
 
 
@@ -151,16 +134,8 @@ class RowStatistics:
         if begin_at_vectors(self.inputs.spec)[number]:
             accumulator[...] = along_columns(self.inputs.ops.load(self.refs[number], 1), self.shape)
 
-    def probabilities(self, logits: Float[Array, "keys queries"]) -> Float[Array, "keys queries"]:
-        """P^T, from what `mma` made of a plain call, or the logits of another."""
-        own = base2.of(self.inputs.spec)
-        return jnp.exp2(logits * own.factor) if self.lse is None else own(logits, self.lse)
-
-    def d_logits(
-        self, p: Float[Array, "keys queries"], dp: Float[Array, "keys queries"]
-    ) -> Float[Array, "keys queries"]:
-        """dS^T from P^T, with dropout signed, and what `mma` made of dP^T."""
+    def delta(self) -> Float[Array, "keys queries"] | None:
+        """delta, unless the products subtract it: with dropout, which stands between dP and delta."""
         if self.inputs.spec.dropout_rate == 0:
-            return p * dp
-        delta = along_columns(self.inputs.ops.load(self.refs[1], 1), self.shape)
-        return dropped.d_logits(self.inputs.spec, p, dp, -delta)
+            return None
+        return -along_columns(self.inputs.ops.load(self.refs[1], 1), self.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +16,21 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import (
     array_shapes,
-    backward_dbias,
-    backward_dkv,
-    backward_dkv_dq,
-    backward_dq,
-    backward_fused_plan,
-    backward_short,
-    backward_wide,
     bias_columns,
-    delta,
     forward_kernel,
     forward_wide,
-    row_statistics,
     tangent_kernel,
     whole_tiles,
 )
-from jflash._backends.mosaic_gpu import backward_fused as fused
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.plan import BackwardPlan, ForwardPlan, TangentPlan
+from jflash._backends.mosaic_gpu.plan import ForwardPlan, TangentPlan
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.nvidia import prepare
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
-from jflash._backends.nvidia.prepare import in_32_bits, packed_mask
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.launch import Kernel
+from jflash._backends.nvidia.prepare import in_32_bits
+from jflash._backends.nvidia.prepared import Prepared, for_exponent
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._backends.nvidia.walk import tile_range
 from jflash._semantics.online_softmax import sinks_gradient
@@ -69,7 +62,7 @@ def _prepare_forward(plan: ForwardPlan, operands: Operands, ops: WarpgroupOps) -
     arrays = dict(query=query, key=key, value=value)
     arrays |= prepare.operands_for_kernels(spec, operands, except_bias=bias_by_mma)
     arrays |= score_mod_reads.prepare(operands.score_mod_arrays)
-    arrays |= packed_mask(spec, operands, ops) | whole_tiles.edges(operands, dict(value=value))
+    arrays |= Prepared(spec, operands, ops).packed_mask() | whole_tiles.edges(operands, dict(value=value))
     if bias_by_mma:
         arrays |= bias_columns.prepare(spec, operands, plan.tile.keys)
     rows, missing = max(plan.rows_of_a_range // packed, 1), plan.missing_rows // packed
@@ -96,10 +89,10 @@ def tangent(
     if "score_mod_arrays" in plan.moving:
         pushed |= score_mod_reads.prepare(_instantiated(operands.score_mod_arrays, tangents.score_mod_arrays))
     arrays = factors | others | {f"t_{name}": array for name, array in pushed.items()}
-    arrays |= packed_mask(spec, operands, ops) | whole_tiles.edges(operands, factors)
+    arrays |= Prepared(spec, operands, ops).packed_mask() | whole_tiles.edges(operands, factors)
     arrays |= tile_range.table(spec, operands, plan.tile.rows)
     lse = jnp.where(results.lse == -jnp.inf, jnp.inf, results.lse)
-    made = tangent_kernel.tangent(plan, arrays | dict(lse=row_statistics.subtrahend(spec, lse)), ops)
+    made = tangent_kernel.tangent(plan, arrays | dict(lse=for_exponent(spec, lse)), ops)
     rows = spec.query_length
     t_out = made["t_out"][:, :rows, :, : plan.dims[1]]
     t_out = t_out.reshape(*t_out.shape[:2], spec.heads, -1)[..., : spec.value_dim]
@@ -123,46 +116,8 @@ def _in_parts(plan: TangentPlan, operands: Operands) -> Operands:
 
 
 @in_32_bits
-def backward(plan: BackwardPlan, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:
-    """Gradients of all operands that have one, in their shapes."""
-    spec, table = plan.spec, functools.partial(tile_range.table, plan.spec, operands)
-    arrays = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
-    whole = functools.partial(whole_tiles.whole_tiles, spec, in_panels=array_shapes.in_panels(spec))
-    tiles = {name: whole(name, array) for name, array in arrays.items()}
-    edges, others = whole_tiles.edges(operands, tiles), prepare.operands_for_kernels(spec, operands)
-    others |= score_mod_reads.prepare(operands.score_mod_arrays)
-    masks = (packed_mask(spec, operands, ops, keys_first=first) for first in (False, True))
-    of_queries, of_keys = (others | mask | edges for mask in masks)
-
-    walk = plan.short or plan.fused
-    dq_acc = None if plan.fused is None else plan.fused.dq_acc(ops.margin)
-    as_columns = walk is not None and backward_fused_plan.as_columns(spec, walk.tile)
-    made = delta.delta(spec, residuals, ops, as_columns=as_columns, dq_acc=dq_acc)
-    lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
-    rows = row_statistics.lse_and_delta(spec, lse, made["delta"])
-    if walk is not None:
-        statistics = row_statistics.for_fused(spec, lse, made["delta"], made.get("columns"))
-        of_keys |= tiles | statistics | table(walk.tile.keys, of_keys=True)
-        if plan.fused is not None:
-            gradients = fused.backward(plan.fused, of_keys, made["dq_acc"], ops)
-        else:
-            assert plan.short is not None
-            gradients = backward_short.backward(plan.short, of_keys, ops)
-    elif plan.wide:
-        of_blocks = of_queries | table(WARPGROUP_ROWS), of_keys | table(WARPGROUP_ROWS, of_keys=True)
-        gradients = dict[str, Array]()
-        for wide in plan.wide:
-            gradients |= backward_wide.backward(wide, tiles | rows | of_blocks[wide.kind.keys_first], ops)
-    elif plan.dkv_dq is not None:
-        of_keys |= tiles | rows | table(WARPGROUP_ROWS, of_keys=True)
-        gradients = backward_dkv_dq.backward_dkv_dq(plan.dkv_dq, of_keys, ops)
-    else:
-        assert plan.dq is not None
-        assert plan.dkv is not None
-        gradients = backward_dq.backward_dq(plan.dq, tiles | rows | of_queries | table(plan.dq.tile.rows), ops)
-        of_keys |= table(WARPGROUP_ROWS, of_keys=True)
-        gradients |= backward_dkv.backward_dkv(plan.dkv, tiles | rows | of_keys, ops)
-    if plan.dbias is not None:
-        of_bias = tiles | rows | of_queries | table(plan.dbias.tile.rows)
-        gradients["whole_d_bias"] = backward_dbias.backward_dbias(plan.dbias, of_bias, ops)
-    return finish_backward(spec, operands, gradients, sinks_gradient(operands.sinks, lse, made["delta"]))
+def backward(kernels: Sequence[Kernel[Any]], operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:
+    """Return the gradients of all operands that have one, in their shapes."""
+    call = HopperBackward(kernels[0].plan.spec, operands, residuals, ops)
+    made = call.run(kernels)
+    return finish_backward(call.spec, operands, made, sinks_gradient(operands.sinks, call.lse, call.delta))

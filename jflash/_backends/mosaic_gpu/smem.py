@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash._backends.mosaic_gpu import array_shapes, panels
-from jflash._backends.nvidia.smem import Buffers, barriers, size, vectors
+from jflash._backends.nvidia.smem import Buffers, barriers, in_one_view, opened, size, vectors
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
@@ -96,10 +96,36 @@ def copies(*tiles: Any) -> int:
     return sum(tile.panels if isinstance(tile, Overlaid) else 1 for tile in tiles)
 
 
-def reused(first: Any, then: Any) -> Any:
-    """Shared memory for tiles of which `then` takes the place of `first`: a tuple of both, or of one if it serves."""
-    alike = (first.shape, first.dtype) == (then.shape, then.dtype)
-    return (first,) if alike else Overlaid.of(first, then)
+@jax.tree_util.register_pytree_node_class
+class Reused:
+    """Shared memory for two tiles, of which the second takes the place of the first; a kernel has them as a pair."""
+
+    def __init__(self, memory: Any, *, is_one_layout: bool) -> None:
+        self.memory, self.is_one_layout = memory, is_one_layout
+
+    def tree_flatten(self) -> tuple[tuple[Any], bool]:
+        """Return the memory, and whether both tiles have one layout."""
+        return (self.memory,), self.is_one_layout
+
+    @classmethod
+    def tree_unflatten(cls, is_one_layout: bool, memory: tuple[Any]) -> Self:
+        """Return what was flattened."""
+        return cls(*memory, is_one_layout=is_one_layout)
+
+    def in_one_view(self) -> Any:
+        """Return the declaration for an interpreter."""
+        return Reused(in_one_view(self.memory), is_one_layout=self.is_one_layout)
+
+    def opened(self) -> tuple[Any, Any]:
+        """Return both tiles."""
+        memory = opened(self.memory)
+        return (memory, memory) if self.is_one_layout else memory
+
+
+def reused(first: Any, then: Any | None) -> Reused:
+    """Return shared memory for tiles of which `then` takes the place of `first`; with `None` those are alone."""
+    alike = then is None or (first.shape, first.dtype) == (then.shape, then.dtype)
+    return Reused(first if alike else Overlaid.of(first, then), is_one_layout=alike)
 
 
 def fits(declaration: Any) -> bool:

@@ -86,8 +86,8 @@ class _Cta(Cta[TangentPlan]):
         super().__init__(plan, refs, ops)
         moving = {name.removeprefix("t_"): ref for name, ref in refs.arrays.items() if name.startswith("t_")}
         self.tangents = dataclasses.replace(self.inputs, refs=moving)
-        q_out = tuple(refs.smem.q_out)
-        self.q, self.out = dict(zip(plan.q, (q_out[0], refs.smem.t_q), strict=False)), q_out[-1]
+        q, self.out = refs.smem.q_out
+        self.q = dict(zip(plan.q, (q, refs.smem.t_q), strict=False))
         self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
         self.first_row = block * plan.tile.rows
         pairs = [("t_query", "key"), ("query", "t_key")]

@@ -112,7 +112,7 @@ class TangentPlan(KernelPlan):
         rows = tile.warpgroups, WARPGROUP_ROWS
         tiles_of = CallTiles.of(spec)
         q, out = tiles_of.operand((*rows, columns), head_dim), tiles_of.result((*rows, value_columns), value_dim)
-        q_out = (q,) if spec.partial else smem.reused(q, out)
+        q_out = smem.reused(q, None if spec.partial else out)
 
         def ring(names: tuple[str, ...], columns: int, dim: int, others: int = 0) -> Buffers:
             tiles = {name: tiles_of.operand((tile.stages, tile.keys, columns), dim) for name in names}
@@ -122,7 +122,7 @@ class TangentPlan(KernelPlan):
         return Buffers(
             # The output's tangent takes the place of the queries. A partial call's leaves from registers.
             q_out=q_out,
-            q_empty=None if isinstance(q_out, tuple) else smem.barriers(1, tile.warpgroups),
+            q_empty=None if q_out.is_one_layout else smem.barriers(1, tile.warpgroups),
             t_q=q if "query" in self.moving else None,
             q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q) * len(self.q)),
             k=ring(self.k, columns, head_dim, len(self.biases)),

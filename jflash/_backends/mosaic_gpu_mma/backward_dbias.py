@@ -19,15 +19,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import Cta, Tile, TiledPlan, bias_buffer, buffer, columns, lending
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import Tiles
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2, dropped, logits
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
@@ -60,6 +61,12 @@ class DbiasPlan(TiledPlan):
 
     schedule: DbiasSchedule
 
+    def arrays(self, call: MmaBackward) -> dict[str, Array]:
+        return call.of_queries | call.ranges(self.tile.rows)
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        return dict(whole_d_bias=self.schedule.summed(self.spec, made["d_bias"]))
+
     @property
     def launch(self) -> Launch:
         """The result is in whole tiles of keys."""
@@ -73,9 +80,9 @@ class DbiasPlan(TiledPlan):
         )
 
 
-def backward_dbias(plan: DbiasPlan, arrays: Mapping[str, Array], ops: MmaOps) -> Float[Array, "#B #N T S"]:
-    """Launch the kernel; the gradient in the bias's shape."""
-    return plan.schedule.summed(plan.spec, _Cta.launch(plan, arrays, ops)["d_bias"])
+def body(plan: DbiasPlan, refs: Refs, ops: MmaOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(Cta[DbiasPlan]):
@@ -160,7 +167,7 @@ class _Cta(Cta[DbiasPlan]):
         return add(totals) if is_seen is None else lax.cond(is_seen, add, skip, totals)
 
     def _added(self, visit: Any, tiles: TileRange, biases: Sequence[Array], totals: Tiles) -> Tiles:
-        shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.width)
+        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.width)
         lends, warpgroups = self.plan.tile.lends, self.plan.tile.warpgroups
         # dO and V come while S is made, if they have room of their own.
         pending = 0 if lends else 1
@@ -175,17 +182,14 @@ class _Cta(Cta[DbiasPlan]):
         dp = self._products(visit, "d_out", shared.do, shared.v)
         ops.meet(warpgroups)
         self._copy_first(visit + 1) if lends else self._copy_second(visit + 1)
-        to_p = lambda logits: base2.of(spec)(logits, lse)
         added: list[Array] = []
         for part, key in enumerate(self.parts):
             at, of_part = TileCoord(batch, head, self.query, key), dict(first=key, count=jnp.int32(1), size=self.width)
             bias = biases[part] if shared.bias is None else ops.load_rows(shared.bias.at[self.warpgroup, part])[0][0]
             loaded = self.inputs.load_packed_mask(at, shape) | {"bias": bias}
-            mask = TileContext(self.inputs, dataclasses.replace(tiles, **of_part), jnp.int32(0), at, loaded)
-            p, pull_back = logits.differentiate(s[part], mask, to_p, ("bias",))
-            p = dropped.signed(self.inputs, at, p)
-            _, d_parameters = pull_back(dropped.d_logits(spec, p, dp[part], delta))
-            added.append(totals[part] + d_parameters["bias"])
+            context = TileContext(self.inputs, dataclasses.replace(tiles, **of_part), jnp.int32(0), at, loaded)
+            gradients = BackwardTile.of(context, s[part], lse, ("bias",)).differentiate(dp[part], delta)
+            added.append(totals[part] + gradients.parameters["bias"])
         return tuple(added)
 
     def _products(self, visit: Any, name: str, rows: Ref | None, keys: Ref) -> list[Array]:

@@ -18,23 +18,24 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import Cta, Tile, buffer, by_piece, columns
+from jflash._backends.mosaic_gpu_mma.device_sums import Sums
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import KeysPlan
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
+from jflash._backends.nvidia.tile import base2, dropped, operand_pieces
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_order import TileOrder
@@ -43,8 +44,8 @@ from jflash._semantics.spec import Spec
 
 BOTH: tuple[str, ...] = ("d_key", "d_value")
 
-Carry = tuple[dict[str, Tiles], tuple[Array, ...]]
-"""The sums by name, of each block of keys; and if wanted that of the bias's gradient for one head."""
+Carry = tuple[dict[str, Tiles], tuple[Sums, ...]]
+"""dK and dV by name, and for each block of keys the sums of parameters' gradients for one head."""
 
 
 def shared_memory(spec: Spec, tile: Tile, outputs: tuple[str, ...] = BOTH) -> Buffers:
@@ -60,30 +61,26 @@ def shared_memory(spec: Spec, tile: Tile, outputs: tuple[str, ...] = BOTH) -> Bu
 
 @dataclasses.dataclass(frozen=True)
 class DkvPlan(KeysPlan):
-    """A kernel for dK and dV, or one of them, before any array."""
+    """A kernel for dK and dV, or one of them, before any array. It sums the gradient of a bias of keys over queries."""
 
     outputs: tuple[str, ...]
-    wants_bias: bool
-    """Whether it sums the gradient of a bias of keys over queries."""
 
     @property
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory."""
         spec = self.spec
         results = {name: gradient for name, gradient in self.gradients.items() if name in self.outputs}
-        if self.wants_bias:
-            results["d_bias"] = jax.ShapeDtypeStruct((spec.batch, spec.heads, self.key_rows), jnp.float32)
         return Launch(
             name=f"jflash_mma_{'_'.join(self.outputs)}_{spec.head_dim}_{spec.value_dim}",
             grid=self.grid,
-            results=results,
+            results=results | self.sums.results(spec.batch, spec.heads, self.key_rows),
             smem=shared_memory(spec, self.tile, self.outputs),
         )
 
 
-def backward_dkv(plan: DkvPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
-    """Launch the kernel; its outputs, and if wanted d_bias, the sums of its gradient over queries `[B, N, L]`."""
-    return _Cta.launch(plan, arrays, ops)
+def body(plan: DkvPlan, refs: Refs, ops: MmaOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(Cta[DkvPlan]):
@@ -94,7 +91,7 @@ class _Cta(Cta[DkvPlan]):
         first = block * plan.tile.rows
         self.keys = [pl.ds(first + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in range(plan.tile.blocks)]
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.rows, plan.tile.size)
-        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=plan.wants_bias)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
 
     def run(self) -> None:
         """Walk over the tiles of queries, and store the sums."""
@@ -104,12 +101,12 @@ class _Cta(Cta[DkvPlan]):
         place = batch, self.item.key_head, self.keys[0].start
         rows = [self.own_rows(name, *place, buffer) for name, buffer in buffers.items()]
         self._copy_tile(jnp.int32(0))
-        nothing = lambda: tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.keys if plan.wants_bias)
+        nothing = lambda: tuple(plan.sums.zeros(ops) for _ in self.keys)
 
         def finish_head(head: Any, carry: Carry) -> Carry:
             acc, sums = carry
-            for keys, total in zip(self.keys, sums, strict=False):
-                results["d_bias"][batch, self.item.first_head + head, keys] = total
+            for keys, of_keys in zip(self.keys, sums, strict=True):
+                plan.sums.store(results, of_keys, batch, self.item.first_head + head, keys)
             return acc, nothing()
 
         dims = dict(zip(BOTH, (spec.head_dim, spec.value_dim), strict=True))
@@ -146,26 +143,23 @@ class _Cta(Cta[DkvPlan]):
         batch, own_head, start = self.item.batch, self.item.first_head + head, self.order.tiles.start(index)
         at = [TileCoord(batch, own_head, start, keys.start) for keys in self.keys]
         q, do, blocks = shared.q.at[slot], shared.do.at[slot], range(tile.blocks)
-        wanted = ("bias",) if plan.wants_bias else ()
         ops.wait()
         if tile.stages > 1:
             self._copy_tile(step + 1)
         rows = batch, own_head, pl.ds(start, tile.size)
         lse, delta = (along_columns(ops.load(self.refs.arrays[name].at[rows], 1), shape) for name in ("lse", "delta"))
-        to_p = lambda logits: base2.of(spec)(logits, lse)
         loaded = [self.load(one, shape) for one in at]
         s = self.add_product(self.zeros(tile.blocks, tile.size), own[0], q, transposed=True)
-        masks = [TileContext(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
-        differentiated = [logits.differentiate(s[block], masks[block], to_p, wanted) for block in blocks]
-        p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
+        contexts = [TileContext(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
+        tiles = [BackwardTile.of(*both, lse, plan.sums.names) for both in zip(contexts, s, strict=True)]
         if "d_value" in acc:
-            kept = by_piece(operand_pieces.split(spec, dropped.kept(spec, one), ops) for one in p)
+            kept = by_piece(operand_pieces.split(spec, one.kept, ops) for one in tiles)
             acc["d_value"] = self.add_product(acc["d_value"], kept, do, transposed=False)
         if "d_key" in acc:
             dp = self.add_product(self.zeros(tile.blocks, tile.size), own[1], do, transposed=True)
-            pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
-            sums = tuple(total + more["bias"].sum(axis=1) for total, (_, more) in zip(sums, pulled, strict=False))
-            ds = by_piece(operand_pieces.split(spec, one, ops) for one, _ in pulled)
+            gradients = [one.differentiate(dp[block], delta) for block, one in enumerate(tiles)]
+            sums = tuple(plan.sums.added(total, one.parameters) for total, one in zip(sums, gradients, strict=True))
+            ds = by_piece(operand_pieces.split(spec, one.ds, ops) for one in gradients)
             acc["d_key"] = self.add_product(acc["d_key"], ds, q, transposed=False)
         if tile.stages == 1:
             ops.wait()

@@ -16,30 +16,33 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchange
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import Cta, Tile, TiledPlan, buffer, by_piece, columns, rows_of_head
+from jflash._backends.mosaic_gpu_mma.device_sums import Sums
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import base2, operand_pieces
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
+from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.tile.table_sums import TableSums
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
 
-Carry = tuple[Tiles, tuple[tuple[Array, ...], ...]]
+Carry = tuple[Tiles, tuple[Sums, ...]]
 """dQ of each block of rows, and the sums of parameters' gradients."""
 
 
@@ -55,12 +58,11 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DqPlan(TiledPlan):
-    """The kernel for dQ, before any array."""
+class DqPlan(SummingPlan, TiledPlan):
+    """The kernel for dQ, before any array. It sums parameters' gradients over keys."""
 
-    wanted: tuple[str, ...]
-    """Parameters whose gradients the kernel sums over keys."""
-    tables: TableSums
+    def arrays(self, call: MmaBackward) -> dict[str, Array]:
+        return call.of_queries | call.ranges(self.tile.rows)
 
     @property
     def launch(self) -> Launch:
@@ -68,18 +70,18 @@ class DqPlan(TiledPlan):
         spec, shape = self.spec, jax.ShapeDtypeStruct
         blocks = pl.cdiv(spec.query_length, self.tile.rows)
         d_query = (spec.batch, spec.query_length, spec.heads, round_up(spec.head_dim, 8))
-        sums = shape((spec.batch, spec.heads, blocks * self.tile.rows), jnp.float32)
+        sums = self.sums.results(spec.batch, spec.heads, blocks * self.tile.rows)
         return Launch(
             name=f"jflash_mma_d_query_{spec.head_dim}_{spec.value_dim}",
             grid=dict(batch=spec.batch, head=spec.heads, block=blocks),
-            results=dict(d_query=shape(d_query, spec.result_dtype), **{f"d_{name}": sums for name in self.wanted}),
+            results=dict(d_query=shape(d_query, spec.result_dtype)) | sums,
             smem=shared_memory(spec, self.tile),
         )
 
 
-def backward_dq(plan: DqPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
-    """Launch the kernel; d_query, and for each parameter wanted the sums of its gradient over keys `[B, N, L]`."""
-    return plan.tables.launch(plan.launch, lambda refs: _Cta(plan, refs, ops).run(), arrays, ops)
+def body(plan: DqPlan, refs: Refs, ops: MmaOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(Cta[DqPlan]):
@@ -88,7 +90,7 @@ class _Cta(Cta[DqPlan]):
         self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
         block = lax.axis_size("block") - 1 - lax.axis_index("block")
         self.rows = [pl.ds(block * plan.tile.rows + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in self._blocks]
-        self.tables = plan.tables.own(refs.arrays, self.batch, self.head, block, 0)
+        self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, block, 0)
         self.tiles = tile_range.visited(self.inputs, self.batch, block, plan.tile.rows, plan.tile.size)
 
     @property
@@ -105,15 +107,14 @@ class _Cta(Cta[DqPlan]):
             [ops.load(self.refs.arrays[name].at[self.batch, self.head, rows], 0) for name in ("lse", "delta")]
             for rows in self.rows
         ]
-        sums = tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self._blocks)
+        sums = tuple(plan.sums.zeros(ops) for _ in self._blocks)
         start = self.zeros(plan.tile.blocks, columns(spec.head_dim)), sums
         own = self.own_operands(*rows)
         visit = lambda index, carry: self._visit(index, own, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
         target = rows_of_head(results["d_query"], self.batch, self.head)
         for rows, acc, of_rows in zip(self.rows, acc_dq, sums, strict=True):
-            for name, total in zip(plan.wanted, of_rows, strict=True):
-                results[f"d_{name}"][self.batch, self.head, rows] = total
+            plan.sums.store(results, of_rows, self.batch, self.head, rows)
             ops.store_rows(acc * base2.sums_scale(spec), target, rows.start, spec.query_length)
 
     def _copy_tile(self, index: Any) -> None:
@@ -128,7 +129,7 @@ class _Cta(Cta[DqPlan]):
     def _visit(self, index: Any, own: Sequence[Operand], statistics: Any, carry: Carry) -> Carry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
-        tile, spec, shared, ops, wanted = self.plan.tile, self.plan.spec, self.smem, self.ops, self.plan.wanted
+        plan, tile, spec, shared, ops = self.plan, self.plan.tile, self.plan.spec, self.smem, self.ops
         slot, shape = self.slot(index), (WARPGROUP_ROWS, tile.size)
         at = [TileCoord(self.batch, self.head, rows.start, self.tiles.start(index)) for rows in self.rows]
         ops.wait()
@@ -138,19 +139,16 @@ class _Cta(Cta[DqPlan]):
         every_s = self.add_product(self.zeros(tile.blocks, tile.size), own[0], shared.k.at[slot], transposed=True)
         every_dp = self.add_product(self.zeros(tile.blocks, tile.size), own[1], shared.v.at[slot], transposed=True)
         every_ds: list[Pieces] = []
-        totals: list[tuple[Array, ...]] = []
+        totals: list[Sums] = []
         for block, (one, s, dp) in enumerate(zip(at, every_s, every_dp, strict=True)):
             lse, delta = (along_rows(statistic, shape) for statistic in statistics[block])
-            mask = TileContext(self.inputs, self.tiles, index, one, loaded[block])
-            to_p = lambda logits, lse=lse: base2.of(spec)(logits, lse)
-            p, pull_back = logits.differentiate(s, mask, to_p, (*wanted, *self.plan.tables.reads))
-            p = dropped.signed(self.inputs, one, p)
-            ds, d_parameters = pull_back(dropped.d_logits(spec, p, dp, delta))
-            added = [d_parameters[name].sum(axis=1) for name in wanted]
-            totals.append(tuple(total + more for total, more in zip(sums[block], added, strict=True)))
-            every_ds.append(operand_pieces.split(spec, ds, ops))
-            made_anew = one._replace(key=one.key + ops.opaque_zero(index))
-            score_mod_reads.add_to_tables(self.inputs, made_anew, loaded[block], p, d_parameters, self.tables)
+            context = TileContext(self.inputs, self.tiles, index, one, loaded[block])
+            of_block = BackwardTile.of(context, s, lse, plan.differentiated)
+            gradients = of_block.differentiate(dp, delta)
+            added = plan.sums.of_tile(gradients.parameters)
+            totals.append(tuple(map(operator.add, sums[block], added)))
+            every_ds.append(operand_pieces.split(spec, gradients.ds, ops))
+            of_block.add_to_tables(self.tables, gradients, ops.opaque_zero(index))
         acc_dq = self.add_product(acc_dq, by_piece(every_ds), shared.k.at[slot], transposed=False)
         if tile.stages == 1:
             ops.wait()

@@ -32,7 +32,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -40,23 +39,25 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.cta import Cta, Tile, bias_buffer, buffer
+from jflash._backends.mosaic_gpu_mma.device_sums import Sums
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import KeysPlan
+from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
-from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan, round_dq
+from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2, dropped, logits, score_mod_reads
+from jflash._backends.nvidia.tile import base2, dropped
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
-from jflash._backends.nvidia.tile.table_sums import TableSums
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_order import TileOrder
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
 
-Totals = tuple[tuple[Array, ...], ...]
+Totals = tuple[Sums, ...]
 """Of each block of keys, the sums of parameters' gradients for one head."""
 
 Carry = tuple[Tiles, Tiles, Totals]
@@ -91,11 +92,8 @@ def shared_memory(spec: Spec, tile: Tile) -> Buffers:
 
 @dataclasses.dataclass(frozen=True)
 class FusedPlan(KeysPlan):
-    """The kernel for dQ, dK and dV, before any array."""
+    """The kernel for dQ, dK and dV, before any array. Each warpgroup sums parameters' gradients for itself."""
 
-    wanted: tuple[str, ...]
-    """Parameters whose gradients the kernel sums over queries."""
-    tables: TableSums
     together: int
     """Numbers of dQ that one instruction adds."""
 
@@ -103,14 +101,22 @@ class FusedPlan(KeysPlan):
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory."""
         spec, parts = self.spec, self.tile.warpgroups
-        totals = jax.ShapeDtypeStruct((spec.batch, spec.heads, parts, self.key_rows), jnp.float32)
+        sums = self.sums.results(spec.batch, spec.heads, parts, self.key_rows)
         return Launch(
             name=f"jflash_mma_backward_{spec.head_dim}_{spec.value_dim}",
             grid=self.grid,
-            results=self.gradients | {f"d_{name}": totals for name in self.wanted},
+            results=self.gradients | sums,
             smem=shared_memory(spec, self.tile),
             warpgroups=parts if parts > 1 else None,
         )
+
+    def states(self, call: MmaBackward) -> dict[str, Array]:
+        return dict(dq_acc=jnp.zeros(self.rounding.sums(call.ops.margin), jnp.float32)) | super().states(call)
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        made = super().finish(made, changed)
+        of_all_warpgroups = {f"d_{name}": made[f"d_{name}"].sum(axis=2) for name in self.sums.names}
+        return made | of_all_warpgroups | dict(dq_acc=changed["dq_acc"])
 
     @property
     def rounding(self) -> RoundDqPlan:
@@ -120,14 +126,9 @@ class FusedPlan(KeysPlan):
         return RoundDqPlan(self.spec, columns, self.tile.size, self.together)
 
 
-def backward(plan: FusedPlan, arrays: Mapping[str, Array], ops: MmaOps) -> dict[str, Array]:
-    """Launch the kernels; d_query, d_key, d_value, and for each parameter wanted the sums of its gradient over queries
-    `[B, N, L]`."""
-    states = dict(dq_acc=jnp.zeros(plan.rounding.sums(ops.margin), jnp.float32), **plan.tables.zeros())
-    made, changed = plan.launch.update(lambda refs: _Cta(plan, refs, ops).run(), arrays, states, ops)
-    # What each warpgroup summed.
-    totals = {f"d_{name}": made[f"d_{name}"].sum(axis=2) for name in plan.wanted}
-    return made | totals | plan.tables.totals(changed) | round_dq(plan.rounding, changed["dq_acc"], ops)
+def body(plan: FusedPlan, refs: Refs, ops: MmaOps) -> None:
+    """Run one warpgroup of the kernel."""
+    _Cta(plan, refs, ops).run()
 
 
 class _Cta(Cta[FusedPlan]):
@@ -138,9 +139,11 @@ class _Cta(Cta[FusedPlan]):
         first = block * plan.tile.rows
         self.keys = [pl.ds(first + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in range(plan.tile.blocks)]
         tiles = tile_range.visited(self.inputs, self.item.batch, block, plan.tile.rows, plan.tile.size)
-        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.wanted))
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
         self.warpgroup: Any = lax.axis_index("warpgroup") if plan.tile.warpgroups > 1 else 0
-        self.tables = plan.tables.own(refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup)
+        self.tables = plan.tables.of_warpgroup(
+            refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup
+        )
         self.queries = plan.tile.size // plan.tile.warpgroups // plan.tile.passes
         """Of a tile, that are this warpgroup's in a pass."""
         self.adds_dq_between = plan.tile.warpgroups > 1 and plan.tile.stages > 1
@@ -153,13 +156,13 @@ class _Cta(Cta[FusedPlan]):
         self._copy_part("value", self.item.key_head, self.keys[0].start, shared.v)
         self._copy_bias(jnp.int32(0))
         self._copy_tile(jnp.int32(0))
-        nothing = lambda: tuple(tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in plan.wanted) for _ in self.keys)
+        nothing = lambda: tuple(plan.sums.zeros(ops) for _ in self.keys)
 
         def finish_head(head: Any, carry: Carry) -> Carry:
             acc_dk, acc_dv, totals = carry
             for keys, of_keys in zip(self.keys, totals, strict=True):
-                for name, total in zip(plan.wanted, of_keys, strict=True):
-                    results[f"d_{name}"][self.item.batch, self.item.first_head + head, self.warpgroup, keys] = total
+                place = self.item.batch, self.item.first_head + head, self.warpgroup, keys
+                plan.sums.store(results, of_keys, *place)
             return acc_dk, acc_dv, nothing()
 
         acc_dk, acc_dv = (self._accumulators(plan.tile.rows, ring.shape[-1]) for ring in (shared.q, shared.do))
@@ -298,30 +301,23 @@ class _Cta(Cta[FusedPlan]):
         # Before the exponentials, which then run beside these products.
         dp = self._products(own[parts:], do, first_row)
         lse = statistic(0)
-        to_p = lambda logits: base2.of(spec)(logits, lse)
         if shared.bias is not None:
             (biases,) = ops.load_rows(shared.bias.at[self._own_part(number)], transposed=True)
             loaded = [some | {"bias": bias} for some, bias in zip(loaded, biases, strict=True)]
-        masks = [TileContext(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
-        names = *plan.wanted, *plan.tables.reads
-        differentiated = [logits.differentiate(s[block], masks[block], to_p, names) for block in blocks]
-        p = [dropped.signed(self.inputs, at[block], differentiated[block][0]) for block in blocks]
-        kept = tuple(dropped.kept(spec, one).astype(spec.dtype) for one in p)
+        contexts = [TileContext(self.inputs, self.order.tiles, index, at[block], loaded[block]) for block in blocks]
+        tiles = [BackwardTile.of(*both, lse, plan.differentiated) for both in zip(contexts, s, strict=True)]
+        kept = tuple(one.kept.astype(spec.dtype) for one in tiles)
         if parts > 1:
             ops.store_tile(kept, shared.p, place)
         else:
             acc_dv = self.add_product(acc_dv, (kept,), do.at[0], transposed=False, first_row=first_row)
         delta = statistic(1)
-        pulled = [differentiated[block][1](dropped.d_logits(spec, p[block], dp[block], delta)) for block in blocks]
-        totals = tuple(
-            tuple(total + more[name].sum(axis=1) for name, total in zip(plan.wanted, of_keys, strict=True))
-            for of_keys, (_, more) in zip(totals, pulled, strict=True)
-        )
-        ds = tuple(one.astype(spec.dtype) for one, _ in pulled)
+        gradients = [one.differentiate(dp[block], delta) for block, one in enumerate(tiles)]
+        totals = tuple(plan.sums.added(total, one.parameters) for total, one in zip(totals, gradients, strict=True))
+        ds = tuple(one.ds.astype(spec.dtype) for one in gradients)
         ops.store_tile(ds, shared.ds, place)
-        for block, (_, more) in enumerate(pulled):
-            made_anew = at[block]._replace(key=at[block].key + ops.opaque_zero(step))
-            score_mod_reads.add_to_tables(self.inputs, made_anew, loaded[block], p[block], more, self.tables)
+        for one, of_tile in zip(tiles, gradients, strict=True):
+            one.add_to_tables(self.tables, of_tile, ops.opaque_zero(step))
         if parts == 1:
             acc_dk = self.add_product(acc_dk, (ds,), q.at[0], transposed=False, first_row=first_row)
         return acc_dk, acc_dv, totals

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import TiledPlan, rows_of_head
+from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import round_up
+from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
 
 
 @dataclasses.dataclass(frozen=True)
-class KeysPlan(TiledPlan):
-    """Such a kernel, before any array."""
+class KeysPlan(SummingPlan, TiledPlan):
+    """A kernel whose CTAs own keys, before any array. It sums parameters' gradients over queries."""
 
     schedule: BackwardSchedule
+
+    def arrays(self, call: MmaBackward) -> dict[str, Array]:
+        return call.of_keys | call.ranges(self.tile.rows, of_keys=True)
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        dims = self.spec.head_dim, self.spec.value_dim
+        return super().finish(made, changed) | self.schedule.summed(self.spec, made, dims)
 
     @property
     def grid(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,23 +17,23 @@ from jflash._backends.mosaic_gpu_mma import (
     backward_fused,
     device_sums,
     forward_kernel,
+    round_dq,
 )
 from jflash._backends.mosaic_gpu_mma.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu_mma.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu_mma.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu_mma.backward_fused import FusedPlan
-from jflash._backends.mosaic_gpu_mma.cta import Tile, TiledPlan, columns
+from jflash._backends.mosaic_gpu_mma.cta import Tile, columns
 from jflash._backends.mosaic_gpu_mma.float32_tiles import FLOAT32_TILES
 from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardPlan
 from jflash._backends.mosaic_gpu_mma.products import can_pair
 from jflash._backends.mosaic_gpu_mma.shared_memory import KIB, SHARED_MEMORY
 from jflash._backends.nvidia import bias_and_mask, smem
-from jflash._backends.nvidia.launch import KernelPlan
+from jflash._backends.nvidia.launch import Kernel, KernelPlan
 from jflash._backends.nvidia.packing import packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import base2, operand_pieces
-from jflash._backends.nvidia.tile.parameters import parameters
-from jflash._backends.nvidia.tile.table_sums import TableSums
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 from jflash._platform import Platform
@@ -96,27 +97,6 @@ TILES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
 4,096 tokens, of those that were measured there. Operands held in registers were in "backward" alone."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BackwardPlan:
-    """A call's backward, known before any array."""
-
-    spec: Spec
-    fused: FusedPlan | None
-    """One kernel for dQ, dK and dV; or else those that follow."""
-    dq: DqPlan | None
-    dkv: tuple[DkvPlan, ...]
-    """One kernel for dK and dV, or one for each."""
-    dbias: DbiasPlan | None
-    """For a bias with a query and a key axis."""
-
-    @property
-    def kernels(self) -> tuple[KernelPlan, ...]:
-        """All that there are, in their order."""
-        fused = () if self.fused is None else (self.fused, self.fused.rounding)
-        others = self.dq, *self.dkv, self.dbias
-        return tuple(one for one in (*fused, *others) if one is not None)
-
-
 def plan_forward(spec: Spec, platform: Platform) -> ForwardPlan:
     """The plan of a call's forward."""
     packed_heads = spec.group if packs(spec) else 1
@@ -138,25 +118,25 @@ def _form_of_forward(spec: Spec) -> str:
     return "causal forward" if spec.is_causal else "plain forward"
 
 
-def plan_backward(spec: Spec, platform: Platform) -> BackwardPlan:
-    """The plan of a call's backward."""
-    wanted = parameters(spec)
-    bias_kind, dbias = bias_and_mask.bias_kind(spec) if "bias" in wanted else None, None
+def plan_backward(spec: Spec, platform: Platform) -> tuple[Kernel[Any], ...]:
+    """Return the kernels of a call's backward."""
+    wanted = wanted_parameters(spec)
+    bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
+    dbias: tuple[Kernel[Any], ...] = ()
     if bias_kind == "tile":
         tile = _choose(spec, platform, "d_bias", lambda tile: backward_dbias.shared_memory(spec, tile))
-        dbias = DbiasPlan(spec, tile, DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform, tile)))
+        schedule = DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform, tile))
+        dbias = (Kernel(DbiasPlan(spec, tile, schedule), backward_dbias.body),)
         wanted = tuple(name for name in wanted if name != "bias")
     # Each sum over keys, and with deterministic=True every sum, has an owner in the other kernels alone.
     if not spec.deterministic and bias_kind != "row" and (fused := _plan_fused(spec, platform, wanted)):
-        return BackwardPlan(spec, fused, None, (), dbias)
-    of_dq = tuple(name for name in wanted if name != "bias" or bias_kind in ("row", "scalar"))
+        return Kernel(fused, backward_fused.body), Kernel(fused.rounding, round_dq.body), *dbias
+    by_key = ("bias",) if bias_kind == "column" else ()
     tile = _choose(spec, platform, "dQ", lambda tile: backward_dq.shared_memory(spec, tile))
-    blocks = pl.cdiv(spec.query_length, tile.rows)
-    dq = DqPlan(spec, tile, of_dq, TableSums.of(spec, blocks, 1, platform.processors))
-    each = _outputs_of_dkv(spec)
-    by_key = bias_kind == "column"
-    dkv = (_plan_dkv(spec, platform, outputs, wants_bias=by_key and "d_key" in outputs) for outputs in each)
-    return BackwardPlan(spec, None, dq, tuple(dkv), dbias)
+    tables = TableSums.of(spec, pl.cdiv(spec.query_length, tile.rows), 1, platform.processors)
+    dq = DqPlan(spec, tile, ParameterSums(tuple(name for name in wanted if name not in by_key)), tables)
+    dkv = (_plan_dkv(spec, platform, outputs, by_key) for outputs in _outputs_of_dkv(spec))
+    return Kernel(dq, backward_dq.body), *(Kernel(plan, backward_dkv.body) for plan in dkv), *dbias
 
 
 def _ctas(platform: Platform, tile: Tile) -> int | None:
@@ -174,7 +154,7 @@ def _plan_fused(spec: Spec, platform: Platform, wanted: tuple[str, ...]) -> Fuse
     together = device_sums.together(capability)
     schedule = _schedule(spec, platform, tile)
     sums_of_tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, platform.processors)
-    return FusedPlan(spec, tile, schedule, wanted, sums_of_tables, together)
+    return FusedPlan(spec, tile, ParameterSums(wanted), sums_of_tables, schedule, together)
 
 
 def _schedule(spec: Spec, platform: Platform, tile: Tile) -> BackwardSchedule:
@@ -184,10 +164,11 @@ def _schedule(spec: Spec, platform: Platform, tile: Tile) -> BackwardSchedule:
     return dataclasses.replace(schedule, partial=spec.partial)
 
 
-def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], *, wants_bias: bool) -> DkvPlan:
+def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], by_key: tuple[str, ...]) -> DkvPlan:
     shared_memory = lambda tile: backward_dkv.shared_memory(spec, tile, outputs)
     tile = _choose(spec, platform, " ".join(outputs), shared_memory)
-    return DkvPlan(spec, tile, _schedule(spec, platform, tile), outputs, wants_bias)
+    sums = ParameterSums(by_key if "d_key" in outputs else ())
+    return DkvPlan(spec, tile, sums, TableSums.none(spec), _schedule(spec, platform, tile), outputs)
 
 
 def _choose(spec: Spec, platform: Platform, kernel: str, shared_memory: Callable[[Tile], Buffers]) -> Tile:
@@ -230,10 +211,10 @@ def _capability(platform: Platform) -> str:
 
 def describe(spec: Spec, platform: Platform) -> str:
     """The forward's and the backward's kernels, tiles and shared memory."""
-    forward_plan, backward_plan = plan_forward(spec, platform), plan_backward(spec, platform)
+    forward_plan, backward = plan_forward(spec, platform), plan_backward(spec, platform)
     details = f"{forward_plan.packed_heads} heads packed, keys in {forward_plan.splits} splits"
     lines = ["forward:", *_kernel(forward_plan, platform), f"    {details}", "backward:"]
-    return "\n".join([*lines, *(line for plan in backward_plan.kernels for line in _kernel(plan, platform))])
+    return "\n".join([*lines, *(line for kernel in backward for line in _kernel(kernel.plan, platform))])
 
 
 def _kernel(plan: KernelPlan, platform: Platform) -> list[str]:
@@ -243,5 +224,5 @@ def _kernel(plan: KernelPlan, platform: Platform) -> list[str]:
     return [
         f"  {launch.name}: grid {grid}",
         f"    {smem.size(launch.smem) / KIB:.1f} of {capacity / KIB:.1f} KiB of shared memory",
-        *([f"    {plan.tile}"] if isinstance(plan, TiledPlan) else []),
+        *([f"    {vars(plan)['tile']}"] if "tile" in vars(plan) else []),
     ]

@@ -12,11 +12,12 @@ import dataclasses
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma import device_sums
 from jflash._backends.mosaic_gpu_mma.cta import rows_of_head
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 from jflash._backends.nvidia.tile import base2
@@ -38,6 +39,9 @@ class RoundDqPlan(KernelPlan):
         spec = self.spec
         return spec.batch, spec.heads, *device_sums.shape(spec.query_length + max(self.room, margin), self.columns)
 
+    def arrays(self, call: MmaBackward) -> dict[str, Array]:
+        return dict(dq_acc=call.made["dq_acc"])
+
     @property
     def launch(self) -> Launch:
         """The kernel's grid and result."""
@@ -51,14 +55,10 @@ class RoundDqPlan(KernelPlan):
         )
 
 
-def round_dq(plan: RoundDqPlan, dq_acc: Float[Array, "B N groups units 128"], ops: MmaOps) -> dict[str, Array]:
-    """Launch the kernel; d_query `[B, T, N, H]`, by name."""
-
-    def body(refs: Refs) -> None:
-        batch, head, block = map(lax.axis_index, ("batch", "head", "block"))
-        first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
-        rows = ops.load_sums(source, first, plan.columns, plan.together) * base2.sums_scale(plan.spec)
-        target = rows_of_head(refs.results["d_query"], batch, head)
-        ops.store_rows(rows, target, first, plan.spec.query_length)
-
-    return plan.launch.run(body, dict(dq_acc=dq_acc), ops)
+def body(plan: RoundDqPlan, refs: Refs, ops: MmaOps) -> None:
+    """Round 64 rows of one head."""
+    batch, head, block = map(lax.axis_index, ("batch", "head", "block"))
+    first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
+    rows = ops.load_sums(source, first, plan.columns, plan.together) * base2.sums_scale(plan.spec)
+    target = rows_of_head(refs.results["d_query"], batch, head)
+    ops.store_rows(rows, target, first, plan.spec.query_length)

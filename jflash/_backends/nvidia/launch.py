@@ -98,7 +98,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """A kernel, before any array."""
+    """What a kernel is launched with and what becomes of its results, known from the Spec alone."""
 
     spec: Spec
 
@@ -106,3 +106,29 @@ class KernelPlan:
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory."""
         raise NotImplementedError
+
+    def arrays(self, call: Any) -> dict[str, Array]:
+        """Return what the kernel reads of a `Prepared` call, by name."""
+        raise NotImplementedError
+
+    def states(self, call: Any) -> dict[str, Array]:
+        """Return the arrays that the kernel changes, as they are before it runs, by name."""
+        return {}
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        """Return results by name, from what the kernel returned and what became of its states."""
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel[Plan: KernelPlan]:
+    """A plan, and the body that each warpgroup of a CTA runs."""
+
+    plan: Plan
+    body: Callable[[Plan, Refs, Any], None]
+
+    def run(self, call: Any) -> dict[str, Array]:
+        """Launch the kernel on what was prepared of a call, and return its results by name."""
+        plan, ops = self.plan, call.ops
+        body = lambda refs: self.body(plan, refs, ops)
+        return plan.finish(*plan.launch.update(body, plan.arrays(call), plan.states(call), ops))

@@ -1,4 +1,4 @@
-"""Operands in the form that kernels take: padded to whole tiles, with margins, edges of padding, packed masks."""
+"""Operands in the form that kernels take: padded to whole tiles, with margins, and with heads packed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.ops import Ops
-from jflash._backends.nvidia.pack_mask import pack_mask
 from jflash._semantics.spec import Operands, Spec
 
 MARGIN = 256
@@ -88,10 +86,3 @@ def in_32_bits[**Arguments, Made](function: Callable[Arguments, Made]) -> Callab
             return function(*args, **kwargs)
 
     return traced
-
-
-def packed_mask(spec: Spec, operands: Operands, ops: Ops, *, keys_first: bool = False) -> dict[str, Array]:
-    """A mask of both axes, packed, by name."""
-    if operands.mask is None or not bias_and_mask.has_packed_mask(spec):
-        return {}
-    return {"mask": pack_mask(operands.mask, ops, keys_first=keys_first)}

@@ -1,9 +1,9 @@
-"""Tiled attention in plain JAX: runs wherever JAX does, and is the default off Hopper.
+"""Tiled attention in plain JAX: it runs wherever JAX does, and is the default where no kernel serves.
 
-`plans` says how large tiles are, on a CPU and elsewhere. `tiling` walks over those that some query can see; `forward`
-runs the online softmax along the walk, and `tangent` and `backward` recompute each tile from the log-sum-exp
-(`recompute`) and sum what the tiles contribute (`sums`), which has derivatives of every order. A small call is one
-tile: there is no loop then, and no condition.
+`plans` says how large tiles are, on a CPU and elsewhere. `tiling` walks over the tiles that some query can see;
+`forward` runs the online softmax along the walk; `tangent` and `backward` recompute each tile from the log-sum-exp
+(`recompute`) and sum what the tiles contribute (`sums`), a sum that has derivatives of every order. A small call is one
+tile: then there is no loop, and no condition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ __all__ = ["backward", "describe", "forward", "program", "tangent", "unsupported
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
-    """Only the gradient of arrays inside `score_mod` can depend on the order of a GPU's atomic additions."""
+    """Return why a call is refused, else `None`.
+
+    The gradient of arrays inside `score_mod` alone can depend on the order of a GPU's atomic additions.
+    """
     if spec.deterministic and "score_mod_arrays" in spec.operands and platform.name == "gpu":
         return (
             "deterministic=True with a score_mod that closes over arrays: on a GPU, XLA may sum the gradient "
@@ -30,12 +33,12 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 
 def program(platform: Platform) -> str:
-    """One for CPUs, and one for all else, whose tiles are others (`plans`)."""
+    """Return the name of the program for a platform: CPUs and all other platforms have different tiles (`plans`)."""
     return "cpu" if is_cpu(platform) else "gpu"
 
 
 def describe(spec: Spec, platform: Platform) -> str:
-    """The tiles of both passes, and what is held of them."""
+    """Return the tiles of both passes, and what is held of them, as text."""
     with lowered_for(platform):
         shapes = {"forward": plan(spec, "forward"), "backward": plan(spec, "backward")}
     lines: list[str] = []

@@ -31,7 +31,7 @@ from jflash._semantics.tile import Parameters, smooth_parameters, split_heads
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
-    """The gradients of the operands, `None` for those that have none."""
+    """Return the gradients of the operands, `None` for operands that have none."""
     lse = recompute.finite_lse(residuals.lse)
     weighted = jnp.einsum(
         "btnd,btnd->bnt", residuals.d_out.astype(spec.accumulator), residuals.out.astype(spec.accumulator)
@@ -62,7 +62,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """What one tile adds to dQ, to dK and dV, and to the parameters' gradients."""
+    """The function of one tile whose terms add up to dQ, to dK and dV, and to the parameters' gradients."""
 
     spec: Spec
 

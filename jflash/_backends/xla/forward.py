@@ -34,7 +34,7 @@ type Step[State] = Callable[[State, Float[Array, "b k g i j"], online_softmax.We
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the results' dtype and log-sum-exp in the accumulator's."""
+    """Return the output in the results' dtype and the log-sum-exp in the accumulator's."""
     shape = plans.plan(spec, "forward")
     whole = tiling.is_whole(spec, shape)
     batch, heads, rows = shape.batch, shape.key_heads, shape.queries
@@ -60,7 +60,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
                 products = tiling.products(spec, shape, queries.reshape(batch, heads, -1, spec.head_dim), keys)
                 logits = modify_logits(spec, products.reshape(batch, heads, spec.group, rows, shape.keys), tile)
                 if divided and may_end_in_rounding(spec):
-                    # As in `online_softmax.exponentials`; before the mask, which then takes no pass of its own.
+                    # `online_softmax.exponentials` says why. It comes before the mask, which so takes no extra pass.
                     logits = lax.optimization_barrier(logits)
                 visible = tiling.visible(spec, tile, span)
                 if visible is not None:
@@ -118,7 +118,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
 
 def _may_be_bounded(spec: Spec, shape: Tiles) -> bool:
-    """Whether logits are no more than scaled products, in a dtype with float32's range, and tiles many enough."""
+    """Return whether logits are only scaled products, in a dtype with float32's range, and tiles are many enough."""
     plain = spec.score_mod is None and {"scale", "bias", "alibi_slopes"}.isdisjoint(spec.operands)
     many = shape.keys < spec.key_length or (shape.by_passes and not tiling.is_whole(spec, shape))
     return plain and many and jnp.finfo(spec.dtype).maxexp >= 128
@@ -130,7 +130,7 @@ def _norms(vectors: Float[Array, "... H"]) -> Float[Array, "..."]:
 
 
 def _largest_key_norms(spec: Spec, operands: Operands) -> Float[Array, "B K 1 1"]:
-    """For each batch entry and key head, the largest norm of a key, times the scale."""
+    """Return the largest norm of a key, times the scale, for each batch entry and key head."""
     assert spec.scale is not None
     norms = _norms(operands.key)
     if operands.key_lengths is not None:

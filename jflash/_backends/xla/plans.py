@@ -18,18 +18,21 @@ from jflash._semantics.tile import TileShape
 from jflash._tuning import TuningKey
 
 Kind = Literal["alike", "masked", "narrow window"]
-"""Of calls. Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all
-that a few rows see: little of it is outside the window, and nothing is rescaled."""
+"""The kinds of call for which tiles are chosen.
+
+Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all that a few
+rows see: little of it is outside the window, and nothing is rescaled.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """About how large tiles are."""
+    """The approximate size of tiles."""
 
     rows: int
     keys: int
     logits: int
-    """Logits in one tile of several, of as many heads and batch entries as that takes."""
+    """The number of logits in one tile of several, which has as many heads and batch entries as that takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +40,14 @@ class Tiles(TileShape):
     """A tile's shape, and how tiles are computed."""
 
     by_passes: bool = False
-    """Whether passes over a tile cost the time, and not what is computed."""
+    """Whether time goes by the passes over a tile rather than by what is computed."""
     held_keys: int | None = None
-    """Up to how many keys a row is taken as whole (`tiling.holds_rows`), if one tile is not the call; `None`: any."""
+    """The most keys up to which a row is taken as whole (`tiling.holds_rows`), if one tile is not the call; `None`:
+    any."""
 
 
 _CPU_ROWS, _CPU_WINDOW = 128, 1280
-"""A window's keys of 128 rows make one tile up to this number."""
+"""The rows of a narrow window's tile, and the most keys that they may see together."""
 
 CPU: Mapping[Kind, Sequence[Blocks]] = {
     "alike": [
@@ -71,8 +75,11 @@ CPU: Mapping[Kind, Sequence[Blocks]] = {
         Blocks(_CPU_ROWS, 512, 2**18),
     ],
 }
-"""What to choose from, the own choice first. Enough logits that loops cost little and every core has work, and few
-enough that they stay in a laptop's cache between the two matrix products."""
+"""The candidates on a CPU, the default first.
+
+They have enough logits that loops cost little and every core has work, and few enough that these stay in a laptop's
+cache between the two matrix products.
+"""
 
 _GPU_ROWS, _GPU_WINDOW = 1024, 2304
 
@@ -81,16 +88,22 @@ GPU: Mapping[Kind, Sequence[Blocks]] = {
     "masked": [Blocks(4096, 4096, 2**27), Blocks(2048, 2048, 2**27), Blocks(2048, 2048, 2**26)],
     "narrow window": [Blocks(_GPU_ROWS, _GPU_WINDOW, 2**27), Blocks(256, _GPU_WINDOW, 2**26)],
 }
-"""Likewise. 2**27 logits are 512 MiB in float32, and a backward holds up to four tiles. Fewer keys at once would have
-output rescaled, and gradients added up, more often than the tiles that are skipped are worth."""
+"""The candidates on a GPU, the default first.
+
+2**27 logits are 512 MiB in float32, and a backward holds up to four tiles. With fewer keys at once, output would be
+rescaled, and gradients added up, more often than the skipped tiles are worth.
+"""
 
 _GPU_HELD_KEYS = 256
-"""A row's own sums take two passes over its tile that the log-sum-exp does not, and what they are more exact by shows
-where there are few keys."""
+"""The most keys up to which a row is taken as whole on a GPU.
+
+A row's own sums take two more passes over its tile than the log-sum-exp does. They are more exact, and that shows where
+there are few keys.
+"""
 
 
 def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
-    """The tiles of this call."""
+    """Return the tiles of a call."""
     on_cpu = is_cpu(_platform.current())
     tables, rows, window = (CPU, _CPU_ROWS, _CPU_WINDOW) if on_cpu else (GPU, _GPU_ROWS, _GPU_WINDOW)
     kind = _kind(spec, rows, window)
@@ -99,12 +112,12 @@ def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
 
 
 def is_cpu(platform: Platform) -> bool:
-    """Which of the two policies is a platform's."""
+    """Return whether the CPU's policy is the platform's."""
     return platform.name == "cpu"
 
 
 def seen_at_once(spec: Spec) -> int | None:
-    """How many keys a query may see besides its own, where both sides are limited."""
+    """Return how many keys a query may see besides its own, or `None` unless both sides are limited."""
     left, right = spec.bounds
     return None if left is None or right is None else left + right
 
@@ -122,9 +135,10 @@ def _on_cpu(spec: Spec, blocks: Blocks) -> Tiles:
 
 
 def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
-    """All of a call that has up to twice `Blocks.logits`: two steps would copy more, and one tile is both passes'.
+    """Return one tile for a call of up to twice `Blocks.logits`: two steps would copy more, and both passes share one
+    tile.
 
-    Else few rows see more keys at once, few keys are seen by more rows, and of few heads there are more of both.
+    In larger calls, few rows see more keys at once, few keys are seen by more rows, and few heads have more of both.
     """
     heads = spec.batch * spec.heads
     if heads * spec.query_length * spec.key_length <= 2 * blocks.logits:
@@ -138,7 +152,7 @@ def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
 
 
 def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, int, int, int]:
-    """A tile's shape, of as many heads, then batch entries, as `Blocks.logits` allows."""
+    """Return a tile's shape, of as many heads, then batch entries, as `Blocks.logits` allows."""
     logits = spec.group * queries * keys
     key_heads = _divisor(spec.key_heads, blocks.logits // logits)
     batch = _divisor(spec.batch, blocks.logits // (logits * key_heads)) if key_heads == spec.key_heads else 1
@@ -146,17 +160,17 @@ def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, i
 
 
 def _seen(spec: Spec, queries: int) -> int:
-    """How many keys as many queries see, one after the other, at most."""
+    """Return how many keys consecutive queries of that number see together at most."""
     window = seen_at_once(spec)
     return spec.key_length if window is None else min(spec.key_length, window + queries)
 
 
 def _even(length: int, most: int) -> int:
-    """The block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
+    """Return the block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
     parts = -(-length // most)
     return min(length, -(-length // (16 * parts)) * 16)
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`, or 1."""
+    """Return the largest divisor of `number` that is at most `most`, or 1."""
     return max(d for d in range(1, number + 1) if number % d == 0 and (d <= most or d == 1))

@@ -1,8 +1,8 @@
 """Sums over tiles: what a function of one tile gives, added up over the walk, for rows, keys and parameters.
 
 The derivative of such a sum is such a sum again: of the function's tangent, or of its transpose. So the gradient of
-attention, its tangent, and the derivatives of both, are this one loop, which has as many steps as there are tiles to
-visit. JAX could not transpose such a loop itself.
+attention, its tangent, and the derivatives of both are this one loop, with as many steps as there are tiles to visit.
+JAX alone could not transpose such a loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jflash import _operation
+from jflash import _primitive
 from jflash._backends.xla import tiling
 from jflash._backends.xla.plans import Tiles
 from jflash._backends.xla.tiling import Block, Span
@@ -32,62 +32,63 @@ from jflash._semantics.tile import (
 
 
 class Terms(NamedTuple):
-    """Arrays by how a tile takes its part of them; both the arguments of a tile's function and its results.
+    """Arrays by how a tile takes its part of them: the arguments of a tile's function, and its results.
 
     `None` stands for an array that is not there, such as a tangent of 0.
     """
 
     rows: tuple[Any, ...]
-    """`[B, T, K, G, ...]`, in a tile `[b, k, g, i, ...]`."""
+    """Arrays `[B, T, K, G, ...]`, of which a tile takes `[b, k, g, i, ...]`."""
     keys: tuple[Any, ...]
-    """`[B, S, K, ...]`, in a tile `[b, k, j, ...]`."""
+    """Arrays `[B, S, K, ...]`, of which a tile takes `[b, k, j, ...]`."""
     parameters: tuple[Parameters, ...]
-    """As `load_parameters` has them."""
+    """Parameters, of which a tile takes what `load_parameters` gives."""
 
     def joined(self, other: Terms) -> Terms:
-        """Both, one behind the other."""
+        """Return the arrays of both, this one's first."""
         return Terms(self.rows + other.rows, self.keys + other.keys, self.parameters + other.parameters)
 
     def split(self, counts: tuple[int, int, int]) -> tuple[Terms, Terms]:
-        """What `joined` put together, where the first has so many of each."""
+        """Return the two that `joined` put together, where the first has so many arrays of each kind."""
         parts = [(terms[:count], terms[count:]) for terms, count in zip(self, counts, strict=True)]
         first, second = zip(*parts, strict=True)
         return Terms(*first), Terms(*second)
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many of each."""
+        """The number of arrays of each kind."""
         return len(self.rows), len(self.keys), len(self.parameters)
 
 
 class Place(NamedTuple):
-    """Where a tile's function is called: everything that has no derivative."""
+    """Everything about the place of a tile that has no derivative."""
 
     tile: Tile
     visible: Bool[Array, "#b #k #g #i #j"] | None
     fresh: Bool[Array, "i"] | None
-    """Rows that count; the others belong to the block before."""
+    """True for rows that count; the others belong to the block before."""
     whole_rows: bool
     """Whether the tile has all keys of its rows."""
     shape: Tiles
 
 
 class TileFunction(Protocol):
-    """Of a tile's part of the arguments; its results are parts of the sums. Hashable, as an operation is."""
+    """A function of a tile's part of the arguments, whose results are parts of the sums. It is hashable, as a primitive
+    is."""
 
     def __call__(self, terms: Terms, place: Place, /) -> Terms:
-        """What one tile adds."""
+        """Return the terms that one tile adds."""
         ...
 
 
 def tile_sum(spec: Spec, shape: Tiles, function: TileFunction, operands: Operands, arguments: Terms) -> Terms:
-    """`function` summed over all tiles; its derivative, of any order and mode, goes to `arguments` alone."""
-    return _operation.perform(_TileSum(spec, shape, function), operands, arguments)
+    """Return `function` summed over all tiles; its derivative, of any order and mode, goes to `arguments` alone."""
+    return _primitive.perform(_TileSum(spec, shape, function), operands, arguments)
 
 
 @dataclasses.dataclass(frozen=True)
 class _TileSum:
-    """`tile_sum` as an operation."""
+    """The operation behind `tile_sum`, with its derivatives."""
 
     spec: Spec
     shape: Tiles
@@ -110,7 +111,7 @@ class _TileSum:
         operands, arguments = args
         leaves, tree = jax.tree.flatten(arguments)
         linear = tuple(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        # Of what it is linear in, the shape is all that is asked.
+        # Only the shapes of the linear arguments are asked for.
         given = tree.unflatten([jnp.zeros(x.shape, x.dtype) if l else x for x, l in zip(leaves, linear, strict=True)])
         function = _Transposed(self.function, arguments.counts, linear)
         sums = tile_sum(self.spec, self.shape, function, operands, given.joined(cotangents))
@@ -123,19 +124,20 @@ class _TileSum:
 
 @dataclasses.dataclass(frozen=True)
 class _Pushed:
-    """The tangents of `function`. Its arguments are `function`'s, and behind them their tangents."""
+    """The tangents of `function`. Its arguments are `function`'s, followed by their tangents."""
 
     function: TileFunction
     counts: tuple[int, int, int]
 
     def __call__(self, terms: Terms, place: Place) -> Terms:
         own, tangents = terms.split(self.counts)
-        return _operation.tangents_of(lambda own: self.function(own, place), (own,), (tangents,))
+        return _primitive.tangents_of(lambda own: self.function(own, place), (own,), (tangents,))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Transposed:
-    """The transpose of `function` in those of its arguments that are `linear`. Behind them come the cotangents."""
+    """The transpose of `function` in its `linear` arguments. Its arguments are `function`'s, followed by the
+    cotangents."""
 
     function: TileFunction
     counts: tuple[int, int, int]
@@ -169,7 +171,7 @@ class _Walk:
     arguments: Terms
 
     def total(self) -> Terms:
-        """The sums."""
+        """Return the sums over all tiles."""
         zero = jnp.int32(0)
         example = jax.eval_shape(
             lambda block: self._terms(block, Corner(zero, zero, zero, zero), None, self._rows(block)),
@@ -204,7 +206,7 @@ class _Walk:
         return jax.tree.map(lambda array: tiling.load_rows(self.spec, array, block, self.shape), self.arguments.rows)
 
     def _terms(self, block: Block, corner: Corner, span: Span | None, rows: tuple[Any, ...]) -> Terms:
-        """What one tile adds."""
+        """Return the terms that one tile adds."""
         spec, shape = self.spec, self.shape
         keys = jax.tree.map(lambda array: tiling.load_keys(array, corner, shape), self.arguments.keys)
         parameters = tuple(load_parameters(spec, whole, corner, shape) for whole in self.arguments.parameters)
@@ -213,14 +215,14 @@ class _Walk:
         return self.function(Terms(rows, keys, parameters), place)
 
     def _zeros(self, example: Terms) -> Terms:
-        """Of all that one tile adds to."""
+        """Return zeros of the shapes of all sums."""
         spec, dtype = self.spec, self.spec.accumulator
         by_row = (spec.batch, spec.query_length, spec.key_heads, spec.group)
 
         def of_parameter(part: Array | None, whole: Array | None) -> Array | None:
             if part is None or whole is None:
                 return None
-            # A bias of which each element is met once, in this call and besides it, needs no wider sum than itself.
+            # A bias whose every element is met once, in this call and besides it, needs no wider sum than itself.
             alone = whole.shape == (spec.batch, spec.heads, spec.query_length, spec.key_length) and not spec.partial
             return jnp.zeros(whole.shape, whole.dtype if alone else jnp.promote_types(whole.dtype, dtype))
 

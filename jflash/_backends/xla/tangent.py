@@ -9,13 +9,13 @@
     tlse /= l
     tO = (tO - tlse O) / l
 
-Cheng Lu and Yang Song, arXiv:2410.11081, appendix F, do without c. In bfloat16 that has several times the error of
-plain attention where few keys matter, or where all are alike: it rounds P * tS, and subtracts what that has in common.
-Around the mean of the tile, what is rounded is no larger than what plain attention rounds; and P V, rounded, stands on
-both sides of the subtraction. l is 1 but for rounding: the log-sum-exp is one rounded number, and its error would be in
-every P of a row.
+Cheng Lu and Yang Song, arXiv:2410.11081, appendix F, do without c. In bfloat16 their form has several times the error
+of plain attention where few keys matter, or where all are alike: it rounds P * tS, and then subtracts what all of P *
+tS has in common. Around the mean of the tile, the rounded numbers are no larger than those of plain attention; and P V,
+rounded, stands on both sides of the subtraction. l is 1 but for rounding: the log-sum-exp is one rounded number, and
+its error would be in every P of a row.
 
-A tile that holds all keys has tlse at once: tO = P tV + (P * (tS - tlse)) V, as plain attention.
+A tile that holds all keys has tlse at once: tO = P tV + (P * (tS - tlse)) V, as in plain attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash import _operation
+from jflash import _primitive
 from jflash._backends.xla import plans, recompute, tiling
 from jflash._backends.xla.recompute import RecomputedTile
 from jflash._backends.xla.sums import Place, Terms, tile_sum
@@ -36,7 +36,7 @@ from jflash._semantics.tile import smooth_parameters, split_heads, tile_paramete
 
 
 def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands) -> Results:
-    """The tangents of out and log-sum-exp; `None` stands for an operand's tangent of 0."""
+    """Return the tangents of out and log-sum-exp; `None` stands for an operand's tangent of 0."""
     lse = recompute.finite_lse(results.lse)
     sunk = recompute.sink_probabilities(operands, lse)
     t_sunk = jnp.zeros_like(lse)
@@ -85,27 +85,27 @@ class _Pushed:
         self.probabilities = tile.probabilities(tile.modify(products, parameters), lse, sunk)
         self.t_logits = jnp.zeros_like(products)
         if factors or jax.tree.leaves(t_parameters):
-            self.t_logits = _operation.tangents_of(tile.modify, (products, parameters), (t_products, t_parameters))
+            self.t_logits = _primitive.tangents_of(tile.modify, (products, parameters), (t_products, t_parameters))
 
     def weighted(self, centre: Float[Array, "b k g i 1"] | float) -> Float[Array, "b k g i j"]:
-        """P * (tS - centre). A key that is not seen has no part in it, whatever its logit's tangent is."""
+        """Return P * (tS - centre). A key that is not seen has no part in it, whatever its logit's tangent is."""
         return jnp.where(self.probabilities == 0, 0, self.probabilities * (self.t_logits - centre))
 
     def weigh(self, weights: Float[Array, "b k g i j"], keys: Float[Array, "b k j H"]) -> Float[Array, "b k g i H"]:
-        """The sum over keys, after dropout."""
+        """Return the sum over keys, after dropout."""
         return self.tile.weigh(self.tile.drop(weights), keys)
 
 
 @dataclasses.dataclass(frozen=True)
 class _AboutTheMean:
-    """What one tile adds to tO, O, tlse and l."""
+    """The function of one tile whose terms add up to tO, O, tlse and l."""
 
     spec: Spec
 
     def __call__(self, terms: Terms, place: Place) -> Terms:
         pushed = _Pushed(self.spec, terms, place)
         total, t_lse = pushed.probabilities.sum(axis=-1), pushed.weighted(0).sum(axis=-1)
-        # Whatever it is, it cancels: so it has no derivative.
+        # The mean cancels, whatever it is, so it has no derivative.
         mean = jax.lax.stop_gradient(t_lse / jnp.where(total == 0, 1, total))[..., None]
         values = [array for array in (pushed.value, pushed.t_value) if array is not None]
         out, *more = jnp.split(pushed.weigh(pushed.probabilities, jnp.concatenate(values, axis=-1)), len(values), -1)
@@ -115,7 +115,10 @@ class _AboutTheMean:
 
 @dataclasses.dataclass(frozen=True)
 class _WholeRows:
-    """tO and tlse of rows of which a tile has all keys; the sinks' part of tlse is the last of the rows' arrays."""
+    """The function of a tile that has all keys of its rows, and so gives their tO and tlse at once.
+
+    The last array of rows is the sinks' part of tlse.
+    """
 
     spec: Spec
 

@@ -19,20 +19,20 @@ from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
 
 
 def is_whole(spec: Spec, shape: TileShape) -> bool:
-    """Whether one tile is the whole call."""
+    """Return whether one tile is the whole call."""
     sizes = shape.batch, shape.key_heads, shape.queries, shape.keys
     return sizes == (spec.batch, spec.key_heads, spec.query_length, spec.key_length)
 
 
 def one_tile_for_a_block(spec: Spec, shape: TileShape) -> bool:
-    """Whether all that a block's rows see is in one tile."""
+    """Return whether one tile holds all that a block's rows see."""
     window = plans.seen_at_once(spec)
     in_step = "query_offset" not in spec.operands or shape.batch == 1
     return shape.keys == spec.key_length or (in_step and window is not None and window + shape.queries <= shape.keys)
 
 
 def holds_rows(spec: Spec, shape: Tiles) -> bool:
-    """Whether a tile has all keys that its rows see, in this call or besides it, and makes use of that."""
+    """Return whether a tile has all keys that its rows see, in this call or besides it, and makes use of that."""
     held = shape.held_keys is None or shape.keys <= shape.held_keys or is_whole(spec, shape)
     return held and one_tile_for_a_block(spec, shape) and not spec.partial
 
@@ -45,7 +45,7 @@ class Block(NamedTuple):
     first: Int[Array, ""]
     """The first row. The last block of a sequence begins early rather than end late."""
     fresh: Bool[Array, "i"] | None
-    """Which rows no earlier block had; `None`: all."""
+    """True for rows that no earlier block had; `None`: all."""
 
 
 def for_each_block[Carry](
@@ -69,7 +69,7 @@ def for_each_block[Carry](
 
 
 def _loop[Carry](count: Int[Array, ""] | int, body: Callable[[Int[Array, ""], Carry], Carry], carry: Carry) -> Carry:
-    """`body` for each index below `count`; int32 also where Python's integers become int64."""
+    """Run `body` for each index below `count`, in int32 even where Python's integers become int64."""
     if isinstance(count, int) and count == 1:
         return body(jnp.int32(0), carry)
     return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
@@ -79,7 +79,7 @@ def _loop[Carry](count: Int[Array, ""] | int, body: Callable[[Int[Array, ""], Ca
 class Span:
     """The part [start, stop) of a tile's keys that is this tile's own; the rest belongs to its neighbours.
 
-    `None` where it has none: then a tile's own keys are all that its rows see.
+    Both are `None` for a tile without neighbours, whose keys are all that its rows see.
     """
 
     start: Int[Array, ""] | None = None
@@ -96,7 +96,7 @@ def for_each_tile[Carry](
 ) -> Carry:
     """Fold `body` over the tiles of keys that the block can see.
 
-    Tiles that every row sees whole come with no span, and need no mask. The others come with theirs. Tiles begin where
+    Tiles that every row sees whole come with no span, and need no mask; the others come with theirs. Tiles begin where
     the visible keys do rather than at multiples of their size, so a window is covered by as few as can be.
     """
     carry = varying_alike(carry, like=operands.query)
@@ -135,7 +135,7 @@ def for_each_tile[Carry](
 
 
 def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g #i #j"] | None:
-    """Which logits of a tile count; `None`: all."""
+    """Return True for logits of a tile that count; `None`: all."""
     if span is None:
         return None
     seen = visibility.visible(spec, tile)
@@ -146,7 +146,7 @@ def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g 
 
 
 def load_rows(spec: Spec, array: Array, block: Block, shape: TileShape) -> Array:
-    """The block's part of `[B, T, K, G, ...]` as `[b, k, g, i, ...]`."""
+    """Return the block's part of `[B, T, K, G, ...]` as `[b, k, g, i, ...]`."""
     rest = array.shape[4:]
     part = cut(
         array,
@@ -157,13 +157,13 @@ def load_rows(spec: Spec, array: Array, block: Block, shape: TileShape) -> Array
 
 
 def add_rows(array: Array, part: Array, block: Block) -> Array:
-    """`array` with `part` added where `load_rows` takes it."""
+    """Return `array` with `part` added where `load_rows` takes it."""
     starts = (block.batch, block.first, block.key_head, 0, *[0] * (array.ndim - 4))
     return paste_add(array, jnp.moveaxis(part, 3, 1), starts)
 
 
 def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
-    """The tile's part of `[B, S, K, ...]` as `[b, k, j, ...]`."""
+    """Return the tile's part of `[B, S, K, ...]` as `[b, k, j, ...]`."""
     rest = array.shape[3:]
     part = cut(
         array,
@@ -174,7 +174,7 @@ def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
 
 
 def add_keys(array: Array, part: Array, corner: Corner) -> Array:
-    """`array` `[B, K, ..., S]` with `part` `[b, k, j, ...]` added where `load_keys` takes it."""
+    """Return `array` `[B, K, ..., S]` with `part` `[b, k, j, ...]` added where `load_keys` takes it."""
     starts = (corner.batch, corner.key_head, *[0] * (array.ndim - 3), corner.key)
     return paste_add(array, jnp.moveaxis(part, 2, -1), starts)
 
@@ -182,12 +182,12 @@ def add_keys(array: Array, part: Array, corner: Corner) -> Array:
 def zero_padding(
     array: Float[Array, "b k *axes H"], index: Int[Array, "..."], lengths: Int[Array, "..."] | None
 ) -> Float[Array, "b k *axes H"]:
-    """Rows at or past the length as zeros: what padding holds may be NaN, and 0 * NaN is NaN."""
+    """Return `array` with zeros in rows at or past the length: padding may hold NaN, and 0 * NaN is NaN."""
     return array if lengths is None else jnp.where(index < lengths, array, 0)
 
 
 def zero_padded_keys(array: Float[Array, "b k j H"], tile: Tile) -> Float[Array, "b k j H"]:
-    """A tile's keys or values, those that are padding as zeros."""
+    """Return a tile's keys or values, with padding as zeros."""
     if tile.key_lengths is None:
         return array
     return zero_padding(array, tile.key[:, :, 0, 0, :, None], tile.key_lengths[:, 0])
@@ -196,7 +196,7 @@ def zero_padded_keys(array: Float[Array, "b k j H"], tile: Tile) -> Float[Array,
 def dot(
     spec: Spec, left: Float[Array, "b k m h"], right: Float[Array, "b k n h"], contract: tuple[int, int]
 ) -> Float[Array, "b k m n"]:
-    """Matrix products of every batch entry and head, accumulated in the accumulator's dtype."""
+    """Return the matrix products of every batch entry and head, accumulated in the accumulator's dtype."""
     dimensions: Any = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return lax.dot_general(left, right, dimensions, precision=spec.precision, preferred_element_type=spec.accumulator)
 
@@ -204,10 +204,10 @@ def dot(
 def products(
     spec: Spec, shape: Tiles, left: Float[Array, "b k m h"], right: Float[Array, "b k n h"]
 ) -> Float[Array, "b k m n"]:
-    """Those that a tile of logits, or of their derivatives, is made of.
+    """Return the matrix products of which a tile of logits, or of their derivatives, is made.
 
-    On a GPU XLA makes exponentials in the product's kernel, in float32: a pass less. Where they are rounded then, it is
-    a pass more, and so a product of 16-bit numbers is written before that.
+    On a GPU, XLA computes exponentials inside the product's kernel, in float32: that saves a pass. Where the result is
+    rounded, doing so costs a pass instead, so a product of 16-bit numbers is written out first.
     """
     made = dot(spec, left, right, (3, 3))
     rounds = spec.dtype != spec.accumulator and shape.by_passes and not is_whole(spec, shape)

@@ -62,11 +62,11 @@ class TileRange:
         """The first key (or query) of the tile that is visited after `index` others."""
         return self.first + index * self.size
 
-    def part(self, index: Int[Array, ""] | int, parts: int) -> TileRange:
-        """One CTA's share of a range; it may have no tile."""
-        if parts == 1:
+    def share(self, index: Int[Array, ""] | int, shares: int) -> TileRange:
+        """Return one CTA's share of a range; it may have no tile."""
+        if shares == 1:
             return self
-        each = lax.div(self.count + parts - 1, parts)
+        each = lax.div(self.count + shares - 1, shares)
         return dataclasses.replace(
             self, first=self.start(index * each), count=jnp.clip(self.count - index * each, 0, each)
         )

@@ -1,8 +1,9 @@
-"""Operations: functions of arrays that JAX's transforms meet whole, and whose derivatives are operations again.
+"""The one JAX primitive of jflash, and the operations that it performs.
 
-One JAX primitive for all of them. Not `jax.custom_vjp`, which has no forward mode, nor `jax.custom_jvp`, whose tangent
-JAX has to transpose operation by operation, which it cannot do with a kernel or with a loop over visible tiles. An
-operation says its tangent itself, and a linear one its transpose, so both modes work, in any order and nesting.
+An operation is a function of arrays that JAX's transforms meet whole, and whose derivatives are operations again.
+`jax.custom_vjp` would not do, as it has no forward mode. Nor would `jax.custom_jvp`: JAX has to transpose its tangent
+step by step, which is impossible for a kernel or a loop over visible tiles. An operation defines its tangent itself,
+and a linear one its transpose, so both modes work, in any order and nesting.
 
 An operation's arguments and results are trees of arrays whose first axis is the batch: of size B, or 1 where the batch
 shares the array. A `vmap` axis is folded into it, so that a kernel never sees one.
@@ -29,7 +30,7 @@ class Operation(Protocol):
 
     @property
     def choice(self) -> Choice | None:
-        """The backends that compute it, each on platforms of its own; `None`: one code is for all platforms."""
+        """The backends that compute the operation, each on its own platforms; `None`: one code is for all platforms."""
         ...
 
     @property
@@ -38,23 +39,23 @@ class Operation(Protocol):
         ...
 
     def __call__(self, program: Program | None, args: Any) -> Any:
-        """What is compiled where `program` serves, in one form for all; JAX never differentiates it."""
+        """Return the results where `program` serves, in one form for all programs; JAX never differentiates it."""
         ...
 
     def tangents(self, args: Any, results: Any, tangents: Any) -> Any:
-        """The results' tangents, made of operations; `None` stands for a tangent of 0, given or returned."""
+        """Return the results' tangents, made of operations; `None` stands for a tangent of 0, given or returned."""
         ...
 
     def transpose(self, args: Any, cotangents: Any) -> Any:
-        """Cotangents of the `args` that are a `jax.ShapeDtypeStruct`, in which it is linear; `None` elsewhere."""
+        """Return the cotangents of linear arguments, which come as a `jax.ShapeDtypeStruct`, and `None` for others."""
         ...
 
 
 def perform(operation: Operation, *args: Any) -> Any:
-    """The operation's results, with every transform."""
+    """Return the operation's results, under every transform."""
     leaves, tree = jax.tree.flatten(varying_alike(args, like=args))
     programs = (None,) if operation.choice is None else operation.choice.programs
-    # A program for other platforms is traced when it is lowered, if it ever is; but a mesh is known only here.
+    # A program for other platforms is traced when it is lowered, if ever. But a mesh is known only here.
     programs = programs if in_mesh(leaves) else programs[:1]
     traced = [_trace(leaves, operation, program, tree) for program in programs]
     jaxprs, results = zip(*traced, strict=True)
@@ -66,7 +67,7 @@ def perform(operation: Operation, *args: Any) -> Any:
 
 
 def tangents_of(function: Callable[..., Any], args: Any, tangents: Any) -> Any:
-    """`jax.jvp`'s tangents of `function(*args)`, where `None` stands for a tangent of 0 that is given."""
+    """Return `jax.jvp`'s tangents of `function(*args)`, where `None` stands for a given tangent of 0."""
     leaves, tree = jax.tree.flatten(args)
     given = tree.flatten_up_to(tangents)
 
@@ -79,7 +80,7 @@ def tangents_of(function: Callable[..., Any], args: Any, tangents: Any) -> Any:
 
 
 def _merged(leaves: Sequence[Any], some: Sequence[Any], taken: Sequence[bool]) -> list[Any]:
-    """`leaves`, those that are `taken` replaced by `some` in turn."""
+    """Return `leaves`, with those that are `taken` replaced by `some` in turn."""
     remaining = iter(some)
     return [next(remaining) if t else leaf for leaf, t in zip(leaves, taken, strict=True)]
 
@@ -92,7 +93,7 @@ def _trace(leaves: list[Array], operation: Operation, program: Program | None, t
 
 @functools.partial(jax.jit, static_argnames=("operation", "program", "tree"))
 def _run(*leaves: Array, operation: Operation, program: Program | None, tree: Any) -> Any:
-    """Traced once for each kind of call."""
+    """Run the operation; JAX traces this once for each kind of call."""
     return varying_alike(operation(program, tree.unflatten(leaves)), like=leaves)
 
 
@@ -104,7 +105,7 @@ def _lower(
     jaxprs: Sequence[ClosedJaxpr],
     **_: Any,
 ) -> Any:
-    """The program of the platform that it is lowered for.
+    """Lower the program of the platform that the call is lowered for.
 
     `jax.lax.platform_dependent` cannot do that: when a call is exported for two platforms, it lowers both programs for
     both, and a kernel can be lowered for its own platform only.
@@ -122,7 +123,7 @@ def _lower(
 
 
 def _compute(*leaves: Any, **params: Any) -> Any:
-    """Outside of any `jit`. Only a lowering knows the platform."""
+    """Compute the results outside of any `jit`, by way of one: only a lowering knows the platform."""
     with jax.disable_jit(False):
         return _compiled(*leaves, **params)
 
@@ -158,10 +159,10 @@ _NEVER_SHARED = ("query", "key", "value", "out", "lse", "d_out", "d_lse")
 def _batch(
     leaves: Any, axes: Any, *, operation: Operation, tree: Any, jaxprs: Sequence[ClosedJaxpr], **_: Any
 ) -> tuple[list[Array], list[int]]:
-    """A mapped axis becomes part of the batch.
+    """Make a mapped axis part of the batch.
 
     Arrays that the batch shares (leading size 1) stay shared, unless the operation sums: then there must be one sum for
-    each entry of the mapped axis, so those arrays are spread first. What has a tangent is spread where its tangent is.
+    each entry of the mapped axis, so those arrays are spread first. An array is also spread where its tangent is.
     """
     arrays = [leaf if axis is None else jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True)]
     mapped = [axis is not None for axis in axes]
@@ -171,7 +172,7 @@ def _batch(
     if size == 0:
         return [jnp.zeros((0, *result.shape), result.dtype) for result in results], [0] * len(results)
     batch = max(array.shape[0] for array in single)
-    # Within an argument: an operand and its tangent have the same.
+    # Places are those within an argument: an operand and its tangent have the same.
     places = [path[1:] for path, _ in jax.tree.leaves_with_path(tree.unflatten(single))]
     spread = {place for place, m in zip(places, mapped, strict=True) if m}
 
@@ -203,5 +204,5 @@ ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch
 mlir.register_lowering(_primitive, _lower)
 for _name in ("cpu", "cuda", "rocm", "tpu"):
-    # Each a rule of its own: where a program is exported for several, JAX asks for each in turn.
+    # Each platform has a rule of its own: where a program is exported for several, JAX asks for each in turn.
     mlir.register_lowering(_primitive, functools.partial(_lower), platform=_name)

@@ -1,12 +1,13 @@
-"""What is done about queries and keys that are split over the same devices, by what it would cost the busiest of them.
+"""The choice of what to do about queries and keys that are split over the same devices.
 
     ring        keys and values go round, and a device uses each as it comes by (`_sequence`)
     all_to_all  every device gets whole sequences of some of the heads, and returns their output (DeepSpeed Ulysses,
                 arXiv:2309.14509)
     gather      every device gets all keys and values
 
-The one that is counted to take the least time serves, unless the caller names one. Where all keys and values are more
-than a device's own queries and output, they are gathered only by name: memory should fall with the number of devices.
+The strategy with the least estimated time on the busiest device serves, unless the caller names one. Where all keys and
+values are more than a device's own queries and output, only a call that names "gather" gets it: memory should fall with
+the number of devices.
 """
 
 from __future__ import annotations
@@ -19,49 +20,51 @@ from jflash._ring import SequenceSplit
 from jflash._semantics.spec import Spec
 
 FLOPS_PER_BYTE = 1300
-"""What a device computes while it receives a byte: an H200's 600 TFLOP/s of attention for 450 GB/s of NVLink."""
+"""The operations that a device computes while it receives a byte: an H200's 600 TFLOP/s of attention for 450 GB/s of
+NVLink."""
 
 PARTS = 1.05
-"""How many times as long as one call its parts take together. Measured with kernels of an H100, in chunks of 8,192."""
+"""The time that the parts of a call take together, relative to one call. It was measured on an H100, in chunks of
+8,192."""
 
 MERGING = 0.9
-"""How long a step of a ring takes to cut its runs and to merge its results, relative to the time in which a device
-receives as much as its queries and output. Measured beside the kernels."""
+"""The time that a step of a ring takes to cut its runs and merge its results, relative to the time in which a device
+receives as much as its queries and output. It was measured beside the kernels."""
 
 _SAMPLES = 64
-"""Rows of each device at which visible keys are counted."""
+"""The number of rows of each device at which visible keys are counted."""
 
 
 class Cost(NamedTuple):
-    """Of a forward, for the busiest device and one batch entry."""
+    """The cost of a forward, for the busiest device and one batch entry."""
 
     flops: float
     received: float
-    """Bytes."""
+    """The number of bytes that a device receives."""
     merged: float = 0
-    """Bytes of queries and output, at every step of a ring."""
+    """The number of bytes of queries and output that are cut and merged, over all steps of a ring."""
     overlapped: bool = False
-    """Whether it computes while it receives."""
+    """Whether the device computes while it receives."""
     is_small: bool = True
     """Whether memory falls with the number of devices."""
 
     @property
     def time(self) -> float:
-        """In units of the time in which a device receives a byte."""
+        """The time, in units of that in which a device receives a byte."""
         compute = self.flops / FLOPS_PER_BYTE
         busy = compute + self.merged * MERGING
         return max(busy, self.received) if self.overlapped else busy + self.received
 
 
 class Strategy(NamedTuple):
-    """What is done, and why, in words for the user."""
+    """The name of a strategy, and its reason in words for the user."""
 
     name: str
     reason: str
 
 
 def choose(sequence: SequenceSplit, heads: int, key_heads: int) -> Strategy:
-    """The strategy for a device with these numbers of heads.
+    """Return the strategy for a device with these numbers of heads.
 
     Raises:
       ValueError: if the call names one that cannot serve it.
@@ -83,10 +86,10 @@ def choose(sequence: SequenceSplit, heads: int, key_heads: int) -> Strategy:
 
 
 def costs(sequence: SequenceSplit, heads: int, key_heads: int) -> dict[str, Cost]:
-    """Of every strategy that can serve, for a device with these numbers of heads."""
+    """Return the cost of every strategy that can serve, for a device with these numbers of heads."""
     call, count = sequence.call, sequence.queries.count
     width = (call.head_dim + call.value_dim) * call.dtype.itemsize
-    # A device's queries and output, and its keys and values.
+    # `queries` are the bytes of a device's queries and output, `keys` those of its keys and values.
     queries, keys = (length * n * width for length, n in zip(sequence.lengths, (heads, key_heads), strict=True))
     mean, most = _pairs(call, count)
     per_pair = 2 * heads * (call.head_dim + call.value_dim)
@@ -106,7 +109,10 @@ def costs(sequence: SequenceSplit, heads: int, key_heads: int) -> dict[str, Cost
 
 
 def _pairs(call: Spec, count: int) -> tuple[float, float]:
-    """Visible pairs of a query and a key, by what is known before the call: a device's, and those of the busiest."""
+    """Return how many pairs of a query and a key are visible, on average over devices and on the busiest one.
+
+    It counts by what is known before the call.
+    """
     rows = np.linspace(0, call.query_length - 1, _SAMPLES * count)
     (left, right), position = call.bounds, rows + (call.query_offset or 0)
     first = np.zeros_like(rows) if left is None else np.maximum(position - left, 0)

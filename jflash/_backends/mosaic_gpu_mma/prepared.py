@@ -1,0 +1,61 @@
+"""A call's arrays as kernels by `mma.sync` take them: rows as they are, in pieces, with columns in multiples of 8."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jflash._backends.mosaic_gpu_mma.cta import copies_bias
+from jflash._backends.nvidia import bias_and_mask, prepare
+from jflash._backends.nvidia.prepared import Prepared, PreparedBackward
+from jflash._backends.nvidia.tile import operand_pieces
+from jflash._semantics.spec import Spec
+
+
+class MmaCall(Prepared):
+    """What forward and backward kernels read besides queries, keys, values and their cotangents."""
+
+    @functools.cached_property
+    def others(self) -> dict[str, Array]:
+        """The operands but query, key, value and a packed mask. A bias of both axes is padded for copies."""
+        spec, bias = self.spec, self.operands.bias
+        has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+        found = prepare.operands_for_kernels(spec, self.operands, except_bias=has_bias_tiles) | self.score_mod_arrays
+        if bias is None or not has_bias_tiles:
+            return found
+        missing = -bias.shape[3] % 8 if copies_bias(spec) else 0
+        return found | {"bias": jnp.pad(bias, [(0, 0)] * 3 + [(0, missing)])}
+
+
+class MmaBackward(MmaCall, PreparedBackward):
+    """What backward kernels read."""
+
+    @functools.cached_property
+    def delta(self) -> Float[Array, "B N T"]:
+        """delta of every row, by XLA."""
+        residuals = self.residuals
+        products = residuals.out.astype(jnp.float32) * residuals.d_out.astype(jnp.float32)
+        delta = products.sum(axis=-1).transpose(0, 2, 1) - residuals.d_lse
+        return jnp.where(residuals.lse == -jnp.inf, 0, delta)
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, Array]:
+        factors = {name: in_chunks(self.spec, array) for name, array in self.factors.items()}
+        return factors | self.others | self.rows
+
+    @property
+    def of_queries(self) -> dict[str, Array]:
+        """What kernels read whose rows are queries, by name."""
+        return self._arrays | self.packed_mask()
+
+    @property
+    def of_keys(self) -> dict[str, Array]:
+        """What kernels read whose rows are keys, by name."""
+        return self._arrays | self.packed_mask(keys_first=True)
+
+
+def in_chunks(spec: Spec, array: Float[Array, "B L N H"]) -> Float[Array, "B L N columns"]:
+    """Return an array in pieces, with H a multiple of 8: copies take 16 bytes at a time."""
+    return operand_pieces.split_array(spec, jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[3] % 8)]))

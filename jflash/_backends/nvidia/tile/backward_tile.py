@@ -1,0 +1,82 @@
+"""A tile of the backward, computed again from the log-sum-exp: one mathematics for every backward kernel.
+
+    P  = exp(S - lse), 0 where the query does not see the key
+    dV is made of what dropout keeps of P
+    dS = P (dP - delta), taken back through all that shapes logits
+    what that gives parameters and tables is added to their gradients (`gradient_sums`)
+
+A kernel says where S and dP come from, and in which order it asks. A row statistic that the products of S or dP have
+subtracted already is `None` here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.tile import base2, dropped, logits, score_mod_reads
+from jflash._backends.nvidia.tile.logits import PullBack
+from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics.spec import Spec
+
+Tile = Float[Array, "rows columns"]
+
+
+class TileGradients(NamedTuple):
+    """What a tile gives the products and, by name, the parameters and reads that were asked for."""
+
+    ds: Tile
+    parameters: Mapping[str, Tile]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTile:
+    """P of a tile, and the way from dP back to dS."""
+
+    context: TileContext
+    p: Tile
+    """P, of which dropout changes the sign of what it drops."""
+    pull_back: PullBack
+
+    @classmethod
+    def of(cls, context: TileContext, s: Tile, lse: Tile | None, differentiated: Sequence[str] = ()) -> BackwardTile:
+        """Return the tile of products S; `differentiated` names the parameters and reads whose gradients it gives."""
+        p, pull_back = logits.differentiate(
+            s, context, lambda logits: probabilities(context.inputs.spec, logits, lse), differentiated
+        )
+        return cls(context, dropped.signed(context.inputs, context.at, p), pull_back)
+
+    @property
+    def kept(self) -> Tile:
+        """What dropout keeps of P, to be multiplied with dO."""
+        return dropped.kept(self.context.inputs.spec, self.p)
+
+    def differentiate(self, dp: Tile, delta: Tile | None) -> TileGradients:
+        """Return dS, and the gradients of the parameters at each element, from dP = dO V^T."""
+        return TileGradients(*self.pull_back(d_logits(self.context.inputs.spec, self.p, dp, delta)))
+
+    def add_to_tables(self, sums: Mapping[str, Ref], gradients: TileGradients, opaque_zero: Any = None) -> None:
+        """Add what the tile gives tables to a warpgroup's sums of them.
+
+        With an opaque zero the compiler makes the indices anew. Otherwise it keeps those of the reads in registers.
+        """
+        at, (inputs, loaded) = self.context.at, (self.context.inputs, self.context.loaded)
+        if opaque_zero is not None:
+            at = at._replace(key=at.key + opaque_zero)
+        score_mod_reads.add_to_tables(inputs, at, loaded, self.p, gradients.parameters, sums)
+
+
+def probabilities(spec: Spec, logits: Tile, lse: Tile | None) -> Tile:
+    """Return P from a tile's logits, or from those less lse if that is `None`."""
+    base = base2.of(spec)
+    return jnp.exp2(logits * base.factor) if lse is None else base(logits, lse)
+
+
+def d_logits(spec: Spec, p: Tile, dp: Tile, delta: Tile | None) -> Tile:
+    """Return dS before it is taken back through what shapes logits; `p` has dropout's signs."""
+    return p * dp if delta is None else dropped.d_logits(spec, p, dp, delta)
