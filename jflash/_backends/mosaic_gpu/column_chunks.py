@@ -107,7 +107,7 @@ class TileParts:
         One warpgroup of each CTA along `cluster` reads them.
         """
         shape, in_array = (slots, rows, self.width), columns * self.pieces
-        return smem.ring(shape, operand_pieces.dtype(spec), in_array, readers=1, part=self.width, cluster=cluster)
+        return smem.ring(shape, operand_pieces.dtype(spec), in_array, readers=1, chunk=self.width, cluster=cluster)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def delta(
     factors = dict(out=out, d_out=d_out)
     shape, panels = (WARPGROUP_ROWS, width), forward_in_panels(spec)
     is_whole = panel_dim(value_dim) == value_dim if panels else block_shape(out.shape) == out.shape
-    tile = functools.partial(smem.tile, shape, out.dtype, value_dim, part=part, in_panels=panels)
+    tile = functools.partial(smem.tile, shape, out.dtype, value_dim, chunk=part, in_panels=panels)
     tiles = [tile() for _ in factors] if is_whole else []
     if not tiles or not smem.fits(tiles):
         # Cheaper than padded copies of both. Of float32 some heads that other kernels serve have no room here.

@@ -146,7 +146,7 @@ def shared_memory(spec: Spec, tile: WideTiles, cluster: str | None = None) -> Bu
     """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
     readers are done."""
     (head_dim, value_dim), tiles, parts = whole_dims(spec), CallTiles.of(spec), _key_parts(spec, tile.keys)
-    q = tiles.operand((1, WARPGROUP_ROWS, parts.columns), head_dim, part=parts.width)
+    q = tiles.operand((1, WARPGROUP_ROWS, parts.columns), head_dim, chunk=parts.width)
     values = tile.stages, tile.value_keys, _value_columns(spec)
     bias = 1, tile.rows, tile.keys
     return Buffers(
