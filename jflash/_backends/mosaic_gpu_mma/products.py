@@ -67,7 +67,7 @@ class Chosen(NamedTuple):
 
 
 def can_pair(columns: int) -> bool:
-    """Whether a pair of blocks may have the columns of a tile of B: each half of them whole panels, or half of one."""
+    """Return whether a pair of blocks may have a tile of B: each half of its columns is whole panels, or half of one."""
     panel, half = SmemTile(16, columns).chunks * CHUNK, columns // 2
     return half % 16 == 0 and (half % panel == 0 or 2 * half == panel)
 
