@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash import _sharding, _tuning
 from jflash._backends.mosaic_gpu import plan, run, tangent_kernel
-from jflash._backends.nvidia.ops import HOPPER
+from jflash._backends.mosaic_gpu.ops import HOPPER
 from jflash._semantics.spec import Operands, Residuals, Results
 
 DIRECTORY = Path(sys.argv[1])

@@ -40,7 +40,7 @@ def unsupported_score_mod(spec: Spec) -> str | None:
     """Kernels take what a score_mod closes over number by number."""
     if spec.score_mod is None:
         return None
-    from jflash._backends.nvidia.tile import score_mod_reads
+    from jflash._semantics import score_mod_reads
 
     return score_mod_reads.unsupported(spec)
 
@@ -65,7 +65,7 @@ def _unsupported_operands(spec: Spec, dims: str) -> str | None:
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     return run.forward(plan.plan_forward(spec, _platform.current().processors), operands, HOPPER)
 
@@ -80,7 +80,7 @@ def unsupported_tangent(spec: Spec) -> str | None:
 def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands) -> Results:
     """Return the tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     kernel = plan.plan_tangent(spec, run.moving(tangents), _platform.current().processors)
     return run.tangent(kernel, operands, results, tangents, HOPPER)
@@ -89,7 +89,7 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     found = plan.plan_backward(spec, _platform.current().processors)
     return run.backward(found, operands, residuals, HOPPER)

@@ -1,7 +1,7 @@
 """Backward, fused: a CTA owns some keys, and adds what it makes of dQ to accumulators in device memory.
 
-`query_walk` says what it makes. The additions to dQ come in any order. In `backward_dq` and `backward_dkv` every sum
-has one order; `backward_dkv_dq` is for float32 with 128 columns, and `backward_short` for short sequences.
+`query_walk` says what it makes. The additions to dQ come in any order; in `backward_dq` and `backward_dkv` each sum has
+one order. `backward_dkv_dq` is for float32 with 128 columns, and `backward_short` for short sequences.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.query_walk import (
@@ -36,7 +37,6 @@ from jflash._backends.mosaic_gpu.query_walk import (
 )
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.tile.base2 import sums_scale

@@ -32,10 +32,11 @@ from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, Sho
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
+from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 

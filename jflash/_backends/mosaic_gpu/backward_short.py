@@ -27,12 +27,12 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import pipeline, query_walk, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.query_walk import FusedCta, QueryWalkPlan, Step
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums

@@ -103,7 +103,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
     def own(name: str, factor: str) -> Any:
         """Rows whose products are made with tiles of `factor`."""
         shape = 1, WARPGROUP_ROWS, _columns(spec, name)
-        return tiles.operand(shape, _dim(spec, name), part=widths[factor])
+        return tiles.operand(shape, _dim(spec, name), chunk=widths[factor])
 
     bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
@@ -116,7 +116,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
             _dim(spec, kind.weighed),
             readers=2,
             others=int(has_bias_tiles),
-            part=widths[kind.weighed],
+            chunk=widths[kind.weighed],
         ),
         parts=_parts(spec, gradient).ring(spec, tile.parts, tile.size, _dim(spec, kind.unweighed)),
         # Tiles of the bias come and go with what is weighed.

@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import pipeline, smem
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns, rounded
+from jflash._backends.nvidia.ops import Ref, along_columns, rounded
 from jflash._backends.nvidia.prepare import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax

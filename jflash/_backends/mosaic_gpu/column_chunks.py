@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, smem
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import Buffers
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
@@ -88,7 +89,7 @@ class ColumnChunks:
         One warpgroup of each CTA along `cluster` reads them.
         """
         shape, in_array = (slots, rows, self.width), columns * self.pieces
-        return smem.ring(shape, operand_pieces.dtype(spec), in_array, readers=1, part=self.width, cluster=cluster)
+        return smem.ring(shape, operand_pieces.dtype(spec), in_array, readers=1, chunk=self.width, cluster=cluster)
 
 
 @dataclasses.dataclass(frozen=True)

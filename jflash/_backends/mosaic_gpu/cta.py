@@ -7,9 +7,9 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
 from jflash._backends.nvidia.launch import KernelPlan, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 
 

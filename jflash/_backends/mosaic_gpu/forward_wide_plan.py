@@ -142,7 +142,7 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
     readers are done."""
     (head_dim, value_dim), tiles, chunks = whole_dims(spec), CallTiles.of(spec), _key_chunks(spec, tile.keys)
     cluster = PAIR if in_pairs else None
-    q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, part=chunks.width)
+    q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, chunk=chunks.width)
     number, columns = _value_chunks(spec)
     values, bias = (tile.stages, tile.value_keys, columns), (1, tile.rows, tile.keys)
     return Buffers(

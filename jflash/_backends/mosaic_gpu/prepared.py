@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, delta
 from jflash._backends.mosaic_gpu.array_shapes import in_panels
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia import prepare
 from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.spec import Operands, Results, Spec
@@ -75,7 +75,9 @@ class HopperBackward(PreparedBackward):
     def row_sums(self, *, as_columns: bool = False, dq_acc: jax.ShapeDtypeStruct | None = None) -> dict[str, Array]:
         """Return what one pass over O and dO makes, `delta.delta`: for the first kernel that asks, as it asks."""
         if self._row_sums is None:
-            self._row_sums = delta.delta(self.spec, self.residuals, self.ops, as_columns=as_columns, dq_acc=dq_acc)
+            ops = self.ops
+            assert isinstance(ops, WarpgroupOps)
+            self._row_sums = delta.delta(self.spec, self.residuals, ops, as_columns=as_columns, dq_acc=dq_acc)
         return self._row_sums
 
     @functools.cached_property

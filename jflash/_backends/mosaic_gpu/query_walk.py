@@ -96,7 +96,7 @@ def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any,
     """Return buffers for the keys and the values of `stages` blocks."""
     dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     tiles = CallTiles.of(spec)
-    k = tiles.operand((stages, tile.keys, columns), dims[0], part=_columns_of_product(spec, tile))
+    k = tiles.operand((stages, tile.keys, columns), dims[0], chunk=_columns_of_product(spec, tile))
     return k, tiles.operand((stages, tile.keys, value_columns), dims[1])
 
 
@@ -104,7 +104,7 @@ def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
     """Return buffers for dK and dV of a block."""
     dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
     tiles = CallTiles.of(spec)
-    dk = tiles.result((1, tile.keys, columns), dims[0], part=_columns_of_product(spec, tile))
+    dk = tiles.result((1, tile.keys, columns), dims[0], chunk=_columns_of_product(spec, tile))
     return dk, tiles.result((1, tile.keys, value_columns), dims[1])
 
 
@@ -116,8 +116,8 @@ def ds(spec: Spec, tile: FusedTiles) -> tuple[Any, ...]:
     shape, tiles = (2, tile.keys, tile.queries), CallTiles(spec, in_panels=False)
     if in_panels(spec):
         panels = smem.panels_of(tile.columns(tile_dims(spec)[0]), spec.dtype, _columns_of_product(spec, tile))
-        return tuple(tiles.operand(shape, part=width) for width in panels)
-    return (tiles.operand(shape, whole_dims(spec)[0], part=dq_width(spec, tile)),)
+        return tuple(tiles.operand(shape, chunk=width) for width in panels)
+    return (tiles.operand(shape, whole_dims(spec)[0], chunk=dq_width(spec, tile)),)
 
 
 def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
     handed = smem.barriers(2, arrivals=tile.warpgroups)
     q = (tile.stages, tile.queries, columns)
     return dict(
-        q=ring(q, dims[0], others=early + has_bias_tiles, part=_columns_of_product(spec, tile)),
+        q=ring(q, dims[0], others=early + has_bias_tiles, chunk=_columns_of_product(spec, tile)),
         do=ring((tile.stages, tile.queries, value_columns), dims[1], others=0 if in_columns else 2 - early),
         # Tiles of the bias come and go with the queries.
         bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,

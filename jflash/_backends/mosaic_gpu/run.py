@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.plan import VALUES_ALONE
 from jflash._backends.mosaic_gpu.prepared import HopperBackward, HopperForward, HopperTangent
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
 from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.prepare import in_32_bits
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Results

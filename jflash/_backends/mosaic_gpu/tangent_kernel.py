@@ -37,6 +37,7 @@ from jaxtyping import Array, Float
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import array_shapes, piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.prepared import HopperTangent
 from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked
 from jflash._backends.mosaic_gpu.smem import CallTiles
@@ -44,14 +45,15 @@ from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps, along_rows
+from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
 from jflash._backends.nvidia.tile.base2 import LOG2_E
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 

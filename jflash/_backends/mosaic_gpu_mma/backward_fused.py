@@ -37,13 +37,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.copies import Part
+from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.cta import Cta, Tile, bias_buffer, buffer
 from jflash._backends.mosaic_gpu_mma.device_sums import Sums
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import KeysPlan
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
-from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, can_pair
+from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.launch import Launch, Refs
@@ -199,10 +199,10 @@ class _Cta(Cta[FusedPlan]):
             return self.ops.add_pair_product(acc, a, b, steps=steps)
         return self.add_product(acc, a, b, transposed=False, steps=steps)
 
-    def _part(self, width: int) -> Part | None:
+    def _part(self, width: int) -> ColumnChunk | None:
         """This warpgroup's columns, of all that have this width together."""
         parts = self.plan.tile.warpgroups
-        return Part(self.warpgroup * width, parts * width) if parts > 1 else None
+        return ColumnChunk(self.warpgroup * width, parts * width) if parts > 1 else None
 
     def _copy_part(self, name: str, head: Any, first: Any, target: Ref) -> None:
         """Begin to copy this warpgroup's columns of some rows."""
@@ -358,11 +358,12 @@ class _Cta(Cta[FusedPlan]):
         k, together = self.smem.k.at[self.warpgroup], self.plan.together
         target = self.refs.arrays["dq_acc"].at[self.item.batch, head]
         width = k.shape[-1]
-        options: dict[str, Any] = dict(first_column=columns.start, a_transposed=not isinstance(rows, tuple))
+        rows = rows if isinstance(rows, tuple) else Transposed(rows)
         place = first, self.warpgroup * width + columns.start
         if can_pair(width):
-            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, **options)
+            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, first_column=columns.start)
             self.ops.add_pair(dq, target, *place, together, width // 2)
             return
-        (dq,) = self.add_product(self.zeros(1, len(columns)), rows, k, transposed=False, **options)
+        zeros = self.zeros(1, len(columns))
+        (dq,) = self.add_product(zeros, rows, k, transposed=False, first_column=columns.start)
         self.ops.add_rows(dq, target, *place, together)

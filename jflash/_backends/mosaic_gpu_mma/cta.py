@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.copies import Part
+from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles
 from jflash._backends.nvidia import bias_and_mask
@@ -139,7 +139,7 @@ class Cta[Plan: TiledPlan]:
         """What the CTA does."""
         raise NotImplementedError
 
-    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, part: Part | None = None) -> None:
+    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, part: ColumnChunk | None = None) -> None:
         """Begin to copy rows of queries, keys, values or d_out, or a part of their columns, with zeros for padding:
         0 * NaN is NaN."""
         source, limit = self._rows(name, batch, head)
@@ -169,7 +169,7 @@ class Cta[Plan: TiledPlan]:
         source = self.inputs.part("bias", at.batch, at.head)
         # Tiles begin at multiples of 64.
         whole = round_up(source.shape[1], 64) + max(target.shape[1] - 64, 0)
-        self.ops.copy_rows(source, target, at.query, source.shape[0], Part(at.key, whole))
+        self.ops.copy_rows(source, target, at.query, source.shape[0], ColumnChunk(at.key, whole))
 
     def add_product(
         self, acc: Tiles, a: Operand | PartlyHeld | Streamed, b: Ref, *, transposed: bool, **options: Any

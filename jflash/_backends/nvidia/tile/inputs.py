@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.nvidia.ops import Ops, Ref, along_columns, along_rows
 from jflash._semantics import visibility
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters, Tile
@@ -37,7 +37,7 @@ class KernelInputs:
     """References to what `prepare` made, and how a tile reads them."""
 
     spec: Spec
-    ops: WarpgroupOps
+    ops: Ops
     refs: Mapping[str, Ref]
     packed_heads: int = 1
     """Query heads that are interleaved in the rows of a tile; a row's query is its index divided by it."""
@@ -128,7 +128,9 @@ class KernelInputs:
         if spec.score_mod is None:
             return tile
         query, key = tile._replace(query=at.query, key=at.key).indices
-        return tile._replace(key_minus_query_override=ops.ahead(shape, key - query, keys_first=self.keys_first))
+        return tile._replace(
+            key_minus_query_override=ops.key_minus_query(shape, key - query, keys_first=self.keys_first)
+        )
 
     def visible(self, tile: Tile) -> Array:
         """Return which logits of a tile count; those of keys past the end do not."""

@@ -29,6 +29,7 @@ from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import program
 from jflash._semantics import tile as semantics
 from jflash._semantics.logits import modify_logits, without_unseen
+from jflash._semantics.score_mod_reads import read_name
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters
 
@@ -195,7 +196,7 @@ def _modification(
     def modify(s: Array, values: dict[str, Array]) -> Array:
         others = {name: value for name, value in values.items() if name in tile.parameters._fields}
         reads = enumerate(tile.parameters.score_mod_arrays)
-        reads = tuple(values.get(score_mod_reads.name(place), read) for place, read in reads)
+        reads = tuple(values.get(read_name(place), read) for place, read in reads)
         given = tile.parameters._replace(**others, score_mod_arrays=reads)
         parameters = without_unseen(inputs.spec, given, inputs.visible(tile))
         spec = score_mod_reads.rest(inputs.spec, tile)
@@ -221,7 +222,7 @@ def _tile(mask: TileContext, shape: tuple[int, ...]) -> semantics.Tile:
 
 def _named(parameters: Parameters, names: Sequence[str]) -> dict[str, Any]:
     """Return parameters of a tile by name; each read of a score_mod has one."""
-    reads = {score_mod_reads.name(place): read for place, read in enumerate(parameters.score_mod_arrays)}
+    reads = {read_name(place): read for place, read in enumerate(parameters.score_mod_arrays)}
     return {name: reads[name] if name in reads else getattr(parameters, name) for name in names}
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import WarpgroupOps, rounded
+from jflash._backends.nvidia.ops import Ops, rounded
 from jflash._semantics.score_mod import equations
 from jflash._semantics.spec import Spec
 
@@ -124,7 +124,7 @@ def transposed(pieces: Pieces) -> Pieces:
     return tuple(piece.T for piece in pieces)
 
 
-def split(spec: Spec, values: Float[Array, "rows columns"], ops: WarpgroupOps) -> Pieces:
+def split(spec: Spec, values: Float[Array, "rows columns"], ops: Ops) -> Pieces:
     """Return the pieces of an operand in registers."""
     if spec.dtype != jnp.float32:
         return (values.astype(spec.dtype),)

@@ -36,7 +36,7 @@ def block_start(block: Any, size: int, missing: int = 0) -> Any:
 def table(
     spec: Spec, operands: Operands, size: int, missing: int = 0, *, of_keys: bool = False
 ) -> dict[str, Int[Array, "B blocks 4"]]:
-    """Return the spans of every block of `size` queries or, `of_keys`, keys, by name; nothing if a kernel finds them."""
+    """Return the spans of every block of `size` queries or, `of_keys`, keys; nothing if a kernel finds them."""
     if "query_segments" not in spec.operands:
         return {}
     length, unmasked = spec.key_length if of_keys else spec.query_length, operands._replace(mask=None)
