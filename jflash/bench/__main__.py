@@ -16,13 +16,13 @@ NEEDED = ("matplotlib", "platformdirs", "rich", "tyro")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, or read, and show.
+    """Measure, or read a record, and show it.
 
     Args:
-      arguments: those of the command line, which `--help` lists; None for what the program was called with.
+      arguments: the arguments of the command line, which `--help` lists; None for what the program was called with.
 
     Raises:
-      SystemExit: a package that the bench needs is missing, or an argument is wrong; says which.
+      SystemExit: a package that the bench needs is missing, or an argument is wrong; the message says which.
 
     Example:
       >>> from jflash.bench import __main__ as bench
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"python -m jflash.bench needs {', '.join(missing)}: pip install '.[benchmark]'")
-    # Only now: these import them.
+    # These modules import the packages that were just looked for.
     from jflash.bench import command
 
     command.main(arguments)

@@ -1,4 +1,4 @@
-"""What is measured: calls of attention, their arrays, and how many floating-point operations they ask for."""
+"""The calls of attention that are measured: their arrays, and how many floating-point operations they ask for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jflash.bench import score_mods
 Dtype = Literal["float32", "bfloat16", "float16"]
 Mask = Literal["full", "causal"]
 Work = Literal["fwd", "bwd", "fwd+bwd", "jvp"]
-"""jvp: forward mode, the forward and its tangent in one call."""
+"""The work that is timed. "jvp" is forward mode: the forward and its tangent in one call."""
 
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks", "rate", "table")
 """The arrays whose gradients the backward computes, where a case has them. The last two are a `score_mod`'s."""
@@ -38,21 +38,21 @@ class Case:
     value_dim: int
     dtype: Dtype
     is_feature: bool = False
-    """Whether it shows what an option costs; else it is of the grid of lengths."""
+    """Whether the case shows what an option costs; if not, it is of the grid of lengths."""
     asked_width: int | None = None
     """Heads times head dimension as they were asked for, if that is no multiple of the head dimension."""
     is_causal: bool = False
     window: int | None = None
-    """How many keys a query sees, itself included."""
+    """The number of keys that a query sees, itself included."""
     length: int | None = None
-    """How many queries and keys are no padding."""
+    """The number of queries and keys that are no padding."""
     segments: int = 1
-    """How many sequences of one length are packed into one."""
+    """The number of sequences of one length that are packed into one."""
     soft_cap: float | None = None
     bias: Literal["per pair", "per key"] | None = None
-    """Its size; every head has its own, batch entries share it."""
+    """The size of the bias. Every head has its own, and batch entries share it."""
     mask: bool = False
-    """Random, of size [batch, 1, queries, keys]; half of it is False."""
+    """Whether there is a random mask, of size [batch, 1, queries, keys]; half of it is False."""
     alibi: bool = False
     sinks: bool = False
     dropout_rate: float = 0.0
@@ -63,7 +63,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Which calls are measured."""
+    """The calls that are measured."""
 
     lengths: tuple[int, ...]
     """Tokens in a sequence."""
@@ -83,17 +83,18 @@ class Grid:
 
     @staticmethod
     def for_platform(platform: Platform) -> Grid:
-        """On a GPU what FlashAttention's README shows; elsewhere what two cores of a CPU do in three minutes."""
+        """Return for a GPU the grid of FlashAttention's README, and elsewhere one that takes two cores of a CPU three
+        minutes."""
         if platform.name == "gpu":
             lengths = (512, 1024, 2048, 4096, 8192, 16384)
             return Grid(lengths, (2048,), ("64", "128", "256"), ("full", "causal"), tokens=16384, dtype="bfloat16")
         return Grid((512, 1024, 2048, 4096), (512,), ("64",), ("full", "causal"), tokens=4096, dtype="float32")
 
     def cases(self) -> list[Case]:
-        """All of them.
+        """Return all cases of the grid.
 
         Raises:
-          ValueError: if a head dimension is none, or no option has a word in its name.
+          ValueError: if a head dimension is not written as one, or no option has a word in its name.
         """
         grid = [
             dataclasses.replace(
@@ -113,7 +114,7 @@ class Grid:
 
 
 def _head_dims(text: str) -> tuple[int, int]:
-    """Of keys and of values."""
+    """Return the head dimensions of keys and of values."""
     found = re.fullmatch(r"([1-9]\d*)(?:/([1-9]\d*))?", text)
     if found is None:
         raise ValueError(f"A head dimension is written as 128, or as 192/128 for keys and values. Got {text!r}.")
@@ -121,7 +122,7 @@ def _head_dims(text: str) -> tuple[int, int]:
 
 
 def _named(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
-    """Those with one of the words in their names; all, if there are no words."""
+    """Return the cases with one of the words in their names; all of them, if there are no words."""
     for word in words:
         if not any(word in case.name for case in cases):
             raise ValueError(f"No option has {word!r} in its name. There are: {'; '.join(c.name for c in cases)}.")
@@ -129,12 +130,12 @@ def _named(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
 
 
 def square(name: str, dtype: Dtype, batch: int, length: int, heads: int, head_dim: int) -> Case:
-    """As many keys as queries, as many key heads as query heads, values as wide as keys, and no option."""
+    """Return a case with as many keys as queries, as many key heads as query heads, equal widths, and no option."""
     return Case(name, batch, length, length, heads, heads, head_dim, head_dim, dtype)
 
 
 def feature_cases(tokens: int, width: int, dtype: Dtype) -> list[Case]:
-    """One case for each option: two sequences and heads of 128, unless its name says otherwise."""
+    """Return one case for each option: two sequences and heads of 128, unless its name says otherwise."""
     length, heads = max(1, tokens // 2), max(1, width // 128)
     fewer = max(1, heads // 8)
     plain = dataclasses.replace(square("full", dtype, 2, length, heads, 128), is_feature=True)
@@ -179,7 +180,7 @@ def feature_cases(tokens: int, width: int, dtype: Dtype) -> list[Case]:
 
 
 def visible_pairs(case: Case) -> float:
-    """Pairs of a query and a key that it sees, of one head and one batch entry.
+    """Return how many pairs of a query and a key are visible, for one head and one batch entry.
 
     Causal alone counts half of all pairs, as everywhere in the field. A random mask counts nothing off: no tile is
     without a pair that is seen.
@@ -208,16 +209,17 @@ def _segment(case: Case, position: np.ndarray) -> np.ndarray:
 
 
 def flops(case: Case, work: Work) -> float:
-    """Floating-point operations: forward two products per visible pair, backward five of such products, tangent six.
+    """Return the floating-point operations: forward two products per visible pair, backward five, tangent six.
 
-    Which is 2 (H + D) for a pair of a head, and the field's 2.5 times that.
+    Two products are 2 (H + D) operations for a pair of a head. Five count as 2.5 times that, as everywhere in the
+    field.
     """
     forward = 2 * (case.head_dim + case.value_dim) * visible_pairs(case) * case.heads * case.batch
     return {"fwd": 1, "bwd": 2.5, "fwd+bwd": 3.5, "jvp": 4}[work] * forward
 
 
 def options(case: Case) -> dict[str, Any]:
-    """The arguments of `jflash.attention` that are no arrays, where they are not the defaults, but for `score_mod`."""
+    """Return the arguments of `jflash.attention` that are no arrays and not the defaults, without `score_mod`."""
     given: dict[str, Any] = {}
     if case.is_causal:
         given["is_causal"] = True
@@ -234,15 +236,15 @@ class Data(NamedTuple):
     """The arrays of a case."""
 
     arguments: dict[str, Array]
-    """Of `jflash.attention`, by their names."""
+    """The arrays among the arguments of `jflash.attention`, by their names."""
     cotangent: Array
-    """Of the output."""
+    """The cotangent of the output."""
     captured: dict[str, Array]
-    """What its `score_mod` closes over, by names of their own."""
+    """The arrays that the case's `score_mod` closes over, by names of their own."""
 
 
 def data(case: Case) -> Data:
-    """Random normal arrays, the same ones every time."""
+    """Return random normal arrays, the same ones every time."""
     B, T, S, N, K = case.batch, case.queries, case.keys, case.heads, case.key_heads
     shapes: dict[str, tuple[int, ...]] = dict(
         query=(B, T, N, case.head_dim),

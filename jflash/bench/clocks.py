@@ -16,14 +16,18 @@ from jflash import _platform
 from jflash.bench.record import Figures
 
 SAMPLE_MS = 200
-"""About how long a sample by the wall clock takes."""
+"""The approximate time that a sample by the wall clock takes."""
 REST_S = 0.25
-"""The pause before it: threads of the library that ran before may still be looking out for work, and fall asleep."""
+"""The pause before a sample: threads of the library that ran before may still be looking out for work, and fall
+asleep."""
 ITERATIONS = 8
-"""How many runs a sample of kernel times has."""
+"""The number of runs in a sample of kernel times."""
 WARM_UP = 8
-"""How many runs come before them, uncounted. After a pause the first few are faster or slower than those that follow:
-a GPU's clocks fall when it draws more power than it may, some milliseconds later."""
+"""The number of uncounted runs before a sample of kernel times.
+
+After a pause the first few runs are faster or slower than the later ones: a GPU's clocks fall when it draws more power
+than it may, some milliseconds later.
+"""
 MIB = 2**20
 
 
@@ -32,19 +36,19 @@ class Prepared:
     """Work that was done once already."""
 
     sample: Callable[[], Sequence[float]]
-    """Milliseconds of one or several runs more."""
+    """A function that runs the work once or several times more and returns milliseconds."""
     figures: Figures
-    """All but the times."""
+    """The figures of the work without the times."""
 
 
 def on_nvidia() -> bool:
-    """Whether JAX computes on an NVIDIA GPU."""
+    """Return whether JAX computes on an NVIDIA GPU."""
     here = _platform.current()
     return here.name == "gpu" and here.device_kind.startswith("NVIDIA")
 
 
 def clock_name() -> str:
-    """What `prepare` reads."""
+    """Return the name of the clock that `prepare` reads."""
     if not on_nvidia():
         return "wall clock"
     return f"kernel times by CUPTI (torch by CUDA events), {ITERATIONS} a round after {WARM_UP} uncounted"
@@ -54,8 +58,8 @@ def prepare(function: Callable[..., Any], *arguments: Any) -> Prepared:
     """Compile a function of arrays for these, and run it once.
 
     Raises:
-      MemoryError: if it needs more memory than there is. Asked before it runs: a CPU's operating system may end the
-        whole process instead.
+      MemoryError: if it needs more memory than there is. This is checked before it runs: a CPU's operating system may
+        end the whole process instead.
     """
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
@@ -81,7 +85,7 @@ def prepare(function: Callable[..., Any], *arguments: Any) -> Prepared:
 
 
 def _memory(compiled: Any) -> tuple[int | None, int | None]:
-    """Temporary bytes, and all bytes that are held at once: XLA allocates what is temporary in one piece."""
+    """Return the temporary bytes, and all bytes held at once: XLA allocates what is temporary in one piece."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None, None
@@ -95,8 +99,9 @@ def _mib(size: int | None) -> float | None:
 
 
 def kernel_times(compiled: Any, *arguments: Array) -> Callable[[], Sequence[float]]:
-    """Samples of the summed times of a call's kernels on an NVIDIA GPU, without launches and gaps between them."""
-    # It is a large import, and of no use elsewhere.
+    """Return samples of the summed times of a call's kernels on an NVIDIA GPU, without launches and gaps between
+    them."""
+    # This is a large import, and of no use elsewhere.
     from jax.experimental.mosaic.gpu import profiler
 
     run = profiler.measure(compiled, aggregate=True, iterations=WARM_UP + ITERATIONS)
@@ -111,10 +116,10 @@ def kernel_times(compiled: Any, *arguments: Array) -> Callable[[], Sequence[floa
 
 
 def wall_clock(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
-    """Samples of a call that waits for its results, each the mean of the calls that fit into `SAMPLE_MS`.
+    """Return samples of a call that waits for its results, each the mean of the calls that fit into `SAMPLE_MS`.
 
-    At least three, as memory that one call gave back may cost the next. The call should have been made before, as a
-    first one may take longer.
+    There are at least three, as memory that one call gave back may cost the next. The call should have been made
+    before, as a first one may take longer.
     """
     times = max(3, round(SAMPLE_MS / mean_ms(call, 1)))
 
@@ -128,7 +133,7 @@ def wall_clock(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
 
 
 def mean_ms(call: Callable[[], object], times: int) -> float:
-    """The mean time of a call, in milliseconds."""
+    """Return the mean time of a call, in milliseconds."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -136,7 +141,7 @@ def mean_ms(call: Callable[[], object], times: int) -> float:
 
 
 def timed(prepared: Prepared, samples: Sequence[float]) -> Figures:
-    """Its figures, the times too."""
+    """Return the figures of the work with its times."""
     rounded = [float(f"{sample:.6g}") for sample in samples]
     return dataclasses.replace(prepared.figures, ms=statistics.median(samples), samples_ms=rounded)
 
@@ -146,7 +151,7 @@ def _high_water_mark() -> int | None:
 
 
 def _memory_limit() -> int | None:
-    """The device's memory in bytes, the machine's on a CPU; `None` where it is not known."""
+    """Return the device's memory in bytes, on a CPU the machine's; `None` where it is not known."""
     if _platform.current().name != "cpu":
         return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):

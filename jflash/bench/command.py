@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line of the bench."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, or read; print the table; write JSON and pictures."""
+    """Measure, or read a record; print the table; write JSON and pictures."""
     # A peer that is not JAX needs memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     defaults = Settings(Grid.for_platform(_platform.current()))
     settings = tyro.cli(Settings, prog="python -m jflash.bench", args=arguments, default=defaults)
-    # What an earlier run compiled would be found there, and compilation seem to take no time.
+    # A cache would have what an earlier run compiled, and compilation would seem to take no time.
     jax.config.update("jax_enable_compilation_cache", False)
     console = Console(highlight=False)
     if settings.tune:
@@ -112,7 +112,7 @@ def _measure(settings: Settings, path: pathlib.Path | None, resume: bool, step: 
 
 
 def _in_process(settings: Settings, path: pathlib.Path, connection: Connection, resume: bool) -> None:
-    """All of a run, told to a process that watches it."""
+    """Do all of a run, and tell a process that watches it what comes next."""
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         _measure(settings, path, resume, connection.send)
@@ -123,7 +123,7 @@ def _in_process(settings: Settings, path: pathlib.Path, connection: Connection, 
 
 
 def _tune(settings: Settings, console: Console) -> None:
-    # Options have choices of their own.
+    # The options have choices of their own.
     cases = dataclasses.replace(settings.grid, features=()).cases()
     with _steps(console, "tracing") as step:
         found = tune.tune(cases, settings.rounds, step)
@@ -133,7 +133,8 @@ def _tune(settings: Settings, console: Console) -> None:
 
 @contextlib.contextmanager
 def _steps(console: Console, first: str) -> Generator[Callable[[str, int], None]]:
-    """A progress bar, gone at the end; what is yielded is told what comes next, and how many steps there are in all."""
+    """Yield a function that is told what comes next and how many steps there are, and shows a progress bar, gone at the
+    end."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(first)

@@ -1,4 +1,4 @@
-"""Attention in JAX: jflash's, jax.nn's, and that of other libraries."""
+"""The attention of JAX's libraries: jflash's, jax.nn's, and that of others."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class InJax:
 
     package: str
     load: Callable[[], Callable[..., Any]]
-    """Gives the function; called only if the package is here."""
+    """A function that imports and returns the library's attention; called only if the package is here."""
     implementation: str | None = None
-    """The one to ask for, by the function's argument of that name."""
+    """The implementation to ask for, by the function's argument of that name."""
     needs_nvidia: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Itself."""
+        """The names of the packages whose versions are recorded."""
         return (self.package,)
 
     def missing(self, platform: Platform) -> str | None:
-        """If it is not installed, for another platform, or cannot be imported."""
+        """Say why the library is not here: not installed, for another platform, or not importable; `None`: it is."""
         reason = packages.missing(self.package, self.package)
         if reason is not None:
             return reason
@@ -45,7 +45,7 @@ class InJax:
         return packages.unimportable(self.package, self.load)
 
     def refuses(self, case: Case, names: Sequence[str]) -> str | None:
-        """A dtype or an argument that it does not have."""
+        """Say which dtype or argument of a case the library does not have; `None`: it has all."""
         if case.dtype not in self.dtypes:
             return f"It takes {' and '.join(self.dtypes)}, not {case.dtype}."
         unknown = [name for name in names if not self._takes(name)]
@@ -62,14 +62,14 @@ class InJax:
         return next((form for form in forms if self._takes(form)), None)
 
     def serving(self, case: Case, data: Data) -> str | None:
-        """The one asked for, or the one that jflash chooses."""
+        """Return the implementation asked for, or the one that jflash chooses."""
         if self.package != "jflash" or self.implementation is not None:
             return self.implementation
         modification = _modification(case, "score_mod", data.captured)
         return jflash.explain(**data.arguments, **options(case), **modification).partition(" ")[0]
 
     def prepare(self, case: Case, work: Work, data: Data) -> clocks.Prepared:
-        """Compiled by JAX."""
+        """Return the work, compiled by JAX."""
         chosen = {} if self.implementation is None else {"implementation": self.implementation}
         form = None if case.score_mod is None else self._form(case.score_mod)
         function, arguments = function_of_arrays(case, work, data, functools.partial(self.load(), **chosen), form)
@@ -83,7 +83,10 @@ def function_of_arrays(
     attention: Callable[..., Any] = jflash.attention,
     form: score_mods.Form | None = "score_mod",
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The work as a function of arrays, and these. `form` is how `attention` is asked for what a `score_mod` does."""
+    """Return the work as a function of arrays, and these arrays.
+
+    `form` is how `attention` is asked for what a `score_mod` does.
+    """
     arrays = {**data.arguments, **data.captured}
 
     def attend(**arrays: Array) -> Any:
@@ -96,7 +99,7 @@ def function_of_arrays(
     constant = {name: array for name, array in arrays.items() if name not in DIFFERENTIATED}
 
     if work == "jvp":
-        # Along the arrays themselves: time does not depend on the direction.
+        # The direction is that of the arrays themselves: time does not depend on it.
         push = lambda variable, constant: jax.jvp(lambda moved: attend(**moved, **constant), (variable,), (variable,))
         return push, (variable, constant)
 
@@ -108,7 +111,7 @@ def function_of_arrays(
 
 
 def _modification(case: Case, form: score_mods.Form | None, captured: dict[str, Array]) -> dict[str, Any]:
-    """The argument by which the case's `score_mod` is asked for, if it has one."""
+    """Return the argument by which the case's `score_mod` is asked for, if it has one."""
     name = case.score_mod
     if name is None or form is None:
         return {}

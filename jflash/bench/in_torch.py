@@ -1,4 +1,4 @@
-"""Attention in torch: its own function, and others that take its tensors."""
+"""The attention of torch: its own function, and others that take its tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jflash.bench.cases import DIFFERENTIATED, Case, Data, Work, options
 from jflash.bench.record import Figures
 
 QUEUEING_CYCLES = 20_000_000
-"""Cycles for which the GPU is kept waiting while a sample's calls are queued: ten milliseconds at 2 GHz."""
+"""The cycles for which the GPU is kept waiting while a sample's calls are queued: ten milliseconds at 2 GHz."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,31 +25,36 @@ class InTorch:
     """A function of torch tensors; on an NVIDIA GPU timed by CUDA events, else by the wall clock."""
 
     package: str
-    """As it is named where it is published."""
+    """The package's name where it is published."""
     module: str
-    """As it is named in Python."""
+    """The package's name in Python."""
     load: Callable[[], Callable[..., Any]]
-    """Gives the function, which returns the output alone; called only if the package is here."""
+    """A function that imports and returns the library's attention, which returns the output alone.
+
+    It is called only if the package is here.
+    """
     arguments: Mapping[str, str | None]
-    """What it calls those arguments of `jflash.attention` that it has; `None`: it needs none."""
+    """The library's names for the arguments of `jflash.attention` that it has; `None`: it needs none."""
     heads_first: bool = False
-    """Whether its layout is [batch, heads, tokens, head dimension] instead of jax.nn's."""
+    """Whether the library's layout is [batch, heads, tokens, head dimension] instead of jax.nn's."""
     for_grouped_heads: Mapping[str, Any] | None = dataclasses.field(default_factory=dict[str, Any])
-    """What it has to be told if there are fewer key heads than query heads; `None`: it takes no such call."""
+    """The arguments that tell the library of fewer key heads than query heads; `None`: it takes no such call."""
     compiler: tuple[str, ...] = ()
-    """The package that compiles its kernels when they are called, whose version says as much as its own."""
+    """The package that compiles the library's kernels when they are called, whose version matters as much as the
+    library's own."""
     needs_nvidia: bool = False
     has_forward_mode: bool = False
-    """Whether its kernels make tangents. If so, it takes tensors of its own layout without a copy, and no other's."""
+    """Whether the library's kernels make tangents. If so, it takes tensors of its own layout without a copy, and no
+    other's."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Itself, its compiler and torch."""
+        """The names of the packages whose versions are recorded: the library, its compiler and torch."""
         return self.package, *self.compiler, "torch"
 
     def missing(self, platform: Platform) -> str | None:
-        """If it is not installed, cannot be imported, or does not see JAX's device."""
+        """Say why the library is not here: not installed, not importable, or blind to JAX's device; `None`: it is."""
         for package, module in (("torch", "torch"), (self.package, self.module)):
             reason = packages.missing(package, module)
             if reason is not None:
@@ -64,7 +69,7 @@ class InTorch:
         return f"This torch has no device for {platform}."
 
     def refuses(self, case: Case, names: Sequence[str]) -> str | None:
-        """A dtype or an argument that it does not have."""
+        """Say which dtype or argument of a case the library does not have; `None`: it has all."""
         if case.dtype not in self.dtypes:
             return f"It takes {' and '.join(self.dtypes)}, not {case.dtype}."
         if case.heads != case.key_heads and self.for_grouped_heads is None:
@@ -75,19 +80,22 @@ class InTorch:
         return f"It has no argument {', '.join(unknown)}." if unknown else None
 
     def _form(self, name: score_mods.Name) -> score_mods.Form | None:
-        """No bias: torch would make it in one pass over memory for each operation."""
+        """Return how the library is asked for a `score_mod`, which is never a bias.
+
+        torch would make a bias in one pass over memory for each operation.
+        """
         forms: tuple[score_mods.Form, ...] = ("score_mod", score_mods.SCORE_MODS[name].stand_in)
         return next((form for form in forms if form != "bias" and form in self.arguments), None)
 
     def serving(self, case: Case, data: Data) -> str | None:
-        """It does not say."""
+        """Return `None`: torch does not say which implementation serves."""
         return None
 
     def prepare(self, case: Case, work: Work, data: Data) -> clocks.Prepared:
-        """Called once, with JAX's own arrays as tensors.
+        """Return the work, called once with JAX's own arrays as tensors.
 
         Raises:
-          NotImplementedError: for forward mode, if it has none.
+          NotImplementedError: for forward mode, if the library has none.
         """
         if work == "jvp" and not self.has_forward_mode:
             raise NotImplementedError("It has no kernels for forward mode.")
@@ -118,7 +126,7 @@ class InTorch:
 
             def push() -> object:
                 with forward_mode.dual_level():
-                    # Along the tensors themselves, as in JAX.
+                    # The direction is that of the tensors themselves, as in JAX.
                     duals = {own: forward_mode.make_dual(tensor, tensor) for own, tensor in moving.items()}
                     return forward_mode.unpack_dual(attend(**duals))
 
@@ -138,7 +146,7 @@ class InTorch:
 
 
 def dot_product_attention() -> InTorch:
-    """`torch.nn.functional.scaled_dot_product_attention`."""
+    """Import `torch.nn.functional.scaled_dot_product_attention`."""
     return InTorch(
         package="torch",
         module="torch",
@@ -159,7 +167,7 @@ def dot_product_attention() -> InTorch:
 
 
 def flex_attention() -> InTorch:
-    """`torch.nn.attention.flex_attention`, compiled. On a CPU it has no backward.
+    """Import `torch.nn.attention.flex_attention`, compiled. On a CPU it has no backward.
 
     Source: https://docs.pytorch.org/docs/2.15/nn.attention.flex_attention.html.
     """
@@ -167,7 +175,7 @@ def flex_attention() -> InTorch:
     def load() -> Callable[..., Any]:
         module = importlib.import_module("torch.nn.attention.flex_attention")
 
-        # A function of its own for each case: torch compiles one of them for a few cases only.
+        # Each case has a function of its own: torch compiles one function for a few cases only.
         def attention(*arrays: Any, **options: Any) -> Any:
             return module.flex_attention(*arrays, **options)
 
@@ -197,14 +205,14 @@ def flex_attention() -> InTorch:
 
 
 def flash_attention_4() -> InTorch:
-    """FlashAttention-4, which is written in CuTe's Python and compiles its kernels when they are first called.
+    """Import FlashAttention-4, which is written in CuTe's Python and compiles its kernels when they are first called.
 
     Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py.
     """
 
     def load() -> Callable[..., Any]:
         function = importlib.import_module("flash_attn.cute").flash_attn_func
-        # It returns the log-sum-exp too.
+        # The function returns the log-sum-exp too.
         return lambda **arguments: function(**arguments)[0]
 
     return InTorch(
@@ -227,7 +235,7 @@ def flash_attention_4() -> InTorch:
 
 
 def jvp_flash_attention() -> InTorch:
-    """Kernels in Triton that make the output and its tangent together.
+    """Import kernels in Triton that make the output and its tangent together.
 
     Source: https://github.com/amorehead/jvp-flash-attention, JVPAttn.fwd_dual.
     """
@@ -250,7 +258,7 @@ def _torch() -> Any:
 
 
 def _prepared(call: Callable[[], Any], arguments: int) -> clocks.Prepared:
-    """`arguments` is the number of their bytes."""
+    """Return the work, called once; `arguments` is the number of bytes of its arguments."""
     if not clocks.on_nvidia():
         call()
         return clocks.Prepared(clocks.wall_clock(call), Figures())

@@ -1,8 +1,8 @@
 """A run in a process of its own, which is ended if a case takes a library too long.
 
 A compiler or a kernel that hangs cannot be interrupted from within, and one that crashes takes its process with it. So
-the process that measures says what it begins; the record on disk has all that it has finished. When it has to be ended,
-or ends by itself, that case is refused in its record, and another process goes on with what is left.
+the process that measures says what it begins, and the record on disk has all that it has finished. When the process has
+to be ended, or ends by itself, that case is refused in its record, and another process goes on with what is left.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ class _Stopped(NamedTuple):
     case: Case
     peer: Name
     reason: str | None
-    """`None`: the process ended by itself."""
+    """The reason why the process was ended; `None`: it ended by itself."""
 
 
 Measuring = Callable[[Connection, bool], None]
-"""Measures, and sends what it begins before each step and None at the end, or why nothing can be measured; the second
-argument is whether to go on with the record. It can be pickled."""
+"""A function that measures, and sends what it begins before each step.
+
+At the end it sends None, or why nothing can be measured. The second argument is whether to go on with the record. The
+function can be pickled.
+"""
 
 
 def measured(
@@ -41,14 +44,14 @@ def measured(
     works: Callable[[Case], Sequence[Work]],
     step: Step,
 ) -> record.Record:
-    """The record at the path, after all was measured or refused.
+    """Return the record at the path, after all was measured or refused.
 
     Raises:
       ValueError: if nothing can be measured.
       RuntimeError: if a process ends before it has begun anything.
     """
     steps_before = 0
-    # Not forked: the libraries have threads.
+    # The process is not forked: the libraries have threads.
     processes = multiprocessing.get_context("spawn")
     while True:
         ours, theirs = processes.Pipe(duplex=False)
@@ -59,7 +62,7 @@ def measured(
             try:
                 stopped, steps_before = _watch(ours, limit_s, step, steps_before)
             finally:
-                # One that has ended by itself is left its exit code.
+                # A process that has ended by itself keeps its exit code.
                 process.join(timeout=1)
                 process.kill()
                 process.join()
@@ -74,14 +77,14 @@ def measured(
 def _watch(connection: Connection, limit_s: float, step: Step, before: int) -> tuple[_Stopped | None, int]:
     """Listen until all is done (`None`), a case of a library has taken too long, or the process has ended.
 
-    Also returns how many steps were begun, with those of the processes before.
+    It also returns how many steps were begun, including those of earlier processes.
     """
     spent: dict[tuple[Case, Name], float] = {}
     begun: Begun | None = None
     number = before
     while True:
         start = time.monotonic()
-        # Before the first step libraries are imported, which is of no case.
+        # Before the first step libraries are imported, which counts for no case.
         if begun is not None and not connection.poll(limit_s - spent[begun.case, begun.peer]):
             return _Stopped(begun.case, begun.peer, f"It took longer than {limit_s:g} s."), number
         try:

@@ -1,7 +1,9 @@
-"""One case after the other by every peer, in turns: each round does all its work once, so that a machine's moods are
-shared fairly. What a case has given is kept before the next one begins.
+"""The measurement of one case after the other by every peer, in turns.
 
-What a GPU has just done says how fast it is: a clock that was lowered for want of power stays low for some tens of
+Each round does all of a case's work once, so that a machine's moods are shared fairly. What a case has given is kept
+before the next one begins.
+
+What a GPU has just done decides how fast it is: a clock that was lowered for want of power stays low for some tens of
 milliseconds. So the peers do the same work one after the other, and in each round another one is the first.
 """
 
@@ -29,7 +31,7 @@ class Begun(NamedTuple):
 
     label: str
     steps: int
-    """How many there are in all."""
+    """The number of steps in all."""
     case: Case
     peer: Name
 
@@ -73,11 +75,11 @@ def measure(
     earlier: Record | None = None,
     keep: Callable[[Record], None] = lambda record: None,
 ) -> Record:
-    """All figures. Peers that are not here are listed with the reason.
+    """Return all figures. Peers that are not here are listed with the reason.
 
     Args:
       earlier: what a run that was cut off has measured already.
-      keep: is given the record as it is before the first case and after each.
+      keep: a function that is given the record before the first case and after each.
 
     Raises:
       ValueError: if figures would not compare with the earlier ones.
@@ -121,7 +123,7 @@ def measure(
 
 
 def works(case: Case, backward: bool, forward_mode: bool) -> tuple[Work, ...]:
-    """What is timed of a case."""
+    """Return the work of a case that is timed."""
     if not case.has_backward:
         return ("fwd",)
     return ("fwd", *(("fwd+bwd",) if backward else ()), *(("jvp",) if forward_mode else ()))
@@ -129,19 +131,19 @@ def works(case: Case, backward: bool, forward_mode: bool) -> tuple[Work, ...]:
 
 def _product(rounds: int) -> Product:
     size, dtype = (8192, "bfloat16") if _platform.current().name == "gpu" else (2048, "float32")
-    # Not of zeros or ones: what a GPU's power allows depends on the bits that change.
+    # Numbers are not zeros or ones: what a GPU's power allows depends on the bits that change.
     factors = [jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(0))]
     product = clocks.prepare(jnp.dot, *factors)
     return Product(size, dtype, statistics.median([ms for _ in range(rounds) for ms in product.sample()]))
 
 
 def refused(case: Case, peer: Name, done: Sequence[Work], reason: str) -> list[Row]:
-    """The rows of what was not done, for one reason."""
+    """Return the rows of what was not done, for one reason."""
     return [*_rows([_Turn(case, peer, work, None, reason) for work in done], None)]
 
 
 def _in_order(turns: Sequence[_Turn], number: int) -> Iterator[_Turn]:
-    """The turns of a round: of each work those of all peers, of whom another is the first in each."""
+    """Return the turns of a round: for each work the turns of all peers, of whom another is the first in each round."""
     groups: dict[Work, list[_Turn]] = {}
     for turn in turns:
         groups.setdefault(turn.work, []).append(turn)
@@ -160,7 +162,7 @@ def _turn(case: Case, peer: Name, asked: Peer, work: Work, arrays: Data) -> _Tur
 
 
 def _attempt[T](function: Callable[[], T]) -> T | str:
-    """What a peer's function returns, or the first line of what it raises."""
+    """Return what a peer's function returns, or the first line of what it raises."""
     try:
         return function()
     except Exception as error:  # It is theirs to choose, and is recorded, as what they cannot do is a result too.
@@ -169,7 +171,7 @@ def _attempt[T](function: Callable[[], T]) -> T | str:
 
 
 def _rows(turns: Sequence[_Turn], ceiling: float | None) -> Iterator[Row]:
-    """Those measured, and the backward's, whose time is that of both less the forward's."""
+    """Return the rows measured, and the backward's, whose time is that of both passes less the forward's."""
     for _, group in itertools.groupby(turns, key=lambda turn: turn.peer):
         found: dict[Work, _Turn] = {turn.work: turn for turn in group}
         turn = found["fwd"]

@@ -1,4 +1,4 @@
-"""Whether a peer's package can be used on this machine."""
+"""The question whether a peer's package can be used on this machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 
 def missing(package: str, module: str) -> str | None:
-    """The sentence for a package that is not installed; `None` if its module can be found."""
+    """Return the sentence for a package that is not installed; `None` if its module can be found."""
     return None if _can_be_found(module) else f"{package} is not installed."
 
 
 def unimportable(package: str, load: Callable[[], Any]) -> str | None:
-    """The sentence for a package that is installed, but lacks something it needs; `None` if `load` can import it."""
+    """Return the sentence for a package that is installed and lacks something it needs; `None` if `load` can import
+    it."""
     try:
         load()
     except ImportError as error:

@@ -26,23 +26,23 @@ class Peer(Protocol):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Whose versions are recorded."""
+        """The names of the packages whose versions are recorded."""
         ...
 
     def missing(self, platform: Platform) -> str | None:
-        """Why it takes no part on this machine, in a sentence; `None`: it does."""
+        """Say in a sentence why the peer takes no part on this machine; `None`: it does."""
         ...
 
     def refuses(self, case: Case, names: Sequence[str]) -> str | None:
-        """Why, by what it says of itself, it cannot do a case with arguments of these names; `None`: it may."""
+        """Say why, by its own account, it cannot do a case with arguments of these names; `None`: it may."""
         ...
 
     def serving(self, case: Case, data: Data) -> str | None:
-        """Which of its implementations will serve, where that can be asked."""
+        """Return which of its implementations will serve, where that can be asked."""
         ...
 
     def prepare(self, case: Case, work: Work, data: Data) -> Prepared:
-        """Forward, both forward and backward, or forward mode, compiled and done once."""
+        """Return the work, compiled and done once: the forward, both passes, or forward mode."""
         ...
 
 
@@ -60,11 +60,12 @@ PEERS: dict[Name, Peer] = {
     "FlashAttention-4": in_torch.flash_attention_4(),
     "jvp_flash_attention": in_torch.jvp_flash_attention(),
 }
-"""By the names under which they are shown; cuDNN's is its attention by way of jax.nn, and flex_attention is torch's."""
+"""The peers by the names under which they are shown. cuDNN's is its attention by way of jax.nn, and flex_attention
+torch's."""
 
 
 def asking_for(implementation: str | None) -> Mapping[Name, Peer]:
-    """The libraries, of jflash this implementation.
+    """Return the peers, with this implementation of jflash.
 
     Raises:
       ValueError: if it has none of that name.
@@ -76,7 +77,7 @@ def asking_for(implementation: str | None) -> Mapping[Name, Peer]:
 
 
 def versions(peers: Sequence[Name]) -> dict[str, str]:
-    """Of jflash, JAX and the packages of these peers."""
+    """Return the versions of jflash, JAX and the packages of these peers."""
     packages = dict.fromkeys(
         ["jflash", "jax", "jaxlib", *(package for name in peers for package in PEERS[name].packages)]
     )
@@ -84,5 +85,5 @@ def versions(peers: Sequence[Name]) -> dict[str, str]:
 
 
 def version(package: str) -> str:
-    """What a record says of a package that takes part."""
+    """Return what a record says of the version of a package that takes part."""
     return _versions.installed(package) or "from a folder on the path"

@@ -1,4 +1,4 @@
-"""A record in pictures: bars by sequence length, and the time of every option."""
+"""The pictures of a record: bars by sequence length, and the time of every option."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TITLES = {"fwd": "forward", "bwd": "backward"}
 BARS = 0.8
 """The part of the place of a length, or of an option, that its bars take."""
 CHARACTERS_PER_INCH = 17
-"""Of the caption, at most."""
+"""The most characters per inch of the caption."""
 
 
 def draw(record: Record, folder: pathlib.Path, stem: str) -> list[pathlib.Path]:
-    """Write every picture that the record has figures for. Returns where."""
+    """Write every picture that the record has figures for, and return their paths."""
     figures: dict[str, Figure] = {}
     grid = [row for row in record.rows if not row.is_feature and row.tflops is not None and row.work in TITLES]
     widths = sorted({row.width for row in grid})
@@ -45,13 +45,13 @@ def draw(record: Record, folder: pathlib.Path, stem: str) -> list[pathlib.Path]:
         figures["options"] = by_option(record, options)
     paths = {name: folder / f"{stem}-{name}.png" for name in figures}
     for name, figure in figures.items():
-        # Nothing of matplotlib's version in the file: the same figures make the same file.
+        # Without matplotlib's version in the file, the same figures make the same file.
         figure.savefig(paths[name], dpi=100, metadata={"Software": None})
     return list(paths.values())
 
 
 def by_length(record: Record, rows: Sequence[Row], title: str) -> Figure:
-    """A panel for each head dimension and mask; in it, for each sequence length, a bar for each peer."""
+    """Draw a panel for each head dimension and mask; in it, for each sequence length, a bar for each peer."""
     masks, peers = (_distinct(rows, name) for name in ("case", "peer"))
     dims = list(dict.fromkeys(map(head_dims, rows)))
     lengths = sorted(_distinct(rows, "queries"))
@@ -80,7 +80,7 @@ def by_length(record: Record, rows: Sequence[Row], title: str) -> Figure:
 
 
 def by_option(record: Record, rows: Sequence[Row]) -> Figure:
-    """For each option a bar for each peer, as long as it took; forward beside backward."""
+    """Draw for each option a bar for each peer, as long as it took; forward beside backward."""
     cases, peers, works = (_distinct(rows, name) for name in ("case", "peer", "work"))
     figure = Figure((4.6 * len(works) + 1, 0.15 * len(cases) * len(peers) + 1.8), layout="constrained")
     panels: Any = figure.subplots(1, len(works), squeeze=False, sharey=True)
@@ -102,7 +102,7 @@ def by_option(record: Record, rows: Sequence[Row]) -> Figure:
 
 
 def _places(groups: int, number: int, bars: int) -> list[float]:
-    """The middles of the bars of this number, one in each group."""
+    """Return the middles of the bars of this number, one in each group."""
     return [group + (number - (bars - 1) / 2) * BARS / bars for group in range(groups)]
 
 
@@ -117,7 +117,7 @@ def _distinct(rows: Sequence[Row], name: str) -> list[Any]:
 
 
 def _finished(record: Record, rows: Sequence[Row], figure: Figure, axes: Any, title: str) -> Figure:
-    """With a title, a legend, and under it all where it was measured."""
+    """Add a title, a legend, and under it all where it was measured."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8, frameon=False)

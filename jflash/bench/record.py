@@ -1,4 +1,4 @@
-"""What a run found: one schema, in memory and as JSON."""
+"""The record of a run: one schema, in memory and as JSON."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from jflash.bench.cases import Case, Work, flops
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """Where and how it was measured."""
+    """The place and manner of a measurement."""
 
     date: str
     device: str
     clock: str
-    """What was read: wall clock, or the times of kernels."""
+    """The clock: wall clock, or the times of kernels."""
     versions: dict[str, str]
-    """Of jflash, JAX and the peers' packages; and that jflash's tiles were tuned, if they were."""
+    """The versions of jflash, JAX and the peers' packages; and that jflash's tiles were tuned, if they were."""
     missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Peers that took no part, and why."""
+    """The peers that took no part, with reasons."""
 
     def __str__(self) -> str:
-        """As it stands under tables and pictures."""
+        """Return the text that stands under tables and pictures."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{self.date}, {self.device}, {self.clock}; {versions}."
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What can be known of some work. What was not measured, or cannot be on this machine, is `None`."""
+    """The figures of some work. What was not measured, or cannot be on this machine, is `None`."""
 
     ms: float | None = None
-    """Median time, in milliseconds."""
+    """The median time, in milliseconds."""
     samples_ms: list[float] | None = None
-    """What it is the median of."""
+    """The samples of which `ms` is the median."""
     compile_s: float | None = None
-    """Seconds of tracing, lowering and compiling. The first of a peer has its imports in it."""
+    """The seconds of tracing, lowering and compiling. A peer's first work includes its imports."""
     temporary_mib: float | None = None
-    """What the work holds besides arguments and results, in MiB."""
+    """The memory of the work besides arguments and results, in MiB."""
     peak_mib: float | None = None
-    """Arguments, results and what is temporary together."""
+    """The memory of arguments, results and what is temporary together, in MiB."""
     device_peak_mib: float | None = None
-    """The device's own high-water mark, everything else that was on it included; known where this work raised it."""
+    """The device's own high-water mark, including everything else that was on it; known where this work raised it."""
     refusal: str | None = None
-    """Why it was not done, in the words of the peer that refused."""
+    """The reason why it was not done, in the words of the peer that refused."""
 
 
 SHAPE = ("dtype", "batch", "queries", "keys", "heads", "key_heads", "head_dim", "value_dim")
@@ -73,22 +73,22 @@ class Row:
     asked_width: int | None = None
     """Heads times head dimension as they were asked for, if that is no multiple of the head dimension."""
     tflops: float | None = None
-    """10**12 floating-point operations a second, by `cases.flops`."""
+    """The rate in 10**12 floating-point operations a second, by `cases.flops`."""
     fraction: float | None = None
-    """That, as a part of the machine's own rate at matrix products."""
+    """The rate as a part of the machine's own rate at matrix products."""
     implementation: str | None = None
-    """Which of the peer's implementations served."""
+    """The peer's implementation that served."""
     note: str | None = None
-    """What else must be known to compare it with others."""
+    """A remark that must be known to compare the row with others."""
 
     @property
     def width(self) -> int:
-        """Heads times head dimension, as it was asked for."""
+        """The number of heads times the head dimension, as it was asked for."""
         return self.heads * self.head_dim if self.asked_width is None else self.asked_width
 
     @property
     def call(self) -> tuple[Any, ...]:
-        """What tells its case from others."""
+        """The facts that tell the row's case from others."""
         return (self.case, self.is_feature, self.asked_width, *(getattr(self, name) for name in SHAPE))
 
     @staticmethod
@@ -100,11 +100,11 @@ class Row:
         ceiling: float | None = None,
         implementation: str | None = None,
     ) -> Row:
-        """The row with its rates; `ceiling` is the machine's TFLOP/s at matrix products."""
+        """Return the row with its rates; `ceiling` is the machine's TFLOP/s at matrix products."""
         shape = {
             field.name: getattr(case, field.name) for field in dataclasses.fields(Row) if hasattr(case, field.name)
         }
-        # The difference of two noisy times can be nothing.
+        # The difference of two noisy times can be 0 or less.
         tflops = flops(case, work) / figures.ms / 1e9 if figures.ms is not None and figures.ms > 0 else None
         fraction = None if tflops is None or ceiling is None else tflops / ceiling
         return Row(
@@ -121,7 +121,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A square matrix product: the machine's own rate."""
+    """A square matrix product, which shows the machine's own rate."""
 
     size: int
     dtype: str
@@ -129,7 +129,7 @@ class Product:
 
     @property
     def tflops(self) -> float:
-        """10**12 floating-point operations a second."""
+        """The rate in 10**12 floating-point operations a second."""
         return 2 * self.size**3 / self.ms / 1e9
 
 
@@ -142,19 +142,20 @@ class Record:
     rows: tuple[Row, ...]
 
     def has(self, case: Case, peer: str, works: Sequence[Work]) -> bool:
-        """Whether all of this was measured, or refused."""
+        """Return whether all of this was measured, or refused."""
         call = Row.of(case, peer, "fwd", Figures()).call
         return set(works) <= {row.work for row in self.rows if (row.call, row.peer) == (call, peer)}
 
     def with_rows(self, rows: Sequence[Row]) -> Record:
-        """With these, in the place of those of the same case and peer; each case's rows one after the other."""
+        """Return the record with these rows, in the place of those of the same case and peer. Rows of a case stay
+        together."""
         new = {(row.call, row.peer) for row in rows}
         kept = [row for row in self.rows if (row.call, row.peer) not in new]
         calls = {call: place for place, call in enumerate(dict.fromkeys(row.call for row in (*self.rows, *rows)))}
         return dataclasses.replace(self, rows=tuple(sorted((*kept, *rows), key=lambda row: calls[row.call])))
 
     def continued(self, about: About, present: Sequence[str]) -> Record:
-        """What a later run, by the peers that are present, goes on with.
+        """Return the record with which a later run, by the peers that are present, goes on.
 
         Raises:
           ValueError: if the later run has another device, clock or version, so that figures would not compare.
@@ -173,12 +174,13 @@ class Record:
         return dataclasses.replace(self, about=dataclasses.replace(self.about, versions=versions, missing=missing))
 
     def write(self, path: pathlib.Path) -> None:
-        """As JSON, one row on a line; what is not known is left out. Whenever it is ended, a whole file is there."""
+        """Write JSON, one row on a line, without what is not known. Whenever the process is ended, a whole file is
+        there."""
         lines = [_line(_flat(row)) for row in self.rows]
         product = None
         if self.product is not None:
             product = _known(dataclasses.asdict(self.product))
-            # Of what is written: read and written again, it must be the same.
+            # The rate is that of the numbers as written, so that a record stays the same when read and written again.
             product["tflops"] = float(f"{Product(**product).tflops:.9g}")
         text = "".join(
             (
@@ -195,7 +197,7 @@ class Record:
 
 
 def read(path: pathlib.Path) -> Record:
-    """The record that `Record.write` wrote."""
+    """Return the record that `Record.write` wrote."""
     found = json.loads(path.read_text())
     product = found["product"]
     names = {field.name for field in dataclasses.fields(Figures)}
@@ -216,7 +218,7 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def _known(fields: dict[str, Any]) -> dict[str, Any]:
-    # Nine digits: what is behind them is noise of binary fractions.
+    # Beyond nine digits there is only noise of binary fractions.
     short = {name: float(f"{value:.9g}") for name, value in fields.items() if isinstance(value, float)}
     return {name: short.get(name, value) for name, value in fields.items() if value is not None}
 

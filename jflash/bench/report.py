@@ -1,4 +1,4 @@
-"""A record as a table."""
+"""The table of a record."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FLOPS = (
     "alone counts half of all pairs."
 )
 WIDEST = 160
-"""Characters of a table's line at most: captions are sentences, and wrap."""
+"""The most characters of a table's line: captions are sentences, and wrap."""
 BACKWARD = "Backward: the time of forward and backward in one call, less the forward's."
 
 
 def table(record: Record) -> Table:
-    """A line for each case and peer."""
+    """Return a table with a line for each case and peer."""
     table = Table(
         caption="\n".join(caption(record)),
         box=rich.box.SIMPLE_HEAD,
@@ -45,7 +45,7 @@ def table(record: Record) -> Table:
 
 
 def has_jvp(rows: Sequence[Row]) -> bool:
-    """Whether forward mode was measured."""
+    """Return whether forward mode was measured."""
     return any(row.work == "jvp" for row in rows)
 
 
@@ -57,7 +57,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def caption(record: Record) -> Iterator[str]:
-    """What a reader of the figures needs: the machine, the clock, the missing peers, the refusals."""
+    """Return what a reader of the figures needs: the machine, the clock, the missing peers, the refusals."""
     yield str(record.about)
     if record.product is not None:
         product = record.product
@@ -77,7 +77,7 @@ def caption(record: Record) -> Iterator[str]:
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """What the record says of some rows only, and of whose."""
+    """Return what the record says of some rows only, with the names of the peers."""
     whose: dict[str, list[str]] = {}
     for row in rows:
         if row.note is not None:
@@ -87,29 +87,29 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def case_name(row: Row) -> str:
-    """Its mask or option, and its shape."""
+    """Return the case's mask or option, and its shape."""
     return f"{row.case}: {shape(row)}"
 
 
 def shape(row: Row) -> str:
-    """Batch, tokens, heads and their dimension."""
+    """Return the case's batch, tokens, heads and their dimension as text."""
     tokens = f"{row.queries:,}" if row.queries == row.keys else f"{row.queries:,} on {row.keys:,}"
     heads = f"{row.heads}" if row.heads == row.key_heads else f"{row.heads} on {row.key_heads}"
     return f"{row.batch} x {tokens}, {heads} x d{head_dims(row)}"
 
 
 def head_dims(row: Row) -> str:
-    """As the command line takes them."""
+    """Return the head dimensions as the command line takes them."""
     return f"{row.head_dim}" if row.head_dim == row.value_dim else f"{row.head_dim}/{row.value_dim}"
 
 
 def rate_unit(rows: Sequence[Row]) -> str:
-    """The unit in which these rates are neither tiny nor huge."""
+    """Return the unit in which these rates are neither tiny nor huge."""
     return "TFLOP/s" if max((row.tflops or 0 for row in rows), default=0) >= 1 else "GFLOP/s"
 
 
 def scaled(rows: Sequence[Row], tflops: float | None) -> str:
-    """A rate in `rate_unit`."""
+    """Return a rate in `rate_unit`."""
     if tflops is None:
         return ""
     return f"{tflops:,.0f}" if rate_unit(rows) == "TFLOP/s" else f"{1e3 * tflops:,.0f}"
@@ -133,7 +133,7 @@ def _figures(record: Record, works: dict[str, Row]) -> Iterator[str]:
 
 
 def short(number: float | None) -> str:
-    """With three digits, or all before the point."""
+    """Return a number with three digits, or all before the point."""
     if number is None:
         return ""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"

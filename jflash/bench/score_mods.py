@@ -1,4 +1,4 @@
-"""Functions of one logit that are timed as a `score_mod`, and what takes their place in a library that has none.
+"""The functions of one logit that are timed as a `score_mod`, and what takes their place in a library that has none.
 
 Each is written once, with the functions of jax.numpy that torch has too, under the same names.
 """
@@ -14,11 +14,11 @@ from jaxtyping import Array
 
 Name = Literal["soft cap", "scalar", "per head", "relative"]
 Form = Literal["score_mod", "logits_soft_cap", "bias"]
-"""The argument by which a library is asked for it."""
+"""The argument by which a library is asked for a function of one logit."""
 
 CAP = 50.0
 FARTHEST = 128
-"""Tokens beyond which all distances have one number of a table."""
+"""The distance in tokens beyond which all distances have one number of a table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,12 @@ class ScoreMod:
     """A function, and the arrays that it closes over."""
 
     function: Callable[..., Any]
-    """`f(numbers, captured, logit, head, query, key)`; `numbers` is jax.numpy or torch."""
+    """A function `f(numbers, captured, logit, head, query, key)`; `numbers` is jax.numpy or torch."""
     captured: Callable[[int], dict[str, Array]]
-    """The arrays, from the number of heads. Those in `cases.DIFFERENTIATED` are learned."""
+    """A function from the number of heads to the arrays. Those in `cases.DIFFERENTIATED` are learned."""
     stand_in: Form
-    """What computes the same in a library without `score_mod`. A bias is made from the arrays in the timed call."""
+    """The argument that computes the same in a library without `score_mod`. A bias is made from the arrays in the timed
+    call."""
 
 
 def _soft_cap(numbers: Any, captured: Any, logit: Any, head: Any, query: Any, key: Any) -> Any:
@@ -50,7 +51,7 @@ def _relative(numbers: Any, captured: Any, logit: Any, head: Any, query: Any, ke
 
 
 def slopes(heads: int) -> Array:
-    """ALiBi's, one for each head."""
+    """Return ALiBi's slopes, one for each head."""
     return 2.0 ** -jnp.linspace(1, 8, heads)
 
 
@@ -67,7 +68,7 @@ SCORE_MODS: dict[Name, ScoreMod] = {
 
 
 def bound(name: Name, numbers: Any, captured: dict[str, Any]) -> Callable[..., Any]:
-    """The function with the arguments of a `score_mod`, which jflash and torch have in one order."""
+    """Return the function with the arguments of a `score_mod`, which jflash and torch have in one order."""
     function = SCORE_MODS[name].function
 
     def score_mod(logit: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -77,7 +78,7 @@ def bound(name: Name, numbers: Any, captured: dict[str, Any]) -> Callable[..., A
 
 
 def bias(name: Name, captured: dict[str, Array], heads: int, queries: int, keys: int, dtype: str) -> Array:
-    """What it adds to every logit, `[1, heads, queries, keys]`."""
+    """Return what the function adds to every logit, `[1, heads, queries, keys]`."""
     head, query = jnp.arange(heads)[:, None, None], jnp.arange(queries)[:, None]
     added = bound(name, jnp, captured)(jnp.zeros(()), None, head, query, jnp.arange(keys))
     return jnp.broadcast_to(added, (1, heads, queries, keys)).astype(dtype)

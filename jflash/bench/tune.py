@@ -22,23 +22,23 @@ from jflash.bench.in_jax import function_of_arrays
 from jflash.bench.report import short
 
 MARGIN = 0.03
-"""By what part of its time a candidate must be faster than the backend's own choice: less is noise."""
+"""The part of its time by which a candidate must be faster than the backend's own choice: less is noise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Open:
-    """A choice, and the largest of the cases that leave it open."""
+    """A choice that is open, and the largest of the cases that leave it open."""
 
     key: TuningKey
     candidates: tuple[Any, ...]
-    """The backend's own choice first."""
+    """The candidates, the backend's own choice first."""
     case: Case
     work: Work
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A choice made."""
+    """A choice that was made."""
 
     open: Open
     times: tuple[float, ...]
@@ -46,7 +46,7 @@ class Found:
 
     @property
     def fastest(self) -> int:
-        """The candidate's place: the first, if no other is faster by `MARGIN`."""
+        """The fastest candidate's place: the first, if no other is faster by `MARGIN`."""
         place = min(range(len(self.times)), key=self.times.__getitem__)
         return place if self.times[place] < (1 - MARGIN) * self.times[0] else 0
 
@@ -57,7 +57,10 @@ class Found:
 
 
 def tune(cases: Sequence[Case], rounds: int, step: Callable[[str, int], None]) -> list[Found]:
-    """Every choice that the cases leave open, one after the other; `step` is told what comes next, and of how many."""
+    """Make every choice that the cases leave open, one after the other.
+
+    `step` is told what comes next, and of how many.
+    """
     left_open = list(_left_open(cases))
     steps = sum(len(choice.candidates) for choice in left_open)
     answers: dict[TuningKey, Any] = {}
@@ -70,7 +73,7 @@ def tune(cases: Sequence[Case], rounds: int, step: Callable[[str, int], None]) -
             step(f"{choice.key.kind}, {choice.case.name}", steps)
             function, arguments = function_of_arrays(choice.case, choice.work, arrays)
             with _tuning.trying({**answers, choice.key: tiles}):
-                # Else what was traced with the tiles before would be found again.
+                # Without this, what was traced with the tiles before would be found again.
                 jax.clear_caches()
                 prepared.append(clocks.prepare(function, *arguments))
         for _ in range(rounds):
@@ -82,7 +85,7 @@ def tune(cases: Sequence[Case], rounds: int, step: Callable[[str, int], None]) -
 
 
 def _left_open(cases: Sequence[Case]) -> Iterator[Open]:
-    """What has more than one candidate, each with the case that has the most to compute."""
+    """Return the choices with more than one candidate, each with the case that has the most to compute."""
     seen: set[TuningKey] = set()
     for case in sorted(cases, key=lambda case: -flops(case, "fwd")):
         arrays = data(case)
@@ -105,7 +108,7 @@ def store(found: Sequence[Found]) -> Path:
 
 
 def table(found: Sequence[Found]) -> Table:
-    """A line for each choice."""
+    """Return a table with a line for each choice."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, caption=f"Kept where faster by {MARGIN:.0%} or more.")
     for name in ("choice", "measured on", "own tiles", "fastest tiles"):
         table.add_column(name)
