@@ -17,7 +17,7 @@ namespace jflash {
 struct Buffer {
   void* data;
   std::size_t bytes;
-  std::size_t element_bytes;  // of one element: 1, 2, 4 or 8
+  std::size_t element_bytes;  // the size of one element: 1, 2, 4 or 8
 };
 
 // One dispatch. Operands are bound at buffer(0..n-1), results at buffer(n..n+m-1), the parameters at buffer(n+m).

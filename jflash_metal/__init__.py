@@ -5,7 +5,7 @@ the native library is built without Metal (`_ffi.host()`), the same shaders run 
 races and for accesses out of bounds.
 
 A call is planned from its `Spec` (`_plan`), its arrays are prepared and its kernels launched (`_launch`, by way of
-`_ffi`), and `finish` makes the gradients of what the kernels wrote. shaders/ has the algorithms.
+`_ffi`), and `finish` makes the gradients from what the kernels wrote. shaders/ has the algorithms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ LARGEST_DIM = 256
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
-    """Another platform than JAX's cpu, what the shaders do not compute, or a native library that is not there."""
+    """Return why a call is refused, else `None`: another platform than JAX's cpu, an option that the shaders do not
+    compute, or a native library that is not there."""
     if platform.name == "METAL":
         return (
             "jax-metal's platform METAL runs two custom calls of its own and has no FFI, so no library can run a "
@@ -56,28 +57,28 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 
 def describe(spec: Spec, platform: Platform) -> str:
-    """What a call launches, as text: of each kernel the grid, the block, threadgroup memory and results."""
+    """Return what a call launches, as text: for each kernel the grid, the block, threadgroup memory and results."""
     del platform  # the plan is the same wherever the shaders run
     copied = "; ".join(copies(spec)) or "nothing"
     return f"forward\n{plan_forward(spec)}\nbackward\n{plan_backward(spec)}\nprepared by copying: {copied}"
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the results' dtype and log-sum-exp in float32."""
+    """Return the output in the results' dtype and the log-sum-exp in float32."""
     plan = plan_forward(spec)
     results = launch(plan, prepare(plan, operands))
     return results["out"], results["lse"]
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
-    """The gradients of the operands, `None` for those that have none or are not differentiated."""
+    """Return the gradients of the operands, `None` for those that have none or are not differentiated."""
     plan = plan_backward(spec)
     results = launch(plan, prepare(plan, operands, residuals))
     return finish(spec, operands, residuals, results)
 
 
 def finish(spec: Spec, operands: Operands, residuals: Residuals, results: Mapping[str, Array]) -> Operands:
-    """The gradients from what the kernels of the backward wrote."""
+    """Return the gradients from what the kernels of the backward wrote."""
     gradients: dict[str, Any] = {name: results.get(f"d_{name}") for name in ("query", "key", "value")}
     bias = operands.bias
     if bias is not None:
@@ -97,7 +98,7 @@ def finish(spec: Spec, operands: Operands, residuals: Residuals, results: Mappin
 
 
 def _summed(array: Array, shape: tuple[int, ...]) -> Array:
-    """`array` summed over the axes that have size 1 in `shape`, or that it does not have."""
+    """Return `array` summed over the axes that have size 1 in `shape`, or that it does not have."""
     array = array.sum(axis=tuple(range(len(shape), array.ndim)))
     shared = tuple(axis for axis, size in enumerate(shape) if size == 1)
     return array.sum(axis=shared, keepdims=True)

@@ -8,26 +8,28 @@ import itertools
 from collections.abc import Callable
 
 THREADGROUP_MEMORY = 32768
-"""Bytes per threadgroup on every Apple GPU that has SIMD-group matrices (Metal feature set tables)."""
+"""The bytes per threadgroup on every Apple GPU that has SIMD-group matrices (Metal feature set tables)."""
 ACCUMULATORS = 64
-"""32-bit registers per thread for accumulators; an Apple GPU has 128 per thread at full occupancy."""
+"""The 32-bit registers per thread for accumulators; an Apple GPU has 128 per thread at full occupancy."""
 SIMDGROUPS = 4
 THREADS = 32 * SIMDGROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What a threadgroup holds: `rows` of one side, which stay, and `columns` of the other side, which stream by."""
+    """The rows and columns that a threadgroup holds: `rows` of one side, which stay, and `columns` of the other, which
+    stream."""
 
     rows: int
     columns: int
     streams: int = 1
-    """2: both tiles of a step (keys and values, or queries and dO) are held at once; 1: they take turns."""
+    """The number of tiles of a step that are held at once: 2 are keys and values, or queries and dO; 1 means they take
+    turns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of each kernel's threadgroup variables, by the names that its entry point gives them."""
+    """The bytes of each kernel's threadgroup variables, by the names that its entry point gives them."""
 
     itemsize: int
     head_dim: int
@@ -48,7 +50,7 @@ class Memory:
     _SCRATCH = SIMDGROUPS * 64 * 4
 
     def forward(self, block: Block) -> dict[str, int]:
-        """Of the kernel `forward`."""
+        """Return the bytes of the kernel `forward`."""
         return dict(
             q=self._tile(block.rows, self.head_dim),
             kv=self._stream(block),
@@ -61,7 +63,7 @@ class Memory:
         )
 
     def d_bias(self, block: Block) -> dict[str, int]:
-        """Of the kernel `d_bias`."""
+        """Return the bytes of the kernel `d_bias`."""
         return dict(
             block_qk=self._tile(block.rows, self.head_dim),
             block_vdo=self._tile(block.rows, self.value_dim),
@@ -73,11 +75,11 @@ class Memory:
         )
 
     def d_query(self, block: Block) -> dict[str, int]:
-        """Of the kernel `d_query`."""
+        """Return the bytes of the kernel `d_query`."""
         return dict(self.d_bias(block), ds=self._tile(block.rows, block.columns), scratch=self._SCRATCH)
 
     def d_key_value(self, block: Block) -> dict[str, int]:
-        """Of the kernel `d_key_value`."""
+        """Return the bytes of the kernel `d_key_value`."""
         return dict(self.d_query(block), p=self._tile(block.rows, block.columns))
 
 
@@ -95,14 +97,15 @@ def _whole(features: int) -> int:
 
 
 def _registers(rows: int, *widths: int) -> int:
-    """Per thread for [rows, width] accumulators: each 8x8 matrix takes two registers of every thread."""
+    """Return the registers per thread for [rows, width] accumulators: each 8x8 matrix takes two registers of every
+    thread."""
     share = SIMDGROUPS * 8 // rows
     return sum(2 * -(-(_whole(width) // 8) // share) for width in widths)
 
 
 @functools.lru_cache(maxsize=256)
 def blocks_of(itemsize: int, head_dim: int, value_dim: int) -> Blocks:
-    """Of those that fit, the blocks with which the fewest bytes stream by."""
+    """Return the blocks, among those that fit, with which the fewest bytes stream by."""
     memory = Memory(itemsize, head_dim, value_dim)
 
     def best(
@@ -117,7 +120,7 @@ def blocks_of(itemsize: int, head_dim: int, value_dim: int) -> Blocks:
             for block in every
             if sum(variables(block).values()) <= THREADGROUP_MEMORY and _registers(block.rows, *widths) <= ACCUMULATORS
         ]
-        # Of equals the one with the fewest barriers: four per tile, and two more if its halves take turns.
+        # Among equals the fewest barriers win: four per tile, and two more if its halves take turns.
         return min(fitting, key=lambda block: (traffic(block), (8 - 2 * block.streams) / block.columns))
 
     by_rows: Callable[[Block], float] = lambda block: 1 / block.rows

@@ -1,4 +1,4 @@
-"""The native library: finds it, loads it, and launches Metal kernels through XLA custom calls on the CPU platform.
+"""The native library: it is found, loaded, and launches Metal kernels through XLA custom calls on the CPU platform.
 
 On macOS the library runs a kernel on the Apple GPU; elsewhere, where it was built with `JFLASH_METAL_EMULATOR=1`, it
 runs the same shader in an emulator (csrc/emulator/README.md), for development and tests.
@@ -33,33 +33,34 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """What one launch in the emulator did. Bytes are those of all accesses, as if without a cache."""
+    """The counts of what one launch did in the emulator. Bytes are those of all accesses, as if without a cache."""
 
     entry: str
     threadgroups: int
     bytes_read: tuple[int, ...]
-    """From each buffer in the order of binding, the parameters last; an aliased result counts with its operand."""
+    """The bytes read from each buffer in the order of binding, the parameters last; an aliased result counts with its
+    operand."""
     bytes_written: tuple[int, ...]
     threadgroup_bytes_read: int
     threadgroup_bytes_written: int
     threadgroup_memory: int
-    """Bytes that one threadgroup holds."""
+    """The bytes that one threadgroup holds."""
     matrix_multiplications: int
-    """8x8 by 8x8 products, each by one SIMD-group."""
+    """The number of 8x8 by 8x8 products, each by one SIMD-group."""
     exponentials: int
-    """exp, exp2, exp10, tanh and pow, by thread."""
+    """The number of exp, exp2, exp10, tanh and pow, by thread."""
     logarithms: int
     threadgroup_barriers: int
-    """By threadgroup."""
+    """The number of barriers of a threadgroup, counted once for the group."""
     simdgroup_barriers: int
-    """By SIMD-group."""
+    """The number of barriers of a SIMD-group, counted once for the group."""
     collectives: int
-    """Reductions, shuffles and votes, by SIMD-group."""
+    """The number of reductions, shuffles and votes, counted once for the SIMD-group."""
     atomics: int
 
 
 def available() -> str | None:
-    """Why kernels cannot be launched, in words for the user; `None`: they can."""
+    """Return why kernels cannot be launched, in words for the user, or `None` if they can."""
     if not _LIBRARY.exists():
         return f"the native library of jflash_metal was not built. {_HOW}"
     try:
@@ -71,7 +72,7 @@ def available() -> str | None:
 
 @functools.cache
 def host() -> Literal["metal", "emulator"]:
-    """What runs the kernels: an Apple GPU or the emulator."""
+    """Return what runs the kernels: an Apple GPU or the emulator."""
     name = _library().jflash_metal_host
     name.restype = ctypes.c_char_p
     return "metal" if name() == b"metal" else "emulator"
@@ -87,7 +88,7 @@ def launch(
     result_shapes: Sequence[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int] | None = None,
 ) -> tuple[Shaped[Array, "..."], ...]:
-    """Runs one kernel, when the computation that this is traced into runs.
+    """Run one kernel, when the computation that this is traced into runs.
 
     Operands are bound at `buffer(0)` to `buffer(n - 1)`, results at `buffer(n)` to `buffer(n + m - 1)` and the
     parameters, if there are any, at `buffer(n + m)` as constant memory.
@@ -103,8 +104,8 @@ def launch(
       aliases: from operand to result, where the result starts with the operand's contents, in the same memory.
 
     Raises:
-      RuntimeError: if the native library is not there. While it runs, JAX raises if the shader does not compile or
-        the launch fails, or, in the emulator, breaks a rule.
+      RuntimeError: if the native library is not there. While the computation runs, JAX raises an error if the shader
+        does not compile or the launch fails, or, in the emulator, breaks a rule.
     """
     _register()
     call = jax.ffi.ffi_call(_TARGET, tuple(result_shapes), input_output_aliases=dict(aliases or {}))
@@ -121,7 +122,7 @@ def launch(
 
 
 def counters() -> tuple[Counters, ...]:
-    """The counts of this process's last launches in the emulator (up to 256), oldest first."""
+    """Return the counts of this process's last launches in the emulator (up to 256), oldest first."""
     function = _emulator().metal_emulator_counters
     function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_size_t
     size = 0
@@ -138,12 +139,13 @@ def counters() -> tuple[Counters, ...]:
 
 
 def forget_counters() -> None:
-    """Makes `counters` start with the next launch."""
+    """Make `counters` start with the next launch."""
     _emulator().metal_emulator_forget_counters()
 
 
 def set_schedule(seed: int) -> None:
-    """Seeds the order in which the emulator runs threads, and the random lane layout of matrices; 0 until it is set."""
+    """Seed the order in which the emulator runs threads, and the random lane layout of matrices; the seed is 0 until it
+    is set."""
     _emulator().metal_emulator_set_seed(ctypes.c_uint64(seed))
 
 
@@ -163,7 +165,7 @@ def _library() -> ctypes.CDLL:
 
 
 def clang() -> tuple[str, ...]:
-    """The clang that checks address spaces for the emulator, if need be zig's; empty if none is installed."""
+    """Return the clang that checks address spaces for the emulator, if need be zig's; empty if none is installed."""
     on_path = shutil.which("clang++")
     if on_path is not None:
         return (on_path,)

@@ -1,4 +1,4 @@
-"""From operands to the arrays that the kernels bind, and from those, kernel by kernel, to their results."""
+"""The way from operands to the arrays that the kernels bind, and from those, kernel by kernel, to their results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from jflash_metal._plan import OPERANDS, Plan
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """What a plan's kernels bind: every operand by its name, and the numbers (`Parameters` of shaders/parameters.h)."""
+    """The arrays that a plan's kernels bind: every operand by its name, and the numbers (`Parameters` of
+    shaders/parameters.h)."""
 
     by_name: dict[str, Array]
     parameters: bytes
 
 
 def prepare(plan: Plan, operands: Operands, residuals: Residuals | None = None) -> Arrays:
-    """The arrays as the kernels take them."""
+    """Return the arrays as the kernels take them."""
     names = (*OPERANDS, "sinks")
     arrays = {name: array for name, array in operands._asdict().items() if name in names and array is not None}
     if residuals is not None:
@@ -33,13 +34,13 @@ def prepare(plan: Plan, operands: Operands, residuals: Residuals | None = None) 
     for side in ("query", "key"):
         if f"{side}_segments" in arrays:
             arrays[f"{side}_segment_ranges"] = _ranges(arrays[f"{side}_segments"])
-    # A kernel binds something in the place of an operand that the call does not have, and does not read it.
+    # In place of an operand that the call does not have, a kernel binds an array that it does not read.
     placeholders = dict.fromkeys(names, jnp.zeros(1, jnp.int32))
     return Arrays(placeholders | arrays, with_batch_strides(plan.parameters, arrays))
 
 
 def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:
-    """Every result of the plan's kernels by its name."""
+    """Return every result of the plan's kernels by its name."""
     source = plan.source()
     results: dict[str, Array] = {}
     for kernel in plan.kernels:
@@ -54,7 +55,7 @@ def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:
 
 
 def _ranges(segments: Int32[Array, "#B L"]) -> Int32[Array, "#B L8 2"]:
-    """The smallest and the largest segment of each eight in turn."""
+    """Return the smallest and the largest segment of each eight in turn."""
     padded = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % 8)), mode="edge")
     eights = padded.reshape(segments.shape[0], -1, 8)
     return jnp.stack([eights.min(axis=-1), eights.max(axis=-1)], axis=-1)

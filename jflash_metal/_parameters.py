@@ -1,4 +1,4 @@
-"""`Parameters` of shaders/parameters.h: the numbers that come with a launch beside its arrays."""
+"""The structure `Parameters` of shaders/parameters.h: the numbers that come with a launch beside its arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARED = (
     "query_segment_ranges",
     "key_segment_ranges",
 )
-"""Arrays `[#B, ...]` of which only the operands say whether the batch shares them."""
+"""The arrays `[#B, ...]` of which only the operands say whether the batch shares them."""
 PARAMETERS = np.dtype(
     [
         *((name, _ROW_STRIDES) for name in ("query", "key", "value", "out")),
@@ -40,7 +40,8 @@ PARAMETERS = np.dtype(
 
 
 def parameters_of(spec: Spec) -> bytes:
-    """The structure as far as the `Spec` determines it: all but the strides of arrays that the batch may share."""
+    """Return the structure as far as the `Spec` determines it: without the strides of arrays that the batch may
+    share."""
     values = np.zeros((), PARAMETERS)
     queries, keys = (spec.query_length, spec.heads), (spec.key_length, spec.key_heads)
     for name, (length, heads), features in (
@@ -69,7 +70,7 @@ def parameters_of(spec: Spec) -> bytes:
 
 
 def with_batch_strides(parameters: bytes, arrays: Mapping[str, Array]) -> bytes:
-    """The same structure with the strides along the batch of those arrays that the batch may share."""
+    """Return the structure with the strides along the batch of those arrays that the batch may share."""
     values = np.frombuffer(parameters, PARAMETERS).copy()
     for name in _SHARED:
         values[f"{name}_stride"] = strides(arrays[name].shape)[0] if name in arrays else 0
@@ -77,5 +78,5 @@ def with_batch_strides(parameters: bytes, arrays: Mapping[str, Array]) -> bytes:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a packed array, in elements; 0 along axes of size 1."""
+    """Return the strides of a packed array, in elements; 0 along axes of size 1."""
     return tuple(0 if size == 1 else math.prod(shape[axis + 1 :]) for axis, size in enumerate(shape))

@@ -1,4 +1,4 @@
-"""What a call launches, from its `Spec` alone: kernels, their blocks, grids and buffers, the shader's `#define`s."""
+"""The plan of a call, from its `Spec` alone: kernels, their blocks, grids and buffers, the shader's `#define`s."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jflash_metal._blocks import THREADS, Block, Blocks, Memory, blocks_of
 from jflash_metal._parameters import PARAMETERS, parameters_of
 
 SCALARS = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
-"""JAX's names of dtypes and Metal's."""
+"""The names of dtypes in JAX and in Metal."""
 OPERANDS = (
     "query",
     "key",
@@ -33,7 +33,7 @@ OPERANDS = (
 )
 """The first buffers of every kernel of attention, `FOR_EACH_OPERAND` of shaders/operands.h."""
 RESIDUALS = ("d_out", "lse", "delta")
-"""The next buffers of those of the backward."""
+"""The buffers that follow the operands in the kernels of the backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +54,16 @@ class Kernel:
 
     entry: str
     grid: tuple[int, int, int]
-    """Threadgroups along x, y, z."""
+    """The threadgroups along x, y, z."""
     operands: tuple[str, ...]
     results: tuple[Result, ...]
     block: Block | None = None
     memory: tuple[tuple[str, int], ...] = ()
-    """Bytes of each threadgroup variable."""
+    """The bytes of each threadgroup variable."""
 
     @property
     def threadgroup_memory(self) -> int:
-        """Bytes that a threadgroup holds."""
+        """The bytes that a threadgroup holds."""
         return sum(size for _, size in self.memory)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Plan:
     shader: str
     definitions: tuple[tuple[str, str | int], ...]
     parameters: bytes
-    """`Parameters` of shaders/parameters.h, without the strides that only the operands know."""
+    """The structure `Parameters` of shaders/parameters.h, without the strides that only the operands know."""
     kernels: tuple[Kernel, ...]
 
     def source(self) -> str:
@@ -101,20 +101,20 @@ class Wanted:
     """The gradients, beside those of query, key and value, that the backward computes."""
 
     bias_pairs: bool
-    """[B, N, T, S], by `d_query`."""
+    """Whether `d_query` writes the gradient of a bias [B, N, T, S]."""
     bias_shared: bool
-    """[#B, #N, T, S], by `d_bias`."""
+    """Whether `d_bias` writes the gradient of a bias [#B, #N, T, S]."""
     bias_rows: bool
-    """[B, N, T], by `d_query`; summed over shared axes afterwards."""
+    """Whether `d_query` writes a gradient of the bias [B, N, T], which is summed over shared axes afterwards."""
     bias_columns: bool
-    """[B, N, S], by `d_key_value`; summed likewise."""
+    """Whether `d_key_value` writes a gradient of the bias [B, N, S], which is summed over shared axes afterwards."""
     slopes: bool
     scale: bool
 
 
 @functools.lru_cache(maxsize=256)
 def plan_forward(spec: Spec) -> Plan:
-    """Writes `out` and `lse`."""
+    """Return the plan of a forward, which writes `out` and `lse`."""
     sizes = _blocks(spec)
     kernel = Kernel(
         "forward",
@@ -133,7 +133,7 @@ def plan_forward(spec: Spec) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def plan_backward(spec: Spec) -> Plan:
-    """Writes `delta`, and those of the gradients that are differentiated with respect to."""
+    """Return the plan of a backward, which writes `delta` and the gradients that are asked for."""
     sizes, want, memory = _blocks(spec), _wanted(spec), _memory(spec)
     operands = (*OPERANDS, *RESIDUALS)
     query_blocks = _count(spec.query_length, sizes.d_query.rows)
@@ -208,7 +208,7 @@ def plan_backward(spec: Spec) -> Plan:
 
 
 def copies(spec: Spec) -> list[str]:
-    """In words, what a launch copies or computes before the kernels run."""
+    """Return in words what a launch copies or computes before the kernels run."""
     has_segments = "query_segments" in spec.operands
     return ["the smallest and the largest segment of every 8 queries and keys"] if has_segments else []
 
@@ -258,12 +258,12 @@ def _features(spec: Spec) -> dict[str, str | int]:
 
 
 def _bias_dtype(spec: Spec) -> np.dtype[Any]:
-    """The dtype of the bias; any, if the call has none."""
+    """Return the dtype of the bias; any dtype, if the call has none."""
     return np.dtype(np.float32) if spec.bias_dtype is None else spec.bias_dtype
 
 
 def _d_bias_dtype(spec: Spec) -> np.dtype[Any]:
-    """The kernels' dtype of its gradient."""
+    """Return the kernels' dtype of the bias's gradient."""
     return spec.gradient_dtype(_bias_dtype(spec))
 
 

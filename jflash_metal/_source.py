@@ -1,7 +1,7 @@
 """The source of a shader: the `#define`s of a plan in front of the shader and its headers.
 
-One mechanism for every host, and the source has only the features that a call uses. Lengths, strides and the values of
-numbers come with the launch (`_parameters`), so calls of other sizes share a source.
+There is one mechanism for every host, and the source has only the features that a call uses. Lengths, strides and the
+values of numbers come with the launch (`_parameters`), so calls of other sizes share a source.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ SHADERS = Path(__file__).parent / "shaders"
 
 
 def assemble(shader: str, definitions: Iterable[tuple[str, str | int]]) -> str:
-    """The text of one self-contained translation unit."""
+    """Return the text of one self-contained translation unit."""
     values = [(name, int(value) if isinstance(value, bool) else value) for name, value in definitions]
     return "\n".join([*(f"#define {name} {value}" for name, value in values), _inlined(shader, set())])
 
 
 def _inlined(name: str, seen: set[str]) -> str:
-    """A shader in which each of its own headers replaces its first `#include`."""
+    """Return a shader in which each of its own headers replaces its first `#include`."""
     if name in seen:
         return ""
     seen.add(name)

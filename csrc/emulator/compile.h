@@ -16,8 +16,8 @@ struct CompileError : std::runtime_error {
 
 struct LoadedShader {
   const Entry* entries;       // up to one whose name is null
-  std::uintptr_t begin, end;  // of its code and constants
-  std::string path;           // of the shared object
+  std::uintptr_t begin, end;  // the range of its code and constants
+  std::string path;           // the path of the shared object
 
   const Entry* find(std::string_view name) const;
 };

@@ -132,8 +132,8 @@ FaultStack::~FaultStack() {
 void* Stack::start(void (*main)()) const {
   auto* top = reinterpret_cast<void**>(memory_ + bytes - 64);
 #if defined(__x86_64__)
-  // From the top: a return address that is never used, which also gives `main` the alignment of a called function;
-  // `main`, to which the switch returns; six registers.
+  // The stack holds, from the top: a return address that is never used, which also gives `main` the alignment of a
+  // called function; `main`, to which the switch returns; six registers.
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(main);
   for (int i = 0; i < 6; ++i) *--top = nullptr;

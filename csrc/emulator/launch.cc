@@ -55,7 +55,7 @@ std::optional<std::string> run(const jflash::Launch& launch) {
   const Arena arena(total);
   std::vector<Region> regions;
   std::vector<void*> bindings;
-  std::vector<std::pair<std::size_t, std::size_t>> outputs;  // of each result: its number, its region's number
+  std::vector<std::pair<std::size_t, std::size_t>> outputs;  // each result's number and its region's number
   std::size_t offset = 1 << 20;
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     const auto& buffer = buffers[i];

@@ -74,7 +74,7 @@ class Machine {
   // The machine whose fiber runs now on this OS thread, or null.
   static Machine* current() { return running; }
 
-  // From here on, called from fibers.
+  // The functions from here on are called from fibers.
   // One lane's access; `instruction` is its address in the shader.
   void access(std::uintptr_t address, std::size_t bytes, Access access, std::uintptr_t instruction) {
     check_access(address, bytes, access, static_cast<std::uint32_t>(instruction - module_.begin), AccessScope::lane);
@@ -107,7 +107,7 @@ class Machine {
     Arguments arguments;
   };
 
-  struct Rendezvous {  // of a threadgroup or a SIMD-group
+  struct Rendezvous {  // the meeting of a threadgroup or a SIMD-group
     unsigned members = 0, arrived = 0;
     Site site = {};
   };

@@ -22,7 +22,7 @@ inline float half_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (fraction << 13));
 }
 
-// To nearest, ties to even, as the hardware does.
+// Rounds to nearest, ties to even, as the hardware does.
 inline std::uint16_t float_to_half(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value), magnitude = bits & 0x7fffffffu;
   const std::uint16_t sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000u);
@@ -49,7 +49,7 @@ T read_as(const void* address) {
   return value;
 }
 
-// For the floating-point types only.
+// This serves the floating-point types only.
 inline float read_float(Type type, const void* address) {
   if (type == Type::float32) return read_as<float>(address);
   const auto bits = read_as<std::uint16_t>(address);

@@ -21,9 +21,9 @@ struct Stamp {
   static constexpr std::uint32_t none = 0, host = ~0u;
 
   std::uint32_t group = none;       // 1 + the threadgroup's number
-  std::uint32_t place = 0;          // of the instruction in the compiled shader
-  std::uint32_t barriers = 0;       // of the threadgroup
-  std::uint16_t simd_barriers = 0;  // of the SIMD-group, since the threadgroup's last
+  std::uint32_t place = 0;          // the instruction's in the compiled shader
+  std::uint32_t barriers = 0;       // the threadgroup's
+  std::uint16_t simd_barriers = 0;  // the SIMD-group's, since the threadgroup's last
   std::uint16_t thread : 10 = 0;
   AccessScope scope : 2 = AccessScope::lane;
   std::uint16_t atomic : 1 = 0;

@@ -63,7 +63,7 @@ void load_row_statistics(
   }
 }
 
-/// For one query and one key.
+/// The gradients of one query and one key.
 struct ScoreGradient {
   float p;
   /// The gradients of the logit and of the scaled product.

@@ -10,7 +10,7 @@
   device const float* lse [[buffer(15)]],      \
   device const float* delta [[buffer(16)]],
 
-/// Of a tile of each kind, or of the larger one where both do not fit.
+/// The size of a tile of each kind, or of the larger one where both do not fit.
 constexpr int stream_size(int streams, int columns) {
   return streams == 2 ? tile_size(columns, HEAD_DIM) + tile_size(columns, VALUE_DIM)
                       : tile_size(columns, HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM);

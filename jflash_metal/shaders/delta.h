@@ -27,7 +27,7 @@ inline void delta_row(
       sum += float(out[first + feature]) * float(d_out[first + feature]);
     }
   }
-  // As a tree: with few keys dP is nearly delta, and Metal does not define the order in which `simd_sum` adds.
+  // The sum is a tree: with few keys dP is nearly delta, and Metal does not define the order in which `simd_sum` adds.
   sum = reduce_sum<32>(sum);
   if (lane == 0) {
     delta[row] = is_empty ? 0.0f : sum - d_lse[row];

@@ -31,7 +31,7 @@ struct ForwardMemory {
   threadgroup RowMetadata* key_metadata;
 };
 
-/// Of one row, in each of the threads that share it.
+/// The state of one row, in each of the threads that share it.
 struct SoftmaxState {
   float m;
   /// The sum over this thread's elements of the row.

@@ -10,7 +10,7 @@
 using namespace metal;
 
 typedef SCALAR Scalar;
-/// Of the output, and of the gradients of queries, keys and values.
+/// The type of the output, and of the gradients of queries, keys and values.
 typedef RESULT_SCALAR ResultScalar;
 typedef vec<Scalar, 4> Scalar4;
 

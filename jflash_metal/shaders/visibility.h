@@ -14,7 +14,7 @@ struct RowMetadata {
   /// A key's value of a bias or mask [.., 1, S], a query's of one [.., T, 1].
   float bias;
   bool mask;
-  /// Of queries only, in the backward.
+  /// Numbers of queries only, in the backward.
   float lse;
   float delta;
 };
@@ -27,7 +27,7 @@ constexpr constant bool MASK_OF_QUERIES = HAS_MASK && !MASK_BY_KEY;
 constexpr constant bool MASK_OF_KEYS = HAS_MASK && MASK_BY_KEY && !MASK_BY_QUERY;
 constexpr constant bool MASK_OF_PAIRS = HAS_MASK && MASK_BY_KEY && MASK_BY_QUERY;
 
-/// Loads the metadata of COUNT queries from `first` on. That of queries past the last one is never used.
+/// Loads the metadata of COUNT queries from `first` on. Metadata of queries past the last one is never used.
 template <int COUNT>
 void load_query_metadata(
     threadgroup RowMetadata* metadata,
@@ -49,7 +49,7 @@ void load_query_metadata(
   }
 }
 
-/// The same for keys.
+/// Loads the metadata of COUNT keys from `first` on.
 template <int COUNT>
 void load_key_metadata(
     threadgroup RowMetadata* metadata,
@@ -109,8 +109,8 @@ struct TileRange {
   int full_stop;
 };
 
-/// The part of [0, limit) at a distance of `least` to `most` from some of first ... last, and its full part: that from
-/// all of them. In 64 bits, as sums of positions and bounds exceed 32.
+/// The part of [0, limit) at a distance of `least` to `most` from some of first ... last, and its full part, at such a
+/// distance from all of them. Numbers have 64 bits, as sums of positions and bounds exceed 32.
 inline TileRange range_between(
     int first, int last, int limit, bool is_bounded_below, long least, bool is_bounded_above, long most, bool exists) {
   long start = 0, stop = limit, full_start = 0, full_stop = limit;
@@ -162,7 +162,7 @@ struct SegmentRange {
   int most;
 };
 
-/// Of COUNT queries or keys from `first` on, a multiple of eight. All threads of a SIMD-group must call it.
+/// The segment range of COUNT queries or keys from `first` on, a multiple of eight. All threads of a SIMD-group must call.
 template <int COUNT>
 SegmentRange segment_range(device const int* ranges, int first, int length, uint lane) {
   SegmentRange segments = {0x7fffffff, -0x7fffffff - 1};

@@ -102,7 +102,7 @@ inline vec<T, N> abs(const vec<T, N>& a) {
   return max(a, -a);
 }
 
-// Of three values of one type; for a vector, of its components.
+// A function of three values of one type; for a vector, of its components.
 template <class T>
 inline T clamp(T x, T low, T high) {
   return min(max(x, low), high);
