@@ -1,10 +1,13 @@
-"""What every test file shares: eight simulated devices, the hypothesis profiles, one run of a test per backend, and
-what the short run leaves out."""
+"""The set-up that every test file shares.
+
+It has eight simulated devices, the hypothesis profiles, one run of a test per backend, and what the short run leaves
+out.
+"""
 
 import os
 
-# JAX reads it when it starts its backend, so it is set before anything imports jax. Nearly all the time of a test is
-# compilation, which takes half as long unoptimised; the deep profile tests what users run.
+# JAX reads the variable when it starts its backend, so it is set before anything imports jax. Nearly all the time of a
+# test is compilation, which takes half as long unoptimised; the deep profile tests what users run.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -72,7 +75,7 @@ def _programs_are_forgotten() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Of this process, now; 0 where the system does not say."""
+    """Return the bytes of this process that are in memory now; 0 where the system does not say."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else 0
 

@@ -41,7 +41,7 @@ class Case:
 
 
 def turn(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
-    """As rotary embeddings do, query and key get the position; something else for the value."""
+    """Give query and key the position, as rotary embeddings do, and the value something else."""
     position = np.cos(np.arange(LENGTH, dtype=np.float32))[:, None, None]
     return query * position, key * position, jnp.flip(value, axis=1)
 
@@ -136,7 +136,7 @@ def test_every_argument_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_dropout_drops_at_the_rate_and_for_each_head_anew() -> None:
-    """With equal logits and identities for projections, the output is the probabilities of both heads side by side."""
+    """The output is, with equal logits and identities for projections, the probabilities of both heads side by side."""
     rate, length = 0.25, 96
     layer = ADAPTED(2, length, output_size=2 * length, vo_size=length, dropout_p=rate, key=jax.random.key(0))
     weights = lambda layer: (layer.query_proj.weight, layer.value_proj.weight, layer.output_proj.weight)

@@ -89,7 +89,7 @@ def made(layer: type, case: Case, **options: Any) -> Any:
 
 
 def as_function(layer: Any, **call: Any) -> Callable[[Any, Any], jax.Array]:
-    """Of the list of its weights and its inputs."""
+    """Return the layer as a function of the list of its weights and of its inputs."""
     state = [variable.value for variable in layer.non_trainable_variables]
     return lambda weights, inputs: layer.stateless_call(weights, state, *inputs, **call)[0]
 
@@ -101,7 +101,7 @@ def in_float64(case: Case) -> Any:
 
 
 def known(case: Case) -> bool:
-    """To this release of Keras."""
+    """Return whether this release of Keras knows the case's options."""
     return case.options.keys() <= {*inspect.signature(OWN[case.kind].__init__).parameters, "dtype"}
 
 
@@ -121,7 +121,7 @@ def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
 @pytest.mark.slow
 @both_kinds
 def test_padding_that_keras_hands_on(kind: str) -> None:
-    """By `Masking`: padded keys are not seen, and padded queries take no part in the sums."""
+    """`Masking` hides padded keys, and padded queries take no part in the sums."""
     case = Case(kind)
     inputs = SELF[0] * (np.arange(LENGTH) < np.array([[9], [13]]))[..., None]
 

@@ -162,7 +162,7 @@ def test_what_jflash_does_not_take_is_left_with_a_reason(options: dict[str, Any]
 
 
 def test_cudnn_by_name_and_unknown_arguments_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of jax.nn as it may be some day, with an argument more."""
+    """jax.nn has an argument more here, as it may have some day."""
 
     def newer(query: Any, key: Any, value: Any, *, implementation: Any = None, mask_value: Any = None) -> Any:
         return ORIGINAL(query, key, value)
@@ -269,7 +269,7 @@ def test_a_decorated_function() -> None:
 
     @replacing
     def attend(depth: int) -> jax.Array:
-        """Of itself, twice."""
+        """Call itself, twice."""
         return attend(depth - 1) if depth else by_attribute(PLAIN, PLAIN, PLAIN)
 
     assert attend.__doc__ == "Of itself, twice."
@@ -319,7 +319,7 @@ def test_the_signature_is_that_of_jax_nn() -> None:
 
 @pytest.mark.slow
 def test_a_layer_of_flax_is_served() -> None:
-    """Its own attention function calls jax.nn's where no dropout is drawn."""
+    """Flax's own attention function calls jax.nn's where no dropout is drawn."""
     layer = nnx.MultiHeadAttention(HEADS, 16, 16, decode=False, rngs=nnx.Rngs(0))
     inputs = normal(0, (BATCH, LENGTH, 16))
     mask = nnx.make_causal_mask(inputs[..., 0], dtype=bool)

@@ -27,7 +27,7 @@ IDS = sorted(
 
 
 def draw(seed: int, length: int, dtype: str) -> np.ndarray:
-    """Of two batch entries; those that fit in the dtype."""
+    """Return ids of two batch entries, among those that fit in the dtype."""
     limits = np.iinfo(dtype)
     fit = [number for number in IDS if limits.min <= number <= limits.max]
     return np.random.default_rng(seed).choice(np.asarray(fit, dtype), (2, length))

@@ -1,4 +1,5 @@
-"""Which backend serves a call, what is said about it, and how little a new one takes: one line of the table."""
+"""Tests of which backend serves a call, what is said about it, and how little a new one takes: one line of the
+table."""
 
 import functools
 import itertools
@@ -111,7 +112,7 @@ def test_all_refuse(stubs: dict[str, Stub]) -> None:
     "form", [np.asarray, lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)], ids=["numpy", "shape"]
 )
 def test_explain_takes_shapes(form: Any) -> None:
-    """What it says is the same for arrays and for descriptions of them, wherever an array can stand."""
+    """`explain` says the same for arrays and for descriptions of them, wherever an array can stand."""
     operands = draw()
     modulation, key = operands.pop("modulation"), operands.pop("dropout_key")
     segments = operands.pop("query_segments"), operands.pop("key_segments")
@@ -150,7 +151,8 @@ def test_third_backend_serves_every_transform(served: tuple[str, Stub]) -> None:
 
 
 def test_what_a_backend_lacks_is_taken_from_xla(served: tuple[str, Stub]) -> None:
-    """Its tangent here, and every derivative beyond the first; its own backward is called for what is linear."""
+    """`xla` makes the tangent here, and every derivative beyond the first; the backend's own backward makes what is
+    linear."""
     name, stub = served
 
     def derivatives(implementation: str) -> Any:
@@ -226,7 +228,7 @@ def test_empty_call_needs_no_kernel(served: tuple[str, Stub]) -> None:
 
 
 def test_choice_is_logged(stubs: dict[str, Stub], caplog: pytest.LogCaptureFixture) -> None:
-    """For who asks: nothing below a warning is shown by default, and there is no warning."""
+    """The choice is logged for those who ask: nothing below a warning is shown by default, and there is no warning."""
     _, serving, _ = stubs
     with caplog.at_level(logging.DEBUG, "jflash"):
         jflash.attention(QUERY, KEY, VALUE)

@@ -291,7 +291,7 @@ def test_traced_where_it_must_be_known(name: str, value: Any) -> None:
     "wrong", [dict(is_causal=1), dict(precision="nope"), dict(sinks=ints(N))], ids=lambda w: next(iter(w))
 )
 def test_nothing_is_compiled_before_the_error(wrong: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Also where much else, that is right, would have to be prepared."""
+    """The error comes first even where much else, that is right, would have to be prepared."""
     right = dict(
         bias=jnp.zeros((T, S), jnp.bfloat16),
         mask=jnp.ones((1, N, 1, S), bool),

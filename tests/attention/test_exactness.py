@@ -65,7 +65,7 @@ def test_exact(attention: Callable[..., Any], case: Case):
 
 
 def test_logits_that_rise_from_tile_to_tile(attention: Callable[..., Any]):
-    """What weights are relative to has to follow them, and what was summed before to shrink with it."""
+    """The reference of the weights has to follow the logits, and earlier sums have to shrink with it."""
     call = build(Case(query_length=40, key_length=150, heads=(1, 1), batch=(), bias="keys"))
     call = cases.with_bias_of_index(call, lambda key: key / 8)
     oracle.assert_right(oracle.run(attention, call), call)
@@ -104,7 +104,8 @@ def test_exact_in_float64(attention: Callable[..., Any], case: Case):
     ids=["everything", "score_mod"],
 )
 def test_exact_beside_64_bits(attention: Callable[..., Any], backend: str, case: Case):
-    """With `jax_enable_x64`, and whatever may have 64 bits having them. Gradients have their arguments' dtypes."""
+    """Calls are exact with `jax_enable_x64`, where whatever may have 64 bits has them. Gradients have their arguments'
+    dtypes."""
     call = build(cases.served(case, backend)._replace(segments="far apart"))
     wide = cases.with_64_bits(call)
     with jax.enable_x64(True):
@@ -133,7 +134,7 @@ def test_tables_of_16_bits(attention: Callable[..., Any], kind: str, dtype: str)
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", "metal"])
 def test_these_refuse_no_case(implementation: str):
-    """So that none of the cases is ever skipped for them, where they can run at all."""
+    """These backends refuse no case, so none is ever skipped for them where they can run at all."""
     if implementation == "metal":
         skip_refused("metal", **oracle.arguments(build(Case())))
     for case in EMULATED if implementation == "metal" else CASES:
@@ -143,7 +144,7 @@ def test_these_refuse_no_case(implementation: str):
 
 @pytest.mark.parametrize("lack", cases.LACKS["metal"])
 def test_what_a_backend_lacks_it_refuses(lack: str):
-    """And says so, with nothing else in the way."""
+    """A backend refuses what it lacks with a sentence, with nothing else in the way."""
     call = build(Case(**{lack: cases.EVERYTHING.dropout if lack == "dropout" else "indices"}))
     (_, reason) = jflash.explain(**oracle.arguments(call), implementation="metal").splitlines()
     assert lack in reason
@@ -164,7 +165,7 @@ def test_what_a_backend_lacks_it_refuses(lack: str):
     ids=["fewer", "quick", "short", "long", "emulated_fewer", "emulated_quick", "emulated", "emulated_long"],
 )
 def test_every_pair_of_values_meets(values: Mapping[str, Sequence[Any]]):
-    """And meets where there is something to see, but for the pairs of which one value leaves nothing."""
+    """Every pair of values meets where there is something to see, but for pairs of which one value leaves nothing."""
     named = [{name: getattr(case, name) for name in values} for case in [*CASES, *EMULATED]]
     telling = [row for row in named if cases.VACUOUS.isdisjoint(row.items())]
     for names in itertools.combinations(values, 2):

@@ -102,7 +102,7 @@ RIGHT = {
 
 
 def test_what_a_mask_changes_for_rows_that_see_nothing() -> None:
-    """With a bias of -inf they come out 0 as they are; with -1e9 they are the mean of the values."""
+    """Rows that see nothing come out 0 with a bias of -inf; with one of -1e9 they are the mean of the values."""
     said = {hidden: notes(**SELF, bias=additive("float32", hidden))[0] for hidden in (-np.inf, -1e9)}
     assert {hidden: "not the mean of the values" in note for hidden, note in said.items()} == {
         -np.inf: False,
@@ -178,7 +178,7 @@ def test_under_transforms(transform: Callable[..., Any]) -> None:
 
 
 def test_parts_of_sequences() -> None:
-    """What looks like a step of decoding, or like heads first, is a device's part of a sequence."""
+    """A device's part of a sequence may look like a step of decoding, or like heads first."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
     part = jax.sharding.PartitionSpec(None, "x")
     for arguments in (qkv((2, 4, 4, 8), (2, 8, 4, 8)), same(2, 8, 129, 8)):
@@ -195,7 +195,7 @@ def test_traced_offset() -> None:
 
 
 def test_a_warning_that_is_an_error_is_raised_each_time() -> None:
-    """What raised was not said; what a filter ignores was."""
+    """A warning that was raised was not said; one that a filter ignores was."""
     for _ in range(2):
         with pytest.raises(jflash.AttentionWarning):
             jflash.attention(**DECODING, is_causal=True)

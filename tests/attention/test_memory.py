@@ -89,7 +89,7 @@ def test_in_proportion_to_the_length(
 @cover(1)
 @pytest.mark.parametrize(("batch", "length"), [(32, 64), (2, 256), (1, 362), (1, 512), (1, 1024)])
 def test_small_calls_take_a_constant_besides(attention: Callable[..., Any], batch: int, length: int):
-    """Of a gradient, besides as much as the arrays: five tiles of the largest number of logits that one may have."""
+    """A gradient holds, besides as much as the arrays, five tiles of the largest number of logits that one may have."""
     call = forward_and_backward(functools.partial(attention, is_causal=True))
     arrays = 4 * batch * length * HEADS * HEAD_DIM * 4
     assert temporary(call, *[array(batch, length, HEADS, HEAD_DIM)] * 4) <= arrays + 5 * 4 * 2**20

@@ -24,7 +24,8 @@ FEATURES = [
 
 
 def comparable(case: Case) -> Call:
-    """Without what `jax.nn` has otherwise: rows that see no key, and a derivative of the log-sum-exp."""
+    """Return the call without what `jax.nn` has otherwise: rows that see no key, and a derivative of the
+    log-sum-exp."""
     call = cases.build(case)
     call.mask[..., 0] = True
     return dataclasses.replace(call, d_lse=np.zeros_like(call.d_lse))

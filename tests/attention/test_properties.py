@@ -1,10 +1,4 @@
-"""What must hold between calls, whatever the numbers: drawn by hypothesis, for every backend.
-
-Two results that should be equal may each be wrong by the tolerance of `oracle`, so they may differ by twice that.
-What is static is drawn from few values, as each costs a compilation; the shapes are the business of test_exactness.
-The short run has the simplest example alone, of the first value of each choice and of zeros: so the first is a telling
-one, and no zero stands for something empty.
-"""
+"""Properties that must hold between calls, whatever the numbers: drawn by hypothesis, for every backend."""
 
 import dataclasses
 from collections.abc import Callable
@@ -48,7 +42,7 @@ positions = st.sampled_from([dict(local_window_size=(5, 2)), {}, dict(is_causal=
 
 
 def lengths(most: int) -> st.SearchStrategy[np.ndarray]:
-    """Of two entries, at most; the simplest are a few less."""
+    """Draw lengths of two entries at most; the simplest are a few less than the axis."""
     missing = st.tuples(st.integers(0, most), st.integers(0, most))
     return missing.map(lambda pair: (most - np.array([4, 1]) - pair).astype(np.int32) % (most + 1))
 
@@ -222,7 +216,7 @@ def test_what_padding_holds(
 @sampled(2)
 @hypothesis.given(seed=seeds, rows=st.sampled_from([8, 1]), where=positions, traced=st.booleans())
 def test_query_offset_gives_the_last_rows(attention: Attention, seed: int, rows: int, where: dict, traced: bool):
-    """And the keys' gradients are those of the whole problem, where only these rows have cotangents."""
+    """The last rows and the keys' gradients are those of the whole problem, where only these rows have cotangents."""
     ids = coins(seed, 2, S).astype(np.int32)
     options = dict(alibi_slopes=SLOPES, bias=normal(seed + 9, 4, S, S), segment_ids=(ids, ids), **where)
     whole = call(seed, T=S, **options)

@@ -17,7 +17,7 @@ import jflash
 
 HEADS, KEY_HEADS, DIM = 2, 1, 64
 LENGTHS = {"whole rows": (192, 8), "tiles": (64, 2500)}
-"""Of queries and keys: in one tile a row has all its keys; in the other calls it has not."""
+"""The numbers of queries and keys: in one tile a row has all its keys; in the other calls it has not."""
 KINDS: dict[str, dict[str, float]] = {
     "normal": {},
     "peaked": dict(size=16),
@@ -44,7 +44,7 @@ def draw(lengths: tuple[int, int], dtype: str, size: float = 1, shared: float = 
 
 
 def tangents(attention: Any, arrays: Any) -> Any:
-    """Of output and log-sum-exp, in NumPy."""
+    """Return the tangents of output and log-sum-exp, in NumPy."""
     push = jax.jit(lambda point, along: jax.jvp(attention, point, along)[1])
     return tuple(np.asarray(array) for array in push(*arrays))
 
@@ -62,7 +62,8 @@ def test_as_exact_as_plain_attention(lengths: str, dtype: str, kind: str) -> Non
         truth = tangents(differentiable_attention.attention, wide)
 
     def allowed(truth: np.ndarray, yardstick: np.ndarray) -> float:
-        """With two roundings of a sum on top, as of few numbers plain attention may be exact by luck."""
+        """Return the error allowed, with two roundings of a sum on top: with few numbers plain attention may be exact
+        by luck."""
         return 2 * oracle.error(yardstick, truth) + 2 * float(np.finfo(np.float32).eps) * np.max(np.abs(truth))
 
     oracle.assert_within(got, truth, tuple(map(allowed, truth, yardstick)))

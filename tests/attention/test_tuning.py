@@ -102,7 +102,7 @@ def test_tiles_found_serve_calls_and_are_right(monkeypatch, options):
 
 
 def test_search_keeps_what_is_faster(monkeypatch, folder):
-    """With a clock by which small tiles take half the time backward, and nearly all of it forward."""
+    """The search has a clock by which small tiles take half the time backward, and nearly all of it forward."""
     monkeypatch.setattr(plans, "CPU", BLOCKS)
 
     def prepare(function, *arguments):

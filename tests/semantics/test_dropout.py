@@ -18,7 +18,8 @@ KEY = jax.random.key(11)
 SHAPE = (3, 8, 64, 128)
 """[B, N, T, S]: 200,000 draws."""
 SIGMAS = 5
-"""How far a fair draw may be from its mean: further once in two million tests, and with one key for ever the same."""
+"""The farthest that a fair draw may be from its mean: further once in two million tests, and with one key always the
+same."""
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
@@ -108,7 +109,7 @@ def test_any_kind_of_key():
 
 
 def test_backward_drops_what_the_forward_dropped(attention: Callable[..., Any]):
-    """With equal probabilities the value's gradient is the mask, transposed, times the cotangent."""
+    """The value's gradient is, with equal probabilities, the mask, transposed, times the cotangent."""
     batch, heads, queries, keys, rate = 2, 3, 40, 24, 0.25
     query, key = jnp.zeros((batch, queries, heads, 8)), jnp.zeros((batch, keys, heads, 8))
     value = jax.random.normal(KEY, (batch, keys, heads, 8))

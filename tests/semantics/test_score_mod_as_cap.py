@@ -68,7 +68,7 @@ def test_what_stands_between_products_and_the_cap(options: dict[str, Any]):
 
 
 def test_results_and_gradients():
-    """Those of `logits_soft_cap`, where logits are large enough to differ from others."""
+    """Results and gradients are those of `logits_soft_cap`, where logits are large enough to differ from others."""
     arrays = 4 * jax.random.normal(jax.random.key(0), (3, 2, 20, 2, 8))
     loss = lambda arrays, **options: (jflash.attention(*arrays, **options) ** 2).sum()
     found, of_found = jax.value_and_grad(loss)(arrays, score_mod=lambda s, *_: 2.0 * jnp.tanh(s / 2.0))

@@ -54,7 +54,7 @@ bounds = st.fixed_dictionaries(
 
 @hypothesis.given(blocks(), bounds)
 def test_one_entry_by_its_scalars(block, options):
-    """What a kernel finds that knows one batch entry's offset and lengths."""
+    """A kernel that knows one batch entry's offset and lengths finds the same."""
     array = lambda length: jnp.zeros((2, length, 1, 4))
     spec, operands, _ = _canonical.canonicalize(array(QUERIES), array(KEYS), array(KEYS), **options)
     for entry in range(2):

@@ -45,7 +45,7 @@ def drawn(dtype: str) -> tuple[jax.Array, ...]:
 
 
 def modified(program: str, *arrays: Any) -> jax.Array:
-    """As a backend does it."""
+    """Return the logits as a backend modifies them."""
     score_mod, held = trace_score_mod(PROGRAMS[program](*arrays), np.dtype(np.float32))
     return score_mod(jnp.asarray(LOGITS), *map(jnp.asarray, INDICES), tuple(array[None] for array in held))
 
@@ -54,14 +54,15 @@ def modified(program: str, *arrays: Any) -> jax.Array:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_numbers_are_those_of_jax(program: str, dtype: str):
-    """To the last bit, where each operation is compiled alone: in one program XLA may leave a rounding out."""
+    """Numbers are the same to the last bit where each operation is compiled alone: in one program XLA may leave a
+    rounding out."""
     want = jnp.vectorize(PROGRAMS[program](*drawn(dtype)))(LOGITS, *INDICES)
     np.testing.assert_array_equal(modified(program, *drawn(dtype)), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_sums_are_wide(program: str):
-    """In gradients, and in gradients of derivatives along arrays."""
+    """Sums are wide in gradients, and in gradients of derivatives along arrays."""
     arrays = drawn("bfloat16")
     total = lambda arrays: jnp.sin(modified(program, *arrays)).sum()
     along = lambda arrays: jax.jvp(total, (arrays,), (arrays,))[1]

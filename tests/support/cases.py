@@ -125,9 +125,9 @@ FEWER = {
     **{name: (None, kind) for name, kind in dict(ONE_KIND, window=(10, 90), segments="sorted").items()},
     **dict(dtype=("float32", "bfloat16"), query_length=(40, 71), key_length=(37, 99), batch=((), (2,))),
 }
-"""For the short run: of each feature none and one kind."""
+"""The values of the short run: no kind and one kind of each feature."""
 LACKS: Mapping[str, Mapping[str, Any]] = {"metal": dict(score_mod=None, dropout=False)}
-"""What a backend refuses whatever the rest of the call, as the values that do without."""
+"""The options that a backend refuses whatever the rest of the call, with the values that do without."""
 EMULATED = {
     **FEATURES,
     **{name: (value,) for name, value in LACKS["metal"].items()},
@@ -150,7 +150,7 @@ EMULATED_LONG = {
     "offset": (None, "end", "negative", "each"),
     "window": LONG["window"],
 }
-"""What an emulator of a GPU can do in reasonable time: as SHORT and LONG, but smaller."""
+"""The values of SHORT and LONG that an emulator of a GPU can do in reasonable time."""
 EMULATED_QUICK = {
     **EMULATED,
     **{name: QUICK[name] for name in ("heads", "dims", "batch", "bias", "offset")},
@@ -220,7 +220,7 @@ def all_cases(*products: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def once(some: list[Case], names: Collection[str] = Case._fields) -> list[Case]:
-    """As many of the cases as it takes for every value of each name to be in one."""
+    """Return as few cases as contain every value of each name."""
     rows = [{name: getattr(case, name) for name in names} for case in some]
     return [some[index] for index in sorted(short_run.covering(rows, 1))]
 
@@ -333,7 +333,8 @@ LARGE_BIASES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "small but for the last": lambda key: np.where(key == 199, -1e9, 0.01 * key),
     "up to the greatest": lambda key: np.where(key == 199, -_LEAST, key),
 }
-"""Of a key's index: biases that differ by much or by nothing, in a tile of 128 keys and from one to the next."""
+"""Functions of a key's index: biases that differ by much or by nothing, in a tile of 128 keys and from one to the
+next."""
 
 
 def with_bias_of_index(call: Call, values: Callable[[np.ndarray], np.ndarray]) -> Call:
@@ -377,7 +378,7 @@ STEPS: dict[str, tuple[float, ...]] = {
     "a little up": (0.25, 0, 0.25),
     "a little below": (-0.25, -0.25, -0.25),
 }
-"""What 7/8 of a soft cap is multiplied with for a logit before it, in one tile of 128 keys after the other."""
+"""Multiples of 7/8 of a soft cap for the logit before it, in one tile of 128 keys after the other."""
 
 
 def with_steps(call: Call, steps: str) -> Call:

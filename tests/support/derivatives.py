@@ -35,7 +35,7 @@ def several(tree: Any, count: int = 3) -> Any:
 
 
 def loss(attention: Attention, lengths: Any = LENGTHS) -> Callable[[Arrays], jax.Array]:
-    """Not linear in either result."""
+    """Return a loss that is linear in neither result."""
 
     def scalar(x: Arrays) -> jax.Array:
         out, lse = attention(x, lengths)
@@ -122,7 +122,7 @@ def transposed_tangent(attention: Attention) -> Any:
 
 
 def both_arguments(attention: Attention) -> Any:
-    """Also of the direction, in which the tangent is linear."""
+    """Return gradients for the point and for the direction, in which the tangent is linear."""
     return jax.grad(lambda x, dx: jax.jvp(loss(attention), (x,), (dx,))[1], (0, 1))(POINT, ALONG)
 
 
@@ -153,7 +153,7 @@ def branch(attention: Attention) -> Callable[[Arrays], jax.Array]:
 
 
 def loop(attention: Attention) -> Callable[[Arrays], jax.Array]:
-    """Of which JAX has no reverse mode."""
+    """Return derivatives through a loop of which JAX has no reverse mode."""
     step = lambda carry: (carry[0] + 1, carry[1] + attention({**POINT, "query": carry[1]}, LENGTHS)[0])
     return lambda x: lax.while_loop(lambda carry: carry[0] < 2, step, (0, x["query"]))[1]
 
@@ -181,7 +181,7 @@ def checkpointed(policy: Any) -> Callable[[Attention], Callable[[Arrays], jax.Ar
 
 
 def each_mode(objective: Callable[[Attention], Callable[[Arrays], jax.Array]]) -> Row:
-    """Of a scalar: both modes, and forward over reverse and reverse over forward."""
+    """Return derivatives of a scalar: both modes, and forward over reverse and reverse over forward."""
 
     def row(attention: Attention) -> Any:
         function = objective(attention)

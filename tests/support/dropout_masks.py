@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: as a backend draws them, and by the definition."""
+"""The masks of dropout: as a backend draws them, and by the definition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ KEY = np.asarray([3, 7], np.uint32)
 def dropout_mask(
     shape: tuple[int, ...], rate: float, key: Any, implementation: str = "reference", **options: Any
 ) -> np.ndarray:
-    """Which probabilities `[*B, N, T, S]` are kept: with equal ones and the identity for values, the output tells."""
+    """Return which probabilities `[*B, N, T, S]` are kept. With equal ones and the identity for values, the output
+    tells."""
     *batch, N, T, S = shape
     out = jflash.attention(
         jnp.zeros((*batch, T, N, 1)),

@@ -1,4 +1,4 @@
-"""What the tests of the layer adapters share: running a layer forward and backward, and the rule for its numbers."""
+"""The ground of the tests of layer adapters: running a layer forward and backward, and the rule for its numbers."""
 
 import functools
 from collections.abc import Callable

@@ -63,7 +63,7 @@ def launch(
 
 
 def run(body: str, *, source: str = KERNEL, count: int = 64, parameter: float = 2.0, **options: Any) -> np.ndarray:
-    """What the kernel of `source` with this body writes to y [count] where x [count] is 0, 1, 2, ..."""
+    """Return what the kernel of `source` with this body writes to y [count] where x [count] is 0, 1, 2, ..."""
     (y,) = launch(
         source % body,
         [np.arange(count, dtype=np.float32)],

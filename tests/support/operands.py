@@ -60,7 +60,7 @@ LACKS: Mapping[str, tuple[str, ...]] = {"metal": ("modulation", "dropout_key")}
 
 
 def served(operands: Operands, backend: str) -> Operands:
-    """Those that the backend takes."""
+    """Return the operands that the backend takes."""
     return {name: array for name, array in operands.items() if name not in LACKS.get(backend, ())}
 
 
@@ -90,7 +90,7 @@ def attend(operands: Operands, implementation: str | None, **options: Any) -> Re
 
 
 def cotangents(results: Results) -> Results:
-    """For each element of a call's results its own weight, with the results' sharding."""
+    """Return a weight of its own for each element of a call's results, with the results' sharding."""
 
     def weigh(result: jax.Array) -> jax.Array:
         return jnp.cos(jnp.arange(result.size, dtype=result.dtype)).reshape(result.shape) + jnp.zeros_like(result)
@@ -105,7 +105,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[str]:
 
 
 def split(operands: Operands) -> tuple[Operands, Operands]:
-    """Those that have a gradient, and the others."""
+    """Return the operands that have a gradient, and the others."""
     smooth = {name: array for name, array in operands.items() if name in SMOOTH}
     return smooth, {name: array for name, array in operands.items() if name not in SMOOTH}
 

@@ -1,8 +1,4 @@
-"""What is right and how nearly: the truth of a call, and the error that a backend may have.
-
-The truth is plain attention in float64, the yardstick the same formulas in the call's own dtype, so that its error is
-what rounding alone costs. A backend passes when its error is at most twice that, plus a few roundings (`tolerances`).
-"""
+"""The oracle: the truth of a call, and the error that a backend may have."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from plain_attention import Call, PlainAttention, Precision, Results, Tangents
 
 @functools.lru_cache(maxsize=2)
 def _widest(call: Call) -> PlainAttention:
-    """In float64; for a float64 call in the widest float there is."""
+    """Return the arrays in float64, and those of a float64 call in the widest float there is."""
     return PlainAttention(call, Precision(np.dtype(np.longdouble if call.query.dtype == np.float64 else np.float64)))
 
 
@@ -78,12 +74,7 @@ def tolerances(call: Call) -> Results:
 
 
 def _roundings(terms: float, dtype: np.dtype, accumulator: np.dtype) -> float:
-    """What the roundings of one result may add up to, relative to it and to the size of the terms it is the sum of.
-
-    Four halves of an eps of the call's dtype: of both operands of the last product (the probabilities and the output,
-    which the backward starts from), of the product and of the result. And half an eps of the accumulator for each level
-    of the sum, which has log2(terms) of them at least.
-    """
+    """Return what the roundings of one result may add up to, relative to it and to the size of the terms of its sum."""
     return 2 * float(jnp.finfo(dtype).eps) + 0.5 * float(np.finfo(accumulator).eps) * math.log2(max(terms, 1))
 
 
@@ -132,14 +123,14 @@ def assert_tangents_right(
 
 
 def draw_tangents(call: Call) -> dict[str, Any]:
-    """Of all operands that may move, random but the same for the same shapes."""
+    """Return tangents of all operands that may move, random but the same for the same shapes."""
     numbers = np.random.default_rng(0)
     normal = lambda array: np.asarray(numbers.standard_normal(array.shape)).astype(array.dtype)
     return jax.tree.map(normal, split(call)[0])
 
 
 def run_tangents(attention: Callable[..., Any], call: Call, along: dict[str, Any]) -> Tangents:
-    """What `attention` makes of a call's tangents, compiled."""
+    """Return what `attention` makes of a call's tangents, compiled."""
     smooth, discrete, static = split(call)
     fixed = {name: array for name, array in smooth.items() if name not in along}
     function = function_of_arrays(attention, static)
@@ -159,7 +150,8 @@ def assert_within(got: Any, want: Any, allowed: Any) -> None:
 
 
 def run(attention: Callable[..., Any], call: Call) -> Results:
-    """What `attention` makes of a call. Arrays are arguments of one jitted function, kept for the next such call."""
+    """Return what `attention` makes of a call. Arrays are arguments of one jitted function, kept for the next such
+    call."""
     smooth, discrete, static = split(call)
     return _forward_and_backward(attention, tuple(static.items()))(smooth, discrete, (call.d_out, call.d_lse))
 

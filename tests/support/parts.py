@@ -21,7 +21,7 @@ Backward = Callable[[Spec, Operands, Residuals], Operands]
 
 _OF_QUERIES = {"query": 1, "query_segments": 1, "bias": 2, "mask": 2}
 _OF_KEYS = {"key": 1, "value": 1, "key_segments": 1, "bias": 3, "mask": 3}
-"""Which axis of an operand has queries or keys, unless they share it."""
+"""The axis of each operand that has queries, or keys, unless the operand shares it."""
 
 
 def run(call: Call, forward: Forward, backward: Backward, **options: object) -> Results:
@@ -60,7 +60,7 @@ def _halves(spec: Spec) -> Iterator[tuple[slice, slice]]:
 
 
 def _place(name: str, array: Any, rows: slice, columns: slice) -> tuple[slice, ...]:
-    """Where an operand of the whole call has a part's."""
+    """Return where an operand of the whole call has a part's numbers."""
     place = [slice(None)] * array.ndim
     for axes, some in ((_OF_QUERIES, rows), (_OF_KEYS, columns)):
         axis = axes.get(name)

@@ -50,7 +50,7 @@ class Call:
 
 
 class Results(NamedTuple):
-    """Of one call: out `[*B, T, N, D]`, LSE `[*B, T, N]`, and the gradients by the arguments' names."""
+    """The results of one call: out `[*B, T, N, D]`, LSE `[*B, T, N]`, and the gradients by the arguments' names."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -58,7 +58,7 @@ class Results(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """Of one call's results, from those of its operands."""
+    """The tangents of one call's results, from those of its operands."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -66,9 +66,10 @@ class Tangents(NamedTuple):
 
 class Precision(NamedTuple):
     accumulator: np.dtype
-    """Of logits, softmax and sums."""
+    """The dtype of logits, softmax and sums."""
     storage: np.dtype | None = None
-    """Of what `jax.nn` keeps in the call's dtype: the probabilities, their cotangent, the output. None: not rounded."""
+    """The dtype in which `jax.nn` keeps the probabilities and their cotangent, the call's; None: they are not
+    rounded."""
 
     operand_bits: int | None = None
     """Bits that the operands of products are rounded to, as a matrix unit takes them. None: all."""
@@ -236,7 +237,7 @@ class PlainAttention:
         return Results(out, lse, gradients)
 
     def tangents(self, along: dict[str, Any]) -> Tangents:
-        """Of both results, along tangents of some arguments by their names."""
+        """Return the tangents of both results, along tangents of some arguments by their names."""
         store, multiply = self.precision.store, self.precision.multiply
         (*_, t_value), t_logits, t_lse = self._moved(along)
         moved = store(self._drop(self.probabilities * (t_logits - t_lse)))
@@ -244,7 +245,7 @@ class PlainAttention:
         return Tangents(self._heads_last(t_out, self.N), self._rows(t_lse))
 
     def tangent_sizes(self, along: dict[str, Any]) -> Tangents:
-        """Of the terms that each of `tangents` is the sum of, as `sizes` has them."""
+        """Return the sizes of the terms that each of `tangents` is the sum of, as `sizes` does."""
         (t_query, t_key, t_value), t_logits, t_lse = self._moved(along)
         query, key, value, products, scale = map(np.square, self.factors)
         moved = np.square(self._drop(self.probabilities * (t_logits - t_lse)))
@@ -289,7 +290,7 @@ class PlainAttention:
         return t_logits
 
     def sizes(self) -> Results:
-        """Of the terms that each of `results` is the sum of: the root of the sum of their squares."""
+        """Return the size of the terms that each of `results` is the sum of: the root of the sum of their squares."""
         squares = _Factors(*map(np.square, self.factors))
         squares = squares._replace(products=squares.query @ squares.key.swapaxes(2, 3))
         probabilities, kept = np.square(self.probabilities), np.square(self.kept)
@@ -312,7 +313,8 @@ class PlainAttention:
         return array[..., 0].swapaxes(1, 2).reshape(*self.batch_axes, self.T, self.N)
 
     def _cotangents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the output and the LSE; a row that sees nothing is constant, so nothing comes back through it."""
+        """Return the cotangents of output and LSE. A row that sees nothing is constant, so nothing comes back through
+        it."""
         d_out = np.where(self.empty, 0, self._heads_first(self.call.d_out))
         d_lse = np.where(self.empty, 0, self._heads_first(self.call.d_lse[..., None]))
         return d_out, d_lse
@@ -326,7 +328,7 @@ class PlainAttention:
         d_sink: np.ndarray,
         d_out: np.ndarray,
     ) -> dict[str, Any]:
-        """From the logits back to every argument that the call has."""
+        """Return the gradients from the logits back to every argument that the call has."""
         call, gradients = self.call, {}
         if call.sinks is not None:
             gradients["sinks"] = _sum_to(d_sink, (self.N, 1, 1)).reshape(self.N)

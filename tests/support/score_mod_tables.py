@@ -29,7 +29,8 @@ def _by_bucket(table: Any) -> Any:
 
 
 def _by_three_reads(factors: Any, added: Any) -> Any:
-    """Of two tables, one of them twice; from before the first number, which counts from the last, to past the last.
+    """Return a `score_mod` with two tables, one of them read twice, from before the first number, which counts from the
+    last, to past the last.
 
     Numbers of 16 bits meet the logit first: among themselves they would be rounded to 16 bits.
     """

@@ -43,11 +43,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "segments far apart": dict(causal=True, segments="far apart"),
 }  # fmt: skip
-"""In the words of `Case`."""
+"""The options of calls, in the words of `Case`."""
 
 
 class Way(NamedTuple):
-    """How a call is split: the mesh, where queries and keys are, and of how many heads and tokens."""
+    """A way to split a call: the mesh, where queries and keys are, and how many heads and tokens there are."""
 
     mesh: dict[str, int]
     query: PartitionSpec
@@ -77,7 +77,7 @@ WAYS: dict[str, Way] = {
 }
 
 OF_QUERIES = {"bias": -2, "mask": -2}
-"""Where a pairwise operand has its queries. `shard_map` wants this device's."""
+"""The axis on which a pairwise operand has its queries. `shard_map` wants this device's."""
 
 
 def call_of(option: str, way: Way, dtype: str = "float64") -> Call:
@@ -92,7 +92,7 @@ def mesh_of(way: Way, kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def spec_in_jit(way: Way, name: str) -> PartitionSpec:
-    """Of an argument: only queries, keys and values are split."""
+    """Return the split of an argument: only queries, keys and values are split."""
     return {"query": way.query, "key": way.key, "value": way.key}.get(name, P())
 
 

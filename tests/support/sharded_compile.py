@@ -27,7 +27,7 @@ SPLITS = {
     "all_to_all": (1, 16, 8, SEQUENCE, SEQUENCE),
     "keys": (1, 8, 2, P(), SEQUENCE),
 }
-"""For eight devices: batch, heads, key heads, and how queries and keys are split."""
+"""The splits over eight devices: batch, heads, key heads, and how queries and keys are split."""
 
 
 def main(split: str) -> None:

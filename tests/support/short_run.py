@@ -1,8 +1,4 @@
-"""What the short run of the tests, `make test`, takes of a product of values; the rest is marked `slow`.
-
-A defect nearly always shows with one value of a parameter, or with two together. So few rows find what all of them
-find: `cover` keeps rows in which every value, or every pair of values, is met.
-"""
+"""The part of a product of values that the short run of the tests, `make test`, takes; the rest is marked `slow`."""
 
 from __future__ import annotations
 
@@ -57,7 +53,7 @@ def mark_slow(items: Iterable[Any], is_refused: Callable[[Any], bool]) -> None:
 
 
 def _kept(rows: Sequence[Any]) -> list[Any]:
-    """Those of one test that the short run takes."""
+    """Return the rows of one test that the short run takes."""
     if sample := rows[0].get_closest_marker("sampled"):
         return list(rows[:: sample.args[0]])
     # A parameter's value is the same object in all rows that share it, and often not hashable.

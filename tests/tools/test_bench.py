@@ -60,7 +60,7 @@ def two_peers_less():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What a tiny run wrote, and what it printed."""
+    """Return what a tiny run wrote, and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
     options = {"lengths": 64, "widths": 32, "head-dims": 16, "tokens": 64, "dtype": "float32", "rounds": 2}
     with two_peers_less(), contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -203,7 +203,8 @@ def test_nothing_is_cut_off_where_lines_are_short(run, monkeypatch):
 
 
 def test_an_implementation_that_is_asked_for_is_measured(monkeypatch, tmp_path):
-    """Not what jflash would choose; and a name that there is not is no row of refusals."""
+    """The implementation that is asked for is measured, not the one that jflash would choose; an unknown name is an
+    error."""
     options = {"lengths": 64, "widths": 32, "head-dims": 16, "tokens": 64, "masks": "full", "work": "fwd", "rounds": 1}
     command = [*(f"--{name}={value}" for name, value in options.items()), "--peers=jflash"]
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
@@ -239,7 +240,7 @@ def test_more_memory_than_there_is_is_refused_before_it_runs(monkeypatch):
 
 
 def test_kernel_times_are_those_of_every_iteration_after_the_first(monkeypatch):
-    """By CUPTI on an NVIDIA GPU; elsewhere something stands in for it."""
+    """Kernel times come from CUPTI on an NVIDIA GPU; elsewhere something stands in for it."""
     if not clocks.on_nvidia():
 
         def stand_in(compiled, aggregate, iterations):

@@ -1,4 +1,4 @@
-"""What `python -m jflash.bench` measures: its calls, their operations, and which ones are chosen."""
+"""Tests of what `python -m jflash.bench` measures: its calls, their operations, and which ones are chosen."""
 
 import dataclasses
 import itertools
@@ -60,7 +60,8 @@ def test_causal_alone_counts_half():
 
 @pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[5], OPTIONS[8]], ids=str)
 def test_what_is_counted_is_what_is_computed(options):
-    """Where all logits are 0, the exponential of the log-sum-exp is the number of keys that a query sees."""
+    """The count of pairs is right: where all logits are 0, the log-sum-exp's exponential counts the keys that a query
+    sees."""
     case = dataclasses.replace(PLAIN, **options)
     arguments = cases.data(case).arguments
     arguments["query"] = jnp.zeros_like(arguments["query"])
@@ -80,7 +81,7 @@ def test_jflash_takes_every_option(case):
 
 @pytest.mark.parametrize("name", score_mods.SCORE_MODS)
 def test_what_takes_the_place_of_a_score_mod_computes_the_same(name):
-    """With the same gradients of what is learned; and it is not plain attention."""
+    """A stand-in gives the same gradients of what is learned; and it is not plain attention."""
     case = dataclasses.replace(PLAIN, queries=300, keys=300, score_mod=name)
     data = cases.data(case)
     # Beyond the cap, so that it shows.
@@ -105,7 +106,7 @@ def test_grid_has_all_tokens_and_the_whole_width():
 
 
 def test_head_dimensions_of_keys_and_values():
-    """As many heads as fit in the width, and one where none does."""
+    """There are as many heads as fit in the width, and one where none does."""
     grid = cases.Grid((64,), (512,), ("192/128", "576/512", "80"), ("causal",), tokens=64, dtype="float32")
     found = [(case.heads, case.key_heads, case.head_dim, case.value_dim) for case in grid.cases()]
     assert found == [(2, 2, 192, 128), (1, 1, 576, 512), (6, 6, 80, 80)]

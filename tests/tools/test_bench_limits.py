@@ -29,7 +29,8 @@ def begun(case, peer):
 
 
 def measuring(path, connection, resume):
-    """As a run does it, with figures of its own: jax.nn hangs in the second case, and torch ends its process there."""
+    """Measure as a run does, with figures of its own: jax.nn hangs in the second case, and torch ends its process
+    there."""
     found = record.read(path) if resume else record.Record(ABOUT, None, ())
     found.write(path)
     for case in CASES:

@@ -25,7 +25,7 @@ CASES = cases.Grid((64,), (64,), ("16",), ("full", "causal"), tokens=64, dtype="
 
 @dataclasses.dataclass
 class Tensor:
-    """What the peers need of a tensor."""
+    """The part of a tensor that the peers need."""
 
     array: jax.Array
 
@@ -66,7 +66,7 @@ FORWARD_MODE = dict(
     make_dual=lambda tensor, tangent: Dual(tensor.array, tangent),
     unpack_dual=lambda dual: (Tensor(dual.array), dual.tangent),
 )
-"""What the peers need of torch.autograd.forward_ad."""
+"""The part of torch.autograd.forward_ad that the peers need."""
 
 
 class StandIn:
@@ -122,7 +122,7 @@ class StandIn:
         return function
 
     def flex_attention(self, query, key, value, *, score_mod=None, block_mask=None, enable_gqa=False):
-        """As torch's: heads before tokens, and a mask of blocks."""
+        """Attend as torch's flex_attention does: heads before tokens, and a mask of blocks."""
         arrays = {name: tensor.array.swapaxes(1, 2) for name, tensor in dict(query=query, key=key, value=value).items()}
         assert enable_gqa == (arrays["query"].shape[2] != arrays["key"].shape[2])
         options = dict(is_causal=block_mask is not None)
@@ -141,7 +141,7 @@ class StandIn:
     def flash_attn_func(
         self, q, k, v, *, causal=False, window_size=(None, None), softcap=0.0, learnable_sink=None, **unknown
     ):
-        """As flash_attn.cute's: both the output and the log-sum-exp."""
+        """Attend as flash_attn.cute's function does: it returns both the output and the log-sum-exp."""
         assert not unknown
         options = dict(is_causal=causal) | (dict(logits_soft_cap=softcap) if softcap else {})
         options |= dict(local_window_size=window_size) if window_size != (None, None) else {}
@@ -151,7 +151,7 @@ class StandIn:
     def scaled_dot_product_attention(
         self, query, key, value, *, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False
     ):
-        """As torch's: heads before tokens."""
+        """Attend as torch's function does: heads before tokens."""
         arrays = {name: tensor.array.swapaxes(1, 2) for name, tensor in dict(query=query, key=key, value=value).items()}
         assert enable_gqa == (arrays["query"].shape[2] != arrays["key"].shape[2])
         options = dict(is_causal=is_causal)
@@ -162,7 +162,7 @@ class StandIn:
         return self.out(arrays | options, heads_first=True)
 
     def fwd_dual(self, q, k, v, *, causal=False):
-        """As jvp_flash_attention's: heads before tokens, and tensors that may move."""
+        """Attend as jvp_flash_attention's function does: heads before tokens, and tensors that may move."""
         tensors = dict(query=q, key=k, value=v)
         moving = {isinstance(tensor, Dual) for tensor in tensors.values()}
         assert len(moving) == 1
@@ -218,7 +218,7 @@ def refusal(peer, case):
 
 
 def modified_logits(score_mod):
-    """What a score_mod makes of the logits of four heads."""
+    """Return what a score_mod makes of the logits of four heads."""
     head, query, key = jnp.meshgrid(*map(jnp.arange, (4, 40, 400)), indexing="ij")
     return score_mod(jnp.sin(1.0 * key) * 60, 0, head, query, key)
 
@@ -257,7 +257,7 @@ def lacking(peer):
 
 
 def test_flex_attention_has_what_a_score_mod_needs(stand_in):
-    """Of options it is asked for nothing else. Each case is compiled by itself."""
+    """flex_attention is asked for nothing else among the options. Each case is compiled by itself."""
     flex = peers.PEERS["flex_attention"]
     assert flex.missing(_platform.current()) is None
     taken = {case.name for case in CASES} - lacking(flex).keys()

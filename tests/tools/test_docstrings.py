@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jflash"
 PUBLIC = ["jflash", "jflash.bench.__main__", *sorted(f"jflash.{path.stem}" for path in PACKAGE.glob("[a-z]*.py"))]
 NAMES = [(module, name) for module in PUBLIC for name in getattr(importlib.import_module(module), "__all__", ["main"])]
-"""Of a module that is called by its name, `main`."""
+"""The public names; a module that is called by its name has `main`."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 

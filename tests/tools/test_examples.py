@@ -29,7 +29,7 @@ NUMBER = r"([\d.]+(?:e[+-]\d+)?)"
 
 
 def run(script: str, *arguments: object) -> str:
-    """What `examples/<script>` prints; its exit status must be 0."""
+    """Return what `examples/<script>` prints; its exit status must be 0."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "120"}
     command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -138,7 +138,8 @@ def test_training_refuses_cudnn_in_float32(train_transformer, monkeypatch):
 
 
 def test_gpt2_has_its_parameters(train_transformer):
-    """At GPT-2's own 1,024 positions its 124,439,808, of which no memory is made; each position more has `width`."""
+    """GPT-2 has 124,439,808 parameters at its own 1,024 positions, without memory for them, and `width` for each
+    position more."""
     transformer_flax = importlib.import_module("transformer_flax")
     settings = train_transformer.Settings("flax", size="gpt2").complete()
     shape = {name: getattr(settings, name) for name in ("width", "heads", "layers")}
@@ -155,7 +156,7 @@ def test_gpt2_has_its_parameters(train_transformer):
 
 @pytest.mark.parametrize("path", RECORDED_TRAINING, ids=lambda path: path.name)
 def test_training_record(path):
-    """Its losses agree within rounding, and it has a picture beside it."""
+    """The record's losses agree within rounding, and it has a picture beside it."""
     record = json.loads(path.read_text())
     differences = dict(record["differences"])
     allowed = differences.pop("disturbed")
@@ -171,7 +172,7 @@ def assert_is_picture(path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_meanflow_learns_the_same_from_plain_attention(tmp_path):
-    """With the tangent through the tiles and through the definition, three steps of training differ by rounding."""
+    """Three steps of training differ by rounding between the tangent through the tiles and through the definition."""
     losses = []
     for implementation in ("xla", "reference"):
         picture = tmp_path / f"{implementation}.png"
@@ -323,7 +324,8 @@ def test_doctor(capsys):
 
 
 def test_doctor_on_machines_with_a_gpu(capsys, monkeypatch):
-    """Where the dtypes are served differently each has its list. A GPU that JAX does not see is noticed."""
+    """The doctor lists each dtype by itself where they are served differently. It notices a GPU that JAX does not
+    see."""
     monkeypatch.setattr("shutil.which", lambda name: name == "nvidia-smi" or None)
     doctor.main([])
     assert "JAX sees only the CPU: pip install 'jax[cuda13]'" in capsys.readouterr().out

@@ -27,7 +27,7 @@ SHARES = {
     "streaming": (0.1550, 0.26),
     "triangle_attention": (1, 1),
 }
-"""Of all query-key pairs, those that are seen, and the most that may be computed in tiles for a CPU."""
+"""The part of all query-key pairs that is seen, and the most that may be computed in tiles for a CPU."""
 QUICK = ("decoding", "hessian_vector_product", "per_example_gradients", "triangle_attention")
 
 
@@ -62,7 +62,7 @@ def test_wrong_attention_is_noticed(monkeypatch):
 
 
 def test_table_has_every_recipe():
-    """And the figures of costs.py, which finds its rows by these links."""
+    """The table has every recipe, and the figures of costs.py, which finds its rows by these links."""
     rows = re.findall(r'^\| .*?\]\((\w+)\.py "([\w ]+)"\)', (GALLERY / "README.md").read_text(), re.MULTILINE)
     assert {file for file, _ in rows} == set(RECIPES)
     assert set(rows) == set(importlib.import_module("costs").CASES)

@@ -31,7 +31,7 @@ EXTRAS = {
 
 
 def run(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return what a fresh interpreter prints."""
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True
     )
@@ -58,7 +58,7 @@ except RuntimeError:
 
 
 def test_layers_are_imported_when_asked_for() -> None:
-    """With the one import that people write."""
+    """Layers need only the one import that people write."""
     assert run("import jflash; print(jflash.flax.attention_fn.__module__)").strip() == "jflash.flax"
     with pytest.raises(AttributeError, match="no attribute 'torch'"):
         jflash.torch()
@@ -103,7 +103,7 @@ def test_every_argument_is_documented_and_typed() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_docstrings(path: Path) -> None:
-    """Of the module and of everything in it that has a public name."""
+    """The module, and everything in it that has a public name, has a docstring."""
     tree = ast.parse((ROOT / path).read_text())
     definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     overloads = [node for node in definitions if any("overload" in ast.unparse(d) for d in node.decorator_list)]
@@ -158,7 +158,7 @@ def test_wheel_with_the_emulator(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
 def test_the_emulator_is_there_where_it_was_asked_for() -> None:
-    """Without it all tests of Metal are skipped."""
+    """The emulator is there: without it all tests of Metal are skipped."""
     assert _ffi.available() is None
 
 

@@ -180,7 +180,7 @@ def served(column: str, derivative: str = "", **call: Any) -> str:
 
 
 def cells(label: str) -> list[str]:
-    """What serves a row of the whole table, in each column: the same for all of its calls."""
+    """Return what serves a row of the whole table in each column, the same for all of its calls."""
     each = [{served(column, **call) for call in ROWS[label]} for column in COLUMNS]
     assert [len(names) for names in each] == [1] * len(COLUMNS), label
     return [name for (name,) in each]

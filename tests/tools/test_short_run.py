@@ -1,4 +1,4 @@
-"""What the short run takes of a product, and that the defects which are planted to try it still have their places."""
+"""Tests of what the short run takes of a product, and that the planted defects still have their places."""
 
 import itertools
 

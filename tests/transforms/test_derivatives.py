@@ -22,7 +22,8 @@ import jflash
 from jflash import _dispatch
 
 ROUNDED = 1e-10
-"""Of the largest number: 1e-16 for each of a few thousand operations, with room for cancellation."""
+"""The error allowed, relative to the largest number: 1e-16 for each of a few thousand operations, with room for
+cancellation."""
 
 ALSO_EAGER = ("jvp", "grad", "jvp of grad", "linearize", "vmap of jvp")
 IN_SHORT_RUN = ("jvp", "grad of jvp", "three deep: push of pull of push", "vmap of jvp of grad", "float0")
@@ -50,7 +51,7 @@ def of_bfloat16(attention: Attention) -> Attention:
 
 
 def made(row: str, attention: Attention, *, eager: bool = False) -> Any:
-    """In NumPy."""
+    """Return the derivatives in NumPy."""
     function = ROWS[row]
     if eager or row in EAGER:
         return jax.tree.map(np.asarray, function(attention))
@@ -138,14 +139,16 @@ THROUGH_KERNELS = (
     *("grad", "grad of the log-sum-exp", "grad of vmap", "vmap of grad", "checkpoint, nothing"),
     *("grad of jvp", "jvp of grad", "MeanFlow"),
 )
-"""What gives the kernels operands or tangents of its own. The rest is one program around them, whatever the backend."""
+"""The functions that give the kernels operands or tangents of their own. The rest is one program around them, whatever
+the backend."""
 
 
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=() if row == "jvp" else pytest.mark.slow) for row in THROUGH_KERNELS]
 )
 def test_every_derivative_of_the_kernels(interpreted: str, row: str) -> None:
-    """As exact as plain attention under the same transform, by the rule for numbers; what they lack is `xla`'s."""
+    """Derivatives are as exact as plain attention's under the same transform, by the rule for numbers; `xla` makes what
+    is lacking."""
     with jax.enable_x64(False):
         got = made(row, of_bfloat16(functools.partial(attend, interpreted)))
         yardstick = made(row, of_bfloat16(plain))

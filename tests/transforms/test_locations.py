@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "sharded_compile.py"
     "split", [pytest.param(name, marks=() if name == "two_key_heads" else pytest.mark.slow) for name in SPLITS]
 )
 def test_compiles_within_30_seconds(split: str) -> None:
-    """Where each device's program had locations, the compilation of some calls never ended."""
+    """Every call compiles soon; where each device's program had locations, the compilation of some never ended."""
     # Not the optimisation level of the other tests, at which XLA leaves stack frames alone.
     environment = os.environ | dict(XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
     command = [sys.executable, PROGRAM, split]

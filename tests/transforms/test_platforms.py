@@ -45,7 +45,8 @@ SPLIT = P("x", None, "y")
 H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
 CPU = Platform("cpu", "cpu", None)
 KERNEL = "stablehlo.cbrt"
-"""What the kernel of the backend below is in a lowered program: nothing else here takes cubic roots."""
+"""The operation that stands for the kernel of the backend below in a lowered program: nothing else takes cubic
+roots."""
 
 _kernel = Primitive("cuda_kernel")
 _kernel.def_abstract_eval(lambda out: out)
@@ -67,7 +68,7 @@ class CudaOnly(types.SimpleNamespace):
         return _kernel.bind(out), lse
 
     def backward(self, spec: Spec, operands: Canonical, residuals: Residuals) -> Canonical:
-        """Also of operands that are not differentiated; but the sinks' is left out."""
+        """Return the gradients, also of operands that are not differentiated; but the sinks' is left out."""
         self.told.append(_platform.current())
         _, vjp = jax.vjp(functools.partial(reference_backend.forward, spec), operands)
         (gradients,) = vjp((residuals.d_out, residuals.d_lse))
@@ -190,7 +191,7 @@ def test_hopper_kernels_stay_on_the_gpu(gpu_machine: None) -> None:
 
 @pytest.mark.parametrize("function", [attend, attend_and_pull_back])
 def test_lowering_decides(cuda_only: CudaOnly, function: Callable[..., Any]) -> None:
-    """Also on this machine, which has no GPU; and each program is told of its own platform."""
+    """Lowering decides, also on this machine, which has no GPU; and each program is told of its own platform."""
     text = functools.partial(lowered, functools.partial(function, implementation=None), PLAIN)
     assert KERNEL in text(platform="cuda")
     assert KERNEL not in text(platform="cpu")
@@ -279,7 +280,7 @@ def test_backend_without_backward_beside_one_with(cuda_only: CudaOnly, gpu_machi
 
 @pytest.mark.parametrize("other", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
 def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_machine: None, other: str) -> None:
-    """Of `xla`; on each platform, the first are its own backend's."""
+    """Second derivatives are those of `xla`; on each platform, the first are its own backend's."""
 
     def second(implementation: Any) -> Callable[[jax.Array], jax.Array]:
         gradient = jax.grad(lambda query: loss({**PLAIN, "query": query}, implementation))
@@ -291,7 +292,8 @@ def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_mach
 
 
 def programs(function: Callable[..., Any], *args: Any) -> set[int]:
-    """Of how many programs one is chosen when a call is lowered, its tangent and its gradient; one is traced before."""
+    """Return among how many programs lowering chooses for a call, its tangent and its gradient; one of them is traced
+    before."""
     every = equations(jax.make_jaxpr(function)(*args).jaxpr)
     calls = [equation.params for equation in every if equation.primitive.name == "jflash"]
     assert all(len(call["jaxprs"]) == 1 for call in calls)
@@ -314,7 +316,7 @@ def test_several_programs_where_several_backends_serve(cuda_only: CudaOnly) -> N
 
 
 def test_explain_follows_the_arrays(cuda_only: CudaOnly, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the first device; arrays that are bound to none go where JAX's default is."""
+    """`explain` follows the arrays, not the first device; arrays that are bound to none go where JAX's default is."""
     monkeypatch.setattr(_platform, "current", lambda: H200)
     on_cpu = jax.device_put(PLAIN, jax.devices("cpu")[3])
     described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), on_cpu)

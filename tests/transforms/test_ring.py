@@ -1,4 +1,4 @@
-"""Which parts of a sequence each device has and sees: complete, without repeats, with as much work for all."""
+"""Tests of which parts of a sequence each device has and sees: complete, without repeats, with as much work for all."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ def operands_of(length: int, heads: tuple[int, int] = (1, 1), dtype: Any = jnp.f
 
 
 def split_of(device: int, count: int, length: int, **options: Any) -> SequenceSplit:
-    """As `device` sees it, of `length` queries and keys in all."""
+    """Return the split as `device` sees it, of `length` queries and keys in all."""
     spec = Spec(**{**shape_facts(operands_of(length)), "scale": 1.0, "query_offset": 0, **options})
     ring = Device(("x",), count, device)
     return SequenceSplit(spec, ring, ring)
@@ -58,7 +58,8 @@ bound = st.none() | st.integers(0, 40)
 def test_every_pair_is_visited_once(
     count: int, each: int, left: int | None, right: int | None, offset: int, is_causal: bool
 ) -> None:
-    """That is, each visible one; what a pair says of itself is true, and steps that no query needs are not made."""
+    """Every visible pair is visited once. What a pair says of itself is true, and steps that no query needs are not
+    made."""
     window = None if left is right is None else (left, right)
     options = dict(window=window, query_offset=offset, is_causal=is_causal)
     visited: list[tuple[int, int]] = []
@@ -116,7 +117,7 @@ def test_all_devices_do_the_same_at_every_step() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_halves_come_back_where_they_were(count: int) -> None:
-    """What devices trade at the entry, they trade back at the exit: their mirror images have the other halves."""
+    """Devices trade back at the exit what they traded at the entry: their mirror images have the other halves."""
     for device in range(count):
         split = split_of(device, count, 12 * count, is_causal=True)
         assert split.zigzag

@@ -45,7 +45,7 @@ SHAPES = {
     "one tile of a GPU": Tiles(2, 2, 7, 9, by_passes=True),
     "tiles of a GPU": Tiles(1, 2, 4, 9, by_passes=True),
 }
-"""Of tiles: not even, and first and last blocks of rows are not alike. Those of a GPU have all keys."""
+"""The shapes of tiles: not even, and first and last blocks of rows are not alike. Those of a GPU have all keys."""
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def derivative(implementation: str, call: Call, transform: Callable[..., Any]) -
 
 @functools.cache
 def by_definition(feature: str, transform: Callable[..., Any]) -> Any:
-    """What derivatives in tiles of every shape are held against."""
+    """Return what derivatives in tiles of every shape are held against."""
     return derivative("reference", cases.build(FEATURES[feature]), transform)
 
 
@@ -161,7 +161,7 @@ def alone(name: str) -> Callable[..., Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_of_one_operand(implementation: str, feature: str) -> None:
-    """What has no tangent, or no gradient, is left out."""
+    """Derivatives leave out what has no tangent, or no gradient."""
     call = cases.build(FEATURES[feature])
     for name in oracle.split(call)[0]:
         assert_same(derivative(implementation, call, alone(name)), by_definition(feature, alone(name)))
@@ -187,7 +187,7 @@ def test_tiles_of_real_calls() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_of_some_arrays_of_a_score_mod(implementation: str, order: str) -> None:
-    """Of three that it closes over one is an index, and of one alone is a derivative asked."""
+    """A `score_mod` closes over three arrays: one is an index, and the derivative of one alone is asked for."""
     query, key, value, first, second = np.random.default_rng(0).standard_normal((5, 2, 6, 2, 4))
     rows = np.array([5, 0, 1, 4, 3, 2])
 

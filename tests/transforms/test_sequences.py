@@ -120,7 +120,7 @@ def test_shard_map(option: str, strategy: str) -> None:
     ],
 )
 def test_numbers_are_right(split_backend: str, way: str, option: str, dtype: str) -> None:
-    """By the rule: at most twice the error of plain attention, though results of parts are merged."""
+    """Errors are at most twice that of plain attention, though results of parts are merged."""
     split = WAYS[way]._replace(lengths=(256, 256))
     call = sequences.call_of(option, split, dtype)
     mesh = sequences.mesh_of(split)
@@ -143,7 +143,7 @@ def test_numbers_are_right(split_backend: str, way: str, option: str, dtype: str
 
 
 def shapes(way: Way, length: int, dim: int = 16, kind: AxisType = AxisType.Auto) -> list[jax.ShapeDtypeStruct]:
-    """Of query, key and value."""
+    """Return the shapes of query, key and value."""
     mesh, (heads, key_heads) = sequences.mesh_of(way, kind), way.heads
     of = lambda heads, spec: jax.ShapeDtypeStruct(
         (1, length, heads, dim), jnp.float32, sharding=NamedSharding(mesh, spec)
@@ -236,7 +236,7 @@ PARTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("part", PARTS)
 def test_memory_falls_with_the_number_of_devices(part: str, is_causal: bool) -> None:
-    """With 1,024 tokens on each device it stays as it is, however many there are."""
+    """Memory stays as it is with 1,024 tokens on each device, however many there are."""
     options = dict(is_causal=is_causal, implementation="xla", sequence_strategy="ring")
     function = jit(PARTS[part](functools.partial(jflash.attention, **options)))
 
@@ -285,7 +285,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     ],
 )
 def test_transforms(transform: str, by_hand: bool) -> None:
-    """In sharded `jit`, and in `shard_map`."""
+    """Transforms work in sharded `jit`, and in `shard_map`."""
     mesh = sequences.mesh_of(Way({"x": 4, "y": 2}, P(), P()))
     attention = functools.partial(jflash.attention, is_causal=True, implementation="xla", sequence_strategy="ring")
     split = attention

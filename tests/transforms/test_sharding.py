@@ -38,7 +38,7 @@ AXES: dict[str, tuple[int | None, int | None]] = {
     "sinks": (None, 0), "query_seq_lengths": (0, None), "key_value_seq_lengths": (0, None),
     "query_offset": (0, None), "query_segments": (0, None), "key_segments": (0, None),
 }  # fmt: skip
-"""Where each operand has its batch and its heads; those not here are whole on every device."""
+"""The axes on which each operand has its batch and its heads; operands not here are whole on every device."""
 
 
 class Layout(NamedTuple):
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
         return {name: operands[name] for name in names}
 
     def spec(self, name: str, array: jax.Array) -> PartitionSpec:
-        """How one operand is split: as far as it has the axes."""
+        """Return how one operand is split: as far as it has the axes."""
         axes: list[Any] = [None] * array.ndim
         for axis, mesh_axes in zip(AXES.get(name, (None, None)), self, strict=False):
             if axis is not None and array.shape[axis] > 1:

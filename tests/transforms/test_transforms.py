@@ -62,7 +62,7 @@ STRICT = {
     "mode", ["ranks", "no jit", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dtypes", "NaN", "keys"))]
 )
 def test_strict_modes_of_jax(backend: str, mode: str) -> None:
-    """Of people who let JAX reject what is often a mistake, or look at what it does step by step."""
+    """Calls work for people who let JAX reject what is often a mistake, or look at what it does step by step."""
     operands = served(ALL, backend)
     want = reference(operands)
     with STRICT[mode]():
@@ -82,7 +82,7 @@ def test_strict_modes_of_jax(backend: str, mode: str) -> None:
     ids=["out-query", "out-bias", "out-value+sinks", "lse-modulation+scale"],
 )
 def test_gradient_of_some(backend: str, result: int, names: tuple[str, ...]) -> None:
-    """Of one of the results and with respect to a few operands, where a backend may leave work undone."""
+    """A backend may leave work undone for gradients of one of the results, with respect to a few operands."""
     everything = served(ALL, backend)
     some = {name: everything[name] for name in names if name in everything}
 
@@ -121,7 +121,7 @@ def test_checkpoint(backend: str, policy: Any) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_after_gradients_of_others(backend: str) -> None:
-    """What one differentiation leaves undone, as it was not asked for, another must not, though JAX has traced it."""
+    """One differentiation leaves undone what was not asked for; another must not, though JAX has traced it."""
     everything = {name: array for name, array in ALL.items() if name not in ("modulation", "dropout_key")}
     smooth, _ = split(everything)
 
@@ -229,7 +229,7 @@ def test_donated_buffers(backend: str) -> None:
 
 
 def compilations(caplog: pytest.LogCaptureFixture, function: Callable[..., Any], *args: Any) -> int:
-    """How many programs XLA compiles for a call."""
+    """Return how many programs XLA compiles for a call."""
     caplog.clear()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         function(*args)
@@ -290,7 +290,7 @@ def test_second_gradient_does_not_compile(backend: str, caplog: pytest.LogCaptur
 @sampled(4)
 @pytest.mark.parametrize("order", ["forward of reverse", "reverse of reverse", "forward", "reverse of forward"])
 def test_other_modes(backend: str, order: str) -> None:
-    """Of all operands at once, and mapped over directions."""
+    """Other modes work for all operands at once, and mapped over directions."""
     smooth, rest = split(served(ALL, backend))
     directions = stack([jax.tree.map(jnp.cos, smooth), jax.tree.map(jnp.sin, smooth)])
 

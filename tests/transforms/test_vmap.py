@@ -45,7 +45,7 @@ def entries(backend: str, axes: Mapping[str, int]) -> list[Operands]:
 
 
 def join(calls: Sequence[Operands], axes: Mapping[str, int]) -> Operands:
-    """What `vmap` with `in_axes(call, axes)` takes apart into `calls`."""
+    """Return the arrays that `vmap` with `in_axes(call, axes)` takes apart into `calls`."""
     one = calls[0]
     return {name: stack([call[name] for call in calls], axes[name]) if name in axes else one[name] for name in one}
 
@@ -104,7 +104,7 @@ def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
     ids=named,
 )
 def test_gradient_of_vmap(backend: str, axes: dict[str, int]) -> None:
-    """What the entries share gets the sum of their gradients."""
+    """An array that the entries share gets the sum of their gradients."""
     calls = entries(backend, axes)
     gradients = stack([reference(call)[1] for call in calls])
     expected = {name: array if name in axes else array.sum(axis=0) for name, array in gradients.items()}

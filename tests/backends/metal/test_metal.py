@@ -122,7 +122,7 @@ def test_any_order_of_threads_gives_the_same_bits() -> None:
 
 @pytest.mark.usefixtures("emulated")
 def test_sums_that_cancel() -> None:
-    """With a single key dP equals delta but for roundings, so the bias's gradient is nothing but roundings."""
+    """The gradient of a bias is nothing but roundings with a single key: dP equals delta but for these."""
     one = cases.build(
         Case(
             query_length=1,
@@ -190,5 +190,5 @@ def test_on_a_thread_each() -> None:
 
 
 def test_platform_here_is_the_cpu() -> None:
-    """What the tests above take for granted."""
+    """The tests above take this for granted."""
     assert _platform.current().name == "cpu"

@@ -183,7 +183,7 @@ ENDLESS = {
     ],
 )
 def test_endless_loop(name: str) -> None:
-    """With the deep profile also the one that takes minutes to find."""
+    """An endless loop is found; with the deep profile also one that takes minutes to find."""
     body, message = ENDLESS[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"a loop without end: {message}"):
         run(body, schedules=[0])

@@ -65,7 +65,7 @@ def test_guest_is_right(name: str) -> None:
 
 
 def test_guest_is_wrong_in_the_random_layout() -> None:
-    """Which the shader gets without the pragma: so a kernel that relies on a layout has to say so."""
+    """The shader gets the random layout without the pragma: so a kernel that relies on a layout has to say so."""
     call = cases.build(CALLS["causal_ragged"])
     for schedule in range(3):
         error, allowed = error_of(attend(call, layout="", schedules=[schedule]), call)
@@ -92,7 +92,7 @@ def test_a_buffer_whose_function_constant_is_false_is_not_bound() -> None:
 
 
 def test_traits_that_differ_by_address_space_are_refused() -> None:
-    """As the compiled shader has but one: the first would stand for all."""
+    """The compiled shader has but one of such traits: the first would stand for all."""
     before, part, after = GUEST.partition("struct pointer_element<threadgroup T*> {")
     source = before + part + after.replace("remove_cv_t<T>", "T", 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="`pointer_element` means something else in each"):

@@ -91,7 +91,7 @@ def test_kernel_that_has_the_gradient_of_a_bias(shape: tuple[int, int, int, int]
 
 @pytest.mark.parametrize("shape", [(2, 4, 70, 100), (1, 4, 70, 100)])
 def test_results_of_a_part_are_in_float32(shape: tuple[int, int, int, int]) -> None:
-    """Those of a whole call are in the dtypes of what they are, or are the gradients, of."""
+    """Results of a part are in float32; those of a whole call have the dtypes of the operands that they belong to."""
     dtypes = []
     for partial in (False, True):
         spec = with_bias(shape, jnp.bfloat16, partial=partial)
@@ -156,7 +156,7 @@ def test_memory_is_what_the_shaders_take(dtype: str, dims: tuple[int, int]) -> N
 
 
 def test_names_are_those_of_the_shaders() -> None:
-    """Of threadgroup variables in every entry point, and of operands in the order of their buffers."""
+    """Names agree for threadgroup variables in every entry point, and for operands in the order of their buffers."""
     spec = with_bias((1, 1, 70, 100), np.float32)
     text = "".join((_source.SHADERS / name).read_text() for name in ("forward.metal", "backward.metal"))
     for kernel in _plan.plan_forward(spec).kernels + _plan.plan_backward(spec).kernels:
@@ -178,7 +178,7 @@ def test_parameters_are_laid_out_alike() -> None:
 
 
 def test_a_source_has_what_the_call_uses() -> None:
-    """And is the same for calls of other sizes and numbers, so that it compiles once."""
+    """A source is the same for calls of other sizes and numbers, so that it compiles once."""
     text = _plan.plan_forward(SPEC).source()
     assert "#define HAS_RIGHT 1\n" in text
     assert "#define HAS_LEFT 0\n" in text

@@ -49,7 +49,7 @@ def call_of(name: str) -> oracle.Call:
 
 
 def outcome(name: str) -> str | None:
-    """How a call's failure shows: "rejected: ..." or "wrong: ..."; None: it does not fail."""
+    """Return how a call's failure shows: "rejected: ..." or "wrong: ..."; None: it does not fail."""
     call = call_of(name)
     jax.clear_caches()  # the shaders are read when a call is traced
     try:
@@ -77,7 +77,7 @@ class Break:
         return f"{self.file}:{line}:{self.start - text.rfind(chr(10), 0, self.start)}"
 
     def outcomes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-        """Those of the calls that fail, one after the other."""
+        """Return the outcomes of the calls that fail, one after the other."""
         shutil.copytree(_source.SHADERS, folder, dirs_exist_ok=True)
         text = (folder / self.file).read_text()
         (folder / self.file).write_text(text[: self.start] + self.replacement + text[self.stop :])

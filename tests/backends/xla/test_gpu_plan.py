@@ -1,4 +1,5 @@
-"""What a call lowered for a GPU is planned as, on any machine: few tiles of a bounded size, and as exact as a CPU's."""
+"""Tests of a call's plan when it is lowered for a GPU, on any machine: few tiles of bounded size, as exact as a
+CPU's."""
 
 import functools
 import itertools
@@ -92,7 +93,8 @@ OPTIONS = {
 @pytest.mark.parametrize("blocks", [Blocks(48, 48, 2**13), Blocks(64, 131, 2**15)], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_right_in_small_tiles(monkeypatch: pytest.MonkeyPatch, option: str, blocks: Blocks, dtype: str):
-    """With a budget for which a small call has many tiles, and in some of them a row all its keys."""
+    """Results are right with a budget for which a small call has many tiles, in some of which a row has all its
+    keys."""
     name = f"xla on a GPU, {blocks}"
     monkeypatch.setattr(plans, "GPU", {kind: [blocks] for kind in plans.GPU})
     monkeypatch.setattr(_platform, "current", lambda: GPUS[0])
@@ -117,7 +119,8 @@ def tangents(attention: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("part", [both, tangents])
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
 def test_a_short_call_has_no_loop(options: dict[str, Any], part: Any, platform: str):
-    """As it is lowered, also here where is no GPU. The same call is a loop on a CPU, and a longer one everywhere."""
+    """A short call is lowered without a loop, also on a machine without a GPU. On a CPU it is a loop, as is a longer
+    one."""
     function = jax.jit(part(functools.partial(jflash.attention, implementation="xla", **options)))
 
     def loops(length: int, platform: str) -> bool:
@@ -132,7 +135,8 @@ def test_a_short_call_has_no_loop(options: dict[str, Any], part: Any, platform: 
 
 @pytest.mark.parametrize(("dtype", "written"), [("float32", False), ("bfloat16", True)])
 def test_products_of_16_bits_are_written_before_they_are_used(dtype: str, written: bool):
-    """On a GPU, where there are several tiles. With a scale that is a power of two nothing else is written first."""
+    """Products are written first on a GPU, where there are several tiles. The scale is a power of two, so nothing else
+    is."""
     function = both(functools.partial(jflash.attention, implementation="xla"))
     traced = jax.jit(function).trace(*[jax.ShapeDtypeStruct((4, 4096, 16, 64), dtype)] * 4)
     barriers = {
@@ -145,7 +149,8 @@ def test_products_of_16_bits_are_written_before_they_are_used(dtype: str, writte
 
 @pytest.mark.parametrize("part", [both, pytest.param(tangents, marks=pytest.mark.slow)])
 def test_memory_is_a_constant_besides_the_arrays(monkeypatch: pytest.MonkeyPatch, part: Any):
-    """As the compiler plans it, of smaller tiles than the true ones. It is a CPU's, and writes more of them."""
+    """Memory is planned by the compiler, with smaller tiles than the true ones. It is a CPU's, and writes more of
+    them."""
     budget = 2**24
     monkeypatch.setattr(plans, "GPU", {kind: [Blocks(2048, 2048, budget)] for kind in plans.GPU})
     monkeypatch.setattr(_platform, "current", lambda: GPUS[0])
@@ -161,7 +166,8 @@ def test_memory_is_a_constant_besides_the_arrays(monkeypatch: pytest.MonkeyPatch
 
 
 def test_few_keys_are_taken_whole():
-    """Where a row sees few keys the log-sum-exp is not exact enough; where it sees many, its own sums cost passes."""
+    """A row is taken whole where it sees few keys, as the log-sum-exp is not exact enough; for many, its sums cost
+    passes."""
     with _platform.lowered_for(GPUS[0]):
         few, many = (spec_of(4, 65536, keys, (16, 16)) for keys in (64, 4096))
         assert tiling.holds_rows(few, plans.plan(few, "backward"))

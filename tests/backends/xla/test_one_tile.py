@@ -100,7 +100,8 @@ def test_rows_that_see_nothing(attention: Attention, options: dict[str, Any], ke
 @pytest.mark.parametrize("scale", [None, 1.0, 3.0])
 @pytest.mark.parametrize("query_length", [256, 1300])
 def test_gradients_of_few_keys(attention: Attention, query_length: int, scale: float | None):
-    """As exact as plain attention's, with nothing allowed for a log-sum-exp that is one rounded number."""
+    """Gradients are as exact as plain attention's, with nothing allowed for a log-sum-exp that is one rounded
+    number."""
     call = cases.build(Case(query_length=query_length, key_length=8, heads=(4, 4), dims=(64, 64)))
     call = dataclasses.replace(call, scale=scale)
     spec = spec_of(call)
@@ -114,7 +115,7 @@ def test_gradients_of_few_keys(attention: Attention, query_length: int, scale: f
 @pytest.mark.parametrize("rows", [64, 1300])
 @pytest.mark.parametrize("keys", [1, 64])
 def test_rows_that_see_one_key(attention: Attention, rows: int, keys: int):
-    """Its weight is 1 whatever its logit, and so it is in plain attention, without an error."""
+    """The weight of a single key is 1 whatever its logit, and so it is in plain attention, without an error."""
     query, key, value, d_out = np.random.default_rng(0).standard_normal((4, 1, rows, 2, 8), np.float32)
     call = functools.partial(attention, mask=np.arange(rows)[:, None] % keys == np.arange(keys))
     out, pull_back = jax.vjp(call, query, key[:, :keys], value[:, :keys])
@@ -127,7 +128,7 @@ def test_rows_that_see_one_key(attention: Attention, rows: int, keys: int):
 @pytest.mark.parametrize("size", [1, 40])
 @pytest.mark.parametrize("causal", [False, True])
 def test_large_logits(attention: Attention, size: int, causal: bool):
-    """Of whole numbers, whose products are exact in float32."""
+    """Products are of whole numbers, and so exact in float32."""
     call = cases.build(SMALL._replace(causal=causal))
     query, key = (np.round(size * array) for array in (call.query, call.key))
     call = Call(query, key, call.value, is_causal=causal, d_out=call.d_out, d_lse=call.d_lse)
@@ -139,7 +140,7 @@ def test_large_logits(attention: Attention, size: int, causal: bool):
 def test_logits_near_the_largest_numbers(
     attention: Attention, query: float, keys: float | tuple[float, ...], causal: bool
 ):
-    """As the definition: a product times the scale, less itself, is 0 however it is rounded; -inf has no weight."""
+    """A product times the scale, less itself, is 0 however it is rounded; -inf has no weight."""
     normal = np.random.default_rng(0).standard_normal((3, 1, 64, 2, 8), np.float32)
     if query == 1e5:
         q, k, v = normal * np.array([query, keys, 1], np.float32).reshape(3, 1, 1, 1, 1)

@@ -46,7 +46,7 @@ GPU = [
     ("bias", (1, 1, 64, 64), "float32"),
     ("sinks", (1, 2, 64, 149), "bfloat16"),
 ]
-"""With the numbers of a GPU's tiles, which have all keys of some rows, or not."""
+"""Tiles with the numbers of a GPU's, which have all keys of some rows, or not."""
 
 
 def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) -> Call:
@@ -57,7 +57,7 @@ def call(query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) 
 
 TILED = [*zip(FEATURES, itertools.cycle(SHAPES), strict=False), *(("lengths", shape) for shape in SHAPES[:3]), *NARROW]
 IN_SHORT_RUN = [*TILED[2:6], NARROW[-1]]
-"""Of all shapes of tiles, what says which of them are visited."""
+"""The shapes of tiles, among all, that decide which of them are visited."""
 ROWS = [
     *(pytest.param(*row, {}, "float32", marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in TILED),
     *(pytest.param(feature, shape, dict(by_passes=True), dtype) for feature, shape, dtype in GPU),
