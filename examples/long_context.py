@@ -66,16 +66,16 @@ class Settings:
     layers: int = 2
     """Blocks of attention and perceptron."""
     learning_rate: float = 1e-3
-    """Adam's."""
+    """The learning rate of Adam."""
     seed: int = 0
-    """Of the first weights and of the batches."""
+    """The seed of the first weights and of the batches."""
 
 
 class Run:
     """One model in training, and its losses so far."""
 
     def __init__(self, settings: Settings, devices: np.ndarray, *, disturbance: float = 0.0):
-        """On `devices` `[data, context]`. `disturbance`: as in train_transformer.py."""
+        """Make the run on `devices` `[data, context]`. `disturbance` is that of train_transformer.py."""
         self._devices = devices
         shape = {name: getattr(settings, name) for name in ("length", "width", "heads", "layers", "seed")}
         model = transformer_equinox.Transformer(text.TOKENS, **shape, use_jflash=True)
@@ -124,7 +124,7 @@ class Run:
         return sharding(self._devices, spec) if self._devices.size > 1 else SingleDeviceSharding(self._devices.item())
 
     def _tokens(self, tokens: np.ndarray) -> list[jax.Array]:
-        """What the model sees, and what it should predict."""
+        """Return what the model sees, and what it should predict."""
         return [jax.device_put(part, self._sharding(P("data", "context"))) for part in (tokens[:, :-1], tokens[:, 1:])]
 
     def _place(self, tree: Any) -> Any:
@@ -138,7 +138,7 @@ class Run:
 
 
 def sharding(devices: np.ndarray, spec: P) -> NamedSharding:
-    """Over the mesh of `devices` `[data, context]`; what is not said is left to the compiler."""
+    """Return a sharding over the mesh of `devices` `[data, context]`; what is not said is left to the compiler."""
     return NamedSharding(Mesh(devices, ("data", "context"), (AxisType.Auto, AxisType.Auto)), spec)
 
 

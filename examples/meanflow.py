@@ -34,7 +34,7 @@ import jflash
 
 SIDE, PATCH, DIGITS = 16, 2, 10
 TOKENS = (SIDE // PATCH) ** 2
-"""A token is a patch of 2 by 2 pixels."""
+"""The number of tokens: a token is a patch of 2 by 2 pixels."""
 
 Parameters = dict[str, Any]
 
@@ -54,11 +54,11 @@ class Settings:
     layers: int = 3
     """Blocks of attention and perceptron."""
     learning_rate: float = 2e-3
-    """Adam's, at its highest."""
+    """The learning rate of Adam, at its highest."""
     implementation: str | None = None
-    """Of `jflash.attention`; by default the one that serves."""
+    """The implementation of `jflash.attention`; by default the one that serves."""
     seed: int = 0
-    """Of the first weights, of the batches and of the samples."""
+    """The seed of the first weights, of the batches and of the samples."""
     picture: pathlib.Path = pathlib.Path("meanflow.png")
     """Where to write the losses and the samples, as PNG."""
 

@@ -1,8 +1,8 @@
-"""What jflash does, in a minute: attention and its gradients, exact, without an array of all pairs of tokens.
+"""jflash in a minute: attention and its gradients, exact, without an array of all pairs of tokens.
 
-Runs causal attention over random data with jflash and with `jax.nn.dot_product_attention`. Prints which of jflash's
-implementations served the call, how far both results are from float64, how long they took and how much temporary
-memory they needed.
+The program runs causal attention over random data with jflash and with `jax.nn.dot_product_attention`. It prints which
+of jflash's implementations served the call, how far both results are from float64, how long they took and how much
+temporary memory they needed.
 
     python examples/quickstart.py --tokens 8192 --heads 4
 """
@@ -43,7 +43,7 @@ def as_defined(query: Array, key: Array, value: Array) -> Array:
 
 
 def with_gradients(attend: Callable[..., Array]) -> Callable[..., tuple[Array, tuple[Array, ...]]]:
-    """(query, key, value, weights) -> a loss, the weighted sum of the outputs, and its gradients of the first three."""
+    """Return (query, key, value, weights) -> a weighted sum of the outputs, and its gradients of the first three."""
 
     def loss(query: Array, key: Array, value: Array, weights: Array) -> Array:
         return (attend(query, key, value) * weights).sum()
@@ -82,7 +82,7 @@ def main(tokens: int = 8192, heads: int = 4, head_dim: int = 64, repeats: int = 
     data = [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 4)]
     query, key, value, weights = data
 
-    # Which implementation serves, and why no other: from the shapes alone, nothing is computed.
+    # This says which implementation serves, and why no other, from the shapes alone: nothing is computed.
     console.print(jflash.explain(query, key, value, is_causal=True), soft_wrap=True)
 
     peers = [with_jflash, with_jax_nn]

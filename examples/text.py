@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 TOKENS = 96
-"""Different tokens: the newline is 0, the printable ASCII characters follow from the space, 1, to the tilde, 95."""
+"""The number of tokens: the newline is 0, the printable ASCII characters follow from the space, 1, to the tilde, 95."""
 
 
 def standard_library(characters: int = 500_000) -> np.ndarray:

@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2": dict(steps=50, batch=1, length=8192, width=768, heads=12, layers=12, dtype="bfloat16"),
 }
 TOKENS = {"small": text.TOKENS, "gpt2": 50257}
-"""Different tokens. The text has 96 also where the model could tell more apart, as GPT-2 can."""
+"""The number of tokens. The text has 96 also where the model could tell more apart, as GPT-2 can."""
 COLORS = {"jflash": "tab:red", "own": "0.6", "xla": "tab:blue", "cudnn": "tab:green"}
 
 
@@ -57,11 +57,11 @@ class Settings:
     """Train with several attentions, and compare their losses, speed and memory."""
 
     framework: Literal["flax", "equinox"]
-    """Whose attention layer jflash serves."""
+    """The library whose attention layer jflash serves."""
     size: Literal["small", "gpt2"] = "small"
-    """Of the model and the run. What is not given below is this size's."""
+    """The size of the model and the run. What is not given below is this size's."""
     attention: tuple[Literal["jflash", "own", "xla", "cudnn"], ...] = ("jflash", "own")
-    """What to compare, with the last of them: jflash, the layer's own attention, jax.nn's plain one, cuDNN's."""
+    """Attentions to compare with the last of them: jflash, the layer's own attention, jax.nn's plain one, cuDNN's."""
     steps: int | None = None
     """Batches to train on."""
     batch: int | None = None
@@ -75,18 +75,18 @@ class Settings:
     layers: int | None = None
     """Blocks of attention and perceptron."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the activations; weights are float32."""
+    """The dtype of the activations; weights are float32."""
     learning_rate: float = 1e-3
-    """Adam's."""
+    """The learning rate of Adam."""
     seed: int = 0
-    """Of the first weights and of the batches."""
+    """The seed of the first weights and of the batches."""
     picture: pathlib.Path | None = None
     """Where to write the curves, as PNG; by default train_<framework>.png."""
     record: pathlib.Path | None = None
     """Where to write all figures, as JSON."""
 
     def complete(self) -> Settings:
-        """With the numbers of its size.
+        """Return the settings with the numbers of their size.
 
         Raises:
           SystemExit: this machine or this framework cannot do it.
@@ -108,7 +108,8 @@ class Run:
     """One model in training, and its losses and times so far."""
 
     def __init__(self, settings: Settings, attention: str, *, disturbance: float = 0.0):
-        """`disturbance`: the fraction of itself by which each weight is off, at random, wherever it is used."""
+        """Make the run. `disturbance` is the fraction of itself by which each weight is off, at random, wherever it is
+        used."""
         module = importlib.import_module(f"transformer_{settings.framework}")
         if settings.framework == "flax":
             variant = dict(attention=attention, dtype=jnp.dtype(settings.dtype))
@@ -148,19 +149,19 @@ class Run:
 
     @property
     def kept_bytes(self) -> int:
-        """What it holds from one step to the next: weights, and the optimizer's state."""
+        """The bytes held from one step to the next: weights, and the optimizer's state."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._learned))
 
     @property
     def planned_bytes(self) -> int:
-        """All that a training step holds at once, as XLA has planned it."""
+        """The bytes that a training step holds at once, as XLA has planned it."""
         memory = self._update.memory_analysis()
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.temp_size_in_bytes + arguments
 
     @property
     def median_seconds(self) -> float:
-        """Of a step; the first warms up."""
+        """The median time of a step; the first warms up."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
@@ -171,10 +172,10 @@ def disturb(weights: Any, fraction: float, key: jax.Array) -> Any:
 
 
 def rounding(settings: Any, dtype: Any = jnp.float32) -> float:
-    """What another order of attention's sums can amount to, as a relative change of the numbers that go in.
+    """Return what another order of attention's sums can amount to, as a relative change of the numbers that go in.
 
-    A sum of n terms, rounded in whatever order, is the exact sum of terms that are each off by at most n * u, where
-    u = eps / 2 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). Attention sums over the head
+    A sum of n terms, rounded in whatever order, is the exact sum of terms that are each off by at most n * u, where u =
+    eps / 2 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). Attention sums over the head
     dimension and over the keys; two orders may err in opposite directions; the layers add up. Sums are float32; a
     result that is rounded to a narrower `dtype` may end one step of it away.
     """
@@ -214,13 +215,13 @@ def draw(record: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def about() -> str:
-    """When, where and with what it was measured."""
+    """Return when, where and with what it was measured."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jflash", "jax", "jaxlib", "flax"))
     return f"{datetime.date.today()}, {_platform.device_name()}; {versions}"
 
 
 def explained(settings: Settings) -> str:
-    """What jflash does in a layer."""
+    """Return what jflash does in a layer."""
     heads = (settings.batch, settings.length, settings.heads, settings.width // settings.heads)
     return jflash.explain(*[jax.ShapeDtypeStruct(heads, settings.dtype)] * 3, is_causal=True)
 

@@ -20,9 +20,9 @@ class Block(equinox.Module):
     perceptron: equinox.nn.MLP
 
     def __init__(self, width: int, heads: int, *, use_jflash: bool, key: jax.Array):
-        """`width` numbers for each token, a multiple of `heads`."""
+        """Make a block of `width` numbers for each token, a multiple of `heads`."""
         attention_key, perceptron_key = jax.random.split(key)
-        # All that changes for an Equinox user is the layer's class, and is_causal=True for a mask.
+        # All that changes for an Equinox user is the layer's class, and is_causal=True in place of a mask.
         layer = jflash.equinox.MultiheadAttention if use_jflash else equinox.nn.MultiheadAttention
         self.attention_norm = equinox.nn.LayerNorm(width)
         self.attention = layer(heads, width, key=attention_key)
@@ -30,7 +30,7 @@ class Block(equinox.Module):
         self.perceptron = equinox.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=perceptron_key)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        """`[T, width]` to the same."""
+        """Return `[T, width]` for `[T, width]`."""
         normal = jax.vmap(self.attention_norm)(hidden)
         if isinstance(self.attention, jflash.equinox.MultiheadAttention):
             hidden += self.attention(normal, normal, normal, is_causal=True)
@@ -40,7 +40,7 @@ class Block(equinox.Module):
 
 
 class Transformer(equinox.Module):
-    """Logits of the next token, for one sequence."""
+    """A model that gives the logits of the next token, for one sequence."""
 
     token: equinox.nn.Embedding
     position: equinox.nn.Embedding
@@ -49,7 +49,7 @@ class Transformer(equinox.Module):
     logits: equinox.nn.Linear
 
     def __init__(self, tokens: int, length: int, width: int, heads: int, layers: int, *, use_jflash: bool, seed: int):
-        """For `tokens` different tokens and sequences of at most `length`."""
+        """Make a model for `tokens` different tokens and sequences of at most `length`."""
         token_key, position_key, logits_key, *block_keys = jax.random.split(jax.random.key(seed), 3 + layers)
         self.token = equinox.nn.Embedding(tokens, width, key=token_key)
         self.position = equinox.nn.Embedding(length, width, key=position_key)
@@ -58,7 +58,7 @@ class Transformer(equinox.Module):
         self.logits = equinox.nn.Linear(width, tokens, key=logits_key)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens `[T]` to logits `[T, tokens]`."""
+        """Return the logits `[T, tokens]` for tokens `[T]`."""
         hidden = jax.vmap(self.token)(tokens) + self.position.weight[: len(tokens)]
         for block in self.blocks:
             hidden = block(hidden)
@@ -66,6 +66,6 @@ class Transformer(equinox.Module):
 
 
 def split(model: Transformer) -> tuple[Transformer, Callable[[Transformer, jax.Array], jax.Array]]:
-    """The parameters, and the function of parameters and tokens `[B, T]` that gives the logits."""
+    """Return the parameters, and the function of parameters and tokens `[B, T]` that gives the logits."""
     parameters, rest = equinox.partition(model, equinox.is_inexact_array)
     return parameters, lambda parameters, tokens: jax.vmap(equinox.combine(parameters, rest))(tokens)

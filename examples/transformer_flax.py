@@ -14,7 +14,7 @@ import jflash.flax
 
 
 def jax_nn_attention_fn(query: Any, key: Any, value: Any, *, implementation: str, is_causal: bool, **_: Any) -> Any:
-    """jax.nn's attention; what else the layer passes is not used by this model."""
+    """Attend by jax.nn; what else the layer passes is not used by this model."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal, implementation=implementation)
 
 
@@ -31,7 +31,7 @@ class Block(nnx.Module):
     """Attention and a two-layer perceptron, each behind a layer norm and beside a shortcut."""
 
     def __init__(self, width: int, heads: int, attention: str, dtype: Any, rngs: nnx.Rngs):
-        """`width` numbers for each token, a multiple of `heads`."""
+        """Make a block of `width` numbers for each token, a multiple of `heads`."""
         self.attention_norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
             heads, width, dtype=dtype, attention_fn=ATTENTION[attention], decode=False, rngs=rngs
@@ -41,13 +41,13 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        """`[B, T, width]` to the same."""
+        """Return `[B, T, width]` for `[B, T, width]`."""
         hidden += self.attention(self.attention_norm(hidden), is_causal=True)
         return hidden + self.down(nnx.gelu(self.up(self.perceptron_norm(hidden))))
 
 
 class Transformer(nnx.Module):
-    """Logits of the next token."""
+    """A model that gives the logits of the next token."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Transformer(nnx.Module):
         seed: int,
         dtype: Any = jnp.float32,
     ):
-        """For `tokens` different tokens and sequences of at most `length`.
+        """Make a model for `tokens` different tokens and sequences of at most `length`.
 
         `attention` is a name of `ATTENTION`. `dtype` is that of the activations; the weights are float32.
         """
@@ -73,7 +73,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens `[B, T]` to logits `[B, T, tokens]`."""
+        """Return the logits `[B, T, tokens]` for tokens `[B, T]`."""
         hidden = self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             hidden = block(hidden)
@@ -81,6 +81,6 @@ class Transformer(nnx.Module):
 
 
 def split(model: Transformer) -> tuple[nnx.State, Callable[[nnx.State, jax.Array], jax.Array]]:
-    """The parameters, and the function of parameters and tokens that gives the logits."""
+    """Return the parameters, and the function of parameters and tokens that gives the logits."""
     structure, parameters = nnx.split(model)
     return parameters, lambda parameters, tokens: nnx.merge(structure, parameters)(tokens)

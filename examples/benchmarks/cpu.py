@@ -54,7 +54,7 @@ GOALS = {
     ("memory / q+k+v+out", 16384): ("≤ 1", "≤ 3"),
     ("memory, tokens doubled", 16384): ("≤ 2.1", "≤ 2.1"),
 }
-"""What is asked of a ratio at a number of tokens, for each kind of work."""
+"""The ratios that are asked for at a number of tokens, for each kind of work."""
 
 Peer = Literal["jax.nn", "torch"]
 
@@ -98,7 +98,7 @@ class Settings:
     rounds: int = 5
     """Measurements of each case."""
     peers: tuple[Peer, ...] = ("jax.nn", "torch")
-    """Whom to compare with."""
+    """The libraries to compare with."""
     output: pathlib.Path | None = None
     """Where to write all figures, as JSON."""
 
@@ -144,19 +144,19 @@ def jax_function(case: Case) -> Callable[..., Any]:
 
 
 def operands(case: Case) -> tuple[np.ndarray, ...]:
-    """What the case's work takes of `data`."""
+    """Return the arrays that the case's work takes of `data`."""
     return data(case.tokens)[: 3 if case.work == "fwd" else 4]
 
 
 def jax_call(case: Case) -> Callable[[], object]:
-    """Does the case's work once, and waits for it."""
+    """Do the case's work once, and wait for it."""
     arrays = [jax.device_put(array) for array in operands(case)]
     compiled = jax.jit(jax_function(case)).lower(*arrays).compile()
     return lambda: jax.block_until_ready(compiled(*arrays))
 
 
 def torch_call(case: Case) -> Callable[[], object]:
-    """The same in torch, which is synchronous on the CPU; its layout is `[B, N, T, H]`."""
+    """Do the same in torch, which is synchronous on the CPU; its layout is `[B, N, T, H]`."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -189,7 +189,7 @@ def measure(cases: Sequence[Case], rounds: int, console: Console) -> dict[Case, 
 
 
 def temporary_bytes(tokens: int, work: str) -> int:
-    """What a compiled call needs besides its arguments and results."""
+    """Return the bytes that a compiled call needs besides its arguments and results."""
     arrays = [jax.ShapeDtypeStruct((1, tokens, HEADS, HEAD_DIM), np.float32)] * (3 if work == "fwd" else 4)
     compiled = jax.jit(jax_function(Case("jflash", tokens, "full", work))).lower(*arrays).compile()
     return compiled.memory_analysis().temp_size_in_bytes

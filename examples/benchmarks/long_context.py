@@ -28,9 +28,9 @@ from jflash._semantics.spec import Operands, Spec, shape_facts
 
 HEADS, KEY_HEADS, DIM, HOST = 32, 8, 128, 8
 FORWARD, BACKWARD = 600e12, 550e12
-"""FLOP/s of attention."""
+"""The rate of attention in FLOP/s."""
 NVLINK, NETWORK = 450e9, 50e9
-"""Bytes that a GPU receives in a second."""
+"""The bytes that a GPU receives in a second."""
 LENGTHS = {"128k": 2**17, "1M": 2**20, "4M": 2**22}
 DEVICES = (8, 64, 512)
 
@@ -40,9 +40,9 @@ class Pass(NamedTuple):
 
     flops: float
     received: float
-    """Bytes."""
+    """The bytes that the device receives."""
     time: float
-    """Seconds."""
+    """The time in seconds."""
     ideal: float
     """The time in which all devices would do the sums alone, if none waited for another."""
 
@@ -56,7 +56,7 @@ class Row(NamedTuple):
     forward: Pass
     backward: Pass
     memory: float
-    """Bytes of the arrays of a backward, on each device."""
+    """The bytes of the arrays of a backward, on each device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Ways:
 
     @property
     def split(self) -> SequenceSplit:
-        """As jflash splits it. A query offset is why there would be no zigzag."""
+        """The split as jflash makes it. A query offset is why there would be no zigzag."""
         shape = lambda heads: jax.ShapeDtypeStruct((1, self.length, heads, DIM), jnp.bfloat16)
         facts = shape_facts(Operands(shape(self.heads), shape(self.key_heads), shape(self.key_heads)))
         ring = Ring(("x",), self.count)
@@ -79,21 +79,22 @@ class Ways:
 
     @property
     def queries(self) -> float:
-        """Bytes of a device's queries and output."""
+        """The bytes of a device's queries and output."""
         return self.length / self.count * self.heads * 2 * DIM * 2
 
     @property
     def keys(self) -> float:
-        """Of its keys and values."""
+        """The bytes of a device's keys and values."""
         return self.length / self.count * self.key_heads * 2 * DIM * 2
 
     def cost(self, strategy: str) -> _sequence_strategy.Cost:
-        """Of a forward."""
+        """Return the cost of a forward."""
         return _sequence_strategy.costs(self.split, self.heads, self.key_heads)[strategy]
 
 
 def passes(way: Ways, strategy: str, link: float, exchanged: float = 0) -> tuple[Pass, Pass]:
-    """Forward and backward. A ring of hosts has `exchanged` bytes of a forward by heads inside of them, by NVLink."""
+    """Return forward and backward. A ring of hosts has `exchanged` bytes of a forward by heads inside of them, by
+    NVLink."""
     cost = way.cost(strategy)
     ideal = 4 * DIM * way.heads * way.length**2 / 2 / way.count
     traded = (way.queries + way.keys) / 2 if strategy == "ring" and way.zigzag else 0
@@ -115,7 +116,7 @@ def passes(way: Ways, strategy: str, link: float, exchanged: float = 0) -> tuple
 
 
 def rows() -> Iterator[Row]:
-    """All of them."""
+    """Return the rows of the table."""
     for (label, length), devices in ((item, devices) for item in LENGTHS.items() for devices in DEVICES):
         link = NVLINK if devices <= HOST else NETWORK
         whole = Ways(length, devices)
@@ -134,7 +135,7 @@ def rows() -> Iterator[Row]:
 
 
 def number(value: float) -> str:
-    """Three digits, or all that are before the point."""
+    """Return a number with three digits, or all that are before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""What the Metal kernels do, counted by the emulator, beside what their tiling cannot do without.
+"""The work of the Metal kernels, counted by the emulator, beside what their tiling cannot do without.
 
     python examples/benchmarks/metal_costs.py [--record]
 
@@ -47,12 +47,12 @@ class Setting:
     is_causal: bool = False
     window: int | None = None
     segments: int = 1
-    """Of equal lengths; a query sees its own."""
+    """The number of segments of equal lengths; a query sees its own."""
     bias: bool = False
-    """[1, N, T, S], float32, with its gradient."""
+    """Whether there is a bias [1, N, T, S], float32, with its gradient."""
 
     def __str__(self) -> str:
-        """Its line in the table."""
+        """Return the setting's line in the table."""
         form = "causal" if self.is_causal else f"window {self.window}" if self.window is not None else "full"
         packed = f" {self.segments} segments" if self.segments > 1 else ""
         return f"{self.dtype} d{self.head_dim} {form}{packed}{' bias' if self.bias else ''}"
@@ -90,7 +90,7 @@ SETTINGS = [
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one kernel in one setting."""
+    """The counts of one kernel in one setting."""
 
     setting: str
     kernel: str
@@ -138,7 +138,7 @@ def visible_tiles(seen: np.ndarray, rows: int, columns: int) -> tuple[int, int]:
 
 
 def costs(setting: Setting) -> Iterator[Cost]:
-    """Of the four kernels of one forward and backward."""
+    """Return the counts of the four kernels of one forward and backward."""
     shape = lambda heads: (1, setting.length, heads, setting.head_dim)
     arrays = [
         jax.random.normal(jax.random.key(seed), shape(heads), setting.dtype)

@@ -1,4 +1,4 @@
-"""What the files of the gallery share: random arrays, and a report of how exact a call is and how much it computes."""
+"""The common ground of the gallery: random arrays, and a report of how exact a call is and how much it computes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from jax import Array
 from rich.console import Console
 
 Attention = Callable[..., Any]
-"""Of arrays; query, key and value come first."""
+"""A function of arrays; query, key and value come first."""
 
 
 class Report(NamedTuple):
-    """What was found about one call."""
+    """The findings about one call."""
 
     errors: Mapping[str, tuple[float, float]]
-    """For each result the largest error of jflash and of plain attention, both in float32. They are relative to the
-    largest number that plain attention has there in float64."""
+    """The largest error of jflash and of plain attention for each result, both in float32.
+
+    They are relative to the largest number that plain attention has there in float64.
+    """
     seen: float
     """The share of all query-key pairs that count."""
     computed: float | None

@@ -20,7 +20,7 @@ TOKENS, HEADS, HEAD_DIM = 1024, 4, 32
 
 
 def paper_slopes(heads: int) -> Array:
-    """The paper's, for a power of two: a geometric sequence that ends at 2**-8."""
+    """Return the paper's slopes for a power of two: a geometric sequence that ends at 2**-8."""
     return jnp.exp2(-8 * (1 + jnp.arange(heads)) / heads)
 
 

@@ -1,4 +1,4 @@
-"""What each recipe of the gallery costs: its time relative to a full call of `jflash.attention` on the same arrays.
+"""The cost of each recipe of the gallery: its time relative to a full call of `jflash.attention` on the same arrays.
 
     python examples/gallery/costs.py              # prints the figures
     python examples/gallery/costs.py --write      # puts them into the table of README.md
@@ -52,7 +52,7 @@ TOKENS, HEADS, HEAD_DIM = 4096, 8, 64
 COLUMNS = ("seen", "forward", "with gradients", "temporary MiB")
 CAUSAL = (TOKENS + 1) / (2 * TOKENS)
 FILLED, DECODED = 1024, 32
-"""Of a cache of `TOKENS` places, those that are filled before, and how many tokens are decoded then."""
+"""The places filled before, of a cache of `TOKENS`, and how many tokens are decoded then."""
 
 
 class Case(NamedTuple):
@@ -65,7 +65,8 @@ class Case(NamedTuple):
     full: Attention
     full_arrays: tuple[Any, ...]
     work: Literal["both", "forward", "gradients"] = "both"
-    """What is timed: output, and output with gradients; output alone; or, of functions that give gradients, these."""
+    """The work that is timed: output, and output with gradients; output alone; or functions that give gradients, as
+    they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Settings:
     """Measure what each recipe costs: float32, 4,096 tokens, 8 heads of 64, or as many pairs in another shape."""
 
     rounds: int = 9
-    """Measurements of each."""
+    """Measurements of each recipe."""
     write: bool = False
     """Put the figures into README.md."""
 
@@ -147,7 +148,7 @@ def _decoding(step: Callable[..., Any], places: int) -> Case:
 
 
 def _per_example_gradients() -> Case:
-    """Beside the gradient of the sum of the losses."""
+    """Measure per-example gradients beside the gradient of the sum of the losses."""
     examples, tokens = 8, TOKENS // 8
     arrays = normal((3, HEADS * HEAD_DIM, HEADS, HEAD_DIM), (examples, tokens, HEADS * HEAD_DIM))
 
@@ -161,7 +162,7 @@ def _per_example_gradients() -> Case:
 
 
 def _hessian_vector_product() -> Case:
-    """Beside forward and backward."""
+    """Measure a Hessian-vector product beside forward and backward."""
     arrays = tuple(normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 6))
     return Case(hessian_vector_product.attend, arrays, CAUSAL, with_gradients(full), arrays[:3], "gradients")
 
@@ -190,7 +191,7 @@ CASES: Mapping[tuple[str, str], Callable[[], Case]] = {
     ("per_example_gradients", "attend"): _per_example_gradients,
     ("hessian_vector_product", "attend"): _hessian_vector_product,
 }
-"""By file and function."""
+"""The cases by file and function."""
 
 
 class Timed(NamedTuple):
@@ -202,7 +203,7 @@ class Timed(NamedTuple):
     """Temporary memory of the recipe, as XLA has planned it."""
 
     def ratio(self) -> float:
-        """Of the times of one call each."""
+        """The ratio of the times of one call each."""
         return _seconds(self.recipe) / _seconds(self.full)
 
 

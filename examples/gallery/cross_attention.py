@@ -18,7 +18,7 @@ import jflash
 
 QUERIES, KEYS, HEADS, HEAD_DIM = 192, 640, 2, 32
 LENGTHS = ((192, 640), (57, 130), (1, 333))
-"""Of queries and keys, for each pair of sequences."""
+"""The lengths of queries and keys, for each pair of sequences."""
 
 
 def attend(query: Array, key: Array, value: Array, lengths: Array) -> Array:

@@ -1,8 +1,8 @@
 """Hessian-vector product: how the gradient changes along a direction, without the Hessian.
 
-`jax.jvp` of `jax.grad`, as of any function. Attention has derivatives of every order in both modes, and none needs an
-array of all pairs: each tile is computed again. Second-order optimizers, influence functions and measures of curvature
-are made of such products.
+`jax.jvp` of `jax.grad` works as for any function. Attention has derivatives of every order in both modes, and none
+needs an array of all pairs: each tile is computed again. Second-order optimizers, influence functions and measures of
+curvature are made of such products.
 
 Source: Pearlmutter (1994), doi:10.1162/neco.1994.6.1.147.
 """
@@ -35,7 +35,7 @@ def along(attention: Callable[..., Array], arrays: list[Array], direction: list[
 
 
 def attend(*arrays: Array) -> dict[str, Array]:
-    """Of query, key and value, and the direction's three."""
+    """Return gradient and product as a function of query, key and value, and the direction's three."""
     return along(jflash.attention, list(arrays[:3]), list(arrays[3:]))
 
 

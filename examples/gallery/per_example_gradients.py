@@ -1,8 +1,8 @@
 """Per-example gradients: the gradient of each example's own loss with respect to weights that all share.
 
-`jax.vmap` of `jax.grad`, as of any function. The batch axis that vmap makes becomes one of attention's batch axes, so
-this is one call with as many heads at work as in training, and not a loop. Differentially private training clips the
-norm of each gradient before it adds them up.
+`jax.vmap` of `jax.grad` works as for any function. The batch axis that vmap makes becomes one of attention's batch
+axes, so this is one call with as many heads at work as in training, and not a loop. Differentially private training
+clips the norm of each gradient before it adds them up.
 
 Source: Abadi et al. (2016), arXiv:1607.00133.
 """
@@ -23,7 +23,10 @@ WIDTH = HEADS * HEAD_DIM
 
 
 def loss(attention: Callable[..., Array], weights: Array, example: Array) -> Array:
-    """Of one layer, on one example [tokens, width]; `weights` [3, width, heads, head_dim] make query, key and value."""
+    """Return the loss of one layer on one example [tokens, width].
+
+    `weights` [3, width, heads, head_dim] make query, key and value.
+    """
     query, key, value = jnp.einsum("tc,pcnh->ptnh", example, weights)
     return (attention(query, key, value, is_causal=True).reshape(example.shape) - example).var()
 

@@ -4,8 +4,9 @@ The table has a row for each bucket and a column for each head. `by_distance` sp
 two ways lead to the logits:
 
 - `attend` looks the number up in each tile. It needs O(T + S) memory, and on a CPU it is the faster one by far. The
-  kernels for NVIDIA Hopper do so too, but have no gradient of the numbers, so that `xla` serves there.
-- `with_bias` makes the array [heads, T, S], of which those kernels have the gradient. All its rows are one vector, each
+  kernels for NVIDIA GPUs do so too, and sum the numbers' gradients, if there are at most 64 KiB of them; else `xla`
+  serves.
+- `with_bias` makes the array [heads, T, S], which every kernel takes. All its rows are one vector, each
   shifted by one against the row before, so it is made by reshaping, and its gradient comes back as sums along
   diagonals. The array is as large as all logits of one sequence, but no larger for a batch.
 
@@ -27,9 +28,9 @@ BUCKETS, FARTHEST = 32, 128
 
 
 def bucket(distance: np.ndarray) -> np.ndarray:
-    """Of the key's place less the query's. Half of the buckets are for keys that come later.
+    """Return the bucket of the key's place less the query's. Half of the buckets are for keys that come later.
 
-    Of a half, half are for one distance each, and the others grow geometrically up to `FARTHEST`.
+    Half of each half are for one distance each, and the others grow geometrically up to `FARTHEST`.
     """
     half, size = BUCKETS // 2, np.abs(distance)
     exact = half // 2

@@ -21,7 +21,7 @@ import jflash
 BATCH, TOKENS, HEADS, HEAD_DIM, STRIDE = 2, 256, 4, 32, 4
 
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-"""On scalars; each function below takes arrays that broadcast just as well, and so `plain` uses it too."""
+"""A function on scalars. Each function below takes arrays that broadcast just as well, and so `plain` uses it too."""
 
 
 def tanh_gate(gates: Array) -> ScoreMod:

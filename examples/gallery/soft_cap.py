@@ -1,7 +1,7 @@
 """Soft cap: logits are bent so that none is larger than a bound.
 
-`logits_soft_cap=c` turns a scaled logit x into c * tanh(x / c), before bias and mask. A `score_mod` would say the same,
-but every backend takes the argument, and the kernels for NVIDIA Hopper have a faster tanh for it.
+`logits_soft_cap=c` turns a scaled logit x into c * tanh(x / c), before bias and mask. A `score_mod` that says the same
+alone is computed as the argument. But every backend takes the argument, which a bias or ALiBi may follow.
 
 Source: Gemma 2 (2024), arXiv:2408.00118, section 2.
 """

@@ -1,8 +1,8 @@
 """A sliding window that keeps the first tokens in sight, as StreamingLLM does.
 
 Neither `local_window_size` nor any other argument says "and the first four", so it is said in two calls: the window,
-and those of the first keys that have left it. `return_residual=True` gives the log-sum-exp of each, and by it the two
-are merged (merging.py says how). The mask of the second call has a row of `FIRST` for each query, no more.
+and the first keys that have left it. `return_residual=True` gives the log-sum-exp of each, and by it the two are merged
+(merging.py says how). The mask of the second call has a row of `FIRST` for each query, no more.
 
 Source: Xiao et al. (2023), arXiv:2309.17453.
 """

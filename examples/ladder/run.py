@@ -35,7 +35,7 @@ class Step:
     tile: int = 32
     threads: int = 32
     head_dim: int = 128
-    """The largest for which its tiles fit into threadgroup memory."""
+    """The largest head dimension for which the step's tiles fit into threadgroup memory."""
 
 
 FORWARD = [
