@@ -135,7 +135,7 @@ def initial(settings: Settings) -> Parameters:
 def mean_velocity(
     settings: Settings, weights: Parameters, z: jax.Array, r: jax.Array, t: jax.Array, digit: jax.Array
 ) -> jax.Array:
-    """u of images as tokens `[B, TOKENS, PATCH**2]`, between times r and t `[B]`: a transformer."""
+    """Return u of images as tokens `[B, TOKENS, PATCH**2]`, between times r and t `[B]`, by a transformer."""
     frequencies = jnp.pi * 2.0 ** jnp.linspace(-1, 4, 16)
     angles = jnp.concatenate([t[:, None] * frequencies, (t - r)[:, None] * frequencies], axis=-1)
     waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)

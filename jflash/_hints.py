@@ -123,7 +123,7 @@ def _no_offset(call: Call) -> str | None:
 
 _REPLACED_OFTEN = 3
 _replaced: weakref.WeakKeyDictionary[types.CodeType, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
-"""For each definition of a `score_mod` the last function made of it, and how many before it are gone."""
+"""The last function made of each definition of a `score_mod`, and how many before it are gone."""
 
 
 def _new_score_mod(call: Call) -> str | None:

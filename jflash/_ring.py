@@ -102,8 +102,10 @@ class SequenceSplit:
 
     @property
     def steps(self) -> range:
-        """How many devices back the keys of each step come from; negative: on. Steps whose keys no query sees are left
-        out."""
+        """The distances, in devices back, from which the keys of each step come; negative: on.
+
+        Steps whose keys no query sees are left out.
+        """
         count, bounds, offset = self.queries.count, self.call.bounds, self.call.query_offset
         if not self.ring:
             return range(1)

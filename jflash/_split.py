@@ -42,7 +42,7 @@ class Split:
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     reason: str
-    """What is done about the sequences, and why, in words for the user."""
+    """The strategy for the sequences, and its reason, in words for the user."""
 
     @property
     def one_key_head(self) -> bool:

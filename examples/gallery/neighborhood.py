@@ -35,7 +35,7 @@ def attend(query: Array, key: Array, value: Array, width: int = WIDTH) -> Array:
 
 
 def mask(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-    """Which pixels see which."""
+    """Return which pixels see which."""
     line, column = np.divmod(np.arange(height * width), width)
     near = lambda place: np.abs(place[:, None] - place) <= RADIUS
     return near(line) & near(column)

@@ -35,16 +35,17 @@ class Operands(NamedTuple):
     query_segments: Int32[Array, "#B T"] | None = None
     key_segments: Int32[Array, "#B S"] | None = None
     batch_index: Int32[Array, "B"] | None = None
-    """Which batch entry a row of the arrays belongs to: it stays true when B is folded or sharded."""
+    """The batch entry of the whole call that a row of the arrays belongs to: it stays true when B is folded or
+    sharded."""
     head_index: Int32[Array, "#B N"] | None = None
-    """Which head of the whole call a head of the arrays is: it stays true when N is sharded."""
+    """The head of the whole call that a head of the arrays is: it stays true when N is sharded."""
     first_query: Int32[Array, "#B"] | None = None
-    """Where in its sequence the first of these queries is; `None` is at 0.
+    """The index in its sequence of the first of these queries; `None` is 0.
 
     Only `score_mod` and dropout count from it. Offsets and lengths already count from these queries and keys.
     """
     first_key: Int32[Array, "#B"] | None = None
-    """Where in its sequence the first of these keys is; `None` is at 0. Only `score_mod` and dropout count from it."""
+    """The index in its sequence of the first of these keys; `None` is 0. Only `score_mod` and dropout count from it."""
     dropout_seed: UInt32[Array, "B 2"] | None = None
     score_mod_arrays: tuple[Array, ...] = ()
     """The arrays that `score_mod` closes over, each `[#B, *its own shape]`."""

@@ -32,7 +32,7 @@ class Parameters(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What decides a tile's logits and who sees whom, each broadcastable to `[b, k, g, i, j]`."""
+    """The arrays that decide a tile's logits and who sees whom, each broadcastable to `[b, k, g, i, j]`."""
 
     parameters: Parameters
     query: Int[Array, "1 1 1 i 1"]
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
 
     @property
     def distance(self) -> Float[Array, "#b 1 1 i j"] | Int[Array, "#b 1 1 i j"]:
-        """How far the query's position is past the key."""
+        """The query's position less the key."""
         return self.position - self.key if self.distance_override is None else self.distance_override
 
     @property

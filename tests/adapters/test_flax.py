@@ -170,8 +170,10 @@ def test_what_a_mask_hides_has_no_influence(make: Callable[..., Layer], dtype: A
 
 @pytest.mark.parametrize("broadcast_dropout", [False, True])
 def test_dropout_drops_at_the_rate(broadcast_dropout: bool) -> None:
-    """For each head anew, or the same for all. With equal logits and the identity as values, the output is the
-    probabilities themselves."""
+    """Dropout drops for each head anew, or the same for all.
+
+    With equal logits and the identity as values, the output is the probabilities themselves.
+    """
     rate, length = 0.25, 64
     queries = jnp.zeros((2, length, HEADS, length))
     values = jnp.broadcast_to(jnp.eye(length)[:, None], (2, length, HEADS, length))

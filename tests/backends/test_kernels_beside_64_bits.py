@@ -24,14 +24,14 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """In every thread: the interpreter runs a CTA's warpgroups in threads of its own."""
+    """Enable 64 bits in every thread: the interpreter runs a CTA's warpgroups in threads of its own."""
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
 
 
 def programs(family: Family, call: Call) -> list[ClosedJaxpr]:
-    """Forward, backward, and the tangent of those that have one."""
+    """Return the programs of the forward, the backward, and the tangent of a family that has one."""
     tangents = [hopper_kernels.traced_tangent(call)] if family is HOPPER else []
     return [*hopper_kernels.traced(call, family=family), *tangents]
 
@@ -57,7 +57,7 @@ def test_programs_are_the_same(family: Family, options: dict[str, Any]):
 
 
 def test_programs_lower(family: Family):
-    """For which no GPU is needed."""
+    """The programs are lowered, for which no GPU is needed."""
     call = cases.build(BASE._replace(causal=True, lengths="both", segments="far apart", score_mod="indices"))
     with jax.enable_x64(True):
         for closed in programs(family, cases.with_64_bits(call)):
@@ -80,7 +80,7 @@ ROWS = [
     "options", [ROWS[0], *(pytest.param(options, marks=pytest.mark.slow) for options in ROWS[1:])], ids=str
 )
 def test_right(family: Family, options: dict[str, Any]):
-    """In the interpreter; whatever may have 64 bits has them."""
+    """The kernels are right in the interpreter, where whatever may have 64 bits has them."""
     call = cases.build(BASE._replace(**options))
     wide = cases.with_64_bits(call)
     got = hopper_kernels.run(wide, family=family, detect_races=family is HOPPER)

@@ -27,7 +27,7 @@ HALVED = [
     Case("bfloat16", 2, 64, (4, 2), (24, 24), lengths="keys"),
 ]
 EXACT = dict(precision="highest")
-"""In which float32 is held to its own rule on every backend."""
+"""The precision in which float32 is held to its own rule on every backend."""
 IN_SHORT_RUN = {
     "xla": HALVED,
     "metal": HALVED,

@@ -22,7 +22,7 @@ from oracle import Call
 
 
 class Case(NamedTuple):
-    """What one call is made of; `build` says what the words mean."""
+    """The words for one call; `build` says what they mean."""
 
     dtype: str = "float32"
     query_length: int = 131

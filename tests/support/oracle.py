@@ -105,9 +105,11 @@ def assert_right(got: Results, call: Call, *, as_tf32: bool = False) -> None:
 def assert_tangents_right(
     got: Tangents, call: Call, along: dict[str, Any], *, as_tf32: bool = False, in_tf32: bool = False
 ) -> None:
-    """Both tangents, along those of some operands, are as near to the truth as twice plain attention's own, with a few
-    roundings on top; or `as_tf32` as near as plain attention's with operands of TF32's bits, or twice that if its own
-    products are `in_tf32`."""
+    """Assert that both tangents, along those of some operands, are near enough to the truth.
+
+    The error is at most twice plain attention's own, with a few roundings on top; or `as_tf32` that of plain attention
+    with operands of TF32's bits, or twice that if its own products are `in_tf32`.
+    """
     wide, dtype = _widest(call), call.query.dtype
     truth, accumulator = wide.tangents(along), np.promote_types(dtype, np.float32)
     bits = (None, 11) if as_tf32 else (None,)

@@ -208,8 +208,11 @@ class PlainAttention:
         )
 
     def results(self, residuals: Results | None = None) -> Results:
-        """Both results and all gradients; with `residuals` the gradients as a backward finds them that knows only those
-        results, and computes the probabilities again."""
+        """Return both results and all gradients.
+
+        With `residuals` the gradients are those of a backward that knows only these results, and computes the
+        probabilities again.
+        """
         multiply = self.precision.multiply
         out = self.precision.store(self._heads_last(multiply(self.kept, self.factors.value), self.N))
         lse = self._rows(self.lse)

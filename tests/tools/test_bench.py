@@ -48,7 +48,7 @@ def test_what_a_peer_takes_for_a_score_mod():
 
 @contextlib.contextmanager
 def two_peers_less():
-    """cuDNN is not installed, and tokamax refuses what is causal; samples are short."""
+    """Make cuDNN not installed, and tokamax refuse what is causal; samples are short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(peers.PEERS, "cuDNN", dataclasses.replace(peers.PEERS["cuDNN"], package="no_such_package"))
         patch.setitem(peers.PEERS, "tokamax", peers.InJax("jax", lambda: only_full))

@@ -196,7 +196,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Both modules, on what is taken for an NVIDIA GPU."""
+    """Put a stand-in for both modules in place, on what is taken for an NVIDIA GPU."""
     found = StandIn()
     for module in found.modules():
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -234,7 +234,7 @@ def mapped(layout: Layout, operands: Operands, backend: str, **options: Any) -> 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", marked("batch_heads", "multi_query_batch", slow=("batch_2d", "heads")))
 def test_shard_map(split_backend: str, layout: str, check_vma: bool) -> None:
-    """All but dropout, whose indices then count each part from 0."""
+    """Results are right for all options but dropout, whose indices then count each part from 0."""
     layout = LAYOUTS[layout]
     operands = layout.draw(ALL.keys() - {"dropout_key"} - ({"modulation"} if check_vma else set()))
     operands = served(operands, split_backend)

@@ -1,4 +1,4 @@
-"""How large tiles are, and how they are computed: a policy for CPUs, and one for GPUs and all else.
+"""The size of tiles, and how they are computed: a policy for CPUs, and one for GPUs and all else.
 
 A CPU is fast where a tile stays in its caches between two products. A GPU's caches are too small for that, and each
 step of a loop costs it launches. So its tiles are few and large, and each pass over one costs time.
