@@ -24,8 +24,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash import _sharding, _tuning
-from jflash._backends.mosaic_gpu import plan, run, tangent_plan
-from jflash._backends.nvidia.ops import HOPPER
+from jflash._backends.mosaic_gpu import plan, run, tangent_kernel
+from jflash._backends.mosaic_gpu.ops import HOPPER
 from jflash._semantics.spec import Operands, Residuals, Results
 
 DIRECTORY = Path(sys.argv[1])
@@ -221,7 +221,7 @@ def compiled(
             return Results(*run.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER))
 
         def tangent(operands, results):
-            moving = tangent_plan.MOVING & spec.operands
+            moving = tangent_kernel.MOVING & spec.operands
             tangents = Operands(
                 **{name: array if name in moving else None for name, array in operands._asdict().items()}
             )
@@ -237,7 +237,7 @@ def compiled(
 
         out, lse = over_devices(forward, operands)
         residuals = Residuals(out.astype(spec.dtype), lse, d_out, d_lse)
-        has_tangent = tangent_plan.fits(spec)
+        has_tangent = tangent_kernel.fits(spec)
         t_out = over_devices(tangent, operands, Results(out, lse)) if has_tangent else ()
         return out, t_out, over_devices(backward, operands, residuals)
 

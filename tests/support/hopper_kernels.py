@@ -19,7 +19,7 @@ from plain_attention import Call, Results, Tangents
 import jflash
 from jflash import _api, _canonical
 from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu import plan, tangent_plan
+from jflash._backends.mosaic_gpu import plan, tangent_kernel
 from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -73,15 +73,24 @@ def run(
             lse.transpose(0, 2, 1).reshape(call.query.shape[:-1]),
             {},
         )
+    pull_back = jax.jit(lambda operands, residuals: kernels.backward(backward, operands, residuals, ops))
+    gradients = jax.block_until_ready(pull_back(operands, residuals(call, spec, out, lse)))
+    assert not races_found(), "backward"
+    return results(call, out, lse, gradients, undifferentiated)
+
+
+def residuals(call: Call, spec: Spec, out: Any, lse: Any) -> Residuals:
+    """What a backward is given of a call."""
     batch = call.query.shape[:-3]
     flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
-    residuals = Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
-    pull_back = jax.jit(lambda operands, residuals: kernels.backward(backward, operands, residuals, ops))
-    gradients = jax.block_until_ready(pull_back(operands, residuals))
-    assert not races_found(), "backward"
+    return Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
+
+
+def results(call: Call, out: Any, lse: Any, gradients: Operands, undifferentiated: Sequence[str] = ()) -> Results:
+    """What kernels made of a call, in its own shapes."""
     asked = {name: array for name, array in oracle.split(call)[0].items() if name not in undifferentiated}
     return Results(
-        out.reshape(*batch, *out.shape[1:]),
+        out.reshape(*call.query.shape[:-3], *out.shape[1:]),
         lse.transpose(0, 2, 1).reshape(call.d_lse.shape),
         {name: shaped_as(getattr(gradients, name), array) for name, array in asked.items()},
     )
@@ -199,7 +208,7 @@ def traced_tangent(
     """Likewise a call's tangent, along all that may move."""
     spec, operands = canonical(call, **options)
     operands = jax.device_put(operands, sharding)
-    moving = tangent_plan.MOVING & spec.operands
+    moving = tangent_kernel.MOVING & spec.operands
     tangents = Operands(**{name: array if name in moving else None for name, array in operands._asdict().items()})
     kernels, ops = HOPPER.call, HOPPER.ops
     results = jax.eval_shape(lambda operands: kernels.forward(plan.plan_forward(spec, 132), operands, ops), operands)

@@ -1,4 +1,4 @@
-"""`WarpgroupOps` on any machine: plain array code for Pallas' interpreter, which can find races."""
+"""`Ops` and `WarpgroupOps` on any machine: plain array code for Pallas' interpreter, which can find races."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jflash._backends.mosaic_gpu import panels
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, rounded
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.nvidia.ops import Ops, Ref, rounded
 from jflash._backends.nvidia.threads import sums
 
 
@@ -58,17 +59,10 @@ class AccumulatorColumns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Interpreter(WarpgroupOps):
-    """The operations of one warpgroup; it needs a thread for every warpgroup of a CTA.
-
-    A product is made as late as the hardware may make it: not before something waits for it.
-    """
+class CommonInterpreter(Ops):
+    """The operations of one warpgroup that both families have; it needs a thread for every warpgroup of a CTA."""
 
     interpret: plgpu.InterpretGPUParams
-    pending: list[tuple[Any, Any, Ref]] = dataclasses.field(default_factory=list, compare=False)
-    """Products that were issued and not waited for."""
-    margin = 256
-    """`reduce_add` reads what it adds to, and reads whole tiles."""
 
     def full(self, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
         return jnp.full(shape, value, jnp.float32)
@@ -76,14 +70,14 @@ class Interpreter(WarpgroupOps):
     def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
 
-    # Also where a family of kernels has its own.
-    indices = WarpgroupOps.indices
+    def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "rows columns"]:
+        return self.iota(shape, axis) + first
 
     def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
         row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
         return (first + (column - row if keys_first else row - column)).astype(jnp.float32)
 
-    def ahead(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Int[Array, "rows columns"]:
+    def key_minus_query(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Int[Array, "rows columns"]:
         row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
         return first + (row - column if keys_first else column - row)
 
@@ -93,62 +87,9 @@ class Interpreter(WarpgroupOps):
     def load_strided(self, ref: Ref, most: int = 4) -> Array:
         return ref[...]
 
-    def zeros_strided(self, shape: tuple[int, ...]) -> Array:
-        return jnp.zeros(shape, jnp.float32)
-
-    def store_strided(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
-        for row in range(len(values)):
-
-            @pl.when(first + row < ref.shape[0])
-            def _(row: int = row) -> None:
-                ref[pl.ds(first + row, 1)] = values[row : row + 1, : ref.shape[1]]
-
-    def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
-        return rounded(values)
-
     def leading_piece(self, values: Float[Array, "rows columns"]) -> tuple[Array, Array]:
         piece = rounded(values)
         return piece.astype(jnp.bfloat16), values - piece
-
-    def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
-        return body(*(Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
-
-    def accumulate(self, body: Any, *acc: Float[Array, "rows columns"], like: Any) -> Any:
-        accumulators = [Accumulator(array) for array in acc]
-        results = body(*accumulators)
-        self._finish(0)
-        return results, tuple(accumulator.value for accumulator in accumulators)
-
-    def mma(self, accumulator: Accumulator, a: Any, b: Any) -> None:
-        in_panels = isinstance(b, panels.Panels)
-        self.pending.extend(panels.products(accumulator, a, b) if in_panels else [(accumulator, a, b)])
-
-    def read(self, accumulator: Accumulator, pending: int = 0) -> Float[Array, "rows columns"]:
-        self._finish(pending)
-        return accumulator.value
-
-    def wait(self, pending: int) -> None:
-        self._finish(pending)
-
-    def cond(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
-        self._finish(0)
-        lax.cond(condition, last, nothing)
-
-    def _finish(self, pending: int) -> None:
-        while len(self.pending) > pending:
-            accumulator, a, b = self.pending.pop(0)
-            left, right = a if isinstance(a, jax.Array) else a[...], b[...]
-            plgpu.commit_smem()
-            accumulator.value = matrix_unit.add_product(accumulator.value, left, right)
-
-    def reduce_add(self, destination: Ref, source: Ref) -> None:
-        destination[...] = destination[...] + source[...]
-
-    def add_to_sums(self, target: Ref, part: Float[Array, "64 columns"]) -> None:
-        target[...] = target[...] + sums.from_rows(part[:, : target.shape[1]])
-
-    def store_sums(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
-        self.store_strided(ref, sums.as_rows(values), first)
 
     def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
         return packed_masks.pack(mask[...], plane, query, key, keys_first)
@@ -187,14 +128,80 @@ class Interpreter(WarpgroupOps):
     def opaque_zero(self, step: Any) -> Int[Array, ""]:
         return lax.shift_right_logical(step, 30)
 
+    def prevent_tail_merge(self) -> None:
+        """Nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter(CommonInterpreter, WarpgroupOps):
+    """The operations of one warpgroup on Hopper.
+
+    A product is made as late as the hardware may make it: not before something waits for it.
+    """
+
+    pending: list[tuple[Any, Any, Ref]] = dataclasses.field(default_factory=list, compare=False)
+    """Products that were issued and not waited for."""
+    margin = 256
+    """`reduce_add` reads what it adds to, and reads whole tiles."""
+
+    def zeros_strided(self, shape: tuple[int, ...]) -> Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    def store_strided(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
+        for row in range(len(values)):
+
+            @pl.when(first + row < ref.shape[0])
+            def _(row: int = row) -> None:
+                ref[pl.ds(first + row, 1)] = values[row : row + 1, : ref.shape[1]]
+
+    def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
+        return rounded(values)
+
+    def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
+        return body(*(Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+
+    def accumulate(self, body: Any, *acc: Float[Array, "rows columns"], like: Any) -> Any:
+        accumulators = [Accumulator(array) for array in acc]
+        results = body(*accumulators)
+        self._finish(0)
+        return results, tuple(accumulator.value for accumulator in accumulators)
+
+    def mma(self, accumulator: Accumulator, a: Any, b: Any) -> None:
+        in_panels = isinstance(b, panels.Panels)
+        self.pending.extend(panels.products(accumulator, a, b) if in_panels else [(accumulator, a, b)])
+
+    def read(self, accumulator: Accumulator, pending: int = 0) -> Float[Array, "rows columns"]:
+        self._finish(pending)
+        return accumulator.value
+
+    def wait(self, pending: int) -> None:
+        self._finish(pending)
+
+    def cond(self, condition: Any, last: Callable[[], None], nothing: Callable[[], None]) -> None:
+        self._finish(0)
+        lax.cond(condition, last, nothing)
+
+    def _finish(self, pending: int) -> None:
+        while len(self.pending) > pending:
+            accumulator, a, b = self.pending.pop(0)
+            left, right = a if isinstance(a, jax.Array) else a[...], b[...]
+            plgpu.commit_smem()
+            accumulator.value = matrix_unit.add_product(accumulator.value, left, right)
+
+    def reduce_add(self, destination: Ref, source: Ref) -> None:
+        destination[...] = destination[...] + source[...]
+
+    def add_to_sums(self, target: Ref, rows: Float[Array, "64 columns"]) -> None:
+        target[...] = target[...] + sums.from_rows(rows[:, : target.shape[1]])
+
+    def store_sums(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
+        self.store_strided(ref, sums.as_rows(values), first)
+
     def take_turn(self, warpgroup: Any) -> None:
         """No turns: no result depends on them."""
 
     def pass_turn(self, warpgroup: Any) -> None:
-        """Likewise."""
-
-    def prevent_tail_merge(self) -> None:
-        """Nothing."""
+        """No turns: no result depends on them."""
 
     def take_ticket(self, counter: Ref, ticket: Ref) -> None:
         """CTAs run one after the other in the order of their indices: a counter would be a race to the interpreter."""
@@ -204,7 +211,7 @@ class Interpreter(WarpgroupOps):
         ticket[0] = index
 
     def take_number(self, counter: Ref, number: Ref) -> Array:
-        """Likewise a block's index."""
+        """Return a block's index: blocks run one after the other in its order."""
         return lax.axis_index("block")
 
     def signal(self, counter: Ref) -> None:

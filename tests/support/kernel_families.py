@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from interpreter import Interpreter
@@ -11,12 +11,18 @@ from mma_interpreter import MmaInterpreter
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.mosaic_gpu import plan as hopper_plan
 from jflash._backends.mosaic_gpu import run as hopper_call
+from jflash._backends.mosaic_gpu.ops import HOPPER as HOPPER_OPS
 from jflash._backends.mosaic_gpu_mma import plan as mma_plan
 from jflash._backends.mosaic_gpu_mma import run as mma_call
 from jflash._backends.mosaic_gpu_mma.ops import MMA as MMA_OPS
-from jflash._backends.nvidia.ops import HOPPER as HOPPER_OPS
+from jflash._backends.nvidia.launch import Kernel
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
+
+
+def plan_of[Plan](kernels: Sequence[Kernel[Any]], kind: type[Plan]) -> Plan | None:
+    """The plan of this very kind among those of a backward's kernels, if there is one."""
+    return next((kernel.plan for kernel in kernels if type(kernel.plan) is kind), None)
 
 
 class Family(NamedTuple):

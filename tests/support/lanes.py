@@ -70,9 +70,6 @@ class Numbers(ThreadBuilder):
     def of_neighbour(self, word: np.ndarray) -> np.ndarray:
         return word.reshape(-1, 2)[:, ::-1].reshape(-1)
 
-    def bits(self, number: np.ndarray) -> np.ndarray:
-        return number.view(np.uint32)
-
     def number(self, bits: np.ndarray) -> np.ndarray:
         return bits.view(np.float32)
 

@@ -29,9 +29,9 @@ from hopper_kernels import canonical, shaped_as
 from kernel_families import mma
 from mma_compile import DIRECTORY, Device, on_device, sharding
 
+from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._semantics.spec import Residuals
 
 CAPABILITY = sys.argv[2]
@@ -43,7 +43,7 @@ def updated(
     body: Callable[[Refs], None],
     arrays: Mapping[str, Any],
     states: Mapping[str, Any],
-    ops: WarpgroupOps,
+    ops: MmaOps,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A kernel's results, and what it made of its states, in the place of `Launch.update`."""
     made = emulated(self, body, {**arrays, **states}, ops, tuple(states))
@@ -54,7 +54,7 @@ def emulated(
     self: Launch,
     body: Callable[[Refs], None],
     arrays: Mapping[str, Any],
-    ops: WarpgroupOps,
+    ops: MmaOps,
     changed: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A kernel's results, and the arrays that it changed, in the place of `Launch.run`."""

@@ -9,15 +9,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import matrix_unit
-from interpreter import Interpreter
+from interpreter import CommonInterpreter
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu_mma.copies import Part
+from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles, Transposed
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.threads import sums
 
@@ -25,6 +25,13 @@ from jflash._backends.nvidia.threads import sums
 def _pieces(ref: Ref) -> Array:
     """An operand's pieces, `[pieces, rows, columns]`; or itself as one."""
     return ref[...].reshape(-1, *ref.shape[-2:])
+
+
+def _left(a: Operand) -> Array:
+    """The pieces of A, `[pieces, rows, K]`."""
+    if isinstance(a, tuple):
+        return jnp.stack(list(map(jnp.concatenate, a)))
+    return _pieces(a.ref).mT if isinstance(a, Transposed) else _pieces(a)
 
 
 def _add_products(acc: Array, left: Array, right: Array, order: Sequence[tuple[int, int]]) -> Array:
@@ -75,7 +82,7 @@ def _arrive_and_wait(barrier: Ref) -> None:
     plgpu.barrier_wait(barrier)
 
 
-class MmaInterpreter(Interpreter, MmaOps):
+class MmaInterpreter(CommonInterpreter, MmaOps):
     """The operations of a warpgroup that is a CTA. Copies arrive at once: a wait that is missing does not show."""
 
     def add_product(
@@ -87,12 +94,10 @@ class MmaInterpreter(Interpreter, MmaOps):
         *,
         transposed: bool,
         first_row: Any = None,
-        a_transposed: bool = False,
         steps: Sequence[int] | None = None,
         first_column: int = 0,
     ) -> Tiles:
-        left = jnp.stack(list(map(jnp.concatenate, a))) if isinstance(a, tuple) else _pieces(a)
-        left, right = left.mT if a_transposed else left, _pieces(b)
+        left, right = _left(a), _pieces(b)
         if first_row is not None:
             right = lax.dynamic_slice_in_dim(right, first_row, acc[0].shape[1] if transposed else left.shape[2], axis=1)
         right = right.mT if transposed else right
@@ -107,17 +112,9 @@ class MmaInterpreter(Interpreter, MmaOps):
         return tuple(jnp.split(total, len(acc)))
 
     def add_pair_product(
-        self,
-        acc: Tiles,
-        a: Operand,
-        b: Ref,
-        *,
-        a_transposed: bool = False,
-        steps: Sequence[int] | None = None,
-        first_column: int = 0,
+        self, acc: Tiles, a: Operand, b: Ref, *, steps: Sequence[int] | None = None, first_column: int = 0
     ) -> Tiles:
-        left = _together(a[0]) if isinstance(a, tuple) else a[...]
-        left, right = _of_steps(left.T if a_transposed else left, b[...], steps)
+        left, right = _of_steps(_together(a[0]) if isinstance(a, tuple) else _left(a)[0], b[...], steps)
         halves = right.reshape(len(right), 2, -1)[..., first_column : first_column + acc[0].shape[1]]
         made = jnp.dot(left, halves.reshape(len(right), -1), preferred_element_type=jnp.float32)
         return _pair(_joined(acc) + made)
@@ -135,11 +132,11 @@ class MmaInterpreter(Interpreter, MmaOps):
     def scaled_pair(self, pair: Tiles, factors: Ref) -> Tiles:
         return _pair(_joined(pair) * factors[...][:, None])
 
-    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
+    def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
         rows, number, width = first + jnp.arange(target.shape[-2]), math.prod(target.shape[:-2]), target.shape[-1]
         found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
         pieces = found.reshape(len(rows), number, -1).swapaxes(0, 1)
-        whole, column = (width, 0) if part is None else (part.whole, part.first)
+        whole, column = (width, 0) if columns is None else (columns.whole, columns.first)
         pieces = jnp.pad(pieces, [(0, 0), (0, 0), (0, max(whole - pieces.shape[2], 0))])
         target[...] = lax.dynamic_slice_in_dim(pieces, column, width, axis=2).reshape(target.shape)
 
@@ -161,15 +158,15 @@ class MmaInterpreter(Interpreter, MmaOps):
         target[:, pl.ds(first_column, values[0].shape[1])] = jnp.concatenate(values)
 
     def store_rows(
-        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, part: Part | None = None
+        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None
     ) -> None:
-        (height, width), (length, columns) = values.shape, target.shape
+        (height, width), (length, dim) = values.shape, target.shape
 
         def store(column: int) -> None:
             # These rows and columns alone: other warpgroups store others. At the array's end, eight at a time.
             def some(number: int, size: int) -> None:
                 start = jnp.minimum(first + number, length - size)
-                own = target.at[pl.ds(start, size), pl.ds(column, min(width, columns - column))]
+                own = target.at[pl.ds(start, size), pl.ds(column, min(width, dim - column))]
                 rows = first + number + jnp.arange(size)
                 rows = jnp.where(rows < limit, rows - start, size)
                 given = values[number : number + size, : own.shape[1]].astype(target.dtype)
@@ -182,15 +179,15 @@ class MmaInterpreter(Interpreter, MmaOps):
                 is_there = ~is_inside & (first + number < limit)
                 pl.when(is_there)(functools.partial(some, number, min(8, length)))
 
-        for column in range(0, columns, width):
-            if part is None:
+        for column in range(0, dim, width):
+            if columns is None:
                 assert column == 0
                 store(column)
             else:
-                pl.when(part.first == column)(functools.partial(store, column))
+                pl.when(columns.first == column)(functools.partial(store, column))
 
-    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, part: Part | None = None) -> None:
-        self.store_rows(_joined(pair), target, first, limit, part)
+    def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
+        self.store_rows(_joined(pair), target, first, limit, columns)
 
     def add_pair(self, pair: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
         for number, values in enumerate(jnp.split(_joined(pair), 2, axis=1)):

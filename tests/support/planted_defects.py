@@ -204,8 +204,8 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: a query head has the keys of another group",
         "jflash/_backends/mosaic_gpu/forward_kernel.py",
-        "key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)",
-        "key_head = lax.rem(self.head, plan.spec.key_heads)",
+        "return lax.div(head, self.plan.heads // self.plan.spec.key_heads)",
+        "return lax.rem(head, self.plan.spec.key_heads)",
         f"{INTERPRETED}::test_head_groups_of_the_forward",
     ),
     Defect(
@@ -225,15 +225,15 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: all that a score_mod reads has the first one's index",
         "jflash/_backends/nvidia/tile/score_mod_reads.py",
-        "_indices(score_mod, batch, head, query, key, ahead)[read.place]",
-        "_indices(score_mod, batch, head, query, key, ahead)[0]",
+        "indices(score_mod, batch, head, query, key, key_minus_query)[read.place]",
+        "indices(score_mod, batch, head, query, key, key_minus_query)[0]",
         "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_tables",
     ),
     Defect(
         "mosaic_gpu: query - key of a score_mod is key - query",
-        "jflash/_backends/nvidia/tile/score_mod_reads.py",
-        "return [-ahead]",
-        "return [ahead]",
+        "jflash/_semantics/score_mod_reads.py",
+        "return [-key_minus_query]",
+        "return [key_minus_query]",
         "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_differences_are_the_tiles_own",
     ),
     Defect(
@@ -252,14 +252,14 @@ DEFECTS = [
     ),
     Defect(
         "A table lacks the last of what each thread adds",
-        "jflash/_backends/nvidia/threads/sums_by_index.py",
+        "jflash/_backends/nvidia/threads/table.py",
         "        place = next_place\n    yield place, total, _is_wanted(o, total)\n",
         "        place = next_place\n",
         "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_a_threads_sums",
     ),
     Defect(
         "A thread's last index may differ where all are taken for one",
-        "jflash/_backends/nvidia/threads/sums_by_index.py",
+        "jflash/_backends/nvidia/threads/table.py",
         "for place in index[1:]))",
         "for place in index[1:-1]))",
         "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_a_threads_sums",

@@ -9,7 +9,6 @@ Pallas is imported with the first call that the kernels serve: not every machine
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -41,7 +40,7 @@ def unsupported_score_mod(spec: Spec) -> str | None:
     """Kernels take what a score_mod closes over number by number."""
     if spec.score_mod is None:
         return None
-    from jflash._backends.nvidia.tile import score_mod_reads
+    from jflash._semantics import score_mod_reads
 
     return score_mod_reads.unsupported(spec)
 
@@ -66,32 +65,31 @@ def _unsupported_operands(spec: Spec, dims: str) -> str | None:
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Output in the results' dtype and log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     return run.forward(plan.plan_forward(spec, _platform.current().processors), operands, HOPPER)
 
 
 def unsupported_tangent(spec: Spec) -> str | None:
     """Of a call that `forward` serves: why `tangent` cannot, in words for the user; `None`: it can."""
-    from jflash._backends.mosaic_gpu import tangent_plan
+    from jflash._backends.mosaic_gpu import tangent_kernel
 
-    return None if tangent_plan.fits(spec) else "its tiles do not fit in shared memory beside those of their tangents"
+    return None if tangent_kernel.fits(spec) else "its tiles do not fit in shared memory beside those of their tangents"
 
 
 def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands) -> Results:
-    """The tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
+    """Return the tangents of output and log-sum-exp; `None` stands for an operand's tangent of 0."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
-    moving = frozenset(name for name, tangent in tangents._asdict().items() if jax.tree.leaves(tangent))
-    found = plan.plan_tangent(spec, moving, _platform.current().processors)
-    return run.tangent(found, operands, results, tangents, HOPPER)
+    kernel = plan.plan_tangent(spec, run.moving(tangents), _platform.current().processors)
+    return run.tangent(kernel, operands, results, tangents, HOPPER)
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu import plan, run
-    from jflash._backends.nvidia.ops import HOPPER
+    from jflash._backends.mosaic_gpu.ops import HOPPER
 
     found = plan.plan_backward(spec, _platform.current().processors)
     return run.backward(found, operands, residuals, HOPPER)

@@ -1,18 +1,27 @@
-"""The shapes in which kernels take and return a call's arrays: its own, or padded to what copies of tiles want.
+"""How a call's arrays are padded for the copies of tiles: not at all, to whole blocks, and where padding has edges.
 
 Copies of tiles in blocks want rows in eights, and columns in as many as a swizzle has; those of tiles in panels want
-columns in eights, which are 16 bytes. Panels may be several copies and products where blocks are one.
+columns in eights, which are 16 bytes. Panels may be several copies and products where blocks are one: so each kind of
+kernel has a rule for when its tiles are in panels. Pieces of float32 are new arrays anyway, and in blocks.
+
+What was measured: examples/benchmarks/experiments/2026-11-26-odd-lengths.md.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
 
 from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.prepare import LENGTHS
 from jflash._backends.nvidia.smem import round_up
-from jflash._semantics.spec import Spec
+from jflash._backends.nvidia.tile import operand_pieces
+from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import zero_padding
 
 _WIDEST = 64
 """Columns of the widest panel."""
@@ -21,8 +30,11 @@ _ONE_TILE = 128
 """Rows of queries whose padding costs next to nothing, as when decoding."""
 
 _FEW_ROWS = 2048
-"""Rows of queries that see a key, up to which padded copies take longer than products by several panels (one H100,
-heads of 72 to 128); of values in panels narrower than the widest up to half as many."""
+"""Rows of queries that see a key, up to which padded copies take longer than products by several panels; of values in
+panels narrower than the widest, half as many."""
+
+LARGEST_TILE = 128
+"""Rows of the largest tile that is copied from an array with lengths."""
 
 
 def block_dim(dim: int) -> int:
@@ -43,12 +55,13 @@ def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def forward_in_panels(spec: Spec) -> bool:
     """Whether the forward's tiles are `Panels`: where blocks would want copies, or be in the narrowest swizzle."""
-    return _may_have_panels(spec) and not (_has_whole_lengths(spec) and all(map(_has_wide_blocks, _dims(spec))))
+    is_wide_in_blocks = lambda dim: _is_whole(dim) and (dim <= 16 or block_dim(dim) % 32 == 0)
+    return _may_have_panels(spec) and not (_has_whole_lengths(spec) and all(map(is_wide_in_blocks, _dims(spec))))
 
 
 def values_in_panels(spec: Spec) -> bool:
-    """Whether the forward's values are: where blocks would want a copy, and that takes longer than several products do
-    for one of all columns."""
+    """Whether the forward's tiles of values are `Panels`: where blocks would want a copy that takes longer than several
+    products do for one of all columns."""
     columns, rows = round_up(spec.value_dim, 16), _rows_that_see_a_key(spec) * spec.group
     is_whole = spec.key_length % 8 == 0 and _is_whole(spec.value_dim)
     few = _FEW_ROWS if _panel(columns) == _WIDEST else _FEW_ROWS // 2
@@ -56,8 +69,10 @@ def values_in_panels(spec: Spec) -> bool:
 
 
 def in_panels(spec: Spec) -> bool:
-    """Whether tiles of all kernels but the forward's are: where blocks would want copies, and those take longer than
-    what panels cost: three operands' columns are a product for each, and rows may begin in the middle of 32 bytes."""
+    """Whether tiles of all kernels but the forward's are `Panels`: where blocks would want copies that cost more.
+
+    Panels cost a product for each, with three operands' columns, and rows that begin in the middle of 32 bytes.
+    """
     if not _may_have_panels(spec) or (_has_whole_lengths(spec) and all(map(_is_whole, _dims(spec)))):
         return False
     are_wide = all(_panel(dim) in (dim, _WIDEST) for dim in _dims(spec))
@@ -65,7 +80,6 @@ def in_panels(spec: Spec) -> bool:
 
 
 def _may_have_panels(spec: Spec) -> bool:
-    """Pieces of float32 are new arrays anyway."""
     # Tiles of a bias may leave no room for the kernels of narrow heads.
     most = 128 if bias_and_mask.has_bias_tiles(spec) else 256
     return spec.dtype != jnp.float32 and max(_dims(spec)) <= most
@@ -79,11 +93,6 @@ def _has_whole_lengths(spec: Spec) -> bool:
 def _is_whole(dim: int) -> bool:
     """Whether blocks have as many columns as panels."""
     return panel_dim(dim) == block_dim(dim)
-
-
-def _has_wide_blocks(dim: int) -> bool:
-    """Whether they do, in a wider swizzle than the narrowest unless that has them all."""
-    return _is_whole(dim) and (dim <= 16 or block_dim(dim) % 32 == 0)
 
 
 def _dims(spec: Spec) -> tuple[int, int]:
@@ -104,12 +113,9 @@ def _rows_that_see_a_key(spec: Spec) -> float:
 
 
 def block_dims(spec: Spec) -> tuple[int, int]:
-    """A call's H and D in device memory, where tiles are in blocks; of pieces of float32, in multiples that every
-    kernel's tiles take."""
-    head_dim, value_dim = _dims(spec)
-    if spec.dtype == jnp.float32:
-        return round_up(head_dim, 32), round_up(value_dim, 32)
-    return block_dim(head_dim), block_dim(value_dim)
+    """A call's H and D in device memory, where tiles are in blocks; pieces of float32 fill every kernel's tiles."""
+    whole = (lambda dim: round_up(dim, 32)) if spec.dtype == jnp.float32 else block_dim
+    return whole(spec.head_dim), whole(spec.value_dim)
 
 
 def whole_dims(spec: Spec) -> tuple[int, int]:
@@ -118,7 +124,7 @@ def whole_dims(spec: Spec) -> tuple[int, int]:
 
 
 def whole_rows(spec: Spec, rows: int) -> int:
-    """A number of rows in device memory, likewise."""
+    """A number of rows as it is in device memory, for all kernels but the forward."""
     return rows if in_panels(spec) else round_up(rows, 8)
 
 
@@ -126,3 +132,68 @@ def tile_dims(spec: Spec) -> tuple[int, int]:
     """Columns of a call's tiles, of H and of D."""
     head_dim, value_dim = block_dims(spec)
     return round_up(head_dim, 16), round_up(value_dim, 16)
+
+
+def whole_tiles(
+    spec: Spec, name: str, array: Array, axis: int = 1, chunks: int = 1, *, in_panels: bool = False
+) -> Array:
+    """Query, key, value or d_out `[B, L, N, H]` (L at `axis`), padded with zeros to whole tiles, and in pieces.
+
+    Each of `chunks` of the columns has its own pieces side by side.
+    """
+    columns = array.shape[3]
+    dim = panel_dim(columns) if in_panels else block_dims(spec)[name in ("value", "d_out")]
+    room = [(0, 0)] * 3 + [(0, dim - columns)]
+    if not in_panels:
+        room[axis] = (0, -array.shape[axis] % 8)
+    return operand_pieces.split_array(spec, jnp.pad(array, room), chunks)
+
+
+def edges(operands: Operands, arrays: Mapping[str, Float[Array, "B L N H"]]) -> dict[str, Array]:
+    """For each array with lengths, the rows of the largest tile in which padding begins, with zeros for padding.
+
+    `TmaInputs.copy_rows` copies them in the place of such a tile.
+    """
+    found: dict[str, Array] = {}
+    for name, array in arrays.items():
+        lengths = getattr(operands, LENGTHS[name])
+        if lengths is not None:
+            first = edge_row(jnp.broadcast_to(lengths, array.shape[:1]))
+            rows = first[:, None] + jnp.arange(LARGEST_TILE + 8)
+            tile = array.at[jnp.arange(len(array))[:, None], rows].get(mode="clip")
+            found[f"{name}_edge"] = zero_padding(tile, lengths - first)
+    return found
+
+
+def edge_row(length: Array) -> Array:
+    """A row, a multiple of 8, before which no tile begins that has padding, for a length."""
+    return lax.div(jnp.maximum(length - LARGEST_TILE, 0), 8) * 8
+
+
+def copied(spec: Spec) -> list[str]:
+    """The copies that a call costs before its kernels, in words for `explain`."""
+    rows, keys = (spec.batch, spec.query_length, spec.heads), (spec.batch, spec.key_length, spec.key_heads)
+    shapes = dict(query=(*rows, spec.head_dim), key=(*keys, spec.head_dim), value=(*keys, spec.value_dim))
+    if spec.dtype == jnp.float32:
+        pieces = operand_pieces.number(spec)
+        copies = [f"{name} is split into bfloat16 pieces, {pieces} of each number" for name in shapes]
+    else:
+        copies = [text for name, shape in shapes.items() for text in _padded(spec, name, shape)]
+    if spec.bias_shape is not None and bias_and_mask.has_bias_tiles(spec):
+        *_, rows, columns = spec.bias_shape
+        if rows % 8 or columns % 64:
+            copies.append(f"bias is padded from [{rows}, {columns}] to [{round_up(rows, 8)}, {round_up(columns, 64)}]")
+    if bias_and_mask.has_packed_mask(spec):
+        copies.append("mask is packed into bits, an eighth of its bytes")
+    return copies
+
+
+def _padded(spec: Spec, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+    """How an array of this shape is padded, if it is."""
+    whole = lambda panels: (*shape[:3], panel_dim(shape[3])) if panels else block_shape(shape)
+    forward = whole(values_in_panels(spec) if name == "value" else forward_in_panels(spec))
+    backward = whole(in_panels(spec))
+    if forward != shape:
+        yield f"{name} is padded from {shape} to {forward}"
+    if backward not in (shape, forward):
+        yield f"{name} is padded from {shape} to {backward} for the backward"

@@ -28,12 +28,13 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_rows
+from jflash._backends.nvidia.ops import Ref, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile

@@ -28,13 +28,14 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns
+from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import backward_tile, base2, dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile

@@ -30,14 +30,14 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
-from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.prepared import HopperBackward
+from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import DqTiles
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps, along_rows
+from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
@@ -45,16 +45,15 @@ from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
 
 Carry = tuple[Array, tuple[Array, ...]]
-"""A warpgroup's dQ, and the sums of parameters' gradients."""
+"""A warpgroup's dQ, and its sums of parameters' gradients."""
 
 
 def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+    """Return the kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     tiles, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
@@ -76,12 +75,10 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class DqPlan(SummingPlan):
+class DqPlan(SummingPlan, QueryRowsPlan):
     """The kernel for dQ, before any array. It sums parameters' gradients over keys."""
 
     tile: DqTiles
-    schedule: BackwardSchedule
-    """The schedule of blocks of queries, of which every head has its own."""
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         return call.tiles | call.rows | call.around_queries | call.ranges(self.tile.rows)
@@ -98,7 +95,7 @@ class DqPlan(SummingPlan):
         d_query = shape((spec.batch, rows, spec.heads, columns), spec.result_dtype)
         return Launch(
             name=f"jflash_d_query_{head_dim}_{value_dim}",
-            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            grid=self.grid,
             results=dict(d_query=d_query, **self.sums.results(spec.batch, spec.heads, all_rows)),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
@@ -110,7 +107,7 @@ def body(plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
     _Cta(plan, refs, ops).run()
 
 
-class _Cta(Cta[DqPlan]):
+class _Cta(QueryRowsCta[DqPlan]):
     def __init__(self, plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
         schedule = plan.schedule
         item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
@@ -123,40 +120,29 @@ class _Cta(Cta[DqPlan]):
         self.first_row = block * plan.tile.rows
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, block, self.warpgroup)
 
+    def walked(self) -> Sequence[Walked]:
+        tile, shared = self.plan.tile, self.smem
+        bias = {} if shared.bias is None else dict(bias=shared.bias)
+        values = bias | dict(value=shared.v.tiles)
+        return Walked(shared.k, tile.stages, dict(key=shared.k.tiles)), Walked(shared.v, tile.value_stages, values)
+
     def compute(self) -> None:
-        """Copy its own queries, and walk over the tiles of keys."""
-        tile, shared, ops, warpgroup = self.plan.tile, self.smem, self.ops, self.warpgroup
+        """Copy this warpgroup's rows, and walk over the tiles of keys."""
+        shared, ops, results = self.smem, self.ops, self.refs.results
         pipeline.release(shared.k.empty, shared.v.empty)
-        pipeline.split_registers(tile.warpgroups, copies=False)
-        own_row = self.first_row + warpgroup * WARPGROUP_ROWS
-        own = pl.ds(own_row, WARPGROUP_ROWS)
-        full = shared.rows_full.at[warpgroup]
-        rows = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.head)
-        self.inputs.copy_rows("query", rows, self.q.at[warpgroup], full)
-        self.inputs.copy_rows("d_out", rows, shared.do.at[warpgroup], full)
-        statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, own], 0) for name in ("lse", "delta")]
+        pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
+        rows, full = pl.ds(self.own_row, WARPGROUP_ROWS), shared.rows_full.at[self.warpgroup]
+        self.copy_own(dict(query=self.q, d_out=shared.do), full)
+        statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, rows], 0) for name in ("lse", "delta")]
         plgpu.barrier_wait(full)
-        zeros = self.plan.sums.zeros(ops)
-        columns, _ = tile_dims(self.plan.spec)
-        acc_dq = ops.full((WARPGROUP_ROWS, columns), 0)
+        start = ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), self.plan.sums.zeros(ops)
         visit = lambda index, carry: self._visit(index, statistics, carry)
-        acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, (acc_dq, zeros))
-        results = self.refs.results
-        self.plan.sums.store(results, sums, self.batch, self.head, own)
-        d_query = rows.of(results["d_query"], columns)
-        acc_dq = acc_dq * base2.sums_scale(self.plan.spec)
-        if self.plan.spec.partial:
-            d_query[...] = acc_dq
-            return
-        if shared.q_empty is not None:
-            # Where dQ has another layout, it lies over the queries of other warpgroups too.
-            plgpu.barrier_arrive(shared.q_empty)
-            plgpu.barrier_wait(shared.q_empty)
-        pipeline.store(acc_dq, self.dq.at[warpgroup], d_query)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
+        self.plan.sums.store(results, sums, self.batch, self.head, rows)
+        self.store_in_place(acc_dq * base2.sums_scale(self.plan.spec), self.dq, results["d_query"], self.head)
 
     def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
-        """Add one tile's part to dQ and to the sums of parameters' gradients."""
+        """Add what one tile gives to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
         tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.ops
         warpgroup, shape = self.warpgroup, (WARPGROUP_ROWS, tile.keys)
@@ -164,7 +150,7 @@ class _Cta(Cta[DqPlan]):
         key_slot, value_slot = (
             pipeline.slot(index, stages, opaque_index) for stages in (tile.stages, tile.value_stages)
         )
-        at = TileCoord(self.batch, self.head, self.first_row + warpgroup * WARPGROUP_ROWS, self.tiles.start(index))
+        at = TileCoord(self.batch, self.head, self.own_row, self.tiles.start(index))
         pieces = functools.partial(piece_products.of_tile, spec)
         k, v = pieces(shared.k.tiles.at[key_slot]), pieces(shared.v.tiles.at[value_slot])
         loaded = self.inputs.load_packed_mask(at, shape)
@@ -193,26 +179,3 @@ class _Cta(Cta[DqPlan]):
         acc_dq = piece_products.add_matmul(spec, acc_dq, ds, k, ops)
         plgpu.barrier_arrive(shared.k.empty.at[key_slot])
         return acc_dq, tuple(map(operator.add, sums, added))
-
-    def copy(self) -> None:
-        """Copy keys and values."""
-        tile, shared = self.plan.tile, self.smem
-        pipeline.split_registers(tile.warpgroups, copies=True)
-        key_head = lax.div(self.head, self.plan.spec.group)
-
-        def copy_tile(index: Array) -> None:
-            key_slot, value_slot = lax.rem(index, tile.stages), lax.rem(index, tile.value_stages)
-            first_key = self.tiles.start(index)
-            plgpu.barrier_wait(shared.k.empty.at[key_slot])
-            keys = GmemTile(self.batch, first_key, tile.keys, key_head)
-            self.inputs.copy_rows("key", keys, shared.k.tiles.at[key_slot], shared.k.full.at[key_slot])
-            plgpu.barrier_wait(shared.v.empty.at[value_slot])
-            full = shared.v.full.at[value_slot]
-            if shared.bias is not None:
-                own = pl.ds(self.first_row, tile.rows), pl.ds(first_key, tile.keys)
-                source = self.inputs.part("bias", self.batch, self.head).at[own]
-                plgpu.copy_gmem_to_smem(source, shared.bias.at[value_slot], full)
-            self.inputs.copy_rows("value", keys, shared.v.tiles.at[value_slot], full)
-
-        pipeline.for_each_copy(self.tiles.count, copy_tile, "wave", "item", "block")
-        pipeline.drain(shared.k.empty, shared.v.empty)

@@ -1,31 +1,128 @@
 """Backward, fused: a CTA owns some keys, and adds what it makes of dQ to accumulators in device memory.
 
-`fused_cta` says what it makes. The additions to dQ come in any order; `backward_dq` and `backward_dkv` are the backward
-in which every sum has one order, `backward_dkv_dq` that of float32 with 128 columns, and `backward_short` that of short
-sequences.
+`query_walk` says what it makes. The additions to dQ come in any order; in `backward_dq` and `backward_dkv` each sum has
+one order. `backward_dkv_dq` is for float32 with 128 columns, and `backward_short` for short sequences.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import pipeline, row_statistics
-from jflash._backends.mosaic_gpu.backward_fused_plan import FusedPlan
-from jflash._backends.mosaic_gpu.dq_accumulator import DqRefs, Layout, Place
+from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics, smem
+from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
-from jflash._backends.mosaic_gpu.query_walk import Accumulators, FusedCta, Step
-from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.query_walk import (
+    Accumulators,
+    FusedCta,
+    QueryWalkPlan,
+    Step,
+    as_columns,
+    dq_width,
+    ds,
+    gradients,
+    keys_and_values,
+    walked,
+)
+from jflash._backends.mosaic_gpu.tiles import FusedTiles
+from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._semantics.spec import Spec
+
+
+def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
+    """Return the kernel's buffers and barriers."""
+    (k, v), (dk, dv) = keys_and_values(spec, tile), gradients(spec, tile)
+    dq = (tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile))
+    return Buffers(
+        # Their gradients take the place of keys and values.
+        k_dk=smem.reused(k, dk),
+        v_dv=smem.reused(v, dv),
+        kv_full=smem.barriers(1, arrivals=smem.copies(k, v) + as_columns(spec, tile)),
+        **walked(spec, tile),
+        ds=ds(spec, tile),
+        # What copies add from.
+        dq=None if tile.adds_registers else smem.tile(dq, jnp.float32, block_dims(spec)[0]),
+        # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
+        # One vector: another would begin a kilobyte later.
+        numbers=smem.vectors(1 + tile.warpgroups, dtype=jnp.int32),
+        ticket_drawn=smem.barriers(1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedPlan(QueryWalkPlan):
+    """One kernel for dQ, dK and dV, which adds dQ in device memory."""
+
+    schedule: BackwardSchedule
+
+    @property
+    def dq(self) -> type[DqAccumulator]:
+        """Which of a work item's CTAs round dQ."""
+        if self.schedule.partial:
+            return DqAccumulator
+        return RoundedLater if self.schedule.room is None else RoundedByLast
+
+    @property
+    def launch(self) -> Launch:
+        """The launch, with waves of CTAs that have keys, and after them those that only round dQ."""
+        spec, schedule, dims = self.spec, self.schedule, whole_dims(self.spec)
+        rows, key_rows = (whole_rows(spec, length) for length in (spec.query_length, spec.key_length))
+        keys = schedule.blocks * self.tile.keys
+        columns, value_columns = map(self.tile.columns, tile_dims(spec))
+        d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
+        return Launch(
+            name=f"jflash_backward_{dims[0]}_{dims[1]}",
+            grid=dict(wave=schedule.waves + self.dq.lag(schedule), block=schedule.blocks, item=schedule.items),
+            results=dict(
+                **({} if spec.partial else dict(d_query=d_query)),
+                d_key=schedule.gradient(spec, (key_rows, dims[0]), (keys, columns)),
+                d_value=schedule.gradient(spec, (key_rows, dims[1]), (keys, value_columns)),
+                **self.sums.results(spec.batch, spec.heads, keys),
+            ),
+            smem=shared_memory(spec, self.tile),
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+    @property
+    def acc_columns(self) -> int:
+        """Columns of an accumulator of dQ."""
+        columns = block_dims(self.spec)[0]
+        return round_up(columns, sums.COLUMNS) if self.tile.adds_registers else columns
+
+    def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct:
+        # Registers add whole tiles, of which one may begin at the last query.
+        room = max(margin, self.tile.queries if self.tile.adds_registers else 0)
+        rows = round_up(self.spec.query_length, WARPGROUP_ROWS) + room
+        return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, self.acc_columns + margin), jnp.float32)
+
+    def states(self, call: HopperBackward) -> dict[str, Array]:
+        counters = jnp.zeros(self.dq.counters(self.schedule), jnp.int32)
+        return dict(dq_acc=call.row_sums()["dq_acc"], counters=counters, **super().states(call))
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        made = super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
+        if not self.schedule.partial:
+            return made
+        acc = changed["dq_acc"][:, :, : self.acc_columns]
+        acc = sums.as_rows(acc) if self.tile.adds_registers else acc
+        return made | dict(d_query=dq_accumulator.unrounded(self.schedule, acc) * sums_scale(self.spec))
 
 
 def body(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
@@ -144,11 +241,11 @@ class _Cta(FusedCta[FusedPlan]):
             first += self.warpgroup * WARPGROUP_ROWS
         return self.dq.target(at.head, pl.ds(first, WARPGROUP_ROWS), self.dq_columns)
 
-    def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
+    def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
         if self.plan.tile.adds_registers:
-            self.ops.add_to_sums(target, part)
+            self.ops.add_to_sums(target, dq)
             return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.smem.dq[self.warpgroup] = part
+        self.smem.dq[self.warpgroup] = dq
         plgpu.commit_smem()
         self.ops.reduce_add(target, self.smem.dq.at[self.warpgroup])

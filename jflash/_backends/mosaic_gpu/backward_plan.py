@@ -15,9 +15,7 @@ from jflash._backends.mosaic_gpu import (
     backward_dkv_dq,
     backward_dq,
     backward_fused,
-    backward_fused_plan,
     backward_short,
-    backward_short_plan,
     backward_wide,
     backward_wide_plan,
     row_statistics,
@@ -28,16 +26,17 @@ from jflash._backends.mosaic_gpu.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
 from jflash._backends.mosaic_gpu.backward_dq import DqPlan
-from jflash._backends.mosaic_gpu.backward_fused_plan import FusedPlan
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, operand_pieces, score_mod_reads
+from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
+from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
@@ -65,8 +64,8 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
         return *(Kernel(plan, backward_wide.body) for plan in wide), *dbias
     # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
     one_kernel = bias_kind != "row"
-    if one_kernel and backward_short_plan.suits(spec, processors) and (tile := choose_short_tiles(spec)) is not None:
-        short = backward_short_plan.plan(spec, tile, ParameterSums(wanted), processors)
+    if one_kernel and backward_short.suits(spec, processors) and (tile := choose_short_tiles(spec)) is not None:
+        short = backward_short.plan(spec, tile, ParameterSums(wanted), processors)
         return Kernel(short, backward_short.body), *dbias
     if one_kernel and not spec.deterministic and (fused := _plan_fused(spec, wanted, processors)) is not None:
         return Kernel(fused, backward_fused.body), *dbias
@@ -82,7 +81,7 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     blocks = pl.cdiv(spec.query_length, tile.rows)
     of_queries = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
     tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
-    dq = DqPlan(spec, ParameterSums(others), tables, tile, of_queries)
+    dq = DqPlan(spec, tile, of_queries, ParameterSums(others), tables)
     dkv = _staged(DkvPlan(spec, 2, schedule, by_key))
     return Kernel(dq, backward_dq.body), Kernel(dkv, backward_dkv.body), *dbias
 
@@ -129,7 +128,7 @@ def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
             FusedTiles(64, number, dq_alternates=dq_alternates, adds_registers=adds_registers) for number in stages
         ]
         candidates += [FusedTiles(64, 1)]
-    fitting = [tile for tile in candidates if smem.fits(backward_fused_plan.shared_memory(spec, tile))]
+    fitting = [tile for tile in candidates if smem.fits(backward_fused.shared_memory(spec, tile))]
     key = TuningKey("mosaic_gpu backward", _facts(spec))
     return _tuning.choose(key, fitting) if fitting else None
 
@@ -160,7 +159,7 @@ def choose_short_tiles(spec: Spec) -> ShortTiles | None:
         candidates.append(ShortTiles(columns_of_statistics=False, dq_alternates=dq_alternates))
     if widest > 64:
         candidates.append(ShortTiles(stages=1))
-    fitting = [tile for tile in candidates if backward_short_plan.fits(spec, tile)]
+    fitting = [tile for tile in candidates if backward_short.fits(spec, tile)]
     rows = spec.group * pl.cdiv(spec.query_length, WARPGROUP_ROWS)
     return _tuning.choose(TuningKey("mosaic_gpu short backward", (*_facts(spec), rows)), fitting) if fitting else None
 

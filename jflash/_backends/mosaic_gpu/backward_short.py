@@ -2,7 +2,7 @@
 
     dQ = 0                                            each thread's own numbers
     for each block of keys:
-      dK, dV, dQ += ...                               as `fused_cta` has them
+      dK, dV, dQ += ...                               as `query_walk` has them
       store dK, dV                                    while the next block's keys are copied
     store dQ
 
@@ -14,25 +14,141 @@ A head's dQ in float32 has to fit beside the tiles: 512 rows of 64 columns, 256 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import pipeline, row_statistics
-from jflash._backends.mosaic_gpu.backward_short_plan import ShortPlan
+from jflash._backends.mosaic_gpu import pipeline, query_walk, row_statistics, smem
+from jflash._backends.mosaic_gpu.array_shapes import whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_producer import QueryProducer
-from jflash._backends.mosaic_gpu.query_walk import FusedCta, Step
-from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.mosaic_gpu.query_walk import FusedCta, QueryWalkPlan, Step
+from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
+from jflash._backends.mosaic_gpu.tiles import ShortTiles
+from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.base2 import sums_scale
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.backward_schedule import WorkItem
 from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._semantics.spec import Spec
+
+_GAIN = 1.2
+"""How much longer the other fused kernel takes: as much as multiprocessors may be idle here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortPlan(QueryWalkPlan):
+    """One kernel for dQ, dK and dV, whose CTAs have all queries and keys of a head, or of all heads that share keys."""
+
+    tile: ShortTiles
+    ctas: int
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a work item."""
+        return self.spec.group
+
+    @property
+    def items(self) -> int:
+        """Work items: each key head of each batch entry."""
+        return self.spec.batch * self.spec.key_heads
+
+    @property
+    def dq_parts(self) -> int:
+        """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
+        return dq_parts(self.spec, self.tile)
+
+    @property
+    def blocks(self) -> int:
+        """Of keys, that a work item has."""
+        return pl.cdiv(self.spec.key_length, self.tile.keys)
+
+    @property
+    def tiles(self) -> int:
+        """Of queries, that a head has."""
+        return pl.cdiv(self.spec.query_length, self.tile.queries)
+
+    def item(self, number: Any) -> WorkItem:
+        """A work item by its number. Neighbours are heads of one entry: in device memory those are side by side."""
+        batch, head = lax.div(number, self.spec.key_heads), lax.rem(number, self.spec.key_heads)
+        return WorkItem(batch, head, head, head * self.heads)
+
+    @property
+    def launch(self) -> Launch:
+        """A CTA for each multiprocessor, or each work item."""
+        spec, dims = self.spec, whole_dims(self.spec)
+
+        def array(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((spec.batch, whole_rows(spec, length), heads, dim), spec.dtype)
+
+        return Launch(
+            name=f"jflash_backward_short_{dims[0]}_{dims[1]}",
+            grid=dict(cta=self.ctas),
+            results=dict(
+                d_query=array(spec.query_length, spec.heads, dims[0]),
+                d_key=array(spec.key_length, spec.key_heads, dims[0]),
+                d_value=array(spec.key_length, spec.key_heads, dims[1]),
+                **self.sums.results(spec.batch, spec.heads, self.blocks * self.tile.keys),
+            ),
+            smem=shared_memory(spec, self.tile),
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+
+def dq_parts(spec: Spec, tile: ShortTiles) -> int:
+    """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
+    return (tile.warpgroups if tile.halves else 1) * spec.group * pl.cdiv(spec.query_length, tile.queries)
+
+
+def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
+    """The kernel's buffers, and barriers."""
+    k, v = query_walk.keys_and_values(spec, tile, tile.key_stages)
+    dk, dv = query_walk.gradients(spec, tile)
+    width, dim = query_walk.dq_width(spec, tile), whole_dims(spec)[0]
+    ds = query_walk.ds(spec, tile)
+    # Parts of dQ that are stored at once: as many as have the size of dS.
+    slots = max(1, 2 * tile.keys // (tile.warpgroups * width))
+    shape = tile.warpgroups, slots, WARPGROUP_ROWS, width
+    rounded_dq = CallTiles.of(spec).result(shape, dim)
+    return Buffers(
+        k=k,
+        v=v,
+        kv_full=smem.barriers(tile.key_stages, arrivals=smem.copies(k, v)),
+        kv_empty=smem.barriers(tile.key_stages, arrivals=tile.warpgroups),
+        ones_full=smem.barriers(1),
+        **query_walk.walked(spec, tile),
+        # What is stored takes the place of dS^T, so that keys and values are copied meanwhile.
+        ds_gradients=Overlaid.of(ds, (dk, dv), rounded_dq),
+        acc_dq=smem.tile((dq_parts(spec, tile), WARPGROUP_ROWS, width), jnp.float32, dim),
+    )
+
+
+def plan(spec: Spec, tile: ShortTiles, sums: ParameterSums, processors: int | None) -> ShortPlan:
+    """Return the plan of a call on a device with `processors` multiprocessors; `None` where that is unknown."""
+    items = spec.batch * spec.key_heads
+    tables = TableSums.of(spec, pl.cdiv(spec.key_length, tile.keys), tile.warpgroups, processors)
+    return ShortPlan(spec, sums, tables, tile, min(items, processors or items))
+
+
+def suits(spec: Spec, processors: int | None) -> bool:
+    """Whether there are work items for all multiprocessors, and no sums that go on after the call."""
+    items = spec.batch * spec.key_heads
+    at_once = processors or items
+    return not spec.partial and pl.cdiv(items, at_once) * at_once <= _GAIN * items
+
+
+def fits(spec: Spec, tile: ShortTiles) -> bool:
+    """Whether shared memory has room for dQ beside these tiles."""
+    return smem.fits(shared_memory(spec, tile))
 
 
 def body(plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
@@ -127,9 +243,9 @@ class _Cta(FusedCta[ShortPlan]):
         tile, every = self._tile(at), self.plan.tile.warpgroups
         return self.smem.acc_dq.at[tile * every + self.warpgroup if self.plan.tile.halves else tile]
 
-    def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
+    def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
         """Each thread to its own numbers, as it alone reads them."""
-        target[...] = self.ops.load(target) + part
+        target[...] = self.ops.load(target) + dq
 
     def _tile(self, at: Step) -> Any:
         """The number of a step's tile, among those of all heads."""

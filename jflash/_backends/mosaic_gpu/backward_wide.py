@@ -17,8 +17,8 @@ made three times, dP twice. dP goes through shared memory in float32: the first 
 products, and to the parameters of the logits. P or dS of a float32 call goes back whole, as pieces may take more room
 than dP has; each warpgroup splits it. The second one is a tile ahead with dP.
 
-What is walked over and not weighed, as V here, comes in parts (`tile_parts`). A few of them are enough, so that there
-is room for two tiles of what is weighed: with one, S of a tile waits until dQ of the last one is made and K was copied.
+What is walked over and not weighed, as V here, comes in chunks (`column_chunks`). A few are enough, so that there is
+room for two tiles of what is weighed: with one, S of a tile waits until dQ of the last one is made and K was copied.
 
 Counted: eight products of a tile, where the two kernels of narrow heads make seven. With H = D = 512, for 32 keys a CTA
 of dQ copies 64 KiB and makes 3.1 million multiply-adds, 48 for each byte, one of dK likewise, and one of dV 32.
@@ -39,11 +39,12 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline
 from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
-from jflash._backends.mosaic_gpu.column_chunks import PartsRing
+from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
 from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import WarpgroupOps, along_columns, along_rows
+from jflash._backends.nvidia.ops import along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import base2, dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
@@ -74,7 +75,7 @@ class _Cta(Cta[WidePlan]):
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.first_head, block, 0)
         self.shape = WARPGROUP_ROWS, plan.tile.size
-        self.parts = PartsRing(plan.parts, refs.smem.parts)
+        self.parts = ChunkRing(plan.parts, refs.smem.parts)
         dp, self.weights = refs.smem.dp_weights
         self.dp = dp if kind.makes_dp else None
 

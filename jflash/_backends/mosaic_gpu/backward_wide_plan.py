@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
-from jflash._backends.mosaic_gpu.column_chunks import TileParts
+from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WalkedTiles
@@ -88,8 +88,8 @@ def _columns(spec: Spec, name: str) -> int:
     return round_up(_dim(spec, name), 32)
 
 
-def _parts(spec: Spec, gradient: Gradient) -> TileParts:
-    return TileParts.of(spec, _columns(spec, _KINDS[gradient].unweighed))
+def _parts(spec: Spec, gradient: Gradient) -> ColumnChunks:
+    return ColumnChunks.of(spec, _columns(spec, _KINDS[gradient].unweighed))
 
 
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
@@ -103,7 +103,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
     def own(name: str, factor: str) -> Any:
         """Rows whose products are made with tiles of `factor`."""
         shape = 1, WARPGROUP_ROWS, _columns(spec, name)
-        return tiles.operand(shape, _dim(spec, name), part=widths[factor])
+        return tiles.operand(shape, _dim(spec, name), chunk=widths[factor])
 
     bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
@@ -116,7 +116,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
             _dim(spec, kind.weighed),
             readers=2,
             others=int(has_bias_tiles),
-            part=widths[kind.weighed],
+            chunk=widths[kind.weighed],
         ),
         parts=_parts(spec, gradient).ring(spec, tile.parts, tile.size, _dim(spec, kind.unweighed)),
         # Tiles of the bias come and go with what is weighed.
@@ -148,7 +148,7 @@ class WidePlan(SummingPlan):
         return _columns(self.spec, self.gradient)
 
     @property
-    def parts(self) -> TileParts:
+    def parts(self) -> ColumnChunks:
         """Those of a tile that is not weighed."""
         return _parts(self.spec, self.gradient)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array
 
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
 from jflash._backends.nvidia.launch import KernelPlan, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 
 
@@ -27,16 +25,6 @@ class Cta[Plan: KernelPlan]:
         self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
         self.inputs = TmaInputs(plan.spec, ops, refs.arrays, **options)
         self.warpgroup = lax.axis_index("warpgroup")
-
-    @classmethod
-    def launch(cls, plan: Plan, arrays: Mapping[str, Any], ops: WarpgroupOps) -> dict[str, Array]:
-        """Launch the plan's kernel; its results by name.
-
-        `arrays`, or references inside `pl.run_state`: query, key, value, and in a backward d_out, in whole tiles; in a
-        backward row statistics, as `row_statistics.for_fused` has them for the fused one and `subtrahends` for others;
-        and what was prepared of the other operands.
-        """
-        return plan.launch.run(lambda refs: cls(plan, refs, ops).run(), arrays, ops)
 
     def run(self) -> None:
         """Each warpgroup's part."""

@@ -23,9 +23,10 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_shape, forward_in_panels, panel_dim, tile_dims
 from jflash._backends.mosaic_gpu.bf16_columns import STORED_COLUMNS
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import panel
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.prepare import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._semantics.spec import Residuals, Spec
@@ -48,7 +49,7 @@ def delta(
     factors = dict(out=out, d_out=d_out)
     shape, panels = (WARPGROUP_ROWS, width), forward_in_panels(spec)
     is_whole = panel_dim(value_dim) == value_dim if panels else block_shape(out.shape) == out.shape
-    tile = functools.partial(smem.tile, shape, out.dtype, value_dim, part=part, in_panels=panels)
+    tile = functools.partial(smem.tile, shape, out.dtype, value_dim, chunk=part, in_panels=panels)
     tiles = [tile() for _ in factors] if is_whole else []
     if not tiles or not smem.fits(tiles):
         # Cheaper than padded copies of both. Of float32 some heads that other kernels serve have no room here.

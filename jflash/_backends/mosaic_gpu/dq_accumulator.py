@@ -34,8 +34,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
 

@@ -18,9 +18,7 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,29 +27,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.mosaic_gpu import bias_columns, piece_products, pipeline
+from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
-from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
-from jflash._semantics.dropout import HeadSeed
 
 
-def forward(plan: ForwardPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; out `[splits, B, T, N, D]` and lse `[splits, B, N, L]`.
-
-    T and D are whole tiles' here; L is T rounded up to whole blocks, as T is in a partial call. With several splits the
-    outputs are float32, and sinks are left to their merge.
-    """
-    return ForwardCta.launch(plan, arrays, ops)
+def body(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel."""
+    ForwardCta(plan, refs, ops).run()
 
 
 class ForwardCta(Cta[ForwardPlan]):
@@ -64,16 +57,14 @@ class ForwardCta(Cta[ForwardPlan]):
         self.form, self.shape = plan.form, (WARPGROUP_ROWS, plan.tile.keys)
         has_bias = not self.form.bias_by_mma
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
-        q_o = tuple(refs.smem.q_o)
-        self.q, self.o = q_o[0], q_o[-1]
+        self.q, self.o = refs.smem.q_o
         self.place = lax.axis_index("block"), lax.axis_index("batch")
 
     def item(self, index: Any) -> tuple[Array, Array, TileRange]:
         """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
         that none of them is left at the end alone."""
-        plan = self.plan
-        batch, turn = plan.schedule.item(self.place, index)
-        block = plan.schedule.blocks - 1 - turn
+        batch, turn = self.plan.schedule.item(self.place, index)
+        block = self.plan.schedule.blocks - 1 - turn
         return batch, block, self.visited(batch, block)
 
     def visited(self, batch: Any, number: Any) -> TileRange:
@@ -86,17 +77,6 @@ class ForwardCta(Cta[ForwardPlan]):
         """The first row of a block."""
         return tile_range.block_start(block, self.plan.tile.rows, self.plan.missing_rows)
 
-    def compute(self) -> None:
-        """Copy its own queries, attend, and store its own output."""
-        plan, shared = self.plan, self.smem
-        pipeline.release(shared.k.empty, shared.v.empty)
-        pipeline.split_registers(plan.consumers, copies=False)
-        self._copy_q(0)
-        if plan.orders_products:
-            pl.when(self.warpgroup == plan.consumers - 1)(lambda: self.ops.pass_turn(0))
-        plan.schedule.each(self.place, self._attend)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
     def rows(self, block: Any) -> Any:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
         plan, missing = self.plan, self.plan.missing_rows
@@ -107,20 +87,46 @@ class ForwardCta(Cta[ForwardPlan]):
             start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.warpgroup * WARPGROUP_ROWS)
         return pl.ds(start, WARPGROUP_ROWS)
 
-    def part(self, ref: Ref, head: Any, block: Any, columns: Any) -> Ref:
-        """This warpgroup's rows of queries or output."""
+    def rows_of(self, ref: Ref, head: Any, block: Any, columns: Any) -> Ref:
+        """This warpgroup's rows of a batch entry's queries or output, in some columns."""
         rows = self.rows(block)
         return ref.at[rows, head, columns] if self.plan.packed_heads == 1 else ref.at[head, rows, columns]
-
-    def _copy_q(self, index: Any) -> None:
-        batch, block, _ = self.item(index)
-        self.copy_queries(batch, self.head, block)
 
     def copy_queries(self, batch: Any, head: Any, block: Any) -> None:
         """Copy this warpgroup's rows of a block."""
         query, q = self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
-        source = self.part(query, head, block, pipeline.columns(q.shape[-1], query, head))
+        source = self.rows_of(query, head, block, pipeline.columns(q.shape[-1], query, head))
         pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
+
+    def load_bias(self, tile: Ref) -> dict[str, Array]:
+        """A tile of the bias that was copied, by name; it may be overwritten then."""
+        bias = self.ops.load(tile)
+        # A copy may overwrite what threads have read.
+        plgpu.commit_smem()
+        return {"bias": bias}
+
+    def sink(self, batch: Any, head: Any) -> Array | None:
+        """The head's sink, if the call has sinks and they are not left to the merge of splits."""
+        return None if self.plan.splits > 1 else self.inputs.value("sinks", batch, head)
+
+    def key_head(self, head: Any) -> Any:
+        """The head of keys and values that a head of queries attends to."""
+        return lax.div(head, self.plan.heads // self.plan.spec.key_heads)
+
+    def compute(self) -> None:
+        """Copy this warpgroup's queries, attend, and store its output."""
+        plan, shared = self.plan, self.smem
+        pipeline.release(shared.k.empty, shared.v.empty)
+        pipeline.split_registers(plan.tile.warpgroups, copies=False)
+        self._copy_item_queries(0)
+        if plan.orders_products:
+            pl.when(self.warpgroup == plan.tile.warpgroups - 1)(lambda: self.ops.pass_turn(0))
+        plan.schedule.each(self.place, self._attend)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _copy_item_queries(self, index: Any) -> None:
+        batch, block, _ = self.item(index)
+        self.copy_queries(batch, self.head, block)
 
     def _attend(self, index: Any, visited: Any) -> Any:
         """Attend for one work item; `visited` tiles came before, in others."""
@@ -128,23 +134,19 @@ class ForwardCta(Cta[ForwardPlan]):
         batch, block, tiles = self.item(index)
         plgpu.barrier_wait(self.smem.q_full.at[self.warpgroup])
         at = TileCoord(batch, self.head, self.rows(block).start, 0)
-        copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_q)
-        loop = MainLoop(self, tiles, at, visited)
-        state, acc_o = loop.run(q_read=copy_next if plan.queries_stay else lambda: None)
-        sink = None if plan.splits > 1 else self.inputs.value("sinks", batch, self.head)
-        out, lse = softmax.finish(
-            plan.spec, self.form.exponent(plan.spec), state.m, softmax.whole(state.l), acc_o, sink
-        )
-        self.store(batch, block, out, lse)
+        copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_item_queries)
+        state, acc_o = MainLoop(self, tiles, at, visited).run(copy_next if plan.queries_stay else lambda: None)
+        sink, exponent = self.sink(batch, self.head), self.form.exponent(plan.spec)
+        factor, lse = softmax.last_factor(plan.spec, exponent, state.m, softmax.whole(state.l), sink)
+        self._store(batch, block, softmax.scaled_rows(acc_o, factor), lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             copy_next()
         return visited + tiles.count
 
-    def store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
+    def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
         """Store output and log-sum-exp of this warpgroup's rows."""
-        plan, shared = self.plan, self.smem
-        o, own_buffer = self.o.at[self.warpgroup], plan.output_parts > 0
+        plan, shared, o = self.plan, self.smem, self.o.at[self.warpgroup]
         if self.o is not self.q and not plan.queries_stay:
             # The output has another layout than the queries, which other warpgroups may still read.
             plgpu.barrier_arrive(shared.q_empty)
@@ -153,20 +155,20 @@ class ForwardCta(Cta[ForwardPlan]):
         result = self.refs.results["out"].at[self.split, batch]
         columns, width = out.shape[1], o.shape[1]
         if plan.spec.partial:
-            self.part(result, self.head, block, pl.ds(0, columns))[...] = out
+            self.rows_of(result, self.head, block, pl.ds(0, columns))[...] = out
             return
         for first in range(0, columns, width):
-            if own_buffer:
+            if plan.output_stores > 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             values = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width))
-            part = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
-            pipeline.store(values, o, self.part(result, self.head, block, part))
+            some = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
+            pipeline.store(values, o, self.rows_of(result, self.head, block, some))
 
     def copy(self) -> None:
         """Copy keys and values."""
         plan, shared = self.plan, self.smem
-        pipeline.split_registers(plan.consumers, copies=True)
-        key_head = lax.div(self.head, plan.heads // plan.spec.key_heads)
+        pipeline.split_registers(plan.tile.warpgroups, copies=True)
+        key_head = self.key_head(self.head)
 
         def copy_block(index: Any, visited: Any) -> Any:
             batch, block, tiles = self.item(index)
@@ -189,137 +191,113 @@ class ForwardCta(Cta[ForwardPlan]):
         full = k.full.at[slot]
         inputs.copy_rows("key", keys, k.tiles.at[slot], full)
         if shared.bias_columns is not None:
-            source = bias_columns.part(inputs, keys, self.head)
+            source = bf16_columns.of_keys(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
         if shared.bias is not None:
-            own = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
-            source = inputs.part("bias", keys.batch, self.head).at[own]
-            plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], full)
+            tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
+            plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[tile], shared.bias.at[slot], full)
         plgpu.barrier_wait(v.empty.at[slot])
         inputs.copy_rows("value", keys, v.tiles.at[slot], v.full.at[slot])
 
 
-@dataclasses.dataclass(frozen=True)
 class MainLoop:
     """A warpgroup's walk over the tiles of keys of one work item."""
 
-    cta: ForwardCta
-    tiles: TileRange
-    at: TileCoord
-    visited: Int[Array, ""] | int
-    seed: HeadSeed | None = None
-    """That of the head's dropout, from `run` on."""
-    own_q: Array | None = None
-    """The columns of the queries that stay in registers, if some do, from `run` on."""
+    def __init__(self, cta: ForwardCta, tiles: TileRange, at: TileCoord, visited: Int[Array, ""] | int) -> None:
+        """`visited` tiles came before, in other items."""
+        self.cta, self.plan, self.smem, self.ops, self.inputs = cta, cta.plan, cta.smem, cta.ops, cta.inputs
+        self.every, self.tiles, self.at, self.visited = tiles, tiles, at, visited
+        self.seed = dropped.head_seed(self.inputs, at)
+        columns, q = self.plan.query_columns_in_registers, cta.q
+        self.q_in_registers = self.ops.load(q.at[cta.warpgroup, :, pl.ds(0, columns)]) if columns else None
 
     def run(self, q_read: Callable[[], None]) -> tuple[Softmax, Float[Array, "rows D"]]:
         """The softmax's state, and O, after all tiles; `q_read` is called when the queries are not needed any more."""
-        plan, ops = self.cta.plan, self.cta.ops
-        seed = dropped.head_seed(self.cta.inputs, self.at)
-        start, stop, loop = 0, self.tiles.count, dataclasses.replace(self, seed=seed, own_q=self._load_q())
+        plan, start, stop = self.plan, 0, self.tiles.count
         # A warpgroup leaves out tiles that only other rows of its CTA see.
-        skips = plan.skips_tiles
+        skips = plan.tile.rows > plan.tile.keys
         if skips:
-            start, stop, own = tile_range.own_key_tiles(self.cta.inputs, self.tiles, self.at)
-            loop = dataclasses.replace(loop, tiles=own)
+            start, stop, self.tiles = tile_range.own_key_tiles(self.inputs, self.tiles, self.at)
             lax.fori_loop(0, start, self._leave, None)
-        state = loop._attend(jnp.int32(start), None)
-        acc_o = ops.full((WARPGROUP_ROWS, plan.columns), 0)
-        next_tile = loop._attend_beside_product if plan.overlaps else loop._attend_after_product
+        state = self._attend(jnp.int32(start), None)
+        acc_o = self.ops.full((WARPGROUP_ROWS, plan.columns), 0)
+        next_tile = self._attend_beside_product if plan.overlaps else self._attend_after_product
         # A loop that the compiler knows to have one step would be none, and spill registers.
         has_one_step = plan.tile.keys < plan.spec.key_length <= 2 * plan.tile.keys
         end = pipeline.opaque(stop, "head", "block") if has_one_step else stop
         state, acc_o = lax.fori_loop(start + 1, end, next_tile, (state, acc_o))
         q_read()
-        acc_o = loop._add_product(stop, state, acc_o)
+        acc_o = self._add_product(stop, state, acc_o)
         if skips:
-            lax.fori_loop(stop, self.tiles.count, self._leave, None)
+            lax.fori_loop(stop, self.every.count, self._leave, None)
         return state, acc_o
 
     def _take_turn(self) -> None:
-        if self.cta.plan.orders_products:
-            self.cta.ops.take_turn(self.cta.warpgroup)
+        if self.plan.orders_products:
+            self.ops.take_turn(self.cta.warpgroup)
 
     def _pass_turn(self) -> None:
-        plan = self.cta.plan
-        if plan.orders_products:
-            self.cta.ops.pass_turn(lax.rem(self.cta.warpgroup + 1, plan.consumers))
-
-    def _load_q(self) -> Array | None:
-        columns = self.cta.plan.query_columns_in_registers
-        return self.cta.ops.load(self.cta.q.at[self.cta.warpgroup, :, pl.ds(0, columns)]) if columns else None
+        if self.plan.orders_products:
+            self.ops.pass_turn(lax.rem(self.cta.warpgroup + 1, self.plan.tile.warpgroups))
 
     def _slot(self, index: Any) -> Any:
-        return pipeline.slot(self.visited + index, self.cta.plan.tile.stages, self._still(index))
-
-    def _still(self, index: Any) -> Any:
-        return pipeline.opaque_zero(index, self.cta.warpgroup)
+        opaque_zero = pipeline.opaque_zero(index, self.cta.warpgroup)
+        return pipeline.slot(self.visited + index, self.plan.tile.stages, opaque_zero)
 
     def _prefetch(self, index: Any) -> dict[str, Array]:
         at = self.at._replace(key=self.tiles.start(index))
-        return self.cta.form.prefetch(self.cta.inputs, at, self.cta.plan.tile.keys, self.cta.plan.tile.warpgroups)
+        return self.cta.form.prefetch(self.inputs, at, self.plan.tile.keys, self.plan.tile.warpgroups)
 
     def _issue_s(self, acc_s: Any, index: Any) -> None:
-        shared, own, slot = self.cta.smem, self.cta.warpgroup, self._slot(index)
-        pieces = functools.partial(piece_products.of_tile, self.cta.plan.spec)
-        if operand_pieces.number(self.cta.plan.spec) > 1:
+        spec, warpgroup, slot = self.plan.spec, self.cta.warpgroup, self._slot(index)
+        if operand_pieces.number(spec) > 1:
             # Registers hold the addresses of one piece's parts for the whole loop, but not those of several.
-            own = own + self._still(index)
-        q, k = pieces(self.cta.q.at[own]), pieces(shared.k.tiles.at[slot])
-        if self.own_q is not None:
-            count, tiles = self.own_q.shape[1], shared.k.tiles
-            self.cta.ops.mma(acc_s, self.own_q, tiles.at[slot, :, pl.ds(0, count)].T)
-            rest = pl.ds(count, tiles.shape[-1] - count)
-            q, k = (self.cta.q.at[own, :, rest],), (tiles.at[slot, :, rest],)
-        piece_products.mma(acc_s, q, operand_pieces.transposed(k), self.cta.ops)
-        if shared.bias_columns is not None:
-            bias_columns.add(acc_s, shared.bias_columns.at[slot], self.cta.ops)
-
-    def _p(self, state: Softmax) -> Pieces:
-        return operand_pieces.split(self.cta.plan.spec, state.p, self.cta.ops)
-
-    def _v(self, slot: Any) -> Pieces:
-        return piece_products.of_tile(self.cta.plan.spec, self.cta.smem.v.tiles.at[slot])
+            warpgroup = warpgroup + pipeline.opaque_zero(index, warpgroup)
+        queries, keys = self.cta.q.at[warpgroup], self.smem.k.tiles
+        q, k = piece_products.of_tile(spec, queries), piece_products.of_tile(spec, keys.at[slot])
+        if self.q_in_registers is not None:
+            count = self.q_in_registers.shape[1]
+            self.ops.mma(acc_s, self.q_in_registers, keys.at[slot, :, pl.ds(0, count)].T)
+            rest = pl.ds(count, keys.shape[-1] - count)
+            q, k = (self.cta.q.at[warpgroup, :, rest],), (keys.at[slot, :, rest],)
+        piece_products.mma(acc_s, q, operand_pieces.transposed(k), self.ops)
+        if self.smem.bias_columns is not None:
+            bf16_columns.add_bias(acc_s, self.smem.bias_columns.at[slot], self.ops)
 
     def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
-        shared, ops, slot = self.cta.smem, self.cta.ops, self._slot(index)
-        at = self.at._replace(key=self.tiles.start(index))
-        if shared.bias is not None:
-            loaded = loaded | {"bias": ops.load(shared.bias.at[slot, self.cta.warpgroup_rows])}
-            # A copy may overwrite what threads have read.
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.k.empty.at[slot])
-        loaded = loaded | dropped.tile_words(self.cta.inputs, at, self.cta.shape, self.seed)
-        mask = TileContext(self.cta.inputs, self.tiles, index, at, loaded)
-        return self.cta.form.step(s, mask, before)
+        slot, at = self._slot(index), self.at._replace(key=self.tiles.start(index))
+        if self.smem.bias is not None:
+            loaded = loaded | self.cta.load_bias(self.smem.bias.at[slot, self.cta.warpgroup_rows])
+        plgpu.barrier_arrive(self.smem.k.empty.at[slot])
+        loaded = loaded | dropped.tile_words(self.inputs, at, self.cta.shape, self.seed)
+        return self.cta.form.step(s, TileContext(self.inputs, self.tiles, index, at, loaded), before)
 
     def _attend(self, index: Any, before: Softmax | None) -> Softmax:
-        ops = self.cta.ops
         slot, loaded = self._slot(index), self._prefetch(index)
-        plgpu.barrier_wait(self.cta.smem.k.full.at[slot])
+        plgpu.barrier_wait(self.smem.k.full.at[slot])
 
         def product(acc_s: Any) -> Array:
             self._issue_s(acc_s, index)
-            return ops.read(acc_s)
+            return self.ops.read(acc_s)
 
-        s = ops.accumulators(product, self.cta.shape)
+        s = self.ops.accumulators(product, self.cta.shape)
         return self._softmax(s, index, before, loaded)
 
     def _attend_after_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
         acc_o = self._add_product(index, state, acc_o)
         state = self._attend(index, state)
-        return state, self.cta.form.rescaled(self.cta.inputs, state.rescale, acc_o)
+        return state, self.cta.form.rescaled(self.inputs, state.rescale, acc_o)
 
     def _attend_beside_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
-        cta, shared, ops, tile = self.cta, self.cta.smem, self.cta.ops, self.cta.plan.tile
+        shared, ops, spec, form, tile = self.smem, self.ops, self.plan.spec, self.cta.form, self.plan.tile
         slot, last = self._slot(index), self._slot(index - 1)
         loaded = self._prefetch(index)
         # Before any product is issued: ptxas serialises products if registers that one reads are written among them.
-        p = self._p(state)
+        p = operand_pieces.split(spec, state.p, ops)
         is_masked = self.tiles.whole is not None
-        fence = cta.form.scheduling_fence(cta.plan.spec, tile.keys, tile.warpgroups, is_masked=is_masked)
+        fence = form.scheduling_fence(spec, tile.keys, tile.warpgroups, is_masked=is_masked)
         plgpu.barrier_wait(shared.k.full.at[slot])
 
         def attend_tile(acc_o: Any) -> Softmax:
@@ -327,7 +305,7 @@ class MainLoop:
                 self._take_turn()
                 self._issue_s(acc_s, index)
                 plgpu.barrier_wait(shared.v.full.at[last])
-                v = self._v(last)
+                v = piece_products.of_tile(spec, shared.v.tiles.at[last])
                 piece_products.mma(acc_o, p, v, ops)
                 self._pass_turn()
                 s = ops.read(acc_s, pending=piece_products.issued(v))
@@ -337,17 +315,18 @@ class MainLoop:
                     shared.fence[self.cta.warpgroup] = getattr(new, fence)
                 return new
 
-            return ops.accumulators(overlap, cta.shape)
+            return ops.accumulators(overlap, self.cta.shape)
 
-        state, (acc_o,) = piece_products.accumulate(cta.plan.spec, attend_tile, acc_o, like=state, ops=ops)
+        state, (acc_o,) = piece_products.accumulate(spec, attend_tile, acc_o, like=state, ops=ops)
         plgpu.barrier_arrive(shared.v.empty.at[last])
-        return state, cta.form.rescaled(cta.inputs, state.rescale, acc_o)
+        return state, form.rescaled(self.inputs, state.rescale, acc_o)
 
     def _add_product(self, stop: Any, state: Softmax, acc_o: Array) -> Array:
         """Add P V of the tile before `stop`."""
-        v, last = self.cta.smem.v, self._slot(stop - 1)
+        v, last, spec = self.smem.v, self._slot(stop - 1), self.plan.spec
         plgpu.barrier_wait(v.full.at[last])
-        acc_o = piece_products.add_matmul(self.cta.plan.spec, acc_o, self._p(state), self._v(last), self.cta.ops)
+        p, values = operand_pieces.split(spec, state.p, self.ops), piece_products.of_tile(spec, v.tiles.at[last])
+        acc_o = piece_products.add_matmul(spec, acc_o, p, values, self.ops)
         plgpu.barrier_arrive(v.empty.at[last])
         return acc_o
 
@@ -356,7 +335,7 @@ class MainLoop:
         # The turn goes round as often for each.
         self._take_turn()
         self._pass_turn()
-        shared, slot = self.cta.smem, self._slot(index)
-        for ring in (shared.k, shared.v):
+        slot = self._slot(index)
+        for ring in (self.smem.k, self.smem.v):
             plgpu.barrier_wait(ring.full.at[slot])
             plgpu.barrier_arrive(ring.empty.at[slot])

@@ -5,26 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from jflash import _tuning
-from jflash._backends.mosaic_gpu import bf16_columns, bias_columns, forward_schedule, smem, timing_model
-from jflash._backends.mosaic_gpu.array_shapes import (
-    block_dims,
-    forward_in_panels,
-    panel_dim,
-    tile_dims,
-    values_in_panels,
-)
+from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, forward_schedule, smem, timing_model
+from jflash._backends.mosaic_gpu.array_shapes import block_dims, forward_in_panels, tile_dims, values_in_panels
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
+from jflash._backends.mosaic_gpu.prepared import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
+from jflash._backends.mosaic_gpu.timing_model import Visits, block_times
 from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.launch import KernelPlan, Launch
 from jflash._backends.nvidia.packing import ForwardShape, packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
@@ -32,25 +29,21 @@ from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
 from jflash._semantics.spec import Spec
-from jflash._tuning import TuningKey
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
 
-Visits = Callable[[int, int], Sequence[int]]
-"""Of (rows, keys): how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
-
-def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_parts: int = 0) -> Buffers:
+def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     columns, value_columns = tile_dims(spec)
-    has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), bias_columns.form(spec).bias_by_mma
+    has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), bf16_columns.form(spec).bias_by_mma
     tiles, value_tiles = CallTiles(spec, forward_in_panels(spec)), CallTiles(spec, values_in_panels(spec))
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
-    o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_parts)
+    o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
     o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
-        q_o=(q, o) if output_parts else (q,) if spec.partial else smem.reused(q, o),
+        q_o=(q, o) if output_stores else smem.reused(q, None if spec.partial else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
         k=tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=has_bias_tiles + bias_by_mma),
         v=value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups),
@@ -73,34 +66,34 @@ class ForwardPlan(ForwardShape, KernelPlan):
     """Query heads that share keys and are interleaved in the rows of one tile."""
     splits: int = 1
     """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
-    output_parts: int = 0
-    """Parts in which the output leaves from a buffer of its own; 0: it takes the place of the queries."""
+    output_stores: int = 0
+    """Stores in which the output leaves from a buffer of its own; 0: it takes the place of the queries."""
 
     @property
     def queries_stay(self) -> bool:
         """Whether the output leaves the place of the queries to the next ones."""
-        return self.output_parts > 0 or self.spec.partial
+        return self.output_stores > 0 or self.spec.partial
 
     @property
     def form(self) -> LogitsForm:
         """The form of the logits."""
         few_registers = self.tile.warpgroups > 3 or self.columns >= 256 or self.spec.dropout_rate > 0
-        return bias_columns.form(self.spec, sums_in_parts=not few_registers)
+        return bf16_columns.form(self.spec, sums_in_parts=not few_registers)
 
     @property
-    def value_parts(self) -> int:
-        """Parts of the values' columns that are copied apart."""
+    def is_plain(self) -> bool:
+        """Whether logits are products, and no weight is dropped."""
+        return base2.is_plain(self.spec) and self.spec.dropout_rate == 0
+
+    @property
+    def value_chunks(self) -> int:
+        """Chunks of the values' columns that are copied apart."""
         return 1
 
     @property
     def columns(self) -> int:
-        """Columns of the output that a warpgroup makes."""
+        """Columns of the output that a warpgroup sums at a time."""
         return tile_dims(self.spec)[1]
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that compute."""
-        return self.tile.warpgroups
 
     @property
     def overlaps(self) -> bool:
@@ -133,29 +126,19 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return 128 if fits and self.is_plain and not is_masked else 0
 
     @property
-    def skips_tiles(self) -> bool:
-        """Whether some tiles are seen by some warpgroups only, which the others pass by."""
-        return self.tile.rows > self.tile.keys
-
-    @property
     def stored(self) -> tuple[int, int]:
         """Rows and columns of a head's output in device memory."""
         if self.spec.partial:
-            # Registers, from which a part's leaves, are stored whole.
+            # Registers, from which a partial call's leaves, are stored whole.
             return self.schedule.blocks * self.tile.rows, self.columns
         if forward_in_panels(self.spec):
-            return self.rows, panel_dim(self.spec.value_dim)
+            return self.rows, array_shapes.panel_dim(self.spec.value_dim)
         return round_up(self.rows, 8), block_dims(self.spec)[1]
 
     @property
     def smem(self) -> Buffers:
         """The kernel's shared memory."""
-        return shared_memory(self.spec, self.tile, self.out_dtype, self.output_parts)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether logits are products, and no weight is dropped."""
-        return base2.is_plain(self.spec) and self.spec.dropout_rate == 0
+        return shared_memory(self.spec, self.tile, self.out_dtype, self.output_stores)
 
     @property
     def lists_run_together(self) -> bool:
@@ -164,13 +147,20 @@ class ForwardPlan(ForwardShape, KernelPlan):
 
     @property
     def rows_of_a_range(self) -> int:
-        """Rows for which it is said together what they see."""
+        """Rows for which one range says which keys they see."""
         return self.tile.rows
 
     @property
     def missing_rows(self) -> int:
         """Rows that the first block of queries lacks."""
         return self.tile.missing(self.rows)
+
+    def arrays(self, call: HopperForward) -> dict[str, Array]:
+        factors = call.factors(self.packed_heads, self.value_chunks)
+        edges = array_shapes.edges(call.operands, dict(value=factors["value"]))
+        shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
+        rows = max(self.rows_of_a_range // self.packed_heads, 1)
+        return factors | shaping | edges | call.ranges(rows, self.missing_rows // self.packed_heads)
 
     @property
     def launch(self) -> Launch:
@@ -181,16 +171,14 @@ class ForwardPlan(ForwardShape, KernelPlan):
         out = (self.splits, spec.batch, *order, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
-        groups = schedule.head_groups
-        inner = dict(block=ctas, head_group=groups, batch=lists)
-        if self.lists_run_together:
-            inner = dict(batch=lists, block=ctas, head_group=groups)
+        inner = dict(block=ctas, head_group=schedule.head_groups)
+        inner = dict(batch=lists) | inner if self.lists_run_together else inner | dict(batch=lists)
         return Launch(
             name=f"jflash_forward_{head_dim}_{value_dim}",
-            grid=dict(head=self.heads // groups, **inner, split=self.splits),
+            grid=dict(head=self.heads // schedule.head_groups, **inner, split=self.splits),
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
             smem=self.smem,
-            warpgroups=self.consumers + 1,
+            warpgroups=self.tile.warpgroups + 1,
         )
 
 
@@ -200,14 +188,14 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     heads, rows = spec.heads // packed_heads, spec.query_length * packed_heads
     visits = functools.partial(visited_tiles, spec, packed_heads)
     share = (processors or 0) / (spec.batch * heads)
-    tile = forward_tiles(spec, round_up(rows, 8), visits, share)
+    tile = _choose_tiles(spec, round_up(rows, 8), visits, share)
     splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if rows <= tile.rows else 1
     plan = ForwardPlan(spec, tile, ForwardSchedule(1, spec.batch), packed_heads, splits)
     if splits > 1:
         return plan
-    schedule = _schedule(plan, visits(tile.rows, tile.keys), processors)
-    parts = output_parts(spec, tile) if schedule.items_per_cta > 1 and not spec.partial else 0
-    return dataclasses.replace(plan, schedule=schedule, output_parts=parts)
+    schedule = _choose_schedule(plan, visits(tile.rows, tile.keys), processors)
+    stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not spec.partial else 0
+    return dataclasses.replace(plan, schedule=schedule, output_stores=stores)
 
 
 def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:
@@ -223,24 +211,15 @@ def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[i
     return np.maximum(-(-seen // keys), 1).tolist()
 
 
-def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
-    """The fastest tiles that fit in shared memory and registers.
-
-    Args:
-      spec: the call.
-      rows: query rows of a head, in whole tiles.
-      visits: how many tiles of keys blocks of queries visit, about.
-      processors_per_head: multiprocessors for each head of a batch entry; 0 where the device is unknown.
-    """
-    head_dim, value_dim = block_dims(spec)
-    bias_bytes = bias_and_mask.bias_tile_bytes(spec)
-    few_rows = rows <= WARPGROUP_ROWS
+def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
+    """The fastest tiles that fit, for a head with `rows` of queries; `processors_per_head` is 0 where it is unknown."""
+    dims, bias_bytes, few_rows = block_dims(spec), bias_and_mask.bias_tile_bytes(spec), rows <= WARPGROUP_ROWS
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
     if spec.dtype == jnp.float32:
         # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
-    elif not few_rows and not bias_bytes and (more := _of_more_warpgroups(spec, visits)):
-        pace = timing_model.PACES[max(64, head_dim, value_dim)]
+    elif not few_rows and not bias_bytes and (more := _tiles_of_more_warpgroups(spec, visits)):
+        pace = timing_model.PACES[max(64, *dims)]
         timed = spec.dropout_rate == 0 and spec.operands.isdisjoint({"query_segments", "mask", "bias"})
 
         def time(tile: RowTiles) -> float:
@@ -251,15 +230,16 @@ def forward_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
         candidates = sorted((candidates[0], *more), key=time)
     # Splits of the keys store a float32 output.
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
-    fitting = [tile for tile in candidates if smem.fits(shared_memory(spec, tile, dtype(tile)))]
-    rows_kind = "short" if few_rows else "long"
-    key = TuningKey("mosaic_gpu forward", (head_dim, value_dim, bias_bytes, rows_kind, *operand_pieces.facts(spec)))
-    return _tuning.choose(key, fitting)
+    facts = *dims, bias_bytes, "short" if few_rows else "long", *operand_pieces.facts(spec)
+    room = lambda tile: shared_memory(spec, tile, dtype(tile))
+    tile = choose("mosaic_gpu forward", facts, candidates, room, smem.CAPACITY)
+    assert tile is not None, "the call is a wide one"
+    return tile
 
 
-def _of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
+def _tiles_of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
     """Tiles of three and four warpgroups, which have 160 and 112 registers a thread for O, P and a tile of logits."""
-    (head_dim, value_dim), form = block_dims(spec), bias_columns.form(spec)
+    (head_dim, value_dim), form = block_dims(spec), bf16_columns.form(spec)
     if max(head_dim, value_dim) <= 64:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
         tiles = RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4)
@@ -267,40 +247,22 @@ def _of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
     # What comes in words or columns for whole tiles comes for 64 keys.
     in_words = bias_and_mask.has_packed_mask(spec) or form.bias_by_mma or spec.dropout_rate > 0
     keys = timing_model.KEYS_OF_THREE_WARPGROUPS.get(value_dim)
-    if keys is not None and values_in_panels(spec) and keys % max(smem.panels_of(value_dim, spec.dtype)):
-        # A product over the rows of panels wants them in squares.
-        keys = WARPGROUP_ROWS
     if keys is None or in_words or head_dim != value_dim or form.max_warpgroups < 3:
         return []
+    if values_in_panels(spec) and keys % max(smem.panels_of(value_dim, spec.dtype)):
+        # A product over the rows of panels wants them in squares.
+        keys = WARPGROUP_ROWS
     return [RowTiles(3, keys, 2)]
 
 
-def output_parts(spec: Spec, tile: RowTiles) -> int:
-    """In how few parts the output may leave from a buffer of its own; 0 if there is no room for one."""
-    _, value_dim = block_dims(spec)
-    possible = (1, 2) if value_dim % 128 == 0 else (1,)
-    fitting = (parts for parts in possible if smem.fits(shared_memory(spec, tile, spec.dtype, parts)))
+def output_stores(spec: Spec, tile: RowTiles) -> int:
+    """In how few stores the output may leave from a buffer of its own; 0 if there is no room for one."""
+    possible = (1, 2) if block_dims(spec)[1] % 128 == 0 else (1,)
+    fitting = (stores for stores in possible if smem.fits(shared_memory(spec, tile, spec.dtype, stores)))
     return next(fitting, 0)
 
 
-def block_times(tile: RowTiles, rows: int, visits: Visits, pace: timing_model.Pace) -> list[float]:
-    """How long each block of queries takes, of `rows` in all."""
-    visit, beginning = pace[tile.warpgroups, tile.keys]
-    absent = tile.missing(rows) // WARPGROUP_ROWS
-    present = tile.warpgroups - absent
-    if tile.rows > tile.keys:
-        # Each warpgroup leaves out what its own rows do not see.
-        visited = visits(WARPGROUP_ROWS, tile.keys)
-    else:
-        each = visits(tile.rows, tile.keys)
-        visited = [count for count in each for _ in range(tile.warpgroups)][absent:]
-    own = [visit * tile.keys / 128 * count + beginning for count in visited]
-    # The others wait for some of what a warpgroup without rows would have done.
-    first, rest = sum(own[:present]) * (1 + 0.6 * absent / present), own[present:]
-    return [first, *(sum(rest[at : at + tile.warpgroups]) for at in range(0, len(rest), tile.warpgroups))]
-
-
-def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) -> ForwardSchedule:
+def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) -> ForwardSchedule:
     """Which blocks of queries each CTA takes; `visits` are those of each block."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = block_dims(spec)
@@ -308,14 +270,13 @@ def _schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) 
     groups = heads // math.gcd(heads, 8) if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
     staggered = not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
-    parts = 1 if spec.partial else output_parts(spec, tile)
-    if processors is None or not (parts or head_dim == value_dim):
+    stores = 1 if spec.partial else output_stores(spec, tile)
+    if processors is None or not (stores or head_dim == value_dim):
         return one
     # Tiles of fewer rows take less time, if not in proportion.
     first = visits[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
-    beginning = (
-        timing_model.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else timing_model.BEGIN_BY_OUTPUT_PARTS[parts]
-    )
+    of_two = timing_model.BEGIN_BY_STORES[stores]
+    beginning = timing_model.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else of_two
     tile_bytes = tile.keys * (head_dim + value_dim) * operand_pieces.number(spec) * 2
     device = forward_schedule.Device(processors, beginning, tile_bytes)
     return forward_schedule.choose(one, (*visits[:0:-1], first), heads, device)

@@ -1,10 +1,13 @@
-"""Which blocks of queries each CTA of the forward takes, one after the other.
+"""Which work items each CTA of the forward takes, one after the other: blocks of queries of a head and batch entry.
 
-A CTA begins and ends in about three microseconds. Where it takes several work items, it loads what the next one begins
-with before the last one ends, and a warpgroup that has less to do begins while others still work on the last.
+A CTA begins and ends in about three microseconds. One that takes several items loads what the next one begins with
+before the last one ends, and a warpgroup that has less to do begins while others still work on the last. What runs at
+the same time shares keys, which stay in the second-level cache.
 
-A head's blocks, or those of several batch entries, make one list, from which they are dealt out: so what runs at the
-same time shares keys, which stay in the second-level cache.
+`ForwardSchedule` counts items out: a head's blocks, or those of several batch entries, make one list, from which they
+go to CTAs in turn. `DealtItems` are lists made before the call: each item goes to the CTA that should be done first.
+
+Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969): list scheduling.
 """
 
 from __future__ import annotations
@@ -17,10 +20,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxtyping import Array, Int
 
 from jflash._backends.mosaic_gpu import timing_model
+from jflash._backends.nvidia.ops import Ref
 
 MOST_ITEMS = 32
 """The most work items of a CTA, and the most batch entries whose blocks make one list."""
@@ -28,10 +37,10 @@ MOST_ITEMS = 32
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSchedule:
-    """How a head's blocks of queries are dealt out to CTAs, in the order in which they should begin."""
+    """How a head's blocks of queries are counted out to CTAs, in the order in which they should begin."""
 
     blocks: int
-    """Of queries, that a head has in a batch entry."""
+    """Blocks of queries that a head has in a batch entry."""
     batch: int
     items_per_cta: int = 1
     entries: int = 1
@@ -48,7 +57,7 @@ class ForwardSchedule:
         return -(-self.blocks * self.entries // self.items_per_cta), self.batch // self.entries
 
     def item(self, cta: tuple[Any, Any], index: Any) -> tuple[Any, Any]:
-        """The batch entry, and which of its blocks, of a CTA's `index`-th work item."""
+        """Return the batch entry of a CTA's `index`-th work item, and which of its blocks that is."""
         place = self.place(cta[0], index)
         if self.entries == 1:
             return cta[1], place
@@ -58,8 +67,10 @@ class ForwardSchedule:
         return cta[1] * self.entries + entry, block
 
     def place(self, cta: Any, index: Any) -> Any:
-        """Where in the list of blocks a work item is: every other round goes backwards, so that all CTAs have as much
-        to do; past the end where no item is left."""
+        """Return where in the list of blocks a work item is; past the end where no item is left.
+
+        Every other round goes backwards, so that all CTAs have as much to do.
+        """
         if self.items_per_cta == 1:
             return cta
         backwards = lax.rem(index, 2) == 1
@@ -89,46 +100,42 @@ class Device(NamedTuple):
     beginning: float
     """How long a CTA takes to begin and end, in visits to a tile."""
     tile_bytes: int
-    """Of a tile of keys and values."""
+    """Bytes of a tile of keys and one of values."""
 
 
 @functools.cache
 def choose(one: ForwardSchedule, visits: tuple[float, ...], heads: int, device: Device) -> ForwardSchedule:
-    """The schedule that takes the least time, by a model of the device.
+    """Return the schedule that takes the least time, by a model of the device.
 
     Args:
       one: the call, with one work item a CTA.
       visits: how many tiles of keys each block of a head visits, in the order in which they should begin.
-      heads: of queries.
+      heads: heads of queries.
       device: what the call runs on.
     """
-    time = functools.cache(lambda schedule: _time(schedule, visits, heads, device))
-    return _better(_better(one, _several_items(one), time), _more_groups(one, heads), time)
+
+    @functools.cache
+    def time(schedule: ForwardSchedule) -> float:
+        return _time(schedule, visits, heads, device)
+
+    def better(one: ForwardSchedule, others: Iterable[ForwardSchedule]) -> ForwardSchedule:
+        """The first of the others that is about as good as the best, if that is worth it."""
+        others = tuple(others)
+        least = min(map(time, others))
+        if time(one) <= timing_model.WORTH * least:
+            return one
+        return next(schedule for schedule in others if time(schedule) <= timing_model.ENOUGH * least)
+
+    # Where a head has too few blocks for all multiprocessors, the long blocks of several heads have to begin first.
+    groups = (groups for groups in range(one.head_groups, heads + 1) if heads % groups == 0)
+    more_groups = (dataclasses.replace(one, head_groups=number) for number in groups)
+    return better(better(one, _with_several_items(one)), more_groups)
 
 
-def _better(
-    one: ForwardSchedule, others: Iterable[ForwardSchedule], time: Callable[[ForwardSchedule], float]
-) -> ForwardSchedule:
-    """The first of the others that are as good as the best, if that is worth it."""
-    times = {schedule: time(schedule) for schedule in others}
-    least = min(times.values())
-    if time(one) <= timing_model.WORTH * least:
-        return one
-    return next(schedule for schedule, time in times.items() if time <= timing_model.ENOUGH * least)
+def _with_several_items(one: ForwardSchedule) -> Iterator[ForwardSchedule]:
+    """Schedules in which all CTAs take about the same number of items, the fewest first.
 
-
-def _more_groups(one: ForwardSchedule, heads: int) -> Iterator[ForwardSchedule]:
-    """As many head groups, and more: where a head has too few blocks for all multiprocessors, the long blocks of
-    several heads have to begin first."""
-    for groups in range(one.head_groups, heads + 1):
-        if heads % groups == 0:
-            yield dataclasses.replace(one, head_groups=groups)
-
-
-def _several_items(one: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Those in which all CTAs take about the same number of items, the fewest first.
-
-    Of no more entries than there are items: then what the CTAs of a list take at the same time is of one entry or two.
+    A list has no more entries than a CTA has items: what its CTAs take at the same time is of one entry or two.
     """
     for items in range(1, MOST_ITEMS + 1):
         for entries in (entries for entries in range(1, items + 1) if one.batch % entries == 0):
@@ -165,3 +172,64 @@ def _last(times: list[float], repeats: int, processors: int) -> float:
         heapq.heapreplace(free, (start + time * speed, speed))
         last = max(last, start + time * speed)
     return last
+
+
+Place = tuple[int, int, int]
+"""The head of an item, its batch entry, and its turn among their blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtItems:
+    """A list of items for each of as many CTAs as run at once."""
+
+    lists: tuple[tuple[Place, ...], ...]
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(places: tuple[Place, ...], times: tuple[float, ...], ctas: int) -> DealtItems:
+        """Deal out items, given in the order in which they should begin; `times` are how long each turn takes."""
+        lists = [list[Place]() for _ in range(ctas)]
+        free = [(0.0, cta) for cta in range(ctas)]
+        for place in places:
+            start, cta = free[0]
+            lists[cta].append(place)
+            heapq.heapreplace(free, (start + times[place[2]], cta))
+        return DealtItems(tuple(map(tuple, lists)))
+
+    def table(self) -> Int[Array, "ctas places 3"]:
+        """The lists as kernels read them: for each CTA the number of its items, and their places."""
+        return _table.bind(items=self)
+
+
+class DealtTo(NamedTuple):
+    """A CTA's own list, in a kernel."""
+
+    table: Ref
+    cta: Any
+
+    def each(self, body: Callable[[Any, Any], Any]) -> Any:
+        """`carry = body(index, carry)` for every item, from 0 on."""
+        return lax.fori_loop(0, self.table[self.cta, 0, 0], body, jnp.int32(0))
+
+    def if_next(self, index: Any, body: Callable[[Any], None], otherwise: Callable[[], None]) -> None:
+        """`body(index + 1)`, if there is such an item, else `otherwise()`."""
+        lax.cond(index + 1 < self.table[self.cta, 0, 0], lambda: body(index + 1), otherwise)
+
+    def place(self, index: Any) -> tuple[Any, Any, Any]:
+        """The `index`-th item's place."""
+        table, cta = self
+        return table[cta, 1 + index, 0], table[cta, 1 + index, 1], table[cta, 1 + index, 2]
+
+
+def _values(items: DealtItems) -> Int[np.ndarray, "ctas places 3"]:
+    table = np.zeros((len(items.lists), 1 + max(map(len, items.lists)), 3), np.int32)
+    for row, places in zip(table, items.lists, strict=True):
+        row[0], row[1 : 1 + len(places)] = len(places), places
+    return table
+
+
+# `custom_partitioning` refuses arrays that a traced function closes over, as this would be.
+_table = Primitive("jflash_items")
+_table.def_impl(lambda items: jnp.asarray(_values(items)))
+_table.def_abstract_eval(lambda items: ShapedArray(_values(items).shape, jnp.int32))
+mlir.register_lowering(_table, lambda _, items: [mlir.ir_constant(_values(items))])

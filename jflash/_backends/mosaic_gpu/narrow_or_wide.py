@@ -1,7 +1,7 @@
 """Which kernels serve a call: those of narrow heads, or those of wide ones, in which two warpgroups share columns.
 
-All are of one kind: where narrow heads' backward has no room, their forward, which may have some, spills registers, and
-that of wide heads does not (examples/benchmarks/experiments/2026-11-25-wide-heads.md).
+All are of one kind: where the backward of narrow heads has no room, their forward, which may have some, spills
+registers, and that of wide heads does not.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._semantics.spec import Spec
 
 _MOST_COLUMNS = 256
-"""Of a sum of 64 rows, that a warpgroup's registers hold."""
+"""The most columns of a sum of 64 rows that a warpgroup's registers hold."""
 
 
 @functools.lru_cache(maxsize=256)
 def is_wide(spec: Spec) -> bool:
-    """Whether narrow heads' kernels have no room for a call: in registers, or for the smallest tiles of each of them in
-    shared memory, where pieces of float32 take it."""
+    """Whether some kernel of narrow heads has no room for a call, in registers or for its smallest tiles in memory."""
     return max(spec.head_dim, spec.value_dim) > _MOST_COLUMNS or not all(map(smem.fits, _smallest(spec)))
 
 

@@ -27,17 +27,17 @@ class Panels:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of a reference."""
+        """The shape that a reference to it would have."""
         return shape(self._blocks)
 
     @property
     def dtype(self) -> Any:
-        """As of a reference."""
+        """The dtype that a reference to it would have."""
         return self._blocks[0].dtype
 
     @property
     def widths(self) -> list[int]:
-        """Columns of a panel of each kind."""
+        """The columns of a panel of each kind."""
         return [some.shape[-1] for some in self._blocks]
 
     @property
@@ -47,7 +47,7 @@ class Panels:
 
     @property
     def at(self) -> _At:
-        """Part of it, by all axes but columns."""
+        """What indices of all axes but columns choose, as of a reference."""
         return _At(self)
 
     @property
@@ -56,47 +56,48 @@ class Panels:
         return Panels(self._blocks, self._rows, is_transposed=not self.is_transposed)
 
     def columns(self, first: Any, size: int) -> Panels:
-        """Some columns, in whole panels of a tile whose panels are alike; a `first` that is not static is known to be
-        at the beginning of one."""
+        """Return some columns, in whole panels of a tile whose panels are alike.
+
+        A `first` that is not static is known to be at the beginning of one.
+        """
         (blocks,) = self._blocks
         width = blocks.shape[-1]
         index = first // width if isinstance(first, int) else lax.div(first, width)
         return self.of_panels(pl.ds(index, size // width))
 
     def of_panels(self, *index: Any) -> Panels:
-        """By all axes but columns, that of panels first."""
+        """Return what indices of all axes but columns choose, that of panels first."""
         blocks, rows = ([ref.at[index] for ref in refs] for refs in (self._blocks, self._rows))
         return Panels(blocks, rows, is_transposed=self.is_transposed)
 
     def __setitem__(self, index: Any, values: Float[Array, "rows columns"]) -> None:
-        """By all axes but columns."""
+        """Store values where indices of all axes but columns choose."""
         for panel, first in _each(self._blocks):
             panel[index] = lax.slice(values, (0, first), (values.shape[0], first + panel.shape[-1]))
 
     def of_products(self) -> list[Any]:
-        """References to the panels, as products take them."""
+        """Return references to the panels, as products take them."""
         return [panel.T if self.is_transposed else panel for panel, _ in _each(self._blocks)]
 
     def of_copies(self, source: Any) -> Iterator[tuple[Any, Any]]:
-        """References to the panels, as copies take them, with what of an array `[rows, columns]` each is copied from or
-        to."""
+        """Yield references to the panels, as copies take them, each with its columns of an array `[rows, columns]`."""
         for panel, first in _each(self._rows):
             yield panel, source if self.number == 1 else source.at[:, pl.ds(first, panel.shape[-1])]
 
 
 def shape(panels: Sequence[Any]) -> tuple[int, ...]:
-    """That of a tile, from arrays of its panels."""
+    """Return a tile's shape, from arrays of its panels."""
     *leading, _ = panels[0].shape[1:]
     return *leading, sum(some.shape[0] * some.shape[-1] for some in panels)
 
 
 def number(panels: Sequence[Any]) -> int:
-    """How many there are in arrays of them."""
+    """Return how many panels there are in arrays of them."""
     return sum(some.shape[0] for some in panels)
 
 
 def _each(panels: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    """Each panel, and its first column."""
+    """Yield each panel, and its first column."""
     first = 0
     for some in panels:
         for index in range(some.shape[0]):
@@ -125,17 +126,17 @@ class ByWidth:
         return ByWidth({width: tile.T for width, tile in self._tiles.items()})
 
     def beside(self, panel: Any) -> Any:
-        """As a product with this panel takes it."""
+        """Return the tile as a product with this panel takes it."""
         return self._tiles[panel.shape[-1]]
 
 
 def panel(tile: Any, first: Any, width: int) -> Any:
-    """A reference to the panel of a tile that begins at a column; or to as many columns of a tile without panels."""
+    """Return a reference to the panel that begins at a column; or to as many columns of a tile without panels."""
     return tile.columns(first, width).of_products()[0] if isinstance(tile, Panels) else tile.at[:, pl.ds(first, width)]
 
 
 def products(accumulator: Any, a: Any, b: Panels) -> Iterator[tuple[Any, Any, Any]]:
-    """The products that make `accumulator += a @ b`: each one's accumulator, left and right."""
+    """Yield the products that make `accumulator += a @ b`: each one's accumulator, left and right."""
     right = b.of_products()
     if b.is_transposed:
         for left, panel in zip(a.of_products(), right, strict=True):

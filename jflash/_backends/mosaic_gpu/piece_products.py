@@ -8,8 +8,9 @@ from typing import Any
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import ByWidth, Panels
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.tile.operand_pieces import Pieces, number, order
 from jflash._semantics.spec import Spec
 

@@ -15,7 +15,7 @@ from jflash._backends.mosaic_gpu.panels import Panels
 def split_registers(warpgroups: int, *, copies: bool) -> None:
     """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
 
-    Together all that a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
+    Together they are what a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
     three warpgroups, 128 for four, 96 for five. A request for more would wait forever.
     """
     if warpgroups == 1:
@@ -31,32 +31,34 @@ def set_registers(count: int, warpgroups: int) -> None:
 
 
 def release(*empty: Any) -> None:
-    """Every slot of a ring is empty at first; called once by each warpgroup that will read it.
+    """Say that every slot of a ring is empty, at first; called once by each warpgroup that will read it.
 
     So the first copies wait as all others do.
     """
-    for barriers in empty:
-        for slot in range(barriers.shape[0]):
-            plgpu.barrier_arrive(barriers.at[slot])
+    for barrier in _slots(empty):
+        plgpu.barrier_arrive(barrier)
 
 
 def drain(*empty: Any) -> None:
     """Wait until the last tiles have been read: a barrier may not end in the middle of its phase."""
-    for barriers in empty:
-        for slot in range(barriers.shape[0]):
-            plgpu.barrier_wait(barriers.at[slot])
+    for barrier in _slots(empty):
+        plgpu.barrier_wait(barrier)
+
+
+def _slots(rings: Iterable[Any]) -> Iterable[Any]:
+    return (barriers.at[slot] for barriers in rings for slot in range(barriers.shape[0]))
 
 
 def copy_in(source: Any, tile: Any, full: Any, cluster: str | None = None) -> None:
     """Issue copies to shared memory of what is in device memory; of an equal share for all CTAs along `cluster`."""
-    for part, columns in _copied(tile, source):
-        plgpu.copy_gmem_to_smem(columns, part, full, collective_axes=cluster)
+    for panel, columns in _copied(tile, source):
+        plgpu.copy_gmem_to_smem(columns, panel, full, collective_axes=cluster)
 
 
 def copy_out(tile: Any, target: Any) -> None:
     """Issue copies of shared memory to device memory."""
-    for part, columns in _copied(tile, target):
-        plgpu.copy_smem_to_gmem(part, columns)
+    for panel, columns in _copied(tile, target):
+        plgpu.copy_smem_to_gmem(panel, columns)
 
 
 def _copied(tile: Any, array: Any) -> Iterable[tuple[Any, Any]]:
@@ -71,7 +73,7 @@ def store(values: Any, staged: Any, target: Any) -> None:
 
 
 def columns(width: int, array: Any, number: Any, first: int = 0) -> Any:
-    """`width` columns, from `first` on, of an array in device memory that may have fewer: a copy reads 0 for the rest.
+    """Return `width` columns, from `first` on, of an array in device memory; of what it lacks a copy reads 0.
 
     A slice past the end must begin at an index that is not static: a `number`, times 0.
     """
@@ -79,21 +81,20 @@ def columns(width: int, array: Any, number: Any, first: int = 0) -> Any:
 
 
 def opaque_zero(step: Any, warpgroup: Any) -> Any:
-    """0 that the compiler cannot fold: the index of a tile that stays in place throughout a loop over `step`.
+    """Return the index of a tile that stays in place throughout a loop over `step`: 0, but not to the compiler.
 
-    Otherwise the compiler keeps the addresses of all the tile's parts in registers for the whole loop, spills them,
-    and loads them back in every step. Computing them anew costs an addition each.
+    What it is for `Ops.opaque_zero` says, which is for loops of which the compiler knows the warpgroup or the steps.
     """
     return lax.shift_right_logical(step + warpgroup, 30)
 
 
 def slot(step: Any, stages: int, opaque_index: Any) -> Any:
-    """The slot of a ring of `stages` that a step's tile lies in; `still`, the step's `opaque_zero`, if there is one."""
+    """Return the slot of a ring of `stages` that a step's tile lies in; the step's `opaque_zero` if there is one."""
     return lax.rem(step, stages) if stages > 1 else opaque_index
 
 
 def opaque(count: Any, *axes: str) -> Any:
-    """`count`, which the compiler cannot know, as it does not know the indices of the grid's `axes`.
+    """Return `count` such that the compiler cannot know it, as it does not know the indices of the grid's `axes`.
 
     It would unroll some of a loop's copies. From that, ptxas (CUDA 13.5) once made a copy from a wrong place: it took
     a coordinate that is 0 from a register that still held an address. Naming more axes makes d256 spill less.
@@ -103,5 +104,5 @@ def opaque(count: Any, *axes: str) -> Any:
 
 
 def for_each_copy(count: Any, copy: Callable[[Any], None], *axes: str) -> None:
-    """`copy(index)` for `count` tiles; `axes` as for `opaque`."""
+    """Call `copy(index)` for `count` tiles; `axes` are as for `opaque`."""
     lax.fori_loop(0, opaque(count, *axes), lambda index, _: copy(index), None)

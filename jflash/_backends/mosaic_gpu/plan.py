@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from jflash._backends.mosaic_gpu import backward_plan, forward_plan, forward_wide_plan, smem, tangent_plan, whole_tiles
+from jflash._backends.mosaic_gpu import (
+    array_shapes,
+    backward_plan,
+    forward_kernel,
+    forward_plan,
+    forward_wide,
+    forward_wide_plan,
+    smem,
+    tangent_kernel,
+)
 from jflash._backends.mosaic_gpu.backward_plan import plan_backward
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
-from jflash._backends.mosaic_gpu.tangent_plan import TangentPlan
-from jflash._backends.nvidia.launch import KernelPlan
+from jflash._backends.mosaic_gpu.tangent_kernel import TangentPlan
+from jflash._backends.nvidia.launch import Kernel, KernelPlan
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
@@ -18,19 +28,24 @@ __all__ = ["ForwardPlan", "TangentPlan"]
 __all__ += ["describe", "fits", "plan_backward", "plan_forward", "plan_tangent"]
 
 
-def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
-    """The plan of a call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
-    return (forward_wide_plan if is_wide(spec) else forward_plan).plan_forward(spec, processors)
+VALUES_ALONE = frozenset({"value"})
 
 
-def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan | ForwardPlan:
-    """The plan of a call's tangent, likewise.
+def plan_forward(spec: Spec, processors: int | None) -> Kernel[Any]:
+    """Return the kernel of a call's forward on a device with `processors` multiprocessors; `None` is unknown."""
+    if is_wide(spec):
+        return Kernel(forward_wide_plan.plan_forward(spec, processors), forward_wide.body)
+    return Kernel(forward_plan.plan_forward(spec, processors), forward_kernel.body)
 
-    Where values alone move, it is a forward with their tangents for values.
+
+def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> Kernel[Any]:
+    """Return the kernel of a call's tangent, where the operands named in `moving` have tangents.
+
+    Where values alone have, it is the forward's, for their tangents in the place of values.
     """
-    if moving == frozenset({"value"}):
+    if moving == VALUES_ALONE:
         return plan_forward(spec, processors)
-    return tangent_plan.plan_tangent(spec, moving, processors)
+    return Kernel(tangent_kernel.plan_tangent(spec, moving, processors), tangent_kernel.body)
 
 
 def fits(spec: Spec) -> bool:
@@ -40,23 +55,22 @@ def fits(spec: Spec) -> bool:
 
 def describe(spec: Spec, processors: int | None) -> str:
     """The kernels of forward, tangent and backward, tiles, shared memory and schedules, and the copies before them."""
-    forward, backward = plan_forward(spec, processors), plan_backward(spec, processors)
+    forward, backward = plan_forward(spec, processors).plan, plan_backward(spec, processors)
     form = type(forward.form).__name__
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
     if (products := operand_pieces.products(spec)) > 1:
         details += f", {products} products of pieces for each product"
-    if forward.output_parts:
-        details += f", output in {forward.output_parts} parts"
+    if forward.output_stores:
+        details += f", output in {forward.output_stores} stores"
     if isinstance(forward, WideForwardPlan) and forward.dealt is not None:
         details += f", lists of up to {max(map(len, forward.dealt.lists))} blocks"
     lines = ["forward:", *_kernel(forward), f"    {details}"]
-    if tangent_plan.fits(spec):
-        tangent = plan_tangent(spec, tangent_plan.MOVING & spec.operands, processors)
-        assert isinstance(tangent, TangentPlan)
-        lines += ["tangent:", *_kernel(tangent), f"    output in {tangent.parts} parts"]
+    if tangent_kernel.fits(spec):
+        tangent = plan_tangent(spec, tangent_kernel.MOVING & spec.operands, processors)
+        lines += ["tangent:", *_kernel(tangent.plan), f"    output in {tangent.plan.parts} parts"]
     lines.append("backward:")
     lines += [line for kernel in backward for line in _kernel(kernel.plan)]
-    copies = whole_tiles.copied(spec)
+    copies = array_shapes.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 

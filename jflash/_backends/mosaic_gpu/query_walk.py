@@ -1,4 +1,4 @@
-"""What the CTAs of a fused backward do with a block of keys: they walk over the tiles of queries that can see them.
+"""What a fused backward does with a block of keys: it walks over the tiles of queries that can see them.
 
     each of two consumer warpgroups, on 64 keys, for each query head that shares them and each tile of queries:
       S^T  = K Q^T
@@ -10,55 +10,150 @@
       dQ   = dS K                    of the tile before: one half of it from all keys, added to what there is
     the producer warpgroup copies tiles of queries ahead of them into shared memory
 
-Dropout changes P for dV, and dP (`dropped`). Gradients of tables that a score_mod reads are added up beside dS
-(`table_sums`): two products less than in a kernel of their own.
-
 A tile's dQ needs both warpgroups' dS. Made a tile later, it does not bring them into step: one's exponentials can run
 beside the other's products. For half of dQ's columns the matrix unit reads as much of dS as for all. So where registers
 hold all, a warpgroup makes the whole dQ of every other tile. `row_statistics` says how lse and delta come.
-
-delta is what the forward's softmax takes from every dP of a row: sum(dO * O) - d_lse.
 
 Sources: FlashAttention-2, arXiv:2307.08691, algorithm 2; FlashAttention-3, arXiv:2407.08608, section 3.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.mosaic_gpu import piece_products, pipeline
-from jflash._backends.mosaic_gpu.backward_fused_plan import QueryWalkPlan
+from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline, row_statistics, smem
+from jflash._backends.mosaic_gpu.array_shapes import in_panels, tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
+from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.base2 import sums_scale
-from jflash._backends.nvidia.tile.gradient_sums import Sums
+from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk.backward_schedule import WorkItem
 from jflash._backends.nvidia.walk.tile_order import TileOrder
 from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryWalkPlan(SummingPlan):
+    """A kernel whose CTAs walk over the tiles of queries that see a block of keys."""
+
+    tile: FusedTiles
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of a tile's dQ that a warpgroup makes."""
+        return dq_width(self.spec, self.tile)
+
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
+        made = call.row_sums(as_columns=as_columns(self.spec, self.tile), dq_acc=self.dq_acc(call.ops.margin))
+        statistics = row_statistics.for_fused(self.spec, call.lse, made["delta"], made.get("columns"))
+        return call.around_keys | call.tiles | statistics | call.ranges(self.tile.keys, of_keys=True)
+
+    def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct | None:
+        """Return the accumulators of dQ in device memory, if the kernel has any; copies that add want a margin."""
+        return None
+
+
+def dq_width(spec: Spec, tile: FusedTiles) -> int:
+    """Return the columns of a tile's dQ that a warpgroup makes."""
+    columns = tile.columns(tile_dims(spec)[0])
+    return columns // 2 if tile.halves == "columns" else columns
+
+
+def _columns_of_product(spec: Spec, tile: FusedTiles) -> int | None:
+    """Return how many columns of queries and keys a product takes, if not all."""
+    return dq_width(spec, tile) if tile.halves == "columns" else None
+
+
+def as_columns(spec: Spec, tile: FusedTiles) -> bool:
+    """Return whether products subtract row statistics."""
+    return tile.columns_of_statistics and row_statistics.as_columns(spec)
+
+
+def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any, Any]:
+    """Return buffers for the keys and the values of `stages` blocks."""
+    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
+    tiles = CallTiles.of(spec)
+    k = tiles.operand((stages, tile.keys, columns), dims[0], chunk=_columns_of_product(spec, tile))
+    return k, tiles.operand((stages, tile.keys, value_columns), dims[1])
+
+
+def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
+    """Return buffers for dK and dV of a block."""
+    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
+    tiles = CallTiles.of(spec)
+    dk = tiles.result((1, tile.keys, columns), dims[0], chunk=_columns_of_product(spec, tile))
+    return dk, tiles.result((1, tile.keys, value_columns), dims[1])
+
+
+def ds(spec: Spec, tile: FusedTiles) -> tuple[Any, ...]:
+    """Return buffers for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
+
+    There is one in each swizzle of the keys, with whose columns dS is multiplied.
+    """
+    shape, tiles = (2, tile.keys, tile.queries), CallTiles(spec, in_panels=False)
+    if in_panels(spec):
+        panels = smem.panels_of(tile.columns(tile_dims(spec)[0]), spec.dtype, _columns_of_product(spec, tile))
+        return tuple(tiles.operand(shape, chunk=width) for width in panels)
+    return (tiles.operand(shape, whole_dims(spec)[0], chunk=dq_width(spec, tile)),)
+
+
+def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
+    """Return buffers and barriers of what is walked over, by name.
+
+    A barrier `full` completes a phase when a copy has arrived, `empty` when all readers are done.
+    """
+    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
+    has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
+    # First lse of all tiles, then delta.
+    vectors = smem.vectors(2 * tile.stages, tile.queries)
+    ring = functools.partial(CallTiles.of(spec).ring, readers=tile.warpgroups)
+    early = 1 if in_columns else row_statistics.early(spec)
+    handed = smem.barriers(2, arrivals=tile.warpgroups)
+    q = (tile.stages, tile.queries, columns)
+    return dict(
+        q=ring(q, dims[0], others=early + has_bias_tiles, chunk=_columns_of_product(spec, tile)),
+        do=ring((tile.stages, tile.queries, value_columns), dims[1], others=0 if in_columns else 2 - early),
+        # Tiles of the bias come and go with the queries.
+        bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
+        statistics=bf16_columns.smem_tile(tile.stages, tile.queries) if in_columns else vectors,
+        # What columns of statistics are multiplied with.
+        ones=bf16_columns.smem_tile(2, WARPGROUP_ROWS) if in_columns else None,
+        ds_full=handed,
+        ds_empty=handed,
+        finished=smem.barriers(1, arrivals=tile.warpgroups),
+    )
 
 
 class Step(NamedTuple):
     """Where a step's queries are."""
 
     head: Int[Array, ""]
-    """Of the head group."""
+    """The head, counted in its head group."""
     eighth: Int[Array, ""]
-    """An eighth of the first one's index, so that the compiler knows that the index is a multiple of 8."""
+    """An eighth of the first query's index: so the compiler knows that the index is a multiple of 8."""
 
 
 class Accumulators(NamedTuple):
@@ -76,20 +171,19 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
     """A CTA that has a block of keys, or one after the other."""
 
     item: WorkItem
-    """Whose keys they are."""
     first_key: Any
     order: TileOrder
     k: Ref
     v: Ref
     """Shared memory for the block's keys and values, `[1, keys, columns]`."""
     gradients: tuple[Ref, Ref]
-    """Likewise for dK and dV."""
+    """Shared memory for dK and dV of the block."""
     ds: tuple[Ref, ...]
-    """For dS^T of two steps, `[2, keys, queries]`, in each swizzle of the keys."""
+    """Shared memory for dS^T of two steps, `[2, keys, queries]`, in each swizzle of the keys."""
 
     @property
     def own_keys(self) -> Any:
-        """This warpgroup's."""
+        """The keys of this warpgroup."""
         return pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     @property
@@ -101,15 +195,15 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
         )
 
     def turn(self, step: Any, at: Step) -> Any:
-        """A number that is even if a step's dQ is the first warpgroup's to make, where they take turns."""
+        """Return a number that is even if the first warpgroup makes a step's dQ, where they take turns."""
         raise NotImplementedError
 
     def dq_target(self, at: Step) -> Any:
-        """Where this warpgroup's part of a step's dQ is added to; found before the part is made."""
+        """Return where this warpgroup's share of a step's dQ is added to; called before the share is made."""
         raise NotImplementedError
 
-    def add_to_dq(self, target: Any, part: Float[Array, "rows columns"]) -> None:
-        """Add it there."""
+    def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
+        """Add this warpgroup's share of a step's dQ to its target."""
         raise NotImplementedError
 
     def copy_keys(self, full: Any) -> None:
@@ -124,7 +218,7 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
             plgpu.copy_gmem_to_smem(self.refs.arrays["ones"], self.smem.ones, full)
 
     def scaled(self, acc: Accumulators) -> tuple[Array, Array]:
-        """dK and dV from what was accumulated."""
+        """Return dK and dV from what was accumulated."""
         return acc.dk * sums_scale(self.plan.spec), dropped.scaled(self.plan.spec, acc.dv)
 
     def store_rounded(self, acc: Accumulators) -> None:
@@ -142,14 +236,12 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
             pipeline.copy_out(buffer.at[0, own], result.at[item.batch, self.own_keys, item.key_head, columns])
 
     def visit_all(self) -> Accumulators:
-        """dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
-        ops, dims = self.ops, [gradient.shape[2] for gradient in self.gradients]
-        plan_sums = self.plan.sums
+        """Return dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
+        ops, dims, plan_sums = self.ops, [gradient.shape[2] for gradient in self.gradients], self.plan.sums
 
         def finish_head(head: Array, carry: _Carry) -> _Carry:
             acc, sums, before = carry
-            place = self.item.batch, self.item.first_head + head, self.own_keys
-            plan_sums.store(self.refs.results, sums, *place)
+            plan_sums.store(self.refs.results, sums, self.item.batch, self.item.first_head + head, self.own_keys)
             return acc, plan_sums.zeros(ops), before
 
         acc = Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
@@ -164,7 +256,7 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
         return acc
 
     def _visit(self, step: Array, head: Array, index: Array, carry: _Carry) -> _Carry:
-        """Add one tile's part to the accumulators, and the last one's to dQ."""
+        """Add what one tile gives to the accumulators, and what the tile before gives to dQ."""
         (acc, sums, before), spec = carry, self.plan.spec
         start = self.order.tiles.start(index)
         key = self.first_key + self.warpgroup * WARPGROUP_ROWS
@@ -216,7 +308,7 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
         return Accumulators(dk, dv), sums, Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
 
     def _hand_over(self, ds: Array, parity: Array) -> Pieces:
-        """dS^T as an operand, for this warpgroup's dK and, through shared memory, for both warpgroups' dQ."""
+        """Return dS^T as an operand of this warpgroup's dK, and store it for both warpgroups' dQ."""
         spec = self.plan.spec
         pieces = operand_pieces.split(spec, ds, self.ops)
         plgpu.barrier_wait(self.smem.ds_empty.at[parity])
@@ -228,7 +320,7 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
         return pieces
 
     def _is_turn(self, step: Array, at: Step) -> Any:
-        """Whether this warpgroup makes a part of a step's dQ."""
+        """Return whether this warpgroup makes dQ of a step, or a half of it."""
         tile = self.plan.tile
         return lax.rem(self.turn(step, at), tile.warpgroups) == self.warpgroup if tile.dq_alternates else True
 
@@ -240,7 +332,7 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
         then()
 
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
-        """Make this warpgroup's part of a step's dQ; calls `made` after its products."""
+        """Make this warpgroup's share of a step's dQ, and call `made` after its products."""
         halves, ops, width = self.plan.tile.halves, self.ops, self.plan.dq_width
         target = self.dq_target(at)
         parity = lax.rem(step, 2)
@@ -251,6 +343,6 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
         columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
         each = [pieces(buffer.at[parity], *rows) for buffer in self.ds]
         ds = operand_pieces.transposed(each[0] if len(each) == 1 else piece_products.by_width(k.widths, each))
-        part = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops)
+        dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops)
         made()
-        self.add_to_dq(target, part)
+        self.add_to_dq(target, dq)

@@ -23,8 +23,9 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products
 from jflash._backends.mosaic_gpu.bf16_columns import PIECES, SMEM_COLUMNS, STORED_COLUMNS
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.nvidia.ops import Ref, along_columns, along_rows
 from jflash._backends.nvidia.prepare import with_margin
 from jflash._backends.nvidia.prepared import for_exponent
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -91,7 +92,7 @@ def ones() -> Float[Array, "2 64 16"]:
 def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
     """Some queries' columns, or their lse and delta, in device memory."""
     if "columns" in inputs.refs:
-        return [bf16_columns.part(inputs.refs["columns"].at[batch, head], rows, batch)]
+        return [bf16_columns.of_rows(inputs.refs["columns"].at[batch, head], rows, batch)]
     return [inputs.refs[name].at[batch, head, rows] for name in ("lse", "delta")]
 
 
@@ -122,6 +123,7 @@ class RowStatistics:
     def mma(self, accumulator: Any, a: Pieces, b: Pieces, number: int) -> None:
         """Issue a @ b less lse / scale (number 0; of a plain call) or less delta (1; without dropout)."""
         ops = self.inputs.ops
+        assert isinstance(ops, WarpgroupOps)
         if self.ones is None and number >= early(self.inputs.spec):
             self._begin(accumulator, number)
         piece_products.mma(accumulator, a, b, ops)

@@ -21,8 +21,8 @@ CAPACITY = 227 * 1024
 """Bytes that a CTA may have on Hopper (CUDA programming guide, compute capability 9.0)."""
 
 
-def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = None, in_panels: bool = False) -> Any:
-    """Shared memory for tiles `[..., rows, columns]`, in the widest swizzle whose columns divide theirs.
+def tile(shape: tuple[int, ...], dtype: Any, *divides: int, chunk: int | None = None, in_panels: bool = False) -> Any:
+    """Return shared memory for tiles `[..., rows, columns]`, in the widest swizzle whose columns divide theirs.
 
     Swizzled, eight rows of 16 bytes lie in different banks, as the matrix unit reads them.
 
@@ -30,26 +30,26 @@ def tile(shape: tuple[int, ...], dtype: Any, *divides: int, part: int | None = N
       shape, dtype: of the tiles.
       divides: more numbers that a swizzle's columns must divide or exceed: the columns of an array in device memory
         that tiles are copied from or to, or of the tiles that they are multiplied with.
-      part: the columns that a product takes of these tiles, or of others with the same swizzle: whole swizzles too.
+      chunk: the columns, in whole swizzles, that a product takes of these tiles, or of others in the same swizzle.
       in_panels: whether they are `Panels`, whose copies do not ask what `divides` an array's columns.
     """
     if not in_panels:
-        whole = (shape[-1], part or shape[-1])
+        whole = (shape[-1], chunk or shape[-1])
         fits = lambda n: all(m % n == 0 for m in whole) and all(m <= n or m % n == 0 for m in divides)
         return plgpu.SMEM(shape, dtype, transforms=_transforms(next(filter(fits, _widths(dtype))), dtype))
     blocks, rows = [], []
-    for width, number in panels_of(shape[-1], dtype, part).items():
+    for width, number in panels_of(shape[-1], dtype, chunk).items():
         panels, transforms = (number, *shape[:-1], width), _transforms(width, dtype)
         blocks.append(plgpu.SMEM(panels, dtype, transforms=transforms))
         rows.append(plgpu.SMEM(panels, dtype, transforms=transforms[1:]))
-    return Overlaid.of_panels(tuple(blocks), tuple(rows))
+    return Overlaid(plgpu.RefUnion(tuple(blocks), tuple(rows)), (True,), 2, is_tile=True)
 
 
-def panels_of(columns: int, dtype: Any, part: int | None = None) -> dict[int, int]:
-    """How many panels a tile's columns are, by their width: as few as can be, but equal ones where a `part` asks for
-    them. Arguments as for `tile`."""
-    if part is not None:
-        width = next(n for n in _widths(dtype) if columns % n == part % n == 0)
+def panels_of(columns: int, dtype: Any, chunk: int | None = None) -> dict[int, int]:
+    """Return how many panels a tile's columns are, by their width: as few as can be, but equal ones for a `chunk`. The
+    arguments are those of `tile`."""
+    if chunk is not None:
+        width = next(n for n in _widths(dtype) if columns % n == chunk % n == 0)
         return {width: columns // width}
     found: dict[int, int] = {}
     for width in _widths(dtype):
@@ -59,12 +59,12 @@ def panels_of(columns: int, dtype: Any, part: int | None = None) -> dict[int, in
 
 
 def _widths(dtype: Any) -> list[int]:
-    """Columns of each swizzle, the widest first."""
+    """Return the columns of each swizzle, the widest first."""
     return [swizzle // np.dtype(dtype).itemsize for swizzle in (128, 64, 32)]
 
 
 def _transforms(width: int, dtype: Any) -> tuple[Any, ...]:
-    """Of the layout that products take, in swizzles of a number of columns."""
+    """Return the layout that products take, in swizzles of a number of columns."""
     tiling, swizzling = plgpu.TilingTransform, plgpu.SwizzleTransform
     return tiling((8, width)), swizzling(width * np.dtype(dtype).itemsize)  # pyright: ignore[reportAbstractUsage]
 
@@ -75,16 +75,16 @@ def ring(
     *divides: int,
     readers: int,
     others: int = 0,
-    part: int | None = None,
+    chunk: int | None = None,
     in_panels: bool = False,
     cluster: str | None = None,
 ) -> Buffers:
-    """`tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
+    """Return `tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
 
     `full` completes a phase when a slot's tile and as many `others` have arrived, `empty` when all readers are done: of
-    each CTA along the axis `cluster`, if copies are for all of them. Others as for `tile`.
+    each CTA along the axis `cluster`, if copies are for all of them. The other arguments are those of `tile`.
     """
-    tiles = tile(shape, dtype, *divides, part=part, in_panels=in_panels)
+    tiles = tile(shape, dtype, *divides, chunk=chunk, in_panels=in_panels)
     full, empty = barriers(shape[0], arrivals=copies(tiles) + others), barriers(shape[0], arrivals=readers)
     if cluster is not None:
         empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=shape[0], num_arrivals=readers)
@@ -92,29 +92,24 @@ def ring(
 
 
 def copies(*tiles: Any) -> int:
-    """How many copies tiles take: one for each panel."""
+    """Return how many copies tiles take: one for each panel."""
     return sum(tile.panels if isinstance(tile, Overlaid) else 1 for tile in tiles)
 
 
-@jax.tree_util.register_pytree_node_class
+_STATIC: Any = dict(static=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Reused:
     """Shared memory for two tiles, of which the second takes the place of the first; a kernel has them as a pair."""
 
-    def __init__(self, memory: Any, *, is_one_layout: bool) -> None:
-        self.memory, self.is_one_layout = memory, is_one_layout
+    memory: Any
+    is_one_layout: bool = dataclasses.field(metadata=_STATIC)
 
-    def tree_flatten(self) -> tuple[tuple[Any], bool]:
-        """Return the memory, and whether both tiles have one layout."""
-        return (self.memory,), self.is_one_layout
-
-    @classmethod
-    def tree_unflatten(cls, is_one_layout: bool, memory: tuple[Any]) -> Self:
-        """Return what was flattened."""
-        return cls(*memory, is_one_layout=is_one_layout)
-
-    def in_one_view(self) -> Any:
+    def in_one_view(self) -> Reused:
         """Return the declaration for an interpreter."""
-        return Reused(in_one_view(self.memory), is_one_layout=self.is_one_layout)
+        return dataclasses.replace(self, memory=in_one_view(self.memory))
 
     def opened(self) -> tuple[Any, Any]:
         """Return both tiles."""
@@ -129,67 +124,55 @@ def reused(first: Any, then: Any | None) -> Reused:
 
 
 def fits(declaration: Any) -> bool:
-    """Whether a CTA may have what a kernel declares."""
+    """Return whether a CTA may have what a kernel declares."""
     return size(declaration) <= CAPACITY
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Overlaid:
     """Groups of tiles that have the same memory, or one tile in panels."""
 
-    def __init__(self, memory: Any, in_panels: tuple[Any, ...], views: int, *, is_tile: bool) -> None:
-        """`in_panels` says it of each tile of each group. `views` is how many members the union `memory` has: each
-        group's, and if any tile is in panels, each group's as copies see it."""
-        self.memory, self.in_panels, self.views, self.is_tile = memory, in_panels, views, is_tile
+    memory: Any
+    in_panels: tuple[Any, ...] = dataclasses.field(metadata=_STATIC)
+    """Whether each tile of each group is in panels."""
+    views: int = dataclasses.field(metadata=_STATIC)
+    """Members of the union `memory`: each group, and if any tile is in panels, each group as copies see it."""
+    is_tile: bool = dataclasses.field(metadata=_STATIC)
 
-    @classmethod
-    def of(cls, *groups: Any) -> Self:
-        """Of groups, each a tile or a tuple of tiles."""
+    @staticmethod
+    def of(*groups: Any) -> Overlaid:
+        """Return the memory of groups, each a tile or a tuple of tiles."""
         view = lambda group, index: _each(lambda tile: tile.memory.refs[index], lambda tile: tile, group)
         in_panels = tuple(_each(lambda tile: True, lambda tile: False, group) for group in groups)
         views = [view(group, 0) for group in groups]
         if any(jax.tree.leaves(in_panels)):
             views += [view(group, 1) for group in groups]
-        return cls(plgpu.RefUnion(*views), in_panels, len(views), is_tile=False)
-
-    @classmethod
-    def of_panels(cls, blocks: tuple[Any, ...], rows: tuple[Any, ...]) -> Self:
-        """A tile in panels, as products and as copies see it."""
-        return cls(plgpu.RefUnion(blocks, rows), (True,), 2, is_tile=True)
+        return Overlaid(plgpu.RefUnion(*views), in_panels, len(views), is_tile=False)
 
     @property
     def panels(self) -> int:
-        """Of a tile."""
+        """How many panels a tile has."""
         return panels.number(self.memory.refs[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a tile."""
+        """The shape of a tile."""
         return panels.shape(self.memory.refs[0])
 
     @property
     def dtype(self) -> Any:
-        """Of a tile."""
+        """The dtype of a tile."""
         return self.memory.refs[0][0].dtype
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
-        """For JAX."""
-        return (self.memory,), (self.in_panels, self.views, self.is_tile)
-
-    @classmethod
-    def tree_unflatten(cls, facts: tuple[Any, ...], memory: tuple[Any]) -> Self:
-        """For JAX."""
-        in_panels, views, is_tile = facts
-        return cls(*memory, in_panels, views, is_tile=is_tile)
-
-    def in_one_view(self) -> Any:
-        """Where copies too see blocks: an interpreter gives each member of a union memory of its own."""
+    def in_one_view(self) -> Overlaid:
+        """Return it with views in which copies too see blocks: an interpreter gives each view memory of its own."""
         views = self.memory.refs[: len(self.in_panels)]
         memory = views[0] if len(views) == 1 else plgpu.RefUnion(*views)
-        return Overlaid(memory, self.in_panels, len(views), is_tile=self.is_tile)
+        return dataclasses.replace(self, memory=memory, views=len(views))
 
     def opened(self) -> Any:
-        """In a kernel: the groups, or the tile."""
+        """Return the groups, or the tile, as a kernel uses them."""
         views = (self.memory,) if self.views == 1 else tuple(self.memory)
         number = len(self.in_panels)
         tile = lambda in_panels, blocks, rows: panels.Panels(blocks, rows) if in_panels else blocks
@@ -205,33 +188,33 @@ def _each(of_overlaid: Any, of_others: Any, tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CallTiles:
-    """What a kernel declares its tiles by: as for `tile`, with the columns of one piece."""
+    """How a kernel declares its tiles: as by `tile`, with the columns of one piece."""
 
     spec: Spec
     in_panels: bool
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
-        """Of any kernel but the forward's, which has rules of its own for panels."""
+        """Return how any kernel but the forward declares tiles; that one has rules of its own for panels."""
         return cls(spec, array_shapes.in_panels(spec))
 
-    def operand(self, shape: tuple[int, ...], *divides: int, part: int | None = None) -> Any:
-        """Tiles `[..., rows, columns]` of an operand, with all its pieces."""
-        given, part = self._of_pieces(shape, divides, part)
-        return tile(*given, part=part, in_panels=self.in_panels)
+    def operand(self, shape: tuple[int, ...], *divides: int, chunk: int | None = None) -> Any:
+        """Return tiles `[..., rows, columns]` of an operand, with all its pieces."""
+        given, chunk = self._of_pieces(shape, divides, chunk)
+        return tile(*given, chunk=chunk, in_panels=self.in_panels)
 
-    def ring(self, shape: tuple[int, ...], *divides: int, part: int | None = None, **options: Any) -> Buffers:
-        """`ring` of such tiles, whose other options these are."""
-        given, part = self._of_pieces(shape, divides, part)
-        return ring(*given, part=part, in_panels=self.in_panels, **options)
+    def ring(self, shape: tuple[int, ...], *divides: int, chunk: int | None = None, **options: Any) -> Buffers:
+        """Return a `ring` of an operand's tiles, with its other options."""
+        given, chunk = self._of_pieces(shape, divides, chunk)
+        return ring(*given, chunk=chunk, in_panels=self.in_panels, **options)
 
-    def result(self, shape: tuple[int, ...], *divides: int, part: int | None = None) -> Any:
-        """Tiles `[..., rows, columns]` of a result."""
-        return tile(shape, self.spec.dtype, *divides, part=part, in_panels=self.in_panels)
+    def result(self, shape: tuple[int, ...], *divides: int, chunk: int | None = None) -> Any:
+        """Return tiles `[..., rows, columns]` of a result."""
+        return tile(shape, self.spec.dtype, *divides, chunk=chunk, in_panels=self.in_panels)
 
     def _of_pieces(
-        self, shape: tuple[int, ...], divides: tuple[int, ...], part: int | None
+        self, shape: tuple[int, ...], divides: tuple[int, ...], chunk: int | None
     ) -> tuple[tuple[Any, ...], int | None]:
         count = operand_pieces.number(self.spec)
         wide = (*shape[:-1], count * shape[-1]), operand_pieces.dtype(self.spec), *(count * width for width in divides)
-        return wide, shape[-1] if part is None and count > 1 else part
+        return wide, shape[-1] if chunk is None and count > 1 else chunk

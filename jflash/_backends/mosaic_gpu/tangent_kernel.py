@@ -24,39 +24,210 @@ section 3.1 (warp specialisation). The running mean is as in Welford's update of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import piece_products, pipeline
-from jflash._backends.mosaic_gpu.cta import Cta
-from jflash._backends.mosaic_gpu.tangent_plan import PARAMETERS, TangentPlan
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
-from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_rows
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces, score_mod_reads
+from jflash import _tuning
+from jflash._backends.mosaic_gpu import array_shapes, piece_products, pipeline, smem
+from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.prepared import HopperTangent
+from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked
+from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.mosaic_gpu.tiles import RowTiles
+from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
+from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.ops import along_rows
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
+from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
 from jflash._backends.nvidia.tile.base2 import LOG2_E
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._semantics import score_mod_reads
+from jflash._semantics.spec import Spec
+from jflash._tuning import TuningKey
+
+PARAMETERS = ("scale", "alibi_slopes", "bias")
+"""Operands that shape logits, whose tangents the kernel takes."""
+
+MOVING = frozenset({"query", "key", "value", "sinks", "score_mod_arrays", *PARAMETERS})
+"""Operands whose tangents the kernel takes."""
+
+SMALLEST_TILE = RowTiles(1, 64, 1)
+
+_WIDTHS = (128, 64, 32)
+"""Columns of the output that a CTA may take: with those of its tangent they fill registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TangentPlan(QueryRowsPlan):
+    """A call's tangent, known before any array."""
+
+    moving: frozenset[str]
+    """Operands that have a tangent."""
+    parts: int
+    """Parts of the output's columns, of CTAs of their own, which each make the logits again. In device memory a part is
+    a head: columns are split as heads are."""
+
+    @property
+    def q(self) -> tuple[str, ...]:
+        """The arrays whose rows are queries."""
+        return "query", *self._tangents("query")
+
+    @property
+    def k(self) -> tuple[str, ...]:
+        """The arrays whose rows are keys, that logits are made of."""
+        return "key", *self._tangents("key")
+
+    @property
+    def v(self) -> tuple[str, ...]:
+        """The arrays whose rows are keys, that are weighed."""
+        return "value", *self._tangents("value")
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """The arrays whose tiles are copied: the bias, if it has both axes, and its tangent."""
+        return ("bias", *self._tangents("bias")) if bias_and_mask.has_bias_tiles(self.spec) else ()
+
+    def _tangents(self, name: str) -> tuple[str, ...]:
+        return (f"t_{name}",) if name in self.moving else ()
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """H, and D of a part, as copies of tiles want them."""
+        head_dim, _ = whole_dims(self.spec)
+        return head_dim, _part_columns(self.spec, self.parts)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a part's tiles."""
+        return tile_dims(self.part)[1]
+
+    @property
+    def part(self) -> Spec:
+        """The spec in which a part's columns are all."""
+        return dataclasses.replace(self.spec, value_dim=self.dims[1])
+
+    def arrays(self, call: HopperTangent) -> dict[str, Array]:
+        factors = call.factors(self.parts, self.part, (*self.q, *self.k, *self.v))
+        shaping = call.others | call.moved_others | call.packed_mask() | array_shapes.edges(call.operands, factors)
+        return factors | shaping | call.ranges(self.tile.rows) | dict(lse=call.lse)
+
+    def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
+        t_out = made["t_out"][:, : self.spec.query_length, :, : self.dims[1]]
+        return made | dict(t_out=t_out.reshape(*t_out.shape[:2], self.spec.heads, -1))
+
+    @property
+    def launch(self) -> Launch:
+        """The launch, whose tangent of the output is `[B, T, N * parts, D]`."""
+        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, self.dims
+        all_rows = schedule.blocks * self.tile.rows
+        rows, columns = whole_rows(self.part, spec.query_length), value_dim
+        if spec.partial:
+            # Registers are stored whole.
+            rows, columns = all_rows, self.columns
+        shape = jax.ShapeDtypeStruct
+        t_out = shape((spec.batch, rows, spec.heads * self.parts, columns), spec.result_dtype)
+        t_lse = shape((spec.batch, spec.heads, all_rows), jnp.float32)
+        return Launch(
+            name=f"jflash_tangent_{head_dim}_{value_dim}",
+            grid=self.grid,
+            results=dict(t_out=t_out, t_lse=t_lse),
+            smem=self.shared_memory(self.tile),
+            warpgroups=self.tile.warpgroups + 1,
+        )
+
+    def shared_memory(self, tile: RowTiles) -> Buffers:
+        """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+        spec, (head_dim, value_dim), (columns, value_columns) = self.part, self.dims, tile_dims(self.part)
+        rows = tile.warpgroups, WARPGROUP_ROWS
+        tiles_of = CallTiles.of(spec)
+        q, out = tiles_of.operand((*rows, columns), head_dim), tiles_of.result((*rows, value_columns), value_dim)
+        q_out = smem.reused(q, None if spec.partial else out)
+
+        def ring(names: tuple[str, ...], columns: int, dim: int, others: int = 0) -> Buffers:
+            tiles = {name: tiles_of.operand((tile.stages, tile.keys, columns), dim) for name in names}
+            full = smem.barriers(tile.stages, arrivals=smem.copies(*tiles.values()) + others)
+            return Buffers(tiles=tiles, full=full, empty=smem.barriers(tile.stages, arrivals=tile.warpgroups))
+
+        return Buffers(
+            # The output's tangent takes the place of the queries. A partial call's leaves from registers.
+            q_out=q_out,
+            q_empty=None if q_out.is_one_layout else smem.barriers(1, tile.warpgroups),
+            t_q=q if "query" in self.moving else None,
+            q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q) * len(self.q)),
+            k=ring(self.k, columns, head_dim, len(self.biases)),
+            v=ring(self.v, value_columns, value_dim),
+            # They come and go with the keys.
+            biases={name: smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) for name in self.biases},
+        )
+
+
+def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan:
+    """The plan of a call's tangent on a device with `processors` multiprocessors; `None` where that is unknown."""
+    plan = _smallest(spec, moving)
+    assert plan is not None
+    tile = _choose_tile(plan)
+    heads, blocks = spec.heads * plan.parts, pl.cdiv(spec.query_length, tile.rows)
+    schedule = BackwardSchedule.of_call(spec, heads, heads, blocks, processors)
+    return dataclasses.replace(plan, tile=tile, schedule=schedule)
+
+
+def fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles, whatever moves."""
+    return _smallest(spec, MOVING & spec.operands) is not None
+
+
+def _smallest(spec: Spec, moving: frozenset[str]) -> TangentPlan | None:
+    """The plan with the smallest tile, and the fewest parts with which that fits."""
+    widths = _WIDTHS[1:] if spec.dtype == jnp.float32 else _WIDTHS
+    schedule = BackwardSchedule(1, 1, 1, spec.batch, 1, 1)
+    every = (TangentPlan(spec, SMALLEST_TILE, schedule, moving, pl.cdiv(spec.value_dim, w)) for w in widths)
+    return next((plan for plan in every if smem.fits(plan.launch.smem)), None)
+
+
+def _part_columns(spec: Spec, parts: int) -> int:
+    """A part's columns in device memory."""
+    _, columns = whole_dims(dataclasses.replace(spec, value_dim=pl.cdiv(spec.value_dim, parts)))
+    return columns
+
+
+def _choose_tile(plan: TangentPlan) -> RowTiles:
+    """The fastest tile that fits in shared memory and registers."""
+    spec = plan.spec
+    warpgroups = 1 if spec.query_length <= WARPGROUP_ROWS else 2
+    is_masked = tile_range.is_limited(spec) or spec.key_length % 128 != 0
+    sizes = [(warpgroups, 64, 2), (warpgroups, 64, 1), (1, 64, 2), (1, 64, 1)]
+    if max(plan.dims) <= 64 and spec.dtype != jnp.float32 and base2.is_plain(spec):
+        deep, wide, three = (warpgroups, 64, 4), (warpgroups, 128, 2), (3, 64, 3)
+        # Of 128 keys, a tile that needs a mask leaves too few registers.
+        sizes = [deep, wide, three, *sizes] if is_masked else [wide, deep, three, *sizes]
+    fitting = [tile for tile in (RowTiles(*size) for size in sizes) if smem.fits(plan.shared_memory(tile))]
+    facts = *plan.dims, bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec), int(is_masked)
+    return _tuning.choose(TuningKey("mosaic_gpu tangent", (*facts, *sorted(plan.moving))), fitting)
+
 
 Rows = Float[Array, "rows"]
 Tile = Float[Array, "rows keys"]
 
 
-def tangent(plan: TangentPlan, arrays: Mapping[str, Array], ops: WarpgroupOps) -> dict[str, Array]:
-    """Launch the kernel; t_out `[B, T, N * parts, D]` and t_lse `[B, N, L]`.
+def body(plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
+    """Run one warpgroup of the kernel.
 
-    Of `arrays` a tangent is named as its operand with `t_` before it. Values, and their tangents, have the parts of
-    their columns for heads.
+    An array's tangent is named as the array with `t_` before it. Values and their tangents have chunks of their columns
+    for heads.
     """
-    return _Cta.launch(plan, arrays, ops)
+    _Cta(plan, refs, ops).run()
 
 
 class _Sums(NamedTuple):
@@ -73,7 +244,7 @@ class _Sums(NamedTuple):
         return self.p_ts / jnp.where(self.l == 0, 1.0, self.l)
 
 
-class _Cta(Cta[TangentPlan]):
+class _Cta(QueryRowsCta[TangentPlan]):
     def __init__(self, plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
         schedule = plan.schedule
         item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
@@ -93,15 +264,11 @@ class _Cta(Cta[TangentPlan]):
 
     def compute(self) -> None:
         """Copy its own queries, and walk over the tiles of keys."""
-        plan, shared, ops, warpgroup = self.plan, self.smem, self.ops, self.warpgroup
+        plan, shared, ops = self.plan, self.smem, self.ops
         pipeline.release(shared.k.empty, shared.v.empty)
         pipeline.split_registers(plan.tile.warpgroups, copies=False)
-        own_row = self.first_row + warpgroup * WARPGROUP_ROWS
-        own = pl.ds(own_row, WARPGROUP_ROWS)
-        full = shared.q_full.at[warpgroup]
-        for name, target in self.q.items():
-            rows = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.head)
-            self.inputs.copy_rows(name, rows, target.at[warpgroup], full)
+        own, full = pl.ds(self.own_row, WARPGROUP_ROWS), shared.q_full.at[self.warpgroup]
+        self.copy_own(self.q, full)
         lse = ops.load(self.refs.arrays["lse"].at[self.batch, self.head, own], 0)
         plgpu.barrier_wait(full)
         visit = lambda index, sums: self._visit(index, lse, sums)
@@ -112,20 +279,8 @@ class _Cta(Cta[TangentPlan]):
             self.refs.results["t_lse"][self.batch, self.head, own] = sums.mean
 
         factor = dropped.scaled(plan.spec, 1 / jnp.where(sums.l == 0, 1.0, sums.l))
-        self._store(sums.t_out * along_rows(factor, sums.t_out.shape), own_row)
-
-    def _store(self, t_out: Float[Array, "rows D"], own_row: Any) -> None:
-        result, shared = self.refs.results["t_out"], self.smem
-        target = GmemTile(self.batch, own_row, WARPGROUP_ROWS, self.part_head).of(result, t_out.shape[1])
-        if self.plan.spec.partial:
-            target[...] = t_out
-            return
-        if shared.q_empty is not None:
-            # Where it has another layout, it lies over the queries of other warpgroups too.
-            plgpu.barrier_arrive(shared.q_empty)
-            plgpu.barrier_wait(shared.q_empty)
-        pipeline.store(t_out, self.out.at[self.warpgroup], target)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        t_out = sums.t_out * along_rows(factor, sums.t_out.shape)
+        self.store_in_place(t_out, self.out, self.refs.results["t_out"], self.part_head)
 
     def _start(self, lse: Rows) -> _Sums:
         """Before any key; a sink has part of the weights."""
@@ -141,8 +296,7 @@ class _Cta(Cta[TangentPlan]):
         """Add one tile's part to the sums."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         slot = lax.rem(index, plan.tile.stages) + pipeline.opaque_zero(index, self.warpgroup)
-        own_row = self.first_row + self.warpgroup * WARPGROUP_ROWS
-        at = TileCoord(self.batch, self.head, own_row, self.tiles.start(index))
+        at = TileCoord(self.batch, self.head, self.own_row, self.tiles.start(index))
         p, ts = self._probabilities(index, slot, at, lse)
         if shared.biases:
             # A copy may overwrite what threads have read.
@@ -204,29 +358,13 @@ class _Cta(Cta[TangentPlan]):
 
         return ops.accumulators(make, *[shape] * (1 + bool(moved)))
 
-    def copy(self) -> None:
-        """Copy keys and values, and their tangents."""
-        plan, shared = self.plan, self.smem
-        pipeline.split_registers(plan.tile.warpgroups, copies=True)
-        key_head = lax.div(self.head, plan.spec.group)
+    def walked(self) -> Sequence[Walked]:
+        stages, shared = self.plan.tile.stages, self.smem
+        keys = shared.k.tiles | shared.biases
+        return Walked(shared.k, stages, keys), Walked(shared.v, stages, shared.v.tiles)
 
-        def copy_tile(index: Array) -> None:
-            slot = lax.rem(index, plan.tile.stages)
-            keys = GmemTile(self.batch, self.tiles.start(index), plan.tile.keys, key_head)
-            plgpu.barrier_wait(shared.k.empty.at[slot])
-            for name, target in shared.k.tiles.items():
-                self.inputs.copy_rows(name, keys, target.at[slot], shared.k.full.at[slot])
-            for name, target in shared.biases.items():
-                self._copy_bias(name, keys, target.at[slot], shared.k.full.at[slot])
-            plgpu.barrier_wait(shared.v.empty.at[slot])
-            values = keys._replace(head=key_head * plan.parts + self.part)
-            for name, target in shared.v.tiles.items():
-                self.inputs.copy_rows(name, values, target.at[slot], shared.v.full.at[slot])
+    def walked_head(self, name: str, key_head: Any) -> Any:
+        return key_head * self.plan.parts + self.part if name in self.plan.v else key_head
 
-        pipeline.for_each_copy(self.tiles.count, copy_tile, "wave", "item", "block")
-        pipeline.drain(shared.k.empty, shared.v.empty)
-
-    def _copy_bias(self, name: str, keys: GmemTile, target: Ref, full: Ref) -> None:
-        inputs = self.tangents if name == "t_bias" else self.inputs
-        own = pl.ds(self.first_row, self.plan.tile.rows), pl.ds(keys.first, keys.size)
-        plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[own], target, full)
+    def bias_inputs(self, name: str) -> TmaInputs | None:
+        return self.tangents if name == "t_bias" else super().bias_inputs(name)

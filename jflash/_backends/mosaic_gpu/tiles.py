@@ -86,8 +86,8 @@ class WideTiles(RowTiles):
     value_keys: ClassVar[int] = 64
     """Keys of a tile of values."""
 
-    parts: int
-    """Parts of tiles of keys that are in shared memory together."""
+    chunk_slots: int
+    """Chunks of tiles of keys that are in shared memory together."""
 
     @property
     def value_tiles(self) -> int:

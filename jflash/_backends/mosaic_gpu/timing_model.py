@@ -1,15 +1,18 @@
-"""Constants of the schedules' models, fitted to measurements on one H200.
+"""How long the forward's blocks and CTAs take: a model fitted to measurements, by which tiles and schedules are chosen.
 
-`PACES`: times of the forward with 2, 3 and 4 warpgroups, causal and full, at head dim 64 with 128 to 16,384 tokens; at
-80, 96 and 112 on one H100 with 256 to 16,384, of which 8 divides some, so that three warpgroups are taken where they
-were faster.
-The others: 12 calls at head dims 64 and 128, each measured with up to 10 schedules. With these values the schedule that
-the model chooses is the fastest measured, or on average 0.7% slower.
+How the constants were found: examples/benchmarks/experiments/2026-11-22-forward-schedule.md and, for three warpgroups,
+2026-11-26-forward-turns.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from jflash._backends.mosaic_gpu.tiles import RowTiles
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+
+Visits = Callable[[int, int], Sequence[int]]
+"""Takes (rows, keys) to how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
 Pace = Mapping[tuple[int, int], tuple[float, float]]
 """By warpgroups and keys of a tile: microseconds of one multiprocessor that 64 rows take for 128 keys, and to begin and
@@ -21,12 +24,11 @@ PACES: Mapping[int, Pace] = {
     96: {(2, 128): (0.64, 1.5), (3, 96): (0.62, 1.1), (3, 64): (0.78, 1.0)},
     112: {(2, 128): (0.98, 1.9), (3, 96): (0.78, 3.1), (3, 64): (0.98, 2.0)},
 }
-"""By the columns of tiles: of 64 for all that are narrower."""
+"""Paces by the columns of tiles; those of 64 serve all that are narrower."""
 LONGER_WHERE_UNTIMED = 1.06
-"""How much longer three warpgroups are taken to need with options that were not timed since they take turns: as much as
-they needed without."""
+"""How much longer three warpgroups are taken to need with options that were not timed since they take turns."""
 KEYS_OF_THREE_WARPGROUPS = {80: 112, 96: 96, 112: 96}
-"""By the columns of tiles, above 64: the most keys for which three warpgroups have registers."""
+"""The most keys for which three warpgroups have registers, by the columns of tiles above 64."""
 
 ITEM = 0.3
 """How long a work item takes beside its tiles; this and what follows in visits to a tile of keys."""
@@ -44,6 +46,23 @@ ENOUGH = 1.006
 
 BEGIN_THREE_WARPGROUPS = 3.0
 """How long a CTA takes to begin and end: three warpgroups wait for the slowest."""
-BEGIN_BY_OUTPUT_PARTS = (0.6, 1.0, 1.5)
-"""Likewise for two warpgroups, by the parts in which the output leaves from a buffer of its own. 0: it takes the place
-of the queries, and the next item's queries wait for it, which takes half of what several items save."""
+BEGIN_BY_STORES = (0.6, 1.0, 1.5)
+"""How long a CTA of two warpgroups takes to begin and end, by the stores in which its output leaves. With none it takes
+the place of the queries, and the next item's queries wait for it, which takes half of what several items save."""
+
+
+def block_times(tile: RowTiles, rows: int, visits: Visits, pace: Pace) -> list[float]:
+    """Return how many microseconds each block of queries takes, of a head with `rows` in all."""
+    visit, beginning = pace[tile.warpgroups, tile.keys]
+    absent = tile.missing(rows) // WARPGROUP_ROWS
+    present = tile.warpgroups - absent
+    if tile.rows > tile.keys:
+        # Each warpgroup leaves out what its own rows do not see.
+        visited = visits(WARPGROUP_ROWS, tile.keys)
+    else:
+        each = visits(tile.rows, tile.keys)
+        visited = [count for count in each for _ in range(tile.warpgroups)][absent:]
+    times = [visit * tile.keys / 128 * count + beginning for count in visited]
+    # The others wait for some of what a warpgroup without rows would have done.
+    first, rest = sum(times[:present]) * (1 + 0.6 * absent / present), times[present:]
+    return [first, *(sum(rest[at : at + tile.warpgroups]) for at in range(0, len(rest), tile.warpgroups))]

@@ -46,7 +46,8 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    from jflash._backends.nvidia.tile import operand_pieces, score_mod_reads
+    from jflash._backends.nvidia.tile import operand_pieces
+    from jflash._semantics import score_mod_reads
 
     return score_mod_reads.unsupported(spec) or operand_pieces.unsupported(spec)
 

@@ -37,12 +37,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.copies import Part
+from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.cta import STATISTICS, CtaRows, bias_buffer, buffer
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
-from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, can_pair
+from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
 from jflash._backends.mosaic_gpu_mma.tiles import FusedTile
 from jflash._backends.nvidia import smem
@@ -147,9 +147,9 @@ class FusedCta(KeysCta[FusedPlan]):
         for keys, total in zip(self.keys, totals, strict=True):
             self.ops.store_rows(total, target, keys.start, target.shape[0], self._column_share(total.shape[1]))
 
-    def _column_share(self, width: int) -> Part | None:
+    def _column_share(self, width: int) -> ColumnChunk | None:
         """Return this warpgroup's columns of an array; `None` if it has all. Each warpgroup has `width`."""
-        return Part(self.warpgroup * width, self.warpgroups * width) if self.warpgroups > 1 else None
+        return ColumnChunk(self.warpgroup * width, self.warpgroups * width) if self.warpgroups > 1 else None
 
     def _copy_columns(self, name: str, head: Any, first: Any, target: Ref) -> None:
         """Begin to copy this warpgroup's columns of some rows."""
@@ -296,11 +296,12 @@ class FusedCta(KeysCta[FusedPlan]):
         k, together = self.smem.key.at[self.warpgroup], self.plan.together
         target = self.refs.arrays["dq_acc"].at[self.item.batch, head]
         width = k.shape[-1]
-        options: dict[str, Any] = dict(first_column=columns.start, a_transposed=not isinstance(rows, tuple))
+        rows = rows if isinstance(rows, tuple) else Transposed(rows)
         place = first, self.warpgroup * width + columns.start
         if can_pair(width):
-            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, **options)
+            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, first_column=columns.start)
             self.ops.add_pair(dq, target, *place, together, width // 2)
             return
-        (dq,) = self.add_product(self.zeros(1, len(columns)), rows, k, transposed=False, **options)
+        zeros = self.zeros(1, len(columns))
+        (dq,) = self.add_product(zeros, rows, k, transposed=False, first_column=columns.start)
         self.ops.add_rows(dq, target, *place, together)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.copies import Part
+from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
@@ -137,18 +137,18 @@ class Cta[Plan: TiledPlan]:
         stages = self.plan.tile.stages
         return lax.rem(index, stages) if stages > 1 else 0
 
-    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, part: Part | None = None) -> None:
-        """Begin to copy rows of queries, keys, values or d_out, or a part of their columns, with zeros for padding:
+    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, chunk: ColumnChunk | None = None) -> None:
+        """Begin to copy rows of queries, keys, values or d_out, or a chunk of their columns, with zeros for padding:
         0 * NaN is NaN."""
         source, limit = self._rows(name, batch, head)
-        self.ops.copy_rows(source, target, first, limit, part)
+        self.ops.copy_rows(source, target, first, limit, chunk)
 
     def copy_bias(self, at: TileCoord, target: Ref) -> None:
         """Begin to copy a tile of the bias, `[queries, keys]`, with zeros past the array's ends."""
         source = self.inputs.part("bias", at.batch, at.head)
         # Tiles begin at multiples of 64.
         whole = round_up(source.shape[1], 64) + max(target.shape[1] - 64, 0)
-        self.ops.copy_rows(source, target, at.query, source.shape[0], Part(at.key, whole))
+        self.ops.copy_rows(source, target, at.query, source.shape[0], ColumnChunk(at.key, whole))
 
     def cta_rows(self, names: Sequence[str], batch: Any, head: Any, first: Any) -> list[Ref | Streamed]:
         """Begin to copy the CTA's rows to shared memory, if they have room there; return where products find them."""

@@ -1,36 +1,32 @@
-"""What CTAs do with sums in device memory (`sums`)."""
+"""What CTAs do with the sums of a tile in device memory (`nvidia.threads.sums`), `[L / 8, C / 16, 128]` in float32."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.products import own_place
+from jflash._backends.mosaic_gpu_mma.products import Tiles
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.smem import round_up
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.nvidia.threads.builder import array_type, places, tile
 from jflash._backends.nvidia.threads.sums import COLUMNS, ROWS, UNIT, Places, add_numbers
 
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_TILE = plgpu.Layout.WGMMA
 _utils: Any = mgpu.utils
 
 Sums = Ref
-"""`[L / 8, C / 16, 128]` in device memory, float32."""
 
 
 def shape(rows: int, columns: int) -> tuple[int, int, int]:
-    """That of the sums of a tile; `columns` is a multiple of 16."""
+    """Return the shape of the sums of a tile; `columns` is a multiple of 16."""
     return round_up(rows, ROWS) // ROWS, columns // COLUMNS, UNIT
 
 
 def together(compute_capability: str) -> int:
-    """How many numbers one instruction adds: PTX ISA, red."""
+    """Return how many numbers one instruction adds: PTX ISA, red."""
     return 4 if float(compute_capability) >= 9 else 1
 
 
@@ -48,47 +44,40 @@ def add_rows(
     The values may be some columns of one block `of_pair`, whose blocks have `half` of all.
     """
 
-    @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), _SCALAR, _SCALAR))
-    def add(_: Any, values: Any, target: Any, row: Any, column: Any) -> None:
-        o = Lanes()
-        below, beside = own_place(o, half, of_pair)
-        first = o.add(row.registers.item(), below), o.add(column.registers.item(), beside)
-        places = Places(o, *_place(o, target), *first, together)
-        add_numbers(o, places, list(values.registers.flat))
+    def make(o: Lanes, values: Any, target: Any, row: Any, column: Any) -> None:
+        below, beside = o.warp_place(half, of_pair)
+        numbers = _numbers(o, target, o.add(row, below), o.add(column, beside), together)
+        add_numbers(o, numbers, list(values.registers.flat))
 
-    call: Any = add
-    call(values, target, jnp.int32(row), jnp.int32(column))
+    Lanes.emit(make, values, target, row, column)
+
+
+def add_pair(pair: Tiles, target: Sums, row: Any, column: Any, together: int, half: int) -> None:
+    """Add a pair of blocks, or some columns of one whose blocks have `half` of all, from a row and a column on."""
+    for number, values in enumerate(pair):
+        add_rows(values, target, row, column, together, number, half)
 
 
 def load_rows(source: Sums, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
-    """Rows from `row` on, a multiple of 8."""
-    result = plgpu.ShapeDtypeStruct((64, columns), jnp.dtype(jnp.float32), layout=_TILE)
+    """Return rows from `row` on, a multiple of 8."""
+    made = WARPGROUP_ROWS, columns
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=result)
-    def load(_: Any, source: Any, row: Any) -> Any:
-        o = Lanes()
-        first = o.add(row.registers.item(), own_place(o, columns, None)[0])
-        places = Places(o, *_place(o, source), first, o(0), together)
-        pair_type, some_type = (_utils.ir.VectorType.get((size,), o.zero.type) for size in (2, together))
-        registers = np.empty(columns // 4, dtype=object)
-        element = lambda some, at: o.vector.extract(some, [], o.ir.DenseI64ArrayAttr.get([at]))
+    def make(o: Lanes, source: Any, row: Any) -> Any:
+        sums = _numbers(o, source, o.add(row, o.times(o.warp, 16)), o(0), together)
+        some_type = _utils.ir.VectorType.get((together,), o.zero.type)
+        registers: dict[tuple[int, int], Any] = {}
         for half in range(2):
             for unit in range(columns // COLUMNS):
                 numbers: list[Any] = []
                 for first in range(0, 4, together):
-                    address = o.arith.addi(places.start, o.long(places.offset(half, unit, first)))
-                    some = _utils.llvm.load(some_type, _utils.llvm.inttoptr(_utils.llvm.PointerType.get(1), address))
-                    numbers += [element(some, at) for at in range(together)]
+                    address = o.arith.addi(sums.start, o.long(sums.offset(half, unit, first)))
+                    numbers += o.numbers(o.load(some_type, address))
                 for eight in range(2):
-                    pair = o.vector.from_elements(pair_type, numbers[2 * eight : 2 * eight + 2])
-                    registers[4 * unit + 2 * eight + half] = pair
-        registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((64, columns)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+                    registers[2 * unit + eight, half] = o.vector_of(numbers[2 * eight : 2 * eight + 2])
+        return tile(made, (registers[place] for place in places(columns)))
 
-    call: Any = load
-    return call(source, jnp.int32(row))
+    return Lanes.emit(make, source, row, returns=array_type(made, jnp.float32))
 
 
-def _place(o: Lanes, sums: Any) -> tuple[Any, int]:
-    """Where sums begin, and how many units of columns they have."""
-    return o.device_address(sums), _utils.ir.MemRefType(sums.type).shape[1]
+def _numbers(o: Lanes, sums: Any, row: Any, column: Any, together: int) -> Places:
+    return Places(o, o.device_address(sums), o.shape(sums)[1], row, column, together)

@@ -19,20 +19,30 @@ _utils: Any = mgpu.utils
 class Lanes(ThreadBuilder):
     """Operations of MLIR, and instructions that it has none for; the tests have them in array code."""
 
+    def warp_place(self, columns: int, of_pair: int | None) -> tuple[Any, Any]:
+        """Return the first row and column of a lane's warp in a block, or in block `of_pair` of a pair (`products`).
+
+        Each block has `columns`.
+        """
+        if of_pair is None:
+            return self.times(self.warp, 16), self(0)
+        first = self.add(self.times(self.right(self.warp, 1), 32), self(16 * of_pair))
+        return first, self.times(self.arith.andi(self.warp, self(1)), columns)
+
     def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[Any]:
-        """Four 8 x 8 matrices of 16-bit numbers from shared memory; eight lanes have the addresses of one's rows."""
+        """Return four 8 x 8 matrices of 16-bit numbers in shared memory; eight lanes address the rows of one."""
         suffix = ".trans" if transpose else ""
         load = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
         words = [self.type] * 4
         return _utils.inline_ptx(load, address, result_types=words, has_side_effects=True, convergent=True)
 
     def load_number(self, address: Any, offset: int) -> Any:
-        """A float32 number from shared memory."""
+        """Return a float32 number of shared memory."""
         load = f"ld.shared.f32 $0, [$1 + {offset}];"
         return _utils.inline_ptx(load, address, result_types=self.zero.type, has_side_effects=True)
 
     def multiply(self, dtype: Any, factors: Sequence[tuple[Any, Any]], c: Sequence[Any]) -> list[Any]:
-        """c + the sum of a @ b over some a and b, of 16 x 16 and 16 x 8 numbers.
+        """Return c + the sum of a @ b over some a and b, of 16 x 16 and 16 x 8 numbers.
 
         The matrix unit adds toward zero, so what is summed there loses half a unit in the last place with each
         addition. Beside the rounding of 16-bit operands that is nothing. Where there are several factors, pieces of

@@ -16,25 +16,26 @@ half if w is even, else the second.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.smem_tile import CHUNK, SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.threads.builder import array_type, tile
 
 Tiles = tuple[Float[Array, "64 columns"], ...]
 Operand = tuple[Tiles, ...] | Ref
-"""A: in registers, of each piece its blocks of 64 rows; or in shared memory `[rows, K]`, or `[pieces, rows, K]`."""
+"""A: in registers, of each piece its blocks of 64 rows; in shared memory `[rows, K]`, or `[pieces, rows, K]`; or
+`Transposed`."""
 
 STEP = 16
 """What an instruction takes of K; and the columns of B that are read at once."""
@@ -42,13 +43,31 @@ STEPS_OF_PIECES = 2
 """Steps in K whose products of pieces are one sum. With one, there are twice as many additions, which the
 compiler puts off until registers are spilled; with four, what is read takes more registers than are left."""
 
-_LAYOUT = plgpu.Layout.WGMMA
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 _utils: Any = mgpu.utils
 
 
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A as a tile `[K, rows]`, or `[pieces, K, rows]`, in shared memory."""
+
+    ref: Ref
+
+
+class Chosen(NamedTuple):
+    """What is multiplied of two operands."""
+
+    order: Sequence[tuple[int, int]]
+    """Which pieces of A and of B, in the order in which their products are added."""
+    transposed: bool = False
+    """Whether it is the transpose of a tile `[columns, K]` that is B."""
+    steps: Sequence[int] | None = None
+    """The steps of 16 in K that are taken, if not all."""
+    first_column: int = 0
+    """The column of B, or of each half of a pair's, from which on they count; a multiple of 16."""
+
+
 def can_pair(columns: int) -> bool:
-    """Whether a pair of blocks may have the columns of a tile of B: each half of them whole panels, or half of one."""
+    """Return whether a pair of blocks may have a tile of B: halves of its columns are whole panels, or of one panel."""
     panel, half = SmemTile(16, columns).chunks * CHUNK, columns // 2
     return half % 16 == 0 and (half % panel == 0 or 2 * half == panel)
 
@@ -61,136 +80,114 @@ def add_product(
     *,
     transposed: bool,
     first_row: Any = None,
-    a_transposed: bool = False,
-    paired: bool = False,
     steps: Sequence[int] | None = None,
     first_column: int = 0,
 ) -> Tiles:
-    """acc + a @ b, or with `transposed` acc + a @ b.T.
+    """Return acc + a @ b, or with `transposed` acc + a @ b.T.
 
     Args:
       acc: blocks of 64 rows, in float32.
       a: the same rows; in registers perhaps those columns alone that belong to `steps`.
       b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before.
-      order: which pieces of a and of b are multiplied, in the order in which their products are added.
-      transposed: whether it is b's transpose that `a` is multiplied with.
+      order, transposed, steps, first_column: as for `Chosen`.
       first_row: a multiple of 16, from which on the rows of b count; `None` if it is 0.
-      a_transposed: whether `a` is `[K, rows]`, in shared memory.
-      paired: whether `acc` is a pair.
-      steps: of the steps of 16 in K those that are taken, if not all.
-      first_column: a multiple of 16, of each half of b's columns in a pair, from which on those of `acc` count.
     """
-    in_registers = isinstance(a, tuple)
-    first_step = steps[0] if in_registers and steps is not None and a[0][0].shape[1] == STEP * len(steps) else 0
-    layouts = (_LAYOUT,) * len(acc)
-    given = [] if first_row is None else [jnp.int32(first_row)]
+    return _add(acc, a, b, Chosen(order, transposed, steps, first_column), first_row)
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            layouts,
-            (layouts,) * len(a) if in_registers else plgpu.RefType(),
-            plgpu.RefType(),
-            *[_SCALAR] * len(given),
-        ),
-        return_type=_results([one.shape for one in acc], jnp.float32),
-    )
-    def made(_: Any, acc: Any, a: Any, b: Any, *first: Any) -> Any:
-        o = Lanes()
-        left: Sequence[RegisterOperand | LeftOperand | TransposedOperand]
-        if in_registers:
-            left = [RegisterOperand(list(map(words, tiles)), first_step) for tiles in a]
+
+def add_pair_product(
+    acc: Tiles, a: Operand, b: Ref, *, steps: Sequence[int] | None = None, first_column: int = 0
+) -> Tiles:
+    """Return acc + a @ b for a pair of blocks, each of 64 rows and of half of the columns; of one piece.
+
+    `acc` may have some columns of each half, from `first_column` on.
+    """
+    return _add(acc, a, b, Chosen([(0, 0)], False, steps, first_column), paired=True)
+
+
+def _add(acc: Tiles, a: Operand, b: Ref, chosen: Chosen, first_row: Any = None, *, paired: bool = False) -> Tiles:
+    first_step, kind = 0, TransposedOperand if isinstance(a, Transposed) else LeftOperand
+    if isinstance(a, tuple) and chosen.steps is not None and a[0][0].shape[1] == STEP * len(chosen.steps):
+        first_step = chosen.steps[0]
+
+    def make(o: Lanes, acc: Any, a: Any, b: Any, first_row: Any) -> Any:
+        left: Sequence[Left]
+        if isinstance(a, tuple):
+            left = [RegisterOperand(list(map(o.words_of, tiles)), first_step) for tiles in a]
         else:
-            tile, base, pieces = _place(o, a)
-            left = (TransposedOperand if a_transposed else LeftOperand)(o, tile, base, paired=paired).pieces(pieces)
-        sums = [[o.numbers(pair) for pair in block.registers.flat] for block in acc]
-        dtype = _utils.ir.MemRefType(b.type).element_type
-        (tile, base, pieces), first_row = _place(o, b), first[0].registers.item() if first else None
-        base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
-        right = (PairedColumns(o, tile, base) if paired else SmemOperand(o, tile, base)).pieces(pieces)
-        some: dict[str, Any] = dict(steps=steps, first_column=first_column)
-        multiply(o, dtype, sums, left, right, order, transposed=transposed, **some)
-        return tuple(_array(o, block.shape, o.zero.type, of_block) for block, of_block in zip(acc, sums, strict=True))
+            left = _operands(o, a, lambda *place: kind(o, *place, paired=paired))
+        sums = [list(map(o.numbers, block.registers.flat)) for block in acc]
 
-    call: Any = made
-    return call(acc, a, b, *given)
+        def right_operand(tile: SmemTile, base: Any) -> SmemOperand:
+            base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
+            return (PairedColumns if paired else SmemOperand)(o, tile, base)
+
+        multiply(o, o.dtype(b), sums, left, _operands(o, b, right_operand), chosen)
+        return tuple(tile(block.shape, map(o.vector_of, pairs)) for block, pairs in zip(acc, sums, strict=True))
+
+    returns = tuple(array_type(one.shape, jnp.float32) for one in acc)
+    return Lanes.emit(make, acc, a.ref if isinstance(a, Transposed) else a, b, first_row, returns=returns)
 
 
 def load_rows(
     ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False
 ) -> tuple[Tiles, ...]:
-    """Rows of A from shared memory, or the first `columns` of them: of each piece its blocks of 64, or a pair.
+    """Return rows of A from shared memory, or the first `columns` of them: of each piece its blocks of 64, or a pair.
 
     With `transposed` it is ref's transpose whose rows they are.
     """
     *pieces, rows, depth = ref.shape
     if transposed:
         rows, depth = depth, rows
-    width: int = depth if columns is None else columns
+    shape = WARPGROUP_ROWS, depth if columns is None else columns
     blocks = 2 if paired else rows // WARPGROUP_ROWS
     kind = TransposedOperand if transposed else LeftOperand
-    shapes = [(WARPGROUP_ROWS, width)] * blocks * math.prod(pieces)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_results(shapes, ref.dtype))
-    def loaded(_: Any, ref: Any) -> Any:
-        o = Lanes()
-        (tile, base, count), dtype = _place(o, ref), _utils.ir.MemRefType(ref.type).element_type
-        operands = kind(o, tile, base, paired=paired).pieces(count)
-        pair = _utils.ir.VectorType.get((2,), dtype)
+    def make(o: Lanes, ref: Any) -> Any:
+        pair = _utils.ir.VectorType.get((2,), o.dtype(ref))
 
         def block(operand: LeftOperand | TransposedOperand, number: int) -> Any:
-            words = [word for index in range(width // STEP) for word in operand.fragment(number, index)]
+            words = [word for index in range(shape[1] // STEP) for word in operand.fragment(number, index)]
             pairs = [o.numbers(_utils.bitcast(word, pair)) for word in words]
-            return _array(o, (WARPGROUP_ROWS, width), dtype, pairs)
+            return tile(shape, map(o.vector_of, pairs))
 
+        operands = _operands(o, ref, lambda *place: kind(o, *place, paired=paired))
         return tuple(block(operand, number) for operand in operands for number in range(blocks))
 
-    call: Any = loaded
-    return tuple(itertools.batched(call(ref), blocks))
+    returns = (array_type(shape, ref.dtype),) * (blocks * math.prod(pieces))
+    return tuple(itertools.batched(Lanes.emit(make, ref, returns=returns), blocks))
 
 
 def scaled_pair(pair: Tiles, factors: Ref) -> Tiles:
-    """A pair of blocks, each of its 64 rows times its own number in shared memory."""
-    results = _results([one.shape for one in pair], jnp.float32)
+    """Return a pair of blocks, each of its 64 rows times its own number in shared memory."""
 
-    @plgpu.inline_mgpu(arg_types=((_LAYOUT,) * len(pair), plgpu.RefType()), return_type=results)
-    def scaled(_: Any, pair: Any, factors: Any) -> Any:
-        o = Lanes()
-        own = row_numbers(o, o.shared_address(factors))
-        times = lambda two, factor: [o.arith.mulf(number, factor) for number in o.numbers(two)]
-        return tuple(
-            _array(
-                o, block.shape, o.zero.type, [times(*both) for both in zip(block.registers.flat, itertools.cycle(of))]
-            )
-            for block, of in zip(pair, own, strict=True)
-        )
+    def make(o: Lanes, pair: Any, factors: Any) -> Any:
+        def block(values: Any, factors: Sequence[Any]) -> Any:
+            both = zip(values.registers.flat, itertools.cycle(factors))
+            products = [[o.arith.mulf(x, factor) for x in o.numbers(two)] for two, factor in both]
+            return tile(values.shape, map(o.vector_of, products))
 
-    call: Any = scaled
-    return call(pair, factors)
+        return tuple(map(block, pair, row_numbers(o, o.shared_address(factors))))
+
+    return Lanes.emit(make, pair, factors, returns=tuple(array_type(one.shape, jnp.float32) for one in pair))
 
 
 def row_numbers(o: Lanes, base: Any) -> list[list[Any]]:
-    """Of 64 float32 numbers in shared memory, for both blocks of a pair those of a lane's upper and lower row."""
-    address = o.add(base, o.times(o.add(own_place(o, 0, 0)[0], o.row), 4))
+    """Return those of 64 float32 numbers in shared memory that belong to a lane's upper and lower row, for both blocks
+    of a pair."""
+    address = o.add(base, o.times(o.add(o.warp_place(0, 0)[0], o.row), 4))
     return [[o.load_number(address, 4 * (16 * number + 8 * half)) for half in range(2)] for number in range(2)]
 
 
-def own_place(o: Lanes, columns: int, of_pair: int | None) -> tuple[Any, Any]:
-    """The first row and column of a lane's warp in a block, or in block `of_pair` of a pair, each with `columns`."""
-    if of_pair is None:
-        return o.times(o.warp, 16), o(0)
-    first = o.add(o.times(o.right(o.warp, 1), 32), o(16 * of_pair))
-    return first, o.times(o.arith.andi(o.warp, o(1)), columns)
-
-
 class RegisterOperand:
-    """Rows of A that a warpgroup holds in the layout of accumulators: words of two numbers."""
+    """Rows of A that a warpgroup holds in the layout of accumulators, as words of two numbers."""
 
     def __init__(self, blocks: Sequence[Sequence[Any]], first: int = 0) -> None:
         """The rows' columns begin with those of step `first`."""
         self.blocks, self.depth, self.first = blocks, 4 * len(blocks[0]), first
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """The four words of 16 columns of a block of 64 rows."""
+        """Return the four words of 16 columns of a block of 64 rows."""
         place = 4 * (index - self.first)
         return self.blocks[block][place : place + 4]
 
@@ -205,20 +202,22 @@ class SmemOperand:
         self.offset = 0
 
     def pieces(self, number: int) -> list[Self]:
-        """`number` tiles, this one and those that lie behind it, which share its addresses."""
+        """Return `number` tiles: this one and those that lie behind it, which share its addresses."""
         every = [copy.copy(self) for _ in range(number)]
         for place, one in enumerate(every):
             one.offset = place * self.tile.bytes
         return every
 
     def matrices(self, row: int, chunk: int, *, rows_first: bool, transpose: bool) -> Sequence[Any]:
-        """Four 8 x 8 matrices, which make 16 rows, from `row` on, of two chunks; in the order of rows, both chunks of
-        each eight, or with `rows_first` in that of chunks."""
+        """Return four 8 x 8 matrices, which are 16 rows, from `row` on, of two chunks.
+
+        They come in the order of rows, both chunks of each eight, or with `rows_first` in that of chunks.
+        """
         address, offset = self._address(chunk, rows_first), self.tile.place(row, chunk)
         return self.o.load_matrices(address, self.offset + offset, transpose=transpose)
 
     def _address(self, chunk: int, rows_first: bool) -> Any:
-        """Where a lane's row of the matrices begins, but for what is the same for all lanes."""
+        """Return where a lane's row of the matrices begins, but for what is the same for all lanes."""
         key = chunk % self.tile.chunks, rows_first
         if key in self.addresses:
             return self.addresses[key]
@@ -231,10 +230,10 @@ class SmemOperand:
             row, matrix = o.arith.andi(o.lane, o(7)), o.right(o.lane, 3)
             low, high = o.arith.andi(matrix, o(1)), o.right(matrix, 1)
             below, beside = (low, high) if rows_first else (high, low)
-            own_row, own_chunk = o.add(row, o.left(below, 3)), beside
+            lane_row, chunk = o.add(row, o.left(below, 3)), beside
             if self.first_chunk is not None:
-                own_chunk = o.arith.ori(own_chunk, self.first_chunk)
-            places = o.times(own_row, self.tile.pitch), self.tile.permuted(o, row, own_chunk)
+                chunk = o.arith.ori(chunk, self.first_chunk)
+            places = o.times(lane_row, self.tile.pitch), self.tile.permuted(o, row, chunk)
             self.addresses[key] = o.add(self.base, *places)
         return self.addresses[key]
 
@@ -243,24 +242,24 @@ class LeftOperand(SmemOperand):
     """A tile `[rows, K]` as A, of which each warp reads its own rows: 16 of every 64, or if `paired` 32 of 64."""
 
     def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
-        own = o.times(o.right(o.warp, 1), 32 * tile.pitch) if paired else o.times(o.warp, 16 * tile.pitch)
-        super().__init__(o, tile, o.add(base, own))
+        first_row = o.times(o.right(o.warp, 1), 32 * tile.pitch) if paired else o.times(o.warp, 16 * tile.pitch)
+        super().__init__(o, tile, o.add(base, first_row))
         self.rows, self.depth = 16 if paired else WARPGROUP_ROWS, tile.columns
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """The four words of 16 columns of a block."""
+        """Return the four words of 16 columns of a block."""
         return self.matrices(block * self.rows, 2 * index, rows_first=True, transpose=False)
 
 
 class TransposedOperand(SmemOperand):
-    """A tile `[K, rows]` as A, likewise; its panels have 64 columns."""
+    """A tile `[K, rows]` as A, in panels of 64 columns; each warp reads the rows that it reads of a `LeftOperand`."""
 
     def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
         super().__init__(o, tile, base, o.times(o.right(o.warp, 1), 4) if paired else o.times(o.warp, 2))
         self.chunks, self.depth = (16 if paired else WARPGROUP_ROWS) // CHUNK, tile.rows
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """The four words of 16 rows of a block."""
+        """Return the four words of 16 rows of a block."""
         return self.matrices(16 * index, block * self.chunks, rows_first=False, transpose=True)
 
 
@@ -275,24 +274,23 @@ class PairedColumns(SmemOperand):
             super().__init__(o, tile, o.add(base, o.times(odd, tile.place(0, half))))
 
 
+Left = RegisterOperand | LeftOperand | TransposedOperand
+
+
 def multiply(
     o: Lanes,
     dtype: Any,
     sums: Sequence[list[Any]],
-    left: Sequence[RegisterOperand | LeftOperand | TransposedOperand],
+    left: Sequence[Left],
     right: Sequence[SmemOperand],
-    order: Sequence[tuple[int, int]],
-    *,
-    transposed: bool,
-    steps: Sequence[int] | None = None,
-    first_column: int = 0,
+    chosen: Chosen,
 ) -> None:
     """Add a product to each block's sums, a list of pairs of neighbours in the order of an accumulator's registers.
 
     Of operands in pieces, all products of a few steps of K are one sum, which is added to the others
-    (`Lanes.multiply`): so what is read of each piece serves them all. `steps` and `first_column` are as for
-    `add_product`.
+    (`Lanes.multiply`): so what is read of each piece serves them all.
     """
+    order, transposed, steps, first_column = chosen
     columns, every = 4 * len(sums[0]), range(left[0].depth // STEP) if steps is None else steps
     for together in itertools.batched(every, STEPS_OF_PIECES if len(order) > 1 else 1):
         fragments = [[[one.fragment(block, k) for one in left] for k in together] for block in range(len(sums))]
@@ -302,34 +300,16 @@ def multiply(
             turned = dict(rows_first=not transposed, transpose=not transposed)
             words = [[one.matrices(*place, **turned) for one in right] for place in places]
             for eight in range(2):
-                at, own = 4 * n + 2 * eight, slice(2 * eight, 2 * eight + 2)
+                at, half = 4 * n + 2 * eight, slice(2 * eight, 2 * eight + 2)
                 for block, of_block in zip(sums, fragments, strict=True):
                     both = list(zip(of_block, words, strict=True))
-                    factors = [(a[of_a], b[of_b][own]) for of_a, of_b in order for a, b in both]
+                    factors = [(a[of_a], b[of_b][half]) for of_a, of_b in order for a, b in both]
                     made = o.multiply(dtype, factors, [*block[at], *block[at + 1]])
                     block[at : at + 2] = made[:2], made[2:]
 
 
-def _place(o: Lanes, ref: Any) -> tuple[SmemTile, Any, int]:
-    """A tile in shared memory, or the first of its pieces; where it begins; and how many pieces there are."""
+def _operands[Kind: SmemOperand](o: Lanes, ref: Any, kind: Callable[[SmemTile, Any], Kind]) -> list[Kind]:
+    """Return the pieces of an operand in shared memory, of which `kind` makes the first from its tile and address."""
     base = o.shared_address(ref)
-    *pieces, rows, columns = _utils.ir.MemRefType(ref.type).shape
-    return SmemTile(rows, columns), base, math.prod(pieces)
-
-
-def _results(shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Any, ...]:
-    return tuple(plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_LAYOUT) for shape in shapes)
-
-
-def words(block: Any) -> list[Any]:
-    """A tile's registers in their order, of two neighbours each, as words."""
-    word = _utils.ir.IntegerType.get_signless(32)
-    return [_utils.bitcast(pair, word) for pair in block.registers.flat]
-
-
-def _array(o: Lanes, shape: tuple[int, ...], dtype: Any, pairs: Sequence[Sequence[Any]]) -> Any:
-    pair_type, registers = _utils.ir.VectorType.get((2,), dtype), np.empty(len(pairs), dtype=object)
-    for index, pair in enumerate(pairs):
-        registers[index] = o.vector.from_elements(pair_type, list(pair))
-    registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    *pieces, rows, columns = o.shape(ref)
+    return kind(SmemTile(rows, columns), base).pieces(math.prod(pieces))

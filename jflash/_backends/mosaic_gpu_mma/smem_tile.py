@@ -25,12 +25,12 @@ class SmemTile:
 
     @property
     def chunks(self) -> int:
-        """Of a panel's row."""
+        """How many chunks a panel's row has."""
         return next(number for number in (8, 4, 2) if self.columns % (number * CHUNK) == 0)
 
     @property
     def panels(self) -> int:
-        """Of the tile."""
+        """How many panels the tile has."""
         return self.columns // (self.chunks * CHUNK)
 
     @property
@@ -40,15 +40,17 @@ class SmemTile:
 
     @property
     def bytes(self) -> int:
-        """Of the tile."""
+        """How many bytes the tile has."""
         return self.rows * self.panels * self.pitch
 
     def place(self, row: int, chunk: int) -> int:
-        """Where a chunk would be if nothing were permuted, in bytes. Eight rows from a multiple of 8 on have one
-        permutation each, wherever they are."""
+        """Return where a chunk would be if nothing were permuted, in bytes.
+
+        Eight rows from a multiple of 8 on have one permutation each, wherever they are.
+        """
         return (chunk // self.chunks * self.rows + row) * self.pitch
 
     def permuted(self, o: ThreadBuilder, row: Any, chunk: Any) -> Any:
-        """A chunk's offset in its row, in bytes; its panel's rows and chunks count from 0."""
+        """Return a chunk's offset in its row, in bytes; its panel's rows and chunks count from 0."""
         turns = o.right(o.arith.andi(row, o(7)), {8: 0, 4: 1, 2: 2}[self.chunks])
         return o.left(o.arith.xori(chunk, turns), 4)

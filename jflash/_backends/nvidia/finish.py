@@ -14,7 +14,8 @@ from jflash._semantics.spec import Operands, Spec
 def finish_forward(
     spec: Spec, operands: Operands, made: dict[str, Array], *, packed_heads: int, splits: int
 ) -> tuple[Array, Array]:
-    """Output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the keys."""
+    """Return output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the
+    keys."""
     out, lse, rows = made["out"], made["lse"], spec.query_length * packed_heads
     if packed_heads > 1:
         out = out.swapaxes(2, 3)
@@ -28,7 +29,7 @@ def finish_forward(
 
 
 def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
-    """One output and log-sum-exp from those of all splits: `[splits, B, T, N, D]`, `[splits, B, N, T]`."""
+    """Return one output and log-sum-exp from those of all splits, `[splits, B, T, N, D]` and `[splits, B, N, T]`."""
     largest = finite_or_zero(lse.max(axis=0))
     weights = jnp.exp(lse - largest)
     total = weights.sum(axis=0)
@@ -41,7 +42,7 @@ def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
-    """Gradients in the shapes and dtypes of the operands, from what kernels made."""
+    """Return gradients in the shapes and dtypes of the operands, from what kernels made."""
 
     def trimmed(name: str) -> Array:
         like = getattr(operands, name)
@@ -64,7 +65,7 @@ def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array],
 
 
 def _to_parameter(spec: Spec, name: str, total: Array, like: Array) -> Array:
-    """A parameter's gradient from what kernels summed, `[B, N, L]`."""
+    """Return a parameter's gradient from what kernels summed, `[B, N, L]`."""
     kind = bias_and_mask.bias_kind(spec) if name == "bias" else "scalar"
     if kind == "row":
         total = total[:, :, : like.shape[2], None]

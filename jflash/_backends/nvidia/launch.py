@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jflash._backends.nvidia import smem
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.smem import Buffers
 from jflash._semantics.spec import Spec
 
@@ -46,12 +46,12 @@ class Launch:
     results: Mapping[str, jax.ShapeDtypeStruct]
     smem: Buffers = dataclasses.field(default_factory=Buffers)
     warpgroups: int | None = None
-    """Of a CTA; `None`: one, which has no index."""
+    """Warpgroups of a CTA; `None` stands for one, which has no index."""
     cluster: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     """Axes of the CTAs of a cluster, behind those of the grid, which then counts clusters."""
 
-    def run(self, body: Callable[[Refs], None], arrays: Mapping[str, Any], ops: WarpgroupOps) -> dict[str, Any]:
-        """Launch `body` on arrays, or on references inside `pl.run_state`; the results by name."""
+    def run(self, body: Callable[[Refs], None], arrays: Mapping[str, Any], ops: Ops) -> dict[str, Any]:
+        """Launch `body` on arrays, or on references inside `pl.run_state`, and return the results by name."""
         names = tuple(arrays)
 
         def kernel(*refs: Any) -> None:
@@ -79,9 +79,9 @@ class Launch:
             return dict(zip(self.results, run(*arrays.values()), strict=True))
 
     def update(
-        self, body: Callable[[Refs], None], arrays: Mapping[str, Array], states: Mapping[str, Array], ops: WarpgroupOps
+        self, body: Callable[[Refs], None], arrays: Mapping[str, Array], states: Mapping[str, Array], ops: Ops
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Launch `body` on arrays, and on states that it changes, if any; the results and the states, by name."""
+        """Launch `body` on arrays, and on states that it changes; return the results and the states, by name."""
         if not states:
             return self.run(body, arrays, ops), {}
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import WarpgroupOps
+from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._backends.nvidia.threads.packed_mask import KEYS_PER_LOAD, SIZE
 
@@ -23,9 +23,9 @@ _TILES_PER_CTA = 8
 
 
 def pack_mask(
-    mask: Bool[Array, "#B #N T S"], ops: WarpgroupOps, *, keys_first: bool = False
+    mask: Bool[Array, "#B #N T S"], ops: Ops, *, keys_first: bool = False
 ) -> Int[Array, "#B #N row_tiles column_tiles 128"]:
-    """The words of a mask, for tiles whose rows are queries or, with `keys_first`, keys."""
+    """Return the words of a mask, for tiles whose rows are queries or, with `keys_first`, keys."""
     batch, heads, queries, keys = mask.shape
     mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, -keys % KEYS_PER_LOAD)])
     query_tiles = -(-queries // SIZE) + _SPARE_TILES

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._semantics.spec import Spec
 
-MOST_PACKED_QUERIES = 16
+_MOST_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
 
 
 def packs(spec: Spec) -> bool:
     """Whether heads that share keys go into the rows of one tile, whose blocks have to end where a query's heads do."""
-    whole = spec.query_length * spec.group <= 2 * WARPGROUP_ROWS or WARPGROUP_ROWS % spec.group == 0
-    return may_pack(spec) and whole
+    ends_with_block = spec.query_length * spec.group <= 2 * WARPGROUP_ROWS or WARPGROUP_ROWS % spec.group == 0
+    return may_pack(spec) and ends_with_block
 
 
 def may_pack(spec: Spec) -> bool:
     """Whether heads that share keys may be rows of one tile: few queries, and nothing that differs by head."""
     alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
-    few = spec.query_length <= MOST_PACKED_QUERIES
+    few = spec.query_length <= _MOST_QUERIES
     return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
 
 

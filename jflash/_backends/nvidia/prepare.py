@@ -23,13 +23,13 @@ LENGTHS = {
 
 
 def with_margin(array: Array, axes: tuple[int, ...], fill: float = 0) -> Array:
-    """`array` with room along `axes` for a tile that begins at the last element."""
+    """Return `array` with room along `axes` for a tile that begins at the last element."""
     widths = [(0, MARGIN + -size % 8 if axis in axes else 0) for axis, size in enumerate(array.shape)]
     return jnp.pad(array, widths, constant_values=fill)
 
 
 def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = False) -> dict[str, Array]:
-    """The operands but query, key, value and a packed mask, as kernels take them, by name; or their tangents.
+    """Return the operands but query, key, value and a packed mask, as kernels take them, by name; or their tangents.
 
     A bias or mask of one axis becomes a float32 vector with a margin. With `except_bias` the bias is left out.
     """
@@ -61,21 +61,21 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
 
 
 def pack_heads(array: Array, group: int) -> Array:
-    """`[B, T, K * G, H]` as `[B, K, T * G, H]`: the heads of a group become rows of one tile."""
+    """Return `[B, T, K * G, H]` as `[B, K, T * G, H]`: the heads of a group become rows of one tile."""
     batch, rows, heads, dim = array.shape
     split = array.reshape(batch, rows, heads // group, group, dim)
     return jnp.moveaxis(split, 2, 1).reshape(batch, heads // group, rows * group, dim)
 
 
 def unpack_heads(array: Array, group: int) -> Array:
-    """`[B, T * G, K, ...]` as `[B, T, K * G, ...]`."""
+    """Return `[B, T * G, K, ...]` as `[B, T, K * G, ...]`."""
     batch, rows, heads, *rest = array.shape
     split = array.reshape(batch, rows // group, group, heads, *rest)
     return jnp.moveaxis(split, 2, 3).reshape(batch, rows // group, heads * group, *rest)
 
 
 def in_32_bits[**Arguments, Made](function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """`function`, traced where Python's numbers have 32 bits, as those of kernels have.
+    """Return `function`, traced where Python's numbers have 32 bits, as those of kernels have.
 
     With `jax_enable_x64` they have 64, and make of an int32 that they meet an int64.
     """

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.nvidia import bias_and_mask, prepare
 from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.ops import WarpgroupOps
+from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
 from jflash._backends.nvidia.tile import base2, score_mod_reads
 from jflash._backends.nvidia.walk import tile_range
@@ -24,7 +24,7 @@ PerQuery = Float[Array, "B N L"]
 class Prepared:
     """What forward and backward kernels read besides queries, keys, values and their cotangents."""
 
-    def __init__(self, spec: Spec, operands: Operands, ops: WarpgroupOps) -> None:
+    def __init__(self, spec: Spec, operands: Operands, ops: Ops) -> None:
         self.spec, self.operands, self.ops = spec, operands, ops
         self._masks: dict[bool, dict[str, Array]] = {}
 
@@ -54,7 +54,7 @@ class Prepared:
 class PreparedBackward(Prepared):
     """What backward kernels read."""
 
-    def __init__(self, spec: Spec, operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> None:
+    def __init__(self, spec: Spec, operands: Operands, residuals: Residuals, ops: Ops) -> None:
         super().__init__(spec, operands, ops)
         self.residuals, self.made = residuals, dict[str, Array]()
         self.factors = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)

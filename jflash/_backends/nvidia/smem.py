@@ -27,32 +27,32 @@ class Buffers(types.SimpleNamespace):
     """Buffers and barriers by name: types in a kernel's declaration, references in the kernel."""
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """For JAX: what the names stand for, and the names."""
+        """Return what the names stand for, and the names, for JAX."""
         return tuple(vars(self).values()), tuple(vars(self))
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], buffers: tuple[Any, ...]) -> Self:
-        """For JAX."""
+        """Return what was flattened, for JAX."""
         return cls(**dict(zip(names, buffers, strict=True)))
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below `number`."""
+    """Return the least multiple that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
 def vectors(*shape: int, dtype: Any = jnp.float32) -> Any:
-    """Shared memory for vectors `[..., length]`."""
+    """Return shared memory for vectors `[..., length]`."""
     return plgpu.SMEM(shape, dtype)
 
 
 def barriers(number: int, arrivals: int = 1) -> Any:
-    """Barriers that complete a phase after `arrivals` arrivals."""
+    """Return barriers that complete a phase after `arrivals` arrivals."""
     return plgpu.Barrier(num_barriers=number, num_arrivals=arrivals)
 
 
 def size(declaration: Any) -> int:
-    """Bytes that a declaration takes; what a union holds shares its bytes."""
+    """Return the bytes that a declaration takes; what a union holds shares its bytes."""
 
     def taken(leaf: Any) -> int:
         if isinstance(leaf, plgpu.Barrier | plgpu.ClusterBarrier):

@@ -15,6 +15,9 @@ import pytest
 import score_mod_tables
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.rounded_later import RoundedLater
+from kernel_families import plan_of
 from kernel_values import ON_HARDWARE, drawn
 from on_hardware import PLAIN, poison, with_nan_in_padding
 
@@ -22,9 +25,9 @@ import jflash
 from jflash import _platform, _tuning
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu.backward_short import ShortPlan
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator
-from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.rounded_later import RoundedLater
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 pytestmark = pytest.mark.gpu
@@ -179,7 +182,7 @@ def test_sums_of_few_heads_at_a_time(
     """Short sequences, enough of them that heads and batch entries take each other's place in the sums of dQ: in turns
     of some entries of a head, and of several heads."""
     call = cases.build(Case("bfloat16", queries, 130, heads=heads, dims=dims, batch=(batch,), **options))
-    fused = plan.plan_backward(hopper_kernels.canonical(call)[0], _platform.current().processors).fused
+    fused = plan_of(plan.plan_backward(hopper_kernels.canonical(call)[0], _platform.current().processors), FusedPlan)
     assert fused is not None
     assert fused.dq is kind
     assert (fused.schedule.items < batch) == (batch > 100)
@@ -225,7 +228,8 @@ def test_short_backward(
     call = cases.build(
         Case(query_length=lengths[0], key_length=lengths[1], heads=heads, dims=dims, batch=(batch,), **given)
     )
-    assert plan.plan_backward(hopper_kernels.canonical(call)[0], _platform.current().processors).short is not None
+    kernels = plan.plan_backward(hopper_kernels.canonical(call)[0], _platform.current().processors)
+    assert plan_of(kernels, ShortPlan) is not None
     poison()
     first, second = (oracle.run(attention, with_nan_in_padding(call)) for _ in range(2))
     oracle.assert_right(first, call)

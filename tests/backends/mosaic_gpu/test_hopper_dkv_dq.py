@@ -6,9 +6,11 @@ import cases
 import hopper_kernels
 import pytest
 from cases import Case
+from kernel_families import plan_of
 from on_hardware import with_nan_in_padding
 
 from jflash._backends.mosaic_gpu import plan
+from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
 
 OPTIONS = [
     dict(causal=True, offset="end"),
@@ -30,7 +32,7 @@ def built(query_length: int, key_length: int, heads: tuple[int, int], **options)
 
 
 def kernel(call, **options):
-    return plan.plan_backward(hopper_kernels.canonical(call, **options)[0], 132).dkv_dq
+    return plan_of(plan.plan_backward(hopper_kernels.canonical(call, **options)[0], 132), DkvDqPlan)
 
 
 @pytest.mark.parametrize("options", [OPTIONS[0], *map(slow, OPTIONS[1:])], ids=str)

@@ -13,11 +13,14 @@ import pytest
 import short_run
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernel_families import plan_of
 from kernel_values import INTERPRETED
 from short_run import cover, sampled
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import forward_schedule, plan
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu.backward_short import ShortPlan
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 # The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
@@ -89,7 +92,7 @@ def test_dq_in_shared_memory(
     call = cases.build(
         Case(query_length=lengths[0], key_length=lengths[1], heads=heads, dims=dims, batch=(1,), **given)
     )
-    short = plan.plan_backward(hopper_kernels.canonical(call)[0], processors).short
+    short = plan_of(plan.plan_backward(hopper_kernels.canonical(call)[0], processors), ShortPlan)
     assert short is not None
     assert short.blocks > 1
     assert short.ctas == processors
@@ -186,7 +189,7 @@ def test_accumulators_of_few_heads_at_a_time(
     call = cases.build(
         Case(query_length=query_length, key_length=key_length, heads=heads, dims=dims, batch=(batch,), **given)
     )
-    assert plan.plan_backward(hopper_kernels.canonical(call)[0], processors).fused is not None
+    assert plan_of(plan.plan_backward(hopper_kernels.canonical(call)[0], processors), FusedPlan) is not None
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)
 
 
@@ -205,7 +208,7 @@ def test_decoding(query_length: int, processors: int, key_length: int, dtype: st
 def test_queries_in_registers(dims: tuple[int, int]):
     """Where nothing is masked, products take some columns of wide heads' queries from registers."""
     call = cases.of_forward(cases.build(Case("bfloat16", 136, 256, heads=(2, 1), dims=dims, batch=())))
-    assert plan.plan_forward(hopper_kernels.canonical(call)[0], 132).query_columns_in_registers == 128
+    assert plan.plan_forward(hopper_kernels.canonical(call)[0], 132).plan.query_columns_in_registers == 128
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
@@ -384,7 +387,7 @@ def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
 def test_queries_in_splits(processors: int, lengths: tuple[int, int], dims: tuple[int, int], options: dict):
     """Several CTAs share the queries of a block of keys; some of them may see none."""
     call = cases.build(Case("bfloat16", *lengths, heads=(2, 2), dims=dims, batch=(1,), **options))
-    fused = plan.plan_backward(hopper_kernels.canonical(call)[0], processors).fused
+    fused = plan_of(plan.plan_backward(hopper_kernels.canonical(call)[0], processors), FusedPlan)
     assert fused is not None
     assert fused.schedule.splits > 1
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)

@@ -1,6 +1,5 @@
 """What the Hopper kernels are made of, each part by itself: the soft cap, pieces of bfloat16, delta."""
 
-import inspect
 import math
 
 import hopper_kernels
@@ -8,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreter import Interpreter
+from interpreter import CommonInterpreter, Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mma_interpreter import MmaInterpreter
 from short_run import cover, sampled
 
-from jflash._backends.mosaic_gpu import bf16_columns, bias_columns
+from jflash._backends.mosaic_gpu import bf16_columns
 from jflash._backends.mosaic_gpu.delta import delta
-from jflash._backends.nvidia.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.tile import operand_pieces, soft_cap
 from jflash._semantics.spec import Residuals
 
@@ -50,9 +52,14 @@ def test_forms_of_soft_cap(cap: float, most: float, ratio: float, is_known: bool
     assert np.abs(expected[are_small]).max() <= most
 
 
-def test_the_interpreter_has_all_operations():
-    operations = {name for name, value in vars(WarpgroupOps).items() if inspect.isfunction(value) and name[0] != "_"}
-    assert operations <= vars(Interpreter).keys()
+@pytest.mark.parametrize(
+    ("interpreter", "hardware"), [(CommonInterpreter, Ops), (Interpreter, WarpgroupOps), (MmaInterpreter, MmaOps)]
+)
+def test_the_interpreter_has_all_operations(interpreter: type[Ops], hardware: type[Ops]):
+    operations = [name for name, value in vars(hardware).items() if callable(value) and name[0] != "_"]
+    assert operations
+    for name in operations:
+        assert getattr(interpreter, name) is not getattr(hardware, name), name
 
 
 def test_three_numbers_of_bfloat16_make_one_of_float32():
@@ -70,7 +77,7 @@ def test_pieces_of_a_bias_of_keys():
     generator = np.random.default_rng(0)
     finite = generator.normal(size=10_000) * 2.0 ** generator.integers(-90, 119, 10_000)
     values = np.concatenate([finite, [2.0**126, -(2.0**126), 0, np.inf, -np.inf, np.nan]]).astype(np.float32)
-    pieces = np.asarray(bias_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
+    pieces = np.asarray(bf16_columns._pieces(jnp.asarray(values)[None, None]), np.float32)[0, 0]
     assert pieces.shape[1] == bf16_columns.STORED_COLUMNS
     np.testing.assert_array_equal(np.add.reduce(pieces, 1), values)
     np.testing.assert_array_equal(np.add.reduce(pieces[:, ::-1], 1), values)

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from short_run import cover
 
-from jflash._backends.mosaic_gpu import dealt_items, forward_schedule, smem
-from jflash._backends.mosaic_gpu.dealt_items import DealtItems
-from jflash._backends.mosaic_gpu.forward_plan import output_parts, shared_memory
-from jflash._backends.mosaic_gpu.forward_schedule import Device, ForwardSchedule
+from jflash._backends.mosaic_gpu import forward_schedule, smem
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu.backward_short import ShortPlan
+from jflash._backends.mosaic_gpu.forward_plan import output_stores, shared_memory
+from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, DealtTo, Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
@@ -60,15 +61,16 @@ def test_items_are_dealt_out(items: int, ctas: int):
 
     def take(cta: int, index: int, before: int) -> int:
         """Each CTA of a kernel finds its list in the table."""
-        taken.append(tuple(map(int, dealt_items.place(table, cta, index))))
+        found = DealtTo(table, cta)
+        taken.append(tuple(map(int, found.place(index))))
         following = index + 1 if index + 1 < len(dealt.lists[cta]) else None
         given = []
-        dealt_items.if_next(table, cta, index, given.append, lambda: given.append(None))
+        found.if_next(index, given.append, lambda: given.append(None))
         assert given == [following]
         return before + 1
 
     with jax.disable_jit():
-        counts = [int(dealt_items.each(table, cta, functools.partial(take, cta))) for cta in range(ctas)]
+        counts = [int(DealtTo(table, cta).each(functools.partial(take, cta))) for cta in range(ctas)]
     assert counts == list(map(len, dealt.lists))
     assert taken == [place for own in dealt.lists for place in own]
 
@@ -147,12 +149,19 @@ def spec(head_dim: int, value_dim: int, bias: Any = None, **facts: Any) -> Spec:
     )
 
 
+def plan_fused(call: Spec, processors: int | None) -> FusedPlan:
+    """The plan of the fused backward, which the call has."""
+    fused = plan_backward(call, processors)[0].plan
+    assert isinstance(fused, FusedPlan)
+    return fused
+
+
 def test_tiles_by_length():
     """Four warpgroups where a block visits few tiles, three where it visits many, two where processors would wait."""
 
     def warpgroups(length: int, causal: bool, heads: int) -> int:
         call = spec(64, 64, batch=1, heads=heads, key_heads=heads, query_length=length, key_length=length)
-        return plan_forward(dataclasses.replace(call, is_causal=causal), 132).tile.warpgroups
+        return plan_forward(dataclasses.replace(call, is_causal=causal), 132).plan.tile.warpgroups
 
     assert [warpgroups(256, causal, 1024) for causal in (False, True)] == [4, 4]
     assert [warpgroups(4096, causal, 1024) for causal in (False, True)] == [3, 3]
@@ -176,7 +185,7 @@ def test_three_warpgroups_where_they_were_faster(dims: tuple[int, int], length: 
     call = spec(*dims, batch=8, query_length=length, key_length=length)
     operands = call.operands.union(options.get("operands", ()))
     call = dataclasses.replace(call, is_causal=True, **options | dict(operands=operands))
-    assert plan_forward(call, 132).tile.warpgroups == warpgroups
+    assert plan_forward(call, 132).plan.tile.warpgroups == warpgroups
 
 
 def backward_ends(schedule: BackwardSchedule, causal: bool) -> float:
@@ -206,8 +215,7 @@ def test_waves_of_a_causal_backward(heads: int, blocks: int, batch: int, items: 
 def test_waves_of_blocks_that_are_alike(options: dict, items: int):
     """None needs a partner, however many there are."""
     call = dataclasses.replace(spec(96, 96, heads=21, key_heads=21, query_length=8192, key_length=8192), **options)
-    fused = plan_backward(call, 132).fused
-    assert fused is not None
+    fused = plan_fused(call, 132)
     assert fused.schedule.items == items
     assert options or backward_ends(fused.schedule, causal=False) < 1.05
 
@@ -226,11 +234,11 @@ def test_small_waves_of_few_blocks(blocks: int, alike: bool, ctas: int):
 def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list[str]):
     """But causal ones, of which the longest begin first."""
     call = spec(128, 128, batch=4, query_length=4096, key_length=4096, is_causal=is_causal)
-    assert [axis for axis in plan_forward(call, 132).launch.grid if axis in axes] == axes
+    assert [axis for axis in plan_forward(call, 132).plan.launch.grid if axis in axes] == axes
 
 
 @pytest.mark.parametrize(
-    ("dims", "bias", "parts"),
+    ("dims", "bias", "stores"),
     [
         ((128, 128), None, 1),
         ((192, 128), None, 2),
@@ -240,13 +248,13 @@ def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list
     ],
     ids=str,
 )
-def test_output_leaves_in_as_few_parts_as_there_is_room_for(dims: tuple[int, int], bias: Any, parts: int):
+def test_output_leaves_in_as_few_stores_as_there_is_room_for(dims: tuple[int, int], bias: Any, stores: int):
     call = spec(*dims, bias)
-    tile = plan_forward(call, 132).tile
-    assert output_parts(call, tile) == parts
+    tile = plan_forward(call, 132).plan.tile
+    assert output_stores(call, tile) == stores
     left = smem.CAPACITY - smem.size(shared_memory(call, tile, call.dtype))
     whole = tile.rows * dims[1] * 2
-    assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[parts]
+    assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[stores]
 
 
 def test_plans_are_printable_and_made_without_an_array():
@@ -291,10 +299,10 @@ def test_short_calls_have_a_cta_for_each_head(processors: int | None, options: d
     call = dataclasses.replace(one, **options)
     if call.bias_shape is not None:
         call = dataclasses.replace(call, operands=call.operands | {"bias"})
-    found = plan_backward(call, processors)
-    assert (found.short is not None) == is_short
-    assert found.short is None or (found.fused, found.dq, found.dkv) == (None, None, None)
-    assert all(smem.fits(kernel.launch.smem) for kernel in found.kernels)
+    found = [kernel.plan for kernel in plan_backward(call, processors)]
+    assert isinstance(found[0], ShortPlan) == is_short
+    assert not is_short or len(found) == 1
+    assert all(smem.fits(kernel.launch.smem) for kernel in found)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +327,7 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
     call = spec(64, 64, **dict(batch=4, heads=8, key_heads=8, query_length=4096, key_length=77))
     asked = {name: value for name, value in options.items() if name != "alibi_slopes"}
     call = dataclasses.replace(call, operands=call.operands | (options.keys() - asked.keys()), **asked)
-    fused = plan_backward(call, processors).fused
-    assert fused is not None
+    fused = plan_fused(call, processors)
     assert fused.schedule.splits == splits
     assert fused.schedule.blocks == splits
     assert fused.schedule.stores_sums == (splits > 1 or call.partial or fused.schedule.head_groups > 1)
@@ -330,8 +337,7 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
     """Of a tile that begins at the last query, or at the multiple of 8 before it."""
-    fused = plan_backward(spec(head_dim, head_dim, query_length=length), 132).fused
-    assert fused is not None
+    fused = plan_fused(spec(head_dim, head_dim, query_length=length), 132)
     assert fused.tile.adds_registers
     last = (length - 1) // 8 * 8
     assert fused.dq_acc(0).shape[1] >= last + fused.tile.queries
@@ -341,16 +347,14 @@ def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
 def test_what_spills_leaves_room_for_the_cache(facts: dict):
     """Spilled registers are in the cache, which has what shared memory leaves of 256 KiB. A CTA that asks for more than
     196, with one that CUDA takes for itself, is given 228."""
-    fused = plan_backward(dataclasses.replace(spec(128, 128), **facts), 132).fused
-    assert fused is not None
+    fused = plan_fused(dataclasses.replace(spec(128, 128), **facts), 132)
     assert fused.tile.stages == 2
     assert smem.size(fused.launch.smem) + 1024 <= 196 * 1024
 
 
 def test_two_stages_fit_beside_tiles_of_a_bias():
     """With one, the fused backward of 128 columns spills fifteen times as much."""
-    fused = plan_backward(spec(128, 128, bias=jnp.bfloat16), 132).fused
-    assert fused is not None
+    fused = plan_fused(spec(128, 128, bias=jnp.bfloat16), 132)
     assert fused.tile.stages == 2
 
 
@@ -358,7 +362,7 @@ def test_two_stages_fit_beside_tiles_of_a_bias():
 def test_parts_of_a_range_are_all_of_it(count: int, parts: int):
     """Each tile is one part's; a part may have none."""
     every = tile_range.TileRange(jnp.int32(16), jnp.int32(count), None, 64)
-    found = [every.part(index, parts) for index in range(parts)]
+    found = [every.share(index, parts) for index in range(parts)]
     starts = [int(part.start(index)) for part in found for index in range(int(part.count))]
     assert starts == [16 + 64 * index for index in range(count)]
 

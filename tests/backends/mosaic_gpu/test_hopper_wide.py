@@ -19,7 +19,8 @@ from short_run import sampled
 
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan, smem
-from jflash._backends.mosaic_gpu.column_chunks import TileParts
+from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
+from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
@@ -80,7 +81,7 @@ def test_decoding(dtype: str, dims: tuple[int, int], heads: tuple[int, int], que
     case = Case(dtype, query_length, 600, heads, dims, (1,), causal=True, offset="end", lengths="keys")
     call = cases.of_forward(cases.build(case))
     spec, _ = hopper_kernels.canonical(call)
-    found = plan.plan_forward(spec, processors)
+    found = plan.plan_forward(spec, processors).plan
     assert found.packed_heads > 1
     assert (found.splits > 1) == (processors > 1)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
@@ -100,7 +101,7 @@ def test_blocks_that_grow_go_in_pairs(dims: tuple[int, int], options: dict):
     """The last pair lacks a block. Tiles have 128 keys where registers hold products and up to 512 columns alone."""
     case = Case("bfloat16", 140, 300, heads=(2, 1), dims=dims, batch=(1,), **options)
     call = cases.of_forward(cases.build(case))
-    found = plan.plan_forward(hopper_kernels.canonical(call)[0], 132)
+    found = plan.plan_forward(hopper_kernels.canonical(call)[0], 132).plan
     assert found.in_pairs == bool(options)
     assert found.schedule.blocks == (2 if options else 3)
     assert found.tile.keys == (64 if "lengths" in options or dims[1] > 512 else 128)
@@ -122,7 +123,7 @@ def test_blocks_are_dealt_out(dtype: str, dims: tuple[int, int], options: dict):
     case = Case(dtype, 300, 340, heads=(2, 1), dims=dims, batch=(2,), causal=True, **options)
     call = cases.of_forward(cases.build(case))
     spec, _ = hopper_kernels.canonical(call)
-    found = plan.plan_forward(spec, 4)
+    found = plan.plan_forward(spec, 4).plan
     assert found.dealt is not None
     assert sorted(place for places in found.dealt.lists for place in places) == sorted(np.ndindex(2, 2, 3))
     assert len(found.dealt.lists) == 2
@@ -132,21 +133,21 @@ def test_blocks_are_dealt_out(dtype: str, dims: tuple[int, int], options: dict):
 
 
 @pytest.mark.slow
-def test_least_parts():
+def test_fewest_chunks():
     """Tiles of a float32 bias leave room for no more."""
     case = Case("float16", 131, 131, heads=(2, 1), dims=(576, 512), bias="full", mask="full", window=(40, 10))
     call = cases.build(case)
     call = dataclasses.replace(call, bias=call.bias.astype(np.float32))
     spec, _ = hopper_kernels.canonical(call)
-    forward = plan.plan_forward(spec, 132)
-    assert forward.tile.parts == forward.key_parts.least
+    forward = plan.plan_forward(spec, 132).plan
+    assert forward.tile.chunk_slots == forward.key_chunks.least
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
 def test_registers():
     """A CTA has 512 for a thread of each warpgroup together: who asks for more waits forever."""
     for value_dim in (64, 512, 576):
-        weights, weigh, copy = plan.plan_forward(spec_of(512, value_dim), 132).registers
+        weights, weigh, copy = plan.plan_forward(spec_of(512, value_dim), 132).plan.registers
         assert weights + 2 * weigh + copy == 512
         assert all(count % 8 == 0 for count in (weights, weigh, copy))
 
@@ -191,7 +192,7 @@ def test_head_groups(dtype: str, dims: tuple[int, int]):
     """Query heads that share keys, in groups whose dK and dV are summed in the end."""
     call = cases.build(Case(dtype, 70, 70, heads=(4, 1), dims=dims, batch=(1,), causal=True, bias="keys"))
     spec, _ = hopper_kernels.canonical(call)
-    assert all(kernel.stores_sums for kernel in plan.plan_backward(spec, 132).wide[1:])
+    assert all(kernel.plan.stores_sums for kernel in plan.plan_backward(spec, 132)[1:])
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
@@ -213,12 +214,11 @@ def test_every_size_fits(bias: Any):
             continue
         spec = dataclasses.replace(plain, head_dim=head_dim, value_dim=value_dim)
         assert mosaic_gpu.unsupported_call(spec) is None
-        forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
-        assert isinstance(forward, WideForwardPlan)
-        kernels = [forward, *backward.wide, *([] if backward.dbias is None else [backward.dbias])]
+        kernels = [plan.plan_forward(spec, 132), *plan.plan_backward(spec, 132)]
+        assert isinstance(kernels[0].plan, WideForwardPlan)
         assert len(kernels) == 4 + (bias is not None)
         for kernel in kernels:
-            assert smem.fits(kernel.launch.smem), (head_dim, value_dim, kernel)
+            assert smem.fits(kernel.plan.launch.smem), (head_dim, value_dim, kernel)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -239,10 +239,10 @@ def test_float32_is_served_by_how_many_columns_both_heads_have(
         assert (mosaic_gpu.unsupported_call(spec) is None) == is_served, (head_dim, value_dim)
         if not is_served:
             continue
-        forward, backward = plan.plan_forward(spec, 132), plan.plan_backward(spec, 132)
-        assert isinstance(forward, WideForwardPlan) == bool(backward.wide)
-        for kernel in (forward, *backward.kernels):
-            assert smem.fits(kernel.launch.smem), (head_dim, value_dim, kernel)
+        kernels = [plan.plan_forward(spec, 132), *plan.plan_backward(spec, 132)]
+        assert isinstance(kernels[0].plan, WideForwardPlan) == isinstance(kernels[1].plan, WidePlan)
+        for kernel in kernels:
+            assert smem.fits(kernel.plan.launch.smem), (head_dim, value_dim, kernel)
 
 
 def test_what_is_refused():
@@ -263,32 +263,33 @@ def test_the_plan_in_words():
 
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("dim", [32, 64, 256, 288, 320, 512, 576])
-def test_parts_make_every_product_once(dim: int, precision: str | None):
-    """Of pieces that are multiplied, over all columns; a part is read from its first product to its last."""
+def test_chunks_make_every_product_once(dim: int, precision: str | None):
+    """Of pieces that are multiplied, over all columns; a chunk is read from its first product to its last."""
     for dtype in (jnp.bfloat16, jnp.float32):
-        divided = TileParts.of(spec_of(8, 8, dtype=dtype, precision=precision), dim)
+        divided = ColumnChunks.of(spec_of(8, 8, dtype=dtype, precision=precision), dim)
         assert divided.width % min(64, dim & -dim) == 0
         places = [divmod(first, divided.columns) for first in divided.first_columns]
-        made = [(product.own_piece, *places[product.part]) for product in divided.products]
-        assert all(first == product.first_column for (*_, first), product in zip(made, divided.products, strict=True))
+        made = [(factor, *places[chunk]) for chunk, factor in divided.products]
         columns = range(0, dim, divided.width)
+        assert [first for _, first in places] == [*columns] * divided.pieces
         pairs = operand_pieces.order(divided.pieces)
-        assert sorted(made) == sorted((own, piece, first) for own, piece in pairs for first in columns)
+        assert sorted(made) == sorted((factor, piece, first) for factor, piece in pairs for first in columns)
         held: set[int | None] = set()
         most, leaving = 0, None
-        for product in divided.products:
-            assert product.is_first == (product.part not in held)
-            held.add(product.part)
+        for chunk, factor in divided.products:
+            # It comes for the product with the smallest piece.
+            assert (factor == chunk // divided.of_a_piece) == (chunk not in held)
+            held.add(chunk)
             most = max(most, len(held))
-            # It leaves when the next product is issued, for which that part must be there.
+            # It leaves when the next product is issued, for which that chunk must be there.
             held.discard(leaving)
-            leaving = product.part if product.is_last else None
+            leaving = chunk if factor == 0 else None
         assert held == {leaving}
         assert most == divided.least
 
 
 def test_three_pieces_are_added_the_smallest_first():
     """Products of larger pieces come later: what is added to them is rounded more."""
-    divided = TileParts.of(spec_of(8, 8, dtype=jnp.float32, precision="highest"), 192)
-    pieces = [(divided.first_columns[product.part] // 192, product.own_piece) for product in divided.products]
+    divided = ColumnChunks.of(spec_of(8, 8, dtype=jnp.float32, precision="highest"), 192)
+    pieces = [(divided.first_columns[chunk] // 192, factor) for chunk, factor in divided.products]
     assert [piece for piece, _ in itertools.groupby(pieces)] == [(2, 0), (1, 1), (1, 0), (0, 2), (0, 1), (0, 0)]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
-from lanes import THREAD, Warpgroup
+from lanes import Warpgroup
 
 from jflash._backends.mosaic_gpu_mma import device_sums
 from jflash._backends.mosaic_gpu_mma.copies import (
-    Part,
+    ColumnChunk,
     Rows,
     copy_tile,
     in_rows,
@@ -23,6 +23,7 @@ from jflash._backends.mosaic_gpu_mma.copies import (
 )
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.products import (
+    Chosen,
     LeftOperand,
     PairedColumns,
     RegisterOperand,
@@ -30,17 +31,15 @@ from jflash._backends.mosaic_gpu_mma.products import (
     TransposedOperand,
     can_pair,
     multiply,
-    own_place,
     row_numbers,
 )
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
-from jflash._backends.nvidia.threads import indices
 from jflash._backends.nvidia.threads.builder import THREADS
 
 DTYPE = np.dtype(jnp.bfloat16)
 COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 BASE = 1024
-ONE = [(0, 0)]
+ONE = Chosen([(0, 0)])
 """The product of operands of one piece."""
 
 
@@ -60,7 +59,7 @@ def copied(
     o = Warpgroup(DTYPE, base + pieces * tile.bytes, device)
     item = DTYPE.itemsize
     rows = Rows(columns * item, length, columns, 3 * columns * item, item)
-    own = None if part is None else Part(o(part[0]), part[1])
+    own = None if part is None else ColumnChunk(o(part[0]), part[1])
     copy_tile(o, rows, tile, o(base), o(first), o(length if limit is None else limit), own, pieces)
     return o
 
@@ -80,7 +79,7 @@ def rows_of_pair(o: Warpgroup, pair: list[np.ndarray]) -> np.ndarray:
     columns = pair[0].shape[1]
     rows = np.full((64, 2 * columns), np.nan)
     for number, block in enumerate(pair):
-        first_row, first_column = own_place(o, columns, number)
+        first_row, first_column = o.warp_place(columns, number)
         for warp in range(4):
             row, column = int(first_row[32 * warp]), int(first_column[32 * warp])
             rows[row : row + 16, column : column + columns] = block[16 * warp : 16 * warp + 16]
@@ -103,7 +102,7 @@ def test_stored_rows(dtype: type, columns: int, missing: int, of_pair: int | Non
     array = np.zeros((60, whole - missing), dtype)
     o = Warpgroup(DTYPE, 0, array)
     item = array.itemsize
-    below, beside = own_place(o, columns, of_pair)
+    below, beside = o.warp_place(columns, of_pair)
     row, column = 5 + below + o.row, beside + whole // 2
     # What a thread has: eights of columns, halves, and neighbours.
     own_rows = (5 + below + o.row)[:, None, None, None] + 8 * np.arange(2)[:, None]
@@ -209,7 +208,7 @@ def test_sums_of_a_pair():
     o = Warpgroup(DTYPE, 0, np.zeros(device_sums.shape(64, 2 * half), np.float32))
     added = normal(64, 32).astype(np.float32)
     for number in range(2):
-        below, beside = own_place(o, half, number)
+        below, beside = o.warp_place(half, number)
         rows = (below + o.row).astype(int)[:, None, None, None] + 8 * np.arange(2)[:, None]
         own = (beside // 2 + 2 * o.pair).astype(int)[:, None, None, None] + 8 * np.arange(2)[:, None, None]
         pairs = added[rows, own + np.arange(2)].transpose(1, 2, 0, 3).reshape(-1, THREADS, 2)
@@ -232,7 +231,7 @@ def test_sums(row: int, column: int, together: int):
     o = Warpgroup(DTYPE, 0, np.ones(shape, np.float32))
     added = normal(64, width).astype(np.float32)
     pairs = added.reshape(4, 2, 8, width // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(-1, 128, 2)
-    first = o.add(o(row), own_place(o, width, None)[0])
+    first = o.add(o(row), o.warp_place(width, None)[0])
     places = device_sums.Places(o, o.distance(o(0), 1), shape[1], first, o(column), together)
     device_sums.add_numbers(o, places, list(pairs))
     got = o.device.view(np.float32).reshape(12, 5, 128)
@@ -258,7 +257,7 @@ def test_products_of_some_rows(first: int, transposed: bool):
     some = right[first : first + 32].astype(np.float64)
     want = left.astype(np.float64) @ (some.T if transposed else some)
     block = [[np.zeros(THREADS, np.float32)] * 2 for _ in range(want.shape[1] // 4)]
-    multiply(o, DTYPE, [block], [LeftOperand(o, left_tile, o(0))], [b], ONE, transposed=transposed)
+    multiply(o, DTYPE, [block], [LeftOperand(o, left_tile, o(0))], [b], ONE._replace(transposed=transposed))
     got = tile_of(np.stack([np.stack(pair, axis=-1) for pair in block]))
     np.testing.assert_allclose(got, want, atol=1e-4)
 
@@ -281,7 +280,7 @@ def test_products(columns: int, transposed: bool, blocks: int, in_registers: boo
         left = RegisterOperand([[w for i in indices for w in left.fragment(block, i)] for block in range(blocks)])
     pairs = 2 * b.shape[1] // 8
     sums = [[[np.full(THREADS, block + 1, np.float32)] * 2 for _ in range(pairs)] for block in range(blocks)]
-    multiply(o, DTYPE, sums, [left], [SmemOperand(o, right_tile, o(size))], ONE, transposed=transposed)
+    multiply(o, DTYPE, sums, [left], [SmemOperand(o, right_tile, o(size))], ONE._replace(transposed=transposed))
     got = np.concatenate([tile_of(np.stack([np.stack(pair, axis=-1) for pair in block])) for block in sums])
     want = a.astype(np.float64) @ b.astype(np.float64) + np.repeat(np.arange(blocks) + 1, 64)[:, None]
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -297,7 +296,7 @@ def test_products_of_a_pair(columns: int, a_transposed: bool):
     o.shared = np.concatenate([o.shared, copied(b, tiles[1]).shared])
     left = (TransposedOperand if a_transposed else LeftOperand)(o, tiles[0], o(0), paired=True)
     pair = [[[np.zeros(THREADS, np.float32)] * 2 for _ in range(columns // 8)] for _ in range(2)]
-    multiply(o, DTYPE, pair, [left], [PairedColumns(o, tiles[1], o(a.nbytes))], ONE, transposed=False)
+    multiply(o, DTYPE, pair, [left], [PairedColumns(o, tiles[1], o(a.nbytes))], ONE)
     blocks = [tile_of(np.stack([np.stack(two, axis=-1) for two in block])) for block in pair]
     want = (a.T if a_transposed else a).astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(rows_of_pair(o, blocks), want, atol=1e-4)
@@ -318,8 +317,7 @@ def test_parts_of_products(steps: list[int], first_column: int, paired: bool, ha
     left = RegisterOperand([[word for k in held for word in rows.fragment(block, k)] for block in blocks], held[0])
     right = (PairedColumns if paired else SmemOperand)(o, tiles[1], o(a.nbytes))
     sums = [[[np.zeros(THREADS, np.float32)] * 2 for _ in range(4)] for _ in blocks]
-    some = dict(steps=steps, first_column=first_column)
-    multiply(o, DTYPE, sums, [left], [right], ONE, transposed=False, **some)
+    multiply(o, DTYPE, sums, [left], [right], ONE._replace(steps=steps, first_column=first_column))
     made = [tile_of(np.stack([np.stack(two, axis=-1) for two in block])) for block in sums]
     got = rows_of_pair(o, made) if paired else made[0]
     inner = slice(16 * steps[0], 16 * (steps[-1] + 1))
@@ -335,7 +333,7 @@ def test_numbers_of_a_pairs_rows():
     o.shared[BASE:] = numbers.view(np.uint8)
     for number, halves in enumerate(row_numbers(o, o(BASE))):
         for half, got in enumerate(halves):
-            np.testing.assert_array_equal(got, own_place(o, 0, number)[0] + o.row + 8 * half)
+            np.testing.assert_array_equal(got, o.warp_place(0, number)[0] + o.row + 8 * half)
 
 
 def test_columns_of_pairs():
@@ -354,18 +352,6 @@ def test_no_bank_conflicts(columns: int):
         operand.matrices(16, chunk, rows_first=False, transpose=False)
     for addresses in np.asarray(seen).reshape(-1, 8):
         assert len(set(addresses // 16 % 8)) == 8
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("first", [0, 4096, -70])
-def test_indices_of_a_tile(first: int, axis: int):
-    o = Warpgroup(DTYPE, 0, np.zeros(1, DTYPE))
-    own = indices.own_indices(o, axis, o(first % 2**32))
-    warp, lane = np.divmod(THREAD, 32)
-    got = np.full((64, 96), np.iinfo(np.int32).min)
-    for eight, half, k in np.ndindex(12, 2, 2):
-        got[16 * warp + lane // 4 + 8 * half, 8 * eight + 2 * (lane % 4) + k] = own(eight, half, k).view(np.int32)
-    np.testing.assert_array_equal(got, first + np.indices(got.shape)[axis])
 
 
 @pytest.mark.parametrize(

@@ -137,5 +137,5 @@ def test_every_kernel_of_a_call_that_is_served_has_tiles_that_fit(precision: str
             assert dim > largest, (dim, options)
             assert "do not fit in shared memory" in reason
             continue
-        forward, backward = plan.plan_forward(spec, processors), plan.plan_backward(spec, processors)
-        assert all(smem.fits(kernel.launch.smem) for kernel in (forward, *backward.kernels))
+        kernels = plan.plan_forward(spec, processors), *plan.plan_backward(spec, processors)
+        assert all(smem.fits(kernel.plan.launch.smem) for kernel in kernels)

@@ -20,9 +20,9 @@ from on_hardware import with_nan_in_padding
 from plain_attention import Call
 
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
-from jflash._backends.nvidia.threads import sums_by_index
 from jflash._backends.nvidia.threads.builder import THREADS, as_tree
-from jflash._backends.nvidia.tile import score_mod_reads
+from jflash._backends.nvidia.tile.score_mod_reads import rest
+from jflash._semantics import score_mod_reads
 from jflash._semantics.score_mod import trace_score_mod
 from jflash._semantics.spec import Residuals
 
@@ -137,7 +137,7 @@ def test_the_rest_is_the_score_mod():
     spec = dataclasses.replace(spec_of(lambda logit, *_: logit * arrays[0][0, 0, 0]), score_mod=score_mod)
     reads = NUMBERS[0, 2, 0], NUMBERS[1, 0, np.asarray(query) & 63]
     tile = SimpleNamespace(key_minus_query=key - query)
-    got = score_mod_reads.rest(spec, tile).score_mod(logits, batch, head, query, key, reads)
+    got = rest(spec, tile).score_mod(logits, batch, head, query, key, reads)
     want = logits * NUMBERS[0, 2, 0] + NUMBERS[1, 0, np.asarray(query) & 63]
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
@@ -146,7 +146,7 @@ def test_differences_are_the_tiles_own():
     """What a score_mod makes of key - query, or query - key, is made of the tile's; and of the indices what is not."""
     logits, (query, key) = jnp.asarray(draw(5, 7)), (jnp.asarray(index) for index in np.indices((5, 7), np.int32))
     spec, marked = spec_of(lambda logit, b, h, q, k: logit + (k - q) - 1000 * (q - k) + 0 * (k + q)), 100 + key - query
-    got = score_mod_reads.rest(spec, SimpleNamespace(key_minus_query=marked)).score_mod(
+    got = rest(spec, SimpleNamespace(key_minus_query=marked)).score_mod(
         logits, jnp.int32(0), jnp.int32(0), query, key, ()
     )
     np.testing.assert_allclose(got, logits + 1001 * marked, rtol=1e-6)
@@ -263,7 +263,7 @@ def test_one_kernel_sums_a_table(lengths: tuple[int, int], dtype: str, dims: tup
 def test_a_threads_sums():
     """All of a thread's elements are added once; neighbours with one index by one addition."""
     o, eights = Warpgroup(np.dtype(np.float32), 0, np.zeros(0)), 8
-    order = sums_by_index.diagonals(eights)
+    order = table.diagonals(eights)
     assert sorted(order) == list(itertools.product(range(eights), range(2), range(2)))
     row, column = lambda half: o.row.astype(int) + 8 * half, lambda eight, k: 8 * eight + 2 * o.pair.astype(int) + k
     values = [np.random.default_rng(place).standard_normal(THREADS) for place in range(len(order))]
@@ -276,11 +276,11 @@ def test_a_threads_sums():
     }
     for index, most in indices.values():
         got, want, count = np.zeros(96), np.zeros(96), np.zeros(THREADS, int)
-        for place, total, wanted in sums_by_index.totals(o, index, values):
+        for place, total, wanted in table.totals(o, index, values):
             np.add.at(got, place[wanted], total[wanted])
             count += wanted
         np.add.at(want, np.asarray(index), np.asarray(values))
         np.testing.assert_allclose(got, want, atol=1e-12)
         assert count.max() <= most
-        np.testing.assert_array_equal(sums_by_index.differences(o, index) == 0, np.ptp(np.asarray(index), axis=0) == 0)
+        np.testing.assert_array_equal(table.differences(o, index) == 0, np.ptp(np.asarray(index), axis=0) == 0)
     np.testing.assert_allclose(as_tree(o.arith.addf, values[1:]), np.sum(values[1:], axis=0), atol=1e-12)

@@ -1,20 +1,28 @@
-"""The threads of a warpgroup, each with words of its own, in operations of MLIR.
+"""The threads of a warpgroup in operations of MLIR: each has words of its own, and registers of tiles.
 
-Source: PTX ISA, red, and of the layout wgmma, the accumulator's fragment.
+A tile `[64, columns]` lies in registers as Hopper's matrix unit leaves its products. Of every `eight` columns thread
+`lane` of `warp` has two neighbours in row 16 warp + lane / 4, and two (`half` 1) in the row 8 below: those of columns
+2 (lane % 4) + `k`, k < 2.
+
+Sources: PTX ISA, red; wgmma, the accumulator's fragment.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int
 
 THREADS = 128
+TILE, SCALAR = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())
 
 
 class ThreadBuilder:
@@ -30,27 +38,76 @@ class ThreadBuilder:
         self.warp, self.lane = self.arith.divui(thread, self(32)), self.arith.remui(thread, self(32))
         self.row, self.pair = self.arith.divui(self.lane, self(4)), self.arith.remui(self.lane, self(4))
 
+    @classmethod
+    def emit(cls, make: Callable[..., Any], *arguments: Any, returns: Any = None, layout: Any = TILE) -> Any:
+        """Return the arrays that `make(o, *arguments)` makes in a kernel, o being the builder of its instructions.
+
+        Args:
+          make: takes references, scalars as words, and other arrays as threads hold them; returns arrays of the latter
+            kind, or nothing.
+          arguments: references, scalars, arrays, tuples of arrays, or `None`.
+          returns: the `array_type` of what `make` returns.
+          layout: how threads hold arguments that are arrays.
+        """
+        given = tuple(jnp.int32(x) if isinstance(x, int) else x for x in arguments)
+        layouts = lambda x: plgpu.RefType() if not isinstance(x, jax.Array) else layout if x.ndim else SCALAR
+
+        def made(_: Any, *held: Any) -> Any:
+            word = lambda x: x.registers.item() if isinstance(x, mgpu.FragmentedArray) and not x.shape else x
+            return make(cls(), *map(word, held))
+
+        emitted: Any = plgpu.inline_mgpu(arg_types=jax.tree.map(layouts, given), return_type=returns)(made)
+        return emitted(*given)
+
     def __call__(self, value: int) -> Any:
         return mgpu.utils.c(value, self.type)
 
+    @property
+    def thread(self) -> Any:
+        """The thread's index in its warpgroup."""
+        return self.add(self.times(self.warp, 32), self.lane)
+
+    @property
+    def first_row(self) -> Any:
+        """The upper of the thread's two rows of a tile."""
+        return self.add(self.times(self.warp, 16), self.row)
+
+    @property
+    def first_column(self) -> Any:
+        """The first of the thread's columns of a tile."""
+        return self.times(self.pair, 2)
+
     def long(self, value: int) -> Any:
-        """A constant of 64 bits."""
+        """Return a constant of 64 bits."""
         return mgpu.utils.c(value, self.long_type)
 
     def device_address(self, ref: Any) -> Any:
-        """Where a reference to device memory begins, in 64 bits."""
+        """Return where a reference to device memory begins, in 64 bits."""
         return mgpu.utils.llvm.ptrtoint(self.long_type, mgpu.utils.memref_ptr(ref))
 
     def shared_address(self, ref: Any) -> Any:
-        """Where a reference to shared memory begins, in 32 bits."""
+        """Return where a reference to shared memory begins, in 32 bits."""
         return mgpu.utils.llvm.ptrtoint(self.type, mgpu.utils.memref_ptr(ref))
 
+    def load(self, kind: Any, address: Any) -> Any:
+        """Return what device memory has at an address: a number or a vector of MLIR's type `kind`."""
+        utils: Any = mgpu.utils
+        return utils.llvm.load(kind, utils.llvm.inttoptr(utils.llvm.PointerType.get(1), address))
+
+    def shape(self, ref: Any) -> list[int]:
+        """Return a reference's shape."""
+        return self.ir.MemRefType(ref.type).shape
+
+    def dtype(self, ref: Any) -> Any:
+        """Return MLIR's type of a reference's numbers."""
+        return self.ir.MemRefType(ref.type).element_type
+
     def opaque(self, word: Any) -> Any:
-        """The word, of which the compiler does not know how it was made."""
+        """Return the word, of which the compiler does not know how it was made."""
         return mgpu.utils.inline_ptx("mov.b32 $0, $1;", word, result_types=self.type)
 
     def distance(self, index: Any, size: int) -> Any:
-        """The bytes that `index` items of a size take, in 64 bits."""
+        """Return the bytes that `index` items of a size take, in 64 bits."""
         return self.arith.muli(self.arith.extsi(self.long_type, index), self.long(size))
 
     def times(self, number: Any, factor: int) -> Any:
@@ -62,15 +119,12 @@ class ThreadBuilder:
     def add(self, *numbers: Any) -> Any:
         return functools.reduce(self.arith.addi, numbers)
 
-    def subtract(self, number: Any, other: Any) -> Any:
-        return self.arith.subi(number, other)
-
     def float32(self, number: Any) -> Any:
-        """The float32 nearest to a signed number."""
+        """Return the float32 nearest to a signed number."""
         return self.arith.sitofp(self.zero.type, number)
 
     def plus(self, number: Any, constant: float) -> Any:
-        """A float32 and a constant."""
+        """Return the sum of a float32 and a constant."""
         return self.arith.addf(number, mgpu.utils.c(constant, self.zero.type))
 
     def left(self, bits: Any, by: Any) -> Any:
@@ -80,15 +134,29 @@ class ThreadBuilder:
         return self.arith.shrui(bits, self(by) if isinstance(by, int) else by)
 
     def below(self, number: Any, limit: Any) -> Any:
-        """Whether a signed number is below another."""
+        """Return whether a signed number is below another."""
         return self.arith.cmpi(self.arith.CmpIPredicate.slt, number, limit)
 
+    def differ(self, word: Any, other: Any) -> Any:
+        """Return whether two words differ."""
+        return self.arith.cmpi(self.arith.CmpIPredicate.ne, word, other)
+
+    def same(self, word: Any, other: Any) -> Any:
+        """Return whether two words are the same."""
+        return self.arith.cmpi(self.arith.CmpIPredicate.eq, word, other)
+
+    @property
+    def is_odd(self) -> Any:
+        """Whether the thread is the second of two neighbours."""
+        return self.differ(self.arith.andi(self.pair, self(1)), self(0))
+
     def of_neighbour(self, word: Any) -> Any:
-        """The word of the thread beside this one: of two threads each has the other's."""
+        """Return the word of the thread beside this one: of two threads each has the other's."""
         return mgpu.utils.shfl_bfly(word, 1)
 
     def side_by_side(self, is_odd: Any, words: Sequence[Any]) -> list[Any]:
-        """Of a thread's two words and its neighbour's: the first one of each if the thread is even, else the second."""
+        """Return one of a thread's two words and one of its neighbour's: the first ones if the thread is even, else the
+        second ones."""
         kept, given = (self.arith.select(is_odd, *two) for two in (words[::-1], words))
         taken = self.of_neighbour(given)
         return [self.arith.select(is_odd, *two) for two in ((taken, kept), (kept, taken))]
@@ -100,19 +168,30 @@ class ThreadBuilder:
         add = f"red.relaxed.gpu.global.add.{kind} [$0 + {offset}], {values};"
         mgpu.utils.inline_ptx(add, address, *numbers, has_side_effects=True)
 
-    def numbers(self, pair: Any) -> list[Any]:
-        """The two numbers of a register that holds two."""
-        return [self.vector.extract(pair, [], self.ir.DenseI64ArrayAttr.get([at])) for at in range(2)]
+    def numbers(self, vector: Any) -> list[Any]:
+        """Return the numbers of a register that holds several."""
+        return [self.extract(vector, at) for at in range(self.ir.VectorType(vector.type).shape[0])]
 
-    def pair_of(self, numbers: Sequence[Any]) -> Any:
-        """A register that holds two numbers."""
-        return self.vector.from_elements(self.ir.VectorType.get((2,), numbers[0].type), list(numbers))
+    def extract(self, vector: Any, at: int) -> Any:
+        """Return one of the numbers of a register that holds several."""
+        return self.vector.extract(vector, [], self.ir.DenseI64ArrayAttr.get([at]))
+
+    def vector_of(self, numbers: Sequence[Any]) -> Any:
+        """Return a register that holds several numbers."""
+        kind = self.ir.VectorType.get((len(numbers),), numbers[0].type)
+        return self.vector.from_elements(kind, list(numbers))
+
+    def words_of(self, tile: Any) -> list[Any]:
+        """Return a tile's registers of two 16-bit numbers, as words."""
+        return [mgpu.utils.bitcast(pair, self.type) for pair in tile.registers.flat]
 
     def change_where(
         self, change: str, comparison: str, word: Any, limit: int, numbers: Sequence[Any]
     ) -> Sequence[Any]:
-        """Two float32 numbers, each changed, to 0 or ("negate") in its sign, where a comparison holds of its half of a
-        word, the lower half for the first: without its sign, as a number in half precision, with that of bits `limit`.
+        """Return two float32 numbers, each changed where a comparison holds of its half of a word, the lower half for
+        the first: to 0 ("clear") or in its sign ("negate").
+
+        A half is compared without its sign, as a number in half precision, with that of bits `limit`.
         """
         instruction = {"clear": "mul.f32 {0}, {0}, 0f00000000;", "negate": "neg.f32 {0}, {0};"}[change]
         both = ("first", "second")
@@ -126,7 +205,8 @@ class ThreadBuilder:
     def together(
         self, instructions: Sequence[str], made: Sequence[str], operands: Sequence[Any], *, convergent: bool = False
     ) -> Sequence[Any]:
-        """Several instructions in one, which make float32 numbers in registers `made` that they declare.
+        """Return the float32 numbers that several instructions, issued as one, make in registers `made` that they
+        declare.
 
         They become results when all operands are read, since the compiler may give a result an operand's register.
         """
@@ -136,67 +216,49 @@ class ThreadBuilder:
         return mgpu.utils.inline_ptx(ptx, *operands, result_types=types, convergent=convergent)
 
     def rounded(self, numbers: Sequence[Any]) -> Any:
-        """The word of the bfloat16 numbers nearest to two float32 numbers, the first one's in its lower half."""
+        """Return the word of the bfloat16 numbers nearest to two float32 numbers, the first one's in its lower half."""
         low, high = numbers
         return mgpu.utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=self.type)
 
-    def bfloat16(self, word: Any) -> Any:
-        """A register that holds two numbers, from their word."""
-        return mgpu.utils.bitcast(word, self.ir.VectorType.get((2,), self.ir.BF16Type.get()))
-
-    def bits(self, number: Any) -> Any:
-        """Those of a float32."""
-        return mgpu.utils.bitcast(number, self.type)
-
     def number(self, bits: Any) -> Any:
-        """The float32 that has them."""
+        """Return the float32 of these bits."""
         return mgpu.utils.bitcast(bits, self.zero.type)
-
-    def fields(self, bits: Any, *fields: tuple[int, int]) -> Any:
-        """Masked fields of bits, each shifted right by its own amount, or-ed together."""
-        return self.either(*(self.arith.andi(self.right(bits, by), self(field)) for field, by in fields))
-
-    def own(self, bits: Any) -> Any:
-        """Each byte shifted right, so that its lowest two bits belong to this thread's columns."""
-        return self.right(bits, self.left(self.pair, 1))
 
 
 def as_tree(operation: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
-    """An operation between all values, as a tree: in a chain each would wait for the one before."""
+    """Return an operation between all values, as a tree: in a chain each would wait for the one before."""
     some = list(values)
     while len(some) > 1:
         some = [*map(operation, some[::2], some[1::2]), *some[len(some) // 2 * 2 :]]
     return some[0]
 
 
-def make_tile(
-    shape: tuple[int, ...],
-    dtype: Any,
-    first: Int[Array, ""],
-    words: Callable[[], ThreadBuilder],
-    own: Callable[[Any, Any], Callable[[int, int, int], Any]],
-) -> Array:
-    """A tile of 64 rows that each thread makes of a scalar.
+def strided(shape: Sequence[int], most: int = 4) -> Any:
+    """Return the layout in which each thread has neighbours in the order of rows, as many as divide, up to `most`."""
+    return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=math.gcd(most, math.prod(shape) // THREADS))
 
-    Args:
-      shape, dtype: of the tile; float32 or int32.
-      first: the scalar.
-      words: makes the thread's operations.
-      own: of these and the scalar makes what gives the thread's elements, by the columns from 8 `eight` on, the upper
-        (half 0) or lower row, and which of the two columns.
+
+def array_type(shape: Sequence[int], dtype: Any, layout: Any = TILE) -> Any:
+    """Return the type of an array that `ThreadBuilder.emit` returns."""
+    return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=layout)
+
+
+def places(columns: int) -> Iterator[tuple[int, int]]:
+    """Yield `eight` and `half` of a tile's registers, in their order."""
+    return itertools.product(range(columns // 8), range(2))
+
+
+def tile(shape: Sequence[int], registers: Iterable[Any], *, is_signed: bool | None = None) -> Any:
+    """Return the tile that has these registers, in the order of `places`.
+
+    `is_signed` says it of integers, is False for booleans, and None for floating-point numbers.
     """
-    return_type = plgpu.ShapeDtypeStruct(shape, np.dtype(dtype), layout=plgpu.Layout.WGMMA)
-    is_signed = True if np.issubdtype(dtype, np.integer) else None
+    array = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(tuple(shape)), dtype=object)
+    for place, register in zip(np.ndindex(array.shape), registers, strict=True):
+        array[place] = register
+    return mgpu.FragmentedArray(_registers=array, _layout=mgpu.WGMMA_LAYOUT, _is_signed=is_signed)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=return_type)
-    def made(_: Any, first: Any) -> Any:
-        o = words()
-        element = own(o, first.registers.item())
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-        for index in np.ndindex(registers.shape):
-            _, eight, _, _, half, *_ = index
-            registers[index] = o.pair_of([element(eight, half, k) for k in range(2)])
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=is_signed)
 
-    call: Any = made
-    return call(first)
+def scalar(word: Any, *, is_signed: bool = True) -> Any:
+    """Return the array without axes that is a word, the same in all threads of a warp at least."""
+    return mgpu.FragmentedArray.splat(word, (), is_signed=is_signed)

@@ -17,21 +17,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
-from jflash._backends.nvidia.threads.builder import ThreadBuilder
+from jflash._backends.nvidia.threads.builder import ThreadBuilder, array_type, places, tile
 from jflash._semantics.dropout import FACTORS, GOLDEN, RATES, SHIFTS_AND_FACTORS
 
 _INFINITY = 0x7C00
-"""Its bits in half precision. Those above are NaN's."""
+"""The bits of infinity in half precision; larger ones are NaN's."""
 
 
 def words(
     counter: UInt32[Array, ""], middle: UInt32[Array, ""], shape: tuple[int, ...], *, keys_first: bool
 ) -> UInt32[Array, "64 half_the_columns"]:
-    """The words of a tile of `shape`.
+    """Return the words of a tile.
 
     Args:
       counter: that of the first query and key, which are multiples of 16.
@@ -39,21 +37,14 @@ def words(
       shape: the tile's.
       keys_first: whether rows are keys.
     """
-    scalar, made_shape = plgpu.Layout.WG_SPLAT(()), (shape[0], shape[1] // 2)
-    return_type = plgpu.ShapeDtypeStruct(made_shape, np.dtype(np.uint32), layout=plgpu.Layout.WGMMA)
+    made = shape[0], shape[1] // 2
 
-    @plgpu.inline_mgpu(arg_types=(scalar, scalar), return_type=return_type)
-    def made(_: Any, counter: Any, middle: Any) -> Any:
-        o = ThreadBuilder()
-        words = Words(o, counter.registers.item(), middle.registers.item(), keys_first=keys_first)
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(made_shape), dtype=object)
-        for index in np.ndindex(registers.shape):
-            _, sixteen, _, _, query, *_ = index
-            registers[index] = o.pair_of([words.word(sixteen, query, k) for k in range(2)])
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=False)
+    def make(o: ThreadBuilder, counter: Any, middle: Any) -> Any:
+        words = Words(o, counter, middle, keys_first=keys_first)
+        pairs = ([words.word(*place, k) for k in range(2)] for place in places(made[1]))
+        return tile(made, map(o.vector_of, pairs), is_signed=False)
 
-    call: Any = made
-    return call(counter, middle)
+    return ThreadBuilder.emit(make, counter, middle, returns=array_type(made, np.uint32))
 
 
 def drop(
@@ -64,7 +55,7 @@ def drop(
     keys_first: bool,
     signed: bool,
 ) -> Float[Array, "64 columns"]:
-    """A tile without what is dropped or, `signed`, with the sign of that changed.
+    """Return a tile without what is dropped or, `signed`, with the sign of that changed.
 
     Args:
       p: the probabilities, which are finite.
@@ -73,41 +64,32 @@ def drop(
       keys_first: whether rows are keys.
       signed: what to do with the dropped.
     """
-    return_type = plgpu.ShapeDtypeStruct(p.shape, p.dtype, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA), return_type=return_type)
-    def made(_: Any, p: Any, words: Any) -> Any:
-        o = ThreadBuilder()
-        pairs: dict[Any, list[Any]] = {index: o.numbers(p.registers[index]) for index in np.ndindex(p.registers.shape)}
-        for index in np.ndindex(words.registers.shape):
-            _, sixteen, _, _, query, *rest = index
-            decides = decided(sixteen, query, keys_first=keys_first)
-            at = [(0, eight, 0, 0, half, *rest) for eight, half in decides]
-            for k, word in enumerate(o.numbers(words.registers[index])):
-                numbers = chosen(o, word, [pairs[place][k] for place in at], dropped, signed=signed)
-                for place, number in zip(at, numbers, strict=True):
-                    pairs[place][k] = number
-        registers = np.empty_like(p.registers)
-        for index, pair in pairs.items():
-            registers[index] = o.pair_of(pair)
-        return mgpu.FragmentedArray(_registers=registers, _layout=p.layout, _is_signed=None)
+    def make(o: ThreadBuilder, p: Any, words: Any) -> Any:
+        pairs = list(map(o.numbers, p.registers.flat))
+        for (sixteen, query), both in zip(places(words.shape[1]), words.registers.flat, strict=True):
+            decides = [2 * eight + half for eight, half in decided(sixteen, query, keys_first=keys_first)]
+            for k, word in enumerate(o.numbers(both)):
+                numbers = chosen(o, word, [pairs[at][k] for at in decides], dropped, signed=signed)
+                for at, number in zip(decides, numbers, strict=True):
+                    pairs[at][k] = number
+        return tile(p.shape, map(o.vector_of, pairs))
 
-    call: Any = made
-    return call(p, words)
+    return ThreadBuilder.emit(make, p, words, returns=array_type(p.shape, p.dtype))
 
 
 class Words:
-    """A thread's words."""
+    """The words of dropout that a thread has of a tile."""
 
     def __init__(self, o: ThreadBuilder, counter: Any, middle: Any, *, keys_first: bool) -> None:
-        row, column = o.add(o.times(o.warp, 8), o.row), o.times(o.pair, 2)
+        row, column = o.add(o.times(o.warp, 8), o.row), o.first_column
         queries, keys = (column, row) if keys_first else (row, column)
         self.o, self.counter = o, o.add(counter, o.times(queries, GOLDEN), keys)
         self.middle, self.keys_first = middle, keys_first
         self.mixed: dict[int, Any] = {}
 
     def word(self, sixteen: int, query: int, k: int) -> Any:
-        """That of the first or second `query` of four, in the columns from 16 `sixteen` on."""
+        """Return the word of the first or second `query` of four, in the columns from 16 `sixteen` on."""
         o, (shift, factor) = self.o, SHIFTS_AND_FACTORS[query]
         place = 8 * sixteen + k
         counter = place * GOLDEN % 2**32 if self.keys_first else place
@@ -119,15 +101,14 @@ class Words:
 
 
 def decided(sixteen: int, query: int, *, keys_first: bool) -> list[tuple[int, int]]:
-    """What the lower and the higher half of a word decide for, as (eight, half): in the columns from 8 `eight` on, of
-    the upper (half 0) or lower row."""
+    """Return (eight, half) of what the lower and of what the higher half of a word decides for."""
     if keys_first:
         return [(2 * sixteen + query, half) for half in range(2)]
     return [(2 * sixteen + high, query) for high in range(2)]
 
 
 def chosen(o: ThreadBuilder, word: Any, numbers: Sequence[Any], dropped: int, *, signed: bool) -> Sequence[Any]:
-    """The float32 numbers for which a word's halves decide, without what they drop or with the sign of that changed."""
+    """Return the float32 numbers for which a word's halves decide, the dropped ones as 0 or, `signed`, negated."""
     change = "negate" if signed else "clear"
     if dropped <= _INFINITY:
         # NaN is not below anything, so it is kept.

@@ -12,36 +12,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32
 
-from jflash._backends.nvidia.threads.builder import ThreadBuilder
+from jflash._backends.nvidia.threads.builder import ThreadBuilder, array_type, tile
 
 
 def take(values: Float32[Array, "64 columns"]) -> tuple[BFloat16[Array, "64 columns"], Float32[Array, "64 columns"]]:
-    """The nearest bfloat16 numbers, and the values less those."""
-    tile = plgpu.Layout.WGMMA
-    dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-    return_type = tuple(plgpu.ShapeDtypeStruct(values.shape, dtype, layout=tile) for dtype in dtypes)
+    """Return a tile's nearest bfloat16 numbers, and the values less those."""
 
-    @plgpu.inline_mgpu(arg_types=(tile,), return_type=return_type)
-    def taken(_: Any, values: Any) -> Any:
-        o = ThreadBuilder()
-        pieces, rests = np.empty_like(values.registers), np.empty_like(values.registers)
-        for index in np.ndindex(values.registers.shape):
-            word, rest = of_pair(o, o.numbers(values.registers[index]))
-            pieces[index], rests[index] = o.bfloat16(word), o.pair_of(rest)
-        made = lambda registers: mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
-        return made(pieces), made(rests)
+    def make(o: ThreadBuilder, values: Any) -> Any:
+        pair = o.ir.VectorType.get((2,), o.ir.BF16Type.get())
+        pieces, rests = [], []
+        for register in values.registers.flat:
+            word, rest = of_pair(o, o.numbers(register))
+            pieces.append(mgpu.utils.bitcast(word, pair))
+            rests.append(o.vector_of(rest))
+        return tile(values.shape, pieces), tile(values.shape, rests)
 
-    call: Any = taken
-    return call(values)
+    returns = tuple(array_type(values.shape, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    return ThreadBuilder.emit(make, values, returns=returns)
 
 
 def of_pair(o: ThreadBuilder, numbers: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The word of the bfloat16 numbers nearest to two numbers, and what is left of each."""
+    """Return the word of the bfloat16 numbers nearest to two numbers, and what is left of each."""
     word = o.rounded(numbers)
     rounded = o.left(word, 16), o.arith.andi(word, o(0xFFFF0000))
     rests = [o.arith.subf(number, o.number(bits)) for number, bits in zip(numbers, rounded, strict=True)]

@@ -1,4 +1,4 @@
-"""Sums in device memory, to which CTAs add rows that they have in registers, in any order.
+"""Sums of rows in device memory, to which CTAs add rows that they have in registers, in any order.
 
 Sums of rows `[L, C]` are kept as `[L / 8, C / 16, 128]`: of 8 rows and 16 columns, the numbers in the order in which a
 warp adds them. A thread has two neighbours in each 8 columns of a row, so four of the 16 columns. They lie side by side
@@ -19,18 +19,16 @@ from typing import Any
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder
+from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, strided
 
 ROWS, COLUMNS = 8, 16
 UNIT = ROWS * COLUMNS
 _ITEM = 4
-_HOPPERS = 4
-"""How many numbers an instruction adds."""
 _utils: Any = mgpu.utils
 
 
 def as_rows(sums: Float[Array, "*#B L C"]) -> Float[Array, "*#B L C"]:
-    """Hopper's sums in the order of rows."""
+    """Return sums whose instructions add four numbers as rows."""
     *batch, length, columns = sums.shape
     # Unit: row, pair, eight, neighbour.
     numbers = sums.reshape(*batch, length // ROWS, columns // COLUMNS, ROWS, 4, 2, 2)
@@ -38,7 +36,7 @@ def as_rows(sums: Float[Array, "*#B L C"]) -> Float[Array, "*#B L C"]:
 
 
 def from_rows(rows: Float[Array, "*#B L C"]) -> Float[Array, "*#B L C"]:
-    """Rows in the order of Hopper's sums."""
+    """Return rows in the order of sums whose instructions add four numbers."""
     *batch, length, columns = rows.shape
     numbers = rows.reshape(*batch, length // ROWS, ROWS, columns // COLUMNS, 2, 4, 2)
     return numbers.swapaxes(-5, -4).swapaxes(-3, -2).reshape(rows.shape)
@@ -58,7 +56,7 @@ class Places:
         self.start = o.arith.addi(sums, o.distance(number, _ITEM))
 
     def offset(self, half: int, unit: int, number: int) -> int:
-        """Of one of a thread's four numbers of a unit, in bytes from its first."""
+        """Return where one of a thread's four numbers of a unit is, in bytes from its first."""
         lanes = number * 32 if self.together == 1 else number
         return ((half * self.units + unit) * UNIT + lanes) * _ITEM
 
@@ -73,43 +71,47 @@ def add_numbers(o: ThreadBuilder, places: Places, pairs: Sequence[Any]) -> None:
                 o.add_numbers(places.start, places.offset(half, unit, first), some)
 
 
-# Hopper's, for `plgpu.inline_mgpu`.
+def add(sums: Any, rows: Float[Array, "64 columns"]) -> None:
+    """Add 64 rows to `sums` in device memory, `[64, C]`, four numbers at a time. Columns from C on are left out."""
+
+    def make(o: ThreadBuilder, sums: Any, rows: Any) -> None:
+        columns = o.shape(sums)[1]
+        places = Places(o, o.device_address(sums), columns // COLUMNS, o.times(o.warp, 16), o(0), 4)
+        add_numbers(o, places, list(rows.registers.flat)[: columns // 4])
+
+    ThreadBuilder.emit(make, sums, rows)
 
 
-def add(_: Any, sums: Any, part: Any) -> None:
-    """Add 64 rows in the layout of products to sums `[64, C]`. Columns from C on are left out."""
-    o = ThreadBuilder()
-    columns = _utils.ir.MemRefType(sums.type).shape[1]
-    places = Places(o, o.device_address(sums), columns // COLUMNS, o.times(o.warp, 16), o(0), _HOPPERS)
-    add_numbers(o, places, list(part.registers.flat)[: columns // 4])
+def store(target: Any, sums: Array, first: Any) -> None:
+    """Store sums `[L, C]` of 16 bits, in the layout `strided`, as rows of an array in device memory from `first` on.
 
+    Rows and columns that the array does not have are left out.
+    """
 
-def store(_: Any, target: Any, sums: Any, first: Any) -> None:
-    """Store rounded sums `[L, C]`, of which threads have neighbours, as rows from `first` on: as far as an array in
-    device memory has such rows and columns."""
-    o, ir = ThreadBuilder(), _utils.ir
-    index, ends = ir.IndexType.get(), ir.MemRefType(target.type).shape
-    size = ir.VectorType(sums.registers.flat[0].type).shape[0]
-    item = ir.MemRefType(target.type).element_type
-    for number, register in enumerate(sums.registers.flat):
-        words = _utils.bitcast(register, ir.VectorType.get((size // 2,), o.type))
-        words = [_utils.vector.extract(words, [], ir.DenseI64ArrayAttr.get([at])) for at in range(size // 2)]
-        row, column, words = in_row(o, number, sums.shape[1] // COLUMNS, words)
-        row = o.add(row, first.registers.item())
-        is_there = o.arith.andi(*(o.below(at, o(end)) for at, end in zip((row, column), ends, strict=True)))
-        numbers = _utils.vector.from_elements(ir.VectorType.get((size // 2,), o.type), list(words))
-        with mgpu.when(is_there):
-            at = [o.arith.index_cast(index, place) for place in (row, column)]
-            _utils.vector.store(_utils.bitcast(numbers, ir.VectorType.get((size,), item)), target, at)
+    def make(o: ThreadBuilder, target: Any, sums: Any, first: Any) -> None:
+        index, ends = o.ir.IndexType.get(), o.shape(target)
+        for number, register in enumerate(sums.registers.flat):
+            size = o.ir.VectorType(register.type).shape[0]
+            words = o.numbers(_utils.bitcast(register, o.ir.VectorType.get((size // 2,), o.type)))
+            row, column, words = in_row(o, number, sums.shape[1] // COLUMNS, words)
+            row = o.add(row, first)
+            is_there = o.arith.andi(*(o.below(at, o(end)) for at, end in zip((row, column), ends, strict=True)))
+            numbers = o.vector_of(words)
+            with mgpu.when(is_there):
+                at = [o.arith.index_cast(index, place) for place in (row, column)]
+                _utils.vector.store(_utils.bitcast(numbers, o.ir.VectorType.get((size,), o.dtype(target))), target, at)
+
+    ThreadBuilder.emit(make, target, sums, first, layout=strided(sums.shape))
 
 
 def in_row(o: ThreadBuilder, number: int, units: int, words: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-    """The row and the first column of what a thread stores of its `number`th one or two words of sums, and the words.
+    """Return the row and the first column of what a thread stores of its `number`th one or two words of sums, and the
+    words.
 
     A word has two neighbours. Of two words one is exchanged with the next thread, so that a thread has four neighbours.
     """
     of_vector, size = number * THREADS * 2 * len(words), 2 * len(words)
-    index = o.add(o.times(o.add(o.times(o.warp, 32), o.lane), size), o(of_vector))
+    index = o.add(o.times(o.thread, size), o(of_vector))
     unit = o.right(index, 7)
     group, block = o.arith.divui(unit, o(units)), o.arith.remui(unit, o(units))
     row = o.add(o.times(group, ROWS), o.arith.andi(o.right(index, 4), o(7)))
@@ -118,5 +120,5 @@ def in_row(o: ThreadBuilder, number: int, units: int, words: Sequence[Any]) -> t
     if len(words) == 1:
         eight = o.arith.andi(o.right(index, 1), o(1))
         return row, o.add(column, o.left(eight, 3)), list(words)
-    is_odd = o.arith.cmpi(o.arith.CmpIPredicate.ne, o.arith.andi(pair, o(1)), o(0))
+    is_odd = o.differ(o.arith.andi(pair, o(1)), o(0))
     return row, o.add(column, o.arith.select(is_odd, o(6), o(0))), o.side_by_side(is_odd, words)

@@ -18,9 +18,9 @@ class Exponent:
     """The conversion of a call's logits to base 2."""
 
     factor: float
-    """From a logit, or of a plain call a product, to base 2."""
+    """What takes a logit, or a plain call's product, to base 2."""
     exact: bool
-    """Subtract first: a bias may be as large as its dtype allows."""
+    """Whether the reference is subtracted first: a bias may be as large as its dtype allows."""
     limit: float = math.inf
     """The largest reference whose rounding scales probabilities by no more than their dtype has room for."""
 
@@ -31,7 +31,7 @@ class Exponent:
         return jnp.exp2(logits * self.factor - reference)
 
     def units(self, logits: Array) -> Array:
-        """Logits as what probabilities are relative to is kept: in base 2, unless they have to be exact."""
+        """Logits in the units of a reference: in base 2, unless they have to be exact."""
         return logits if self.exact else logits * self.factor
 
     def relative_to(self, reference: Array) -> tuple[Array | float, Array]:
@@ -66,12 +66,8 @@ class Exponent:
 
 def is_plain(spec: Spec) -> bool:
     """Whether a logit is its product times a static positive number that float32 can be divided by."""
-    return _plain_scale(spec) is not None
-
-
-def _plain_scale(spec: Spec) -> float | None:
     is_product = follows_products(spec) and spec.logits_soft_cap is None
-    return spec.scale if is_product and spec.scale is not None and spec.scale > 1e-20 else None
+    return is_product and spec.scale is not None and spec.scale > 1e-20
 
 
 def follows_products(spec: Spec) -> bool:
@@ -81,14 +77,13 @@ def follows_products(spec: Spec) -> bool:
 
 def sums_scale(spec: Spec) -> float:
     """What a plain call leaves to be applied to the sums over its products' cotangents."""
-    return _plain_scale(spec) or 1.0
+    return spec.scale if is_plain(spec) and spec.scale is not None else 1.0
 
 
 def of(spec: Spec) -> Exponent:
     """The conversion for a call."""
-    scale = _plain_scale(spec)
-    if scale is not None:
-        return Exponent(scale * LOG2_E, exact=False)
+    if is_plain(spec):
+        return Exponent(sums_scale(spec) * LOG2_E, exact=False)
     exact = "bias" in spec.operands or spec.score_mod is not None
     # Where weights are off by 2**8 and 2**32, and logits at least 8 and 32 apart.
     limit = 2.0**27 if spec.dtype == jnp.float16 else 2.0**29

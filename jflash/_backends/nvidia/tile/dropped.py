@@ -66,7 +66,7 @@ def d_logits(spec: Spec, p: Tile, dp: Tile, delta: Tile) -> Tile:
 
 
 def scaled(spec: Spec, values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """With what makes up for the dropped: values / (1 - rate)."""
+    """`values` / (1 - rate), which makes up for what was dropped."""
     return values if spec.dropout_rate == 0 else values * (1 / (1 - spec.dropout_rate))
 
 

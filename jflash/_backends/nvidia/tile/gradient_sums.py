@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.launch import KernelPlan
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps
+from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import score_mod_reads
+from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
 
 _PARAMETERS = ("scale", "alibi_slopes", "bias")
@@ -55,7 +55,7 @@ class ParameterSums:
         """Return the arrays that hold the sums, by d_ and each parameter's name."""
         return {f"d_{name}": jax.ShapeDtypeStruct(shape, jnp.float32) for name in self.names}
 
-    def zeros(self, ops: WarpgroupOps) -> Sums:
+    def zeros(self, ops: Ops) -> Sums:
         """Return the sums before the first tile of a head."""
         return tuple(ops.full((WARPGROUP_ROWS,), 0) for _ in self.names)
 

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.ops import Ref, WarpgroupOps, along_columns, along_rows
+from jflash._backends.nvidia.ops import Ops, Ref, along_columns, along_rows
 from jflash._semantics import visibility
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters, Tile
@@ -24,7 +24,7 @@ Loaded = Mapping[str, Array]
 
 
 class TileCoord(NamedTuple):
-    """Where a tile of logits begins."""
+    """The corner of a tile of logits."""
 
     batch: Int[Array, ""]
     head: Int[Array, ""]
@@ -37,33 +37,33 @@ class KernelInputs:
     """References to what `prepare` made, and how a tile reads them."""
 
     spec: Spec
-    ops: WarpgroupOps
+    ops: Ops
     refs: Mapping[str, Ref]
     packed_heads: int = 1
     """Query heads that are interleaved in the rows of a tile; a row's query is its index divided by it."""
     keys_first: bool = False
     """Whether a tile's rows are keys and its columns queries."""
     has_bias: bool = True
-    """Whether the bias, if the call has one, is still to be added to products: see `bias_columns`."""
+    """Whether the bias, if the call has one, is still to be added to products: see `bf16_columns`."""
 
     def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
-        """A scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
+        """Return a scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
         ref = self.refs.get(name)
         return None if ref is None else ref[shared_index(ref, batch, head)]
 
     def part(self, name: str, batch: Int[Array, ""], head: Int[Array, ""]) -> Ref:
-        """What one batch entry and head have of an operand `[#B, #N, ...]`."""
+        """Return what one batch entry and head have of an operand `[#B, #N, ...]`."""
         ref = self.refs[name]
         return ref.at[shared_index(ref, batch, head)]
 
     def load_key_bias(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
-        """The bias of a tile, by name, if it has one value for each key; for kernels that load it ahead."""
+        """Load the bias of a tile ahead, by name, if it has one value for each key."""
         if bias_and_mask.bias_kind(self.spec) != "column" or not self.has_bias:
             return {}
         return {"bias": self._part_of_tile("bias", at, shape)}
 
     def load_packed_mask(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
-        """The packed mask of a tile, by name, if the call has one; for kernels that load it ahead."""
+        """Load the packed mask of a tile ahead, by name, if the call has one."""
         if not bias_and_mask.has_packed_mask(self.spec):
             return {}
         ref = self.refs["mask"]
@@ -78,7 +78,7 @@ class KernelInputs:
         return {"mask": words}
 
     def parameters(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Parameters:
-        """What shapes the logits of the tile of `shape` at `at`; what is not `loaded` is read here."""
+        """Return what shapes the logits of the tile of `shape` at `at`, and load of it what is not `loaded`."""
         read = lambda name: loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
         bias = read("bias") if self.has_bias else None
         return Parameters(
@@ -89,7 +89,7 @@ class KernelInputs:
         )
 
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
-        """What `_semantics` needs of the tile of `shape` at `at`; what is not `loaded` is read here."""
+        """Return what `_semantics` needs of the tile of `shape` at `at`, and load of it what is not `loaded`."""
         spec, ops = self.spec, self.ops
         query = ops.indices(shape, int(self.keys_first), at.query)
         if self.packed_heads > 1:
@@ -128,10 +128,12 @@ class KernelInputs:
         if spec.score_mod is None:
             return tile
         query, key = tile._replace(query=at.query, key=at.key).indices
-        return tile._replace(key_minus_query_override=ops.ahead(shape, key - query, keys_first=self.keys_first))
+        return tile._replace(
+            key_minus_query_override=ops.key_minus_query(shape, key - query, keys_first=self.keys_first)
+        )
 
     def visible(self, tile: Tile) -> Array:
-        """Which logits of a tile count; those of keys past the end do not."""
+        """Return which logits of a tile count; those of keys past the end do not."""
         if tile.key_lengths is None:
             tile = tile._replace(key_lengths=jnp.int32(self.spec.key_length))
         seen = visibility.visible(self.spec, tile)
@@ -139,8 +141,11 @@ class KernelInputs:
         return seen
 
     def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...]) -> Any:
-        """A scalar, or the part of an operand `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the
-        other; `None` if the call does not have it."""
+        """Return a scalar, or a vector of `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the
+        other.
+
+        It is `None` if the call does not have the operand.
+        """
         ref, kinds = self.refs.get(name), _SEGMENTS | bias_and_mask.kinds(self.spec)
         if ref is None or kinds.get(name) not in ("row", "column"):
             return self.value(name, at.batch, at.head)
@@ -152,5 +157,5 @@ class KernelInputs:
 
 
 def shared_index(ref: Ref, batch: Any, head: Any) -> tuple[Any, ...]:
-    """Where a batch entry and head are in an operand that may share them."""
+    """Return where a batch entry and head are in an operand that may share them."""
     return tuple(0 if size == 1 else at for size, at in zip(ref.shape, (batch, head), strict=False))

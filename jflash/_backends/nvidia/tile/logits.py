@@ -29,6 +29,7 @@ from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import program
 from jflash._semantics import tile as semantics
 from jflash._semantics.logits import modify_logits, without_unseen
+from jflash._semantics.score_mod_reads import read_name
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters
 
@@ -57,7 +58,7 @@ class LogitsForm:
     max_warpgroups = 2
     """The most warpgroups that compute for which the form leaves registers."""
     bias_by_mma = False
-    """Whether the matrix unit adds the bias, from `bias_columns`."""
+    """Whether the matrix unit adds the bias, from `bf16_columns`."""
     first_m = -math.inf
     """m before the first tile, in a kernel whose first tile is like all others."""
 
@@ -68,20 +69,20 @@ class LogitsForm:
         return inputs.load_packed_mask(at, shape) | bias
 
     def step(self, s: Tile, mask: TileContext, before: Softmax | None) -> Softmax:
-        """The online softmax's step for a tile's products."""
+        """Take the online softmax's step for a tile's products."""
         logits, exponent = mask.hide(_modified(s, mask), -jnp.inf), self.exponent(mask.inputs.spec)
         return softmax.step(exponent, logits, 1.0, mask, before, in_parts=self.sums_in_parts)
 
     def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
-        """O relative to the last tile's m, from O relative to the m before it."""
+        """Return O relative to the last tile's m, from O relative to the m before it."""
         return softmax.scaled_rows(acc_o, rescale)
 
     def exponent(self, spec: Spec) -> Exponent:
-        """What m is in the units of."""
+        """Return the conversion in whose units m is."""
         return base2.of(spec)
 
     def scheduling_fence(self, spec: Spec, keys: int, warpgroups: int, *, is_masked: bool) -> str | None:
-        """The field of `Softmax` that is stored so that the compiler makes it before the wait for P V, if any.
+        """Return the field of `Softmax` that is stored so that the compiler makes it before the wait for P V, if any.
 
         The compiler puts behind that wait whatever nothing needs before. The maxima should come before it; of three
         warpgroups the exponentials too, while of two one's run beside the other's products. Where logits take more
@@ -111,7 +112,7 @@ class LessDistances(LogitsForm):
 
     @staticmethod
     def serves(spec: Spec) -> bool:
-        """Whether a call's logits have this form."""
+        """Return whether a call's logits have this form."""
         others = "bias" in spec.operands or spec.score_mod is not None or spec.logits_soft_cap is not None
         return "alibi_slopes" in spec.operands and not others
 
@@ -142,7 +143,7 @@ class SoftCapped(LogitsForm):
 
 
 def _modified(s: Float[Array, "rows columns"], mask: TileContext) -> Float[Array, "rows columns"]:
-    """The logits of a tile of products; a plain call leaves its scale to the exponent."""
+    """Return the logits of a tile of products; a plain call leaves its scale to the exponent."""
     inputs = mask.inputs
     if is_plain(inputs.spec):
         return s
@@ -153,7 +154,7 @@ def _modified(s: Float[Array, "rows columns"], mask: TileContext) -> Float[Array
 def differentiate(
     s: Float[Array, "rows columns"], mask: TileContext, probabilities: Callable[[Array], Array], wanted: Sequence[str]
 ) -> tuple[Float[Array, "rows columns"], PullBack]:
-    """A tile's probabilities from its products, 0 where the query does not see the key; and the way back.
+    """Return a tile's probabilities from its products, 0 where the query does not see the key; and the way back.
 
     That takes cotangents of logits to those of the products and of the parameters `wanted`. A parameter's cotangent is
     that of its value at every element of the tile. A plain call's products have their logits' cotangent as it is: the
@@ -171,8 +172,11 @@ def differentiate(
 def linearize(
     s: Float[Array, "rows columns"], mask: TileContext, probabilities: Callable[[Array], Array], moving: Sequence[str]
 ) -> tuple[Float[Array, "rows columns"], PushForward]:
-    """A tile's probabilities as `differentiate` has them; and the way forward, from tangents of the products and of the
-    parameters `moving` to those of logits, 0 where the query does not see the key."""
+    """Return a tile's probabilities as `differentiate` does, and the way forward.
+
+    That takes tangents of the products and of the parameters `moving` to those of logits, 0 where the query does not
+    see the key.
+    """
     inputs = mask.inputs
     if is_plain(inputs.spec):
         return mask.hide(probabilities(s), 0.0), lambda ts, _: ts * sums_scale(inputs.spec)
@@ -186,13 +190,13 @@ def linearize(
 def _modification(
     mask: TileContext, shape: tuple[int, ...]
 ) -> tuple[Callable[[Array, dict[str, Array]], Array], Parameters]:
-    """The logits of a tile's products and of some of its parameters, to be differentiated; and all parameters."""
+    """Return the logits of a tile as a function of its products and some parameters; and all parameters."""
     inputs, tile = mask.inputs, _tile(mask, shape)
 
     def modify(s: Array, values: dict[str, Array]) -> Array:
         others = {name: value for name, value in values.items() if name in tile.parameters._fields}
         reads = enumerate(tile.parameters.score_mod_arrays)
-        reads = tuple(values.get(score_mod_reads.name(place), read) for place, read in reads)
+        reads = tuple(values.get(read_name(place), read) for place, read in reads)
         given = tile.parameters._replace(**others, score_mod_arrays=reads)
         parameters = without_unseen(inputs.spec, given, inputs.visible(tile))
         spec = score_mod_reads.rest(inputs.spec, tile)
@@ -204,21 +208,21 @@ def _modification(
 def parameter_tangents(
     tangents: KernelInputs, mask: TileContext, shape: tuple[int, ...], loaded: Loaded, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Of a tile's parameters, by name: from the inputs that `tangents` are, and what was `loaded` of them."""
+    """Return the tangents of a tile's parameters by name, from the inputs `tangents` and what was `loaded` of them."""
     reads = score_mod_reads.load(tangents, mask.at, mask.inputs.tile(mask.at, shape, mask.loaded))
     return _named(tangents.parameters(mask.at, shape, loaded)._replace(score_mod_arrays=reads), names)
 
 
 def _tile(mask: TileContext, shape: tuple[int, ...]) -> semantics.Tile:
-    """A tile, with what its score_mod reads for the arrays."""
+    """Return a tile, with what its score_mod reads in the place of the arrays."""
     tile = mask.inputs.tile(mask.at, shape, mask.loaded)
     reads = score_mod_reads.load(mask.inputs, mask.at, tile)
     return tile._replace(parameters=tile.parameters._replace(score_mod_arrays=reads))
 
 
 def _named(parameters: Parameters, names: Sequence[str]) -> dict[str, Any]:
-    """Parameters of a tile by name, of which each read of a score_mod has one."""
-    reads = {score_mod_reads.name(place): read for place, read in enumerate(parameters.score_mod_arrays)}
+    """Return parameters of a tile by name; each read of a score_mod has one."""
+    reads = {read_name(place): read for place, read in enumerate(parameters.score_mod_arrays)}
     return {name: reads[name] if name in reads else getattr(parameters, name) for name in names}
 
 
@@ -227,7 +231,7 @@ def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], A
 
 
 def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
-    """`function` without what Mosaic GPU does not lower: what differentiation leaves, and custom derivatives."""
+    """Return `function` without what Mosaic GPU does not lower: what differentiation leaves, and custom derivatives."""
 
     def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)

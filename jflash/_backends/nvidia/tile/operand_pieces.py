@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import WarpgroupOps, rounded
+from jflash._backends.nvidia.ops import Ops, rounded
 from jflash._semantics.score_mod import equations
 from jflash._semantics.spec import Spec
 
@@ -40,7 +40,7 @@ the others with one that grows with the argument."""
 
 
 def unsupported(spec: Spec) -> str | None:
-    """Why products of pieces are not a call's, in words for the user; `None`: they are."""
+    """Return why products of pieces are not a call's, in words for the user; `None` if they are."""
     if spec.dtype != jnp.float32:
         return None
     if (unknown := next((name for name in _precisions(spec) if name not in _BY_PRECISION), None)) is not None:
@@ -57,17 +57,17 @@ def unsupported(spec: Spec) -> str | None:
 
 
 def number(spec: Spec) -> int:
-    """How many pieces an operand has."""
+    """Return how many pieces an operand has."""
     return max(_BY_PRECISION[name] for name in _precisions(spec)) if spec.dtype == jnp.float32 else 1
 
 
 def facts(spec: Spec) -> tuple[int, ...]:
-    """What the tiles of a float32 call are tuned for besides what those of other calls are."""
+    """Return what the tiles of a float32 call are tuned for besides head dims."""
     return (number(spec),) if spec.dtype == jnp.float32 else ()
 
 
 def _precisions(spec: Spec) -> list[str]:
-    """The names of a call's precision, or of the two of a pair."""
+    """Return the names of a call's precision, or of the two of a pair."""
     given = spec.precision if isinstance(spec.precision, tuple) else (spec.precision,)
     return [_name(precision) for precision in given]
 
@@ -81,12 +81,12 @@ def _name(precision: Any) -> str:
 
 
 def dtype(spec: Spec) -> np.dtype[Any]:
-    """The dtype of the matrix unit's operands."""
+    """Return the dtype of the matrix unit's operands."""
     return np.dtype(jnp.bfloat16) if spec.dtype == jnp.float32 else spec.dtype
 
 
 def products(spec: Spec) -> int:
-    """How many products of the matrix unit one of a call's products is."""
+    """Return how many products of the matrix unit one of a call's products is."""
     return len(order(number(spec)))
 
 
@@ -103,7 +103,7 @@ def split_numbers(
 
 
 def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Float[Array, "... columns"]:
-    """An operand in device memory as kernels copy it: of each of `parts` of its columns all pieces.
+    """Return an operand in device memory as kernels copy it: of each chunk of its columns all pieces.
 
     What is not finite is its own first piece, and the only one.
     """
@@ -120,12 +120,12 @@ def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Flo
 
 
 def transposed(pieces: Pieces) -> Pieces:
-    """Each piece transposed."""
+    """Return each piece transposed."""
     return tuple(piece.T for piece in pieces)
 
 
-def split(spec: Spec, values: Float[Array, "rows columns"], ops: WarpgroupOps) -> Pieces:
-    """An operand in registers."""
+def split(spec: Spec, values: Float[Array, "rows columns"], ops: Ops) -> Pieces:
+    """Return the pieces of an operand in registers."""
     if spec.dtype != jnp.float32:
         return (values.astype(spec.dtype),)
     pieces: list[Array] = []
@@ -136,6 +136,8 @@ def split(spec: Spec, values: Float[Array, "rows columns"], ops: WarpgroupOps) -
 
 
 def order(count: int) -> list[tuple[int, int]]:
-    """Which pieces of two operands are multiplied, in the order in which their products are added: the smallest first,
-    as what is added to zeros is rounded least."""
+    """Return which pieces of two operands are multiplied, in the order in which their products are added.
+
+    The smallest come first, as what is added to zeros is rounded least.
+    """
     return [(left, total - left) for total in reversed(range(count)) for left in range(total + 1)]

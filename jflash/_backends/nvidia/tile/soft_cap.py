@@ -15,8 +15,6 @@ from jax import lax
 class SoftCap:
     """factor * cap * tanh(unit * number), relative error 1e-6: a short form for small numbers, and one for all.
 
-    Numbers are the products themselves where float32 has the constants for it, which saves a multiplication each.
-
     The hardware's own tanh has a relative error of 1e-5, more than the rule for numbers allows. By way of an
     exponential a small result would be the difference of large numbers, and the unit that makes exponentials is busy.
     """
@@ -29,8 +27,10 @@ class SoftCap:
 
     @staticmethod
     def of(products: jax.Array, scale: jax.Array | float, cap: float, **others: float) -> tuple[SoftCap, jax.Array]:
-        """The form for products times a scale, and its numbers: the products, if the scale is static and float32 has
-        the constants for it."""
+        """The form for products times a scale, and its numbers.
+
+        Where the scale is static and float32 has the constants for it, these are the products themselves.
+        """
         if isinstance(scale, jax.Array) or not (2**-20 < cap < 2**20 and 2**-12 < abs(scale / cap) < 2**12):
             return SoftCap(cap, **others), products * (scale * (1 / cap))
         return SoftCap(cap, scale / cap, **others), products

@@ -29,8 +29,8 @@ float32 then has room for the sums of values whose magnitudes add up to no more 
 """
 
 PARTS_OF_L = 8
-"""The parts of l, where it has any: sums of every eighth column. Of eight neighbours a thread has two, in the matrix
-units' layouts, so that a step sends nothing from thread to thread. It keeps four numbers for the two of whole sums."""
+"""Parts of l, where it has any: sums of every eighth column. Of eight neighbours a thread has two in the matrix unit's
+layouts, so that a step sends nothing from thread to thread. It keeps four numbers for the two of whole sums."""
 
 
 class Softmax(NamedTuple):
@@ -39,12 +39,11 @@ class Softmax(NamedTuple):
     p: Float[Array, "rows keys"]
     """In the call's dtype."""
     m: Float[Array, "rows"]
-    """What P is relative to: the largest logit so far, in the exponent's `units`. With a soft cap sometimes 0, and then
-    never -inf."""
+    """What P is relative to: the largest logit so far, in the exponent's `units`; with a soft cap sometimes 0."""
     l: Float[Array, "rows *parts"]
-    """Whole, or in `PARTS_OF_L`."""
+    """The sum of the rows' weights, whole or in `PARTS_OF_L`."""
     rescale: Float[Array, "rows"]
-    """From the sums before the last tile to those after it."""
+    """The factor that takes the sums before the last tile to those after it."""
 
 
 def step(
@@ -93,7 +92,7 @@ def _sums(p: Float[Array, "rows keys"], *, in_parts: bool) -> Float[Array, "rows
 
 
 def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax | None, *, in_parts: bool) -> Softmax:
-    """Show the rows a tile's products, which are scaled and capped here; exponents are in base 2. Others as in `step`.
+    """`step` with a tile's products, which are scaled and capped here; exponents are in base 2.
 
     Where all of a tile's logits are small, their exponentials fit P's dtype relative to what m was before, and the
     search for the row's maximum is left out.
@@ -158,20 +157,6 @@ def scaled_rows(acc_o: Float[Array, "rows D"], rescale: Float[Array, "rows"]) ->
     return acc_o * along_rows(rescale, acc_o.shape)
 
 
-def finish(
-    spec: Spec,
-    exponent: Exponent,
-    m: Float[Array, "rows"],
-    l: Float[Array, "rows"],
-    acc_o: Float[Array, "rows D"],
-    sink: Float[Array, ""] | None,
-) -> tuple[Float[Array, "rows D"], Float[Array, "rows"]]:
-    """The rows' output and log-sum-exp, from m and whole l; 0 and -inf for those that saw no key, with a sink or
-    without."""
-    factor, lse = last_factor(spec, exponent, m, l, sink)
-    return scaled_rows(acc_o, factor), lse
-
-
 def last_factor(
     spec: Spec,
     exponent: Exponent,
@@ -179,7 +164,10 @@ def last_factor(
     l: Float[Array, "rows"],
     sink: Float[Array, ""] | None,
 ) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
-    """What times O is the rows' output, and their log-sum-exp, likewise."""
+    """What times O is the rows' output, and their log-sum-exp, from m and whole l.
+
+    For rows that saw no key they are 0 and -inf, with a sink or without.
+    """
     empty = l == 0
     unit = 1.0 if exponent.exact else 1 / LOG2_E
     reference = finite_or_zero(m) * unit

@@ -29,16 +29,16 @@ from jflash._semantics.spec import Spec
 _ALMOST_ALL = 0.9
 """The part of the multiprocessors for which a wave needs CTAs: 128 are enough for 132."""
 _QUARTER = 0.24
-"""Likewise of a wave of few blocks: 32 are enough."""
+"""The part of the multiprocessors for which a wave of few blocks needs CTAs: 32 are enough."""
 _FEW_BLOCKS, _FEW_BLOCKS_ALIKE = 8, 16
-"""Of keys, so few that the longest CTA takes little longer than the average, and small waves wait for none; and if all
-take the same time, so few that small waves still gain something."""
+"""Blocks of keys up to which waves are small: with fewer, the longest CTA takes little longer than the average; and if
+all take the same time, small waves gain something up to the second number."""
 _UNPAIRED_WAVES = 0.5
 """Waves for each block with which the schedule keeps an odd number of them. One without a partner takes a share of the
 time that falls with their number. Waves twice as large push accumulators of dQ out of the cache, which costs a share
 that falls with the number of blocks."""
 _FEW_TILES = 4
-"""Of 128 queries or keys, so few that one CTA rounds a work item's dQ without delay."""
+"""Tiles of 128 queries or keys up to which one CTA rounds a work item's dQ without delay."""
 _LAG, _ROOM = 1.45, 1.9
 """CTAs for each multiprocessor after which a small wave's dQ is rounded, or for whose accumulators there is room if the
 last CTA of a work item rounds it. Smaller numbers make CTAs wait, and larger ones fill the cache."""
@@ -60,19 +60,19 @@ class BackwardSchedule:
     """The CTAs of a grid (waves, blocks, items)."""
 
     head_groups: int
-    """Of each key head."""
+    """Head groups of each key head."""
     heads: int
-    """Of a head group."""
+    """Query heads of a head group."""
     blocks: int
-    """Of keys, that a work item has."""
+    """Blocks of keys that a work item has."""
     batch: int
     items: int
     """Work items of a wave."""
     waves: int
     lag: int = 2
-    """Of the fused backward: how many waves later dQ is rounded."""
+    """How many waves later dQ of the fused backward is rounded."""
     room: int | None = None
-    """For how many waves accumulators of dQ exist, if the last CTA of a work item rounds it; `None`: later ones do."""
+    """Waves for which accumulators of dQ exist, if the last CTA of a work item rounds it; `None`: later CTAs round."""
     partial: bool = False
     """Whether dK and dV are parts of sums that go on after the call."""
     splits: int = 1
@@ -85,7 +85,7 @@ class BackwardSchedule:
         return self.head_groups > 1 or self.partial or self.splits > 1
 
     def split(self, block: Any) -> tuple[Any, Any]:
-        """A block's place among those that differ in keys, and its split."""
+        """Return a block's place among those that differ in keys, and its split."""
         if self.splits == 1:
             return block, 0
         every = self.blocks // self.splits
@@ -145,7 +145,7 @@ class BackwardSchedule:
         )
 
     def item(self, wave: Any, number: Any) -> WorkItem:
-        """A wave's work item; past the last wave, of no head group."""
+        """Return a wave's work item; past the last wave it has no head group."""
         if self.items <= self.batch:
             parts = self.batch // self.items
             batch, own = lax.rem(wave, parts) * self.items + number, lax.div(wave, parts)
@@ -180,7 +180,7 @@ class BackwardSchedule:
 
 
 def _head_groups(group: int, blocks: int, processors: int | None) -> int:
-    """How many groups the query heads of one key head are divided into, if there are `blocks` of keys in all.
+    """Return the number of groups for the query heads of one key head, if there are `blocks` of keys in all.
 
     The sums of a group cost as much as a head's visits to a few thousand queries. For four heads and more, 3 CTAs for
     each multiprocessor make up for that, as there are more waves; for fewer only CTAs that would otherwise be missing.

@@ -25,7 +25,7 @@ class DbiasSchedule:
     """The tiles, what is summed in each, and its CTAs."""
 
     shape: tuple[int, int, int, int]
-    """Of the bias."""
+    """The shape of the bias."""
     blocks: int
     """Tiles along the queries."""
     tiles: int
@@ -39,7 +39,7 @@ class DbiasSchedule:
 
     @classmethod
     def of(cls, spec: Spec, rows: int, keys: int, ctas: int | None) -> Self:
-        """The schedule for tiles of `rows` by `keys`.
+        """Return the schedule for tiles of `rows` by `keys`.
 
         Where there are fewer tiles than `ctas`, several CTAs share each tile, at most `ctas` in all. If `ctas` is
         `None`, each tile has one.
@@ -54,7 +54,7 @@ class DbiasSchedule:
 
     @property
     def number(self) -> int:
-        """Of all tiles."""
+        """The number of all tiles."""
         return math.prod(self.shape[:2]) * self.blocks * self.tiles
 
     @property
@@ -69,7 +69,7 @@ class DbiasSchedule:
         return jax.ShapeDtypeStruct(shape, stored_dtype(spec, self.splits))
 
     def summed(self, spec: Spec, stored: Float[Array, "parts #N rows keys"]) -> Float[Array, "#B #N T S"]:
-        """The gradient, in the bias's shape."""
+        """Return the gradient, in the bias's shape."""
         stored = stored[:, :, : self.shape[2], : self.shape[3]]
         if self.splits == 1:
             return stored
@@ -77,7 +77,7 @@ class DbiasSchedule:
         return total.astype(spec.gradient_dtype(spec.bias_dtype))
 
     def own_visits(self) -> tuple[Any, Any]:
-        """In a kernel: the first visit of a CTA, and how many it has."""
+        """Return, in a kernel, the first visit of a CTA, and how many it has."""
         if self.splits == 1:
             return 0, self.visits
         most = pl.cdiv(self.visits, self.splits)
@@ -85,17 +85,17 @@ class DbiasSchedule:
         return first, jnp.clip(self.visits - first, 0, most)
 
     def sharing(self, visit: Any) -> tuple[Any, Any]:
-        """In a kernel: the batch entry and the head of a visit."""
+        """Return, in a kernel, the batch entry and the head of a visit."""
         # The bias's own entry and head are added to; only one of the two is not 0.
         batch, head = lax.axis_index("batch"), lax.axis_index("head")
         return batch + lax.div(visit, self.heads), head + lax.rem(visit, self.heads)
 
     def place(self) -> tuple[Any, Any]:
-        """In a kernel: where a CTA stores, by the first two axes."""
+        """Return, in a kernel, where a CTA stores, by the first two axes."""
         part = 0 if self.splits == 1 else lax.axis_index("split") * self.shape[0]
         return part + lax.axis_index("batch"), lax.axis_index("head")
 
 
 def stored_dtype(spec: Spec, splits: int) -> Any:
-    """The dtype that the kernel stores: float32 if each of several CTAs stores a part of the sum."""
+    """Return the dtype that the kernel stores: float32 if each of several CTAs stores a part of the sum."""
     return spec.gradient_dtype(spec.bias_dtype) if splits == 1 else jnp.dtype(jnp.float32)

@@ -1,4 +1,4 @@
-"""In which order a block of keys visits the tiles of queries that see it.
+"""The order in which a block of keys visits the tiles of queries that see it.
 
 What one CTA loads and adds to, others should use before it leaves the cache. With heads one by one, CTAs that see fewer
 queries run ahead of the others, and are soon at another head's queries and dQ. So where all blocks of keys go on to the
@@ -22,17 +22,17 @@ from jflash._semantics.spec import Spec
 
 
 class TileOrder:
-    """The tiles of a block's range, for each of the `heads` of its head group."""
+    """The order of a block's tiles, for each of the `heads` of its head group."""
 
     def __init__(self, spec: Spec, tiles: TileRange, heads: int, block: Int[Array, ""], *, by_head: bool) -> None:
-        """With `by_head` heads come one by one for another reason."""
+        """Heads come one by one if the kernel wants them so, `by_head`, or if that is the better order."""
         to_the_end = spec.bounds[0] is None and "query_segments" not in spec.operands
         self.tiles, self.heads, self.by_head = tiles, heads, by_head or heads == 1 or not to_the_end
         self.rotation = block
         """By how many tiles later this block begins with a head."""
 
     def at(self, step: Int[Array, ""], count: Int[Array, ""]) -> tuple[Any, Int[Array, ""]]:
-        """The head, of the group, and the tile of a step; `count` is the range's."""
+        """Return the head, counted in its group, and the tile of a step; `count` is the range's."""
         if not self.by_head:
             return lax.rem(step, self.heads), count - 1 - lax.div(step, self.heads)
         return lax.div(step, count), self._rotated(lax.rem(step, count), count)

@@ -1,4 +1,4 @@
-"""Which tiles of keys a block of queries visits, and which tiles of queries a block of keys; and a tile's mask.
+"""The tiles of keys that a block of queries visits, or of queries that a block of keys visits; and a tile's mask.
 
 A kernel finds them from the block's index and its entry's offset and lengths; with segments it reads a small table.
 """
@@ -29,14 +29,14 @@ TABLE = "tile_ranges"
 
 
 def block_start(block: Any, size: int, missing: int = 0) -> Any:
-    """Where a block of `size` begins, if the first one lacks `missing` rows."""
+    """Return where a block of `size` begins, if the first one lacks `missing` rows."""
     return jnp.maximum(block * size - missing, 0) if missing else block * size
 
 
 def table(
     spec: Spec, operands: Operands, size: int, missing: int = 0, *, of_keys: bool = False
 ) -> dict[str, Int[Array, "B blocks 4"]]:
-    """The spans of every block of `size` queries (or, `of_keys`, keys), by name; empty where a kernel finds them."""
+    """Return the spans of every block of `size` queries or, `of_keys`, keys; nothing if a kernel finds them."""
     if "query_segments" not in spec.operands:
         return {}
     length, unmasked = spec.key_length if of_keys else spec.query_length, operands._replace(mask=None)
@@ -59,7 +59,7 @@ class TileRange:
     size: int
 
     def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
-        """The first key (or query) of the tile that is visited after `index` others."""
+        """Return the first key, or query, of the tile that is visited after `index` others."""
         return self.first + index * self.size
 
     def share(self, index: Int[Array, ""] | int, shares: int) -> TileRange:
@@ -72,7 +72,7 @@ class TileRange:
         )
 
     def split(self, index: Int[Array, ""], splits: int) -> TileRange:
-        """One CTA's share of a range that several split; at least one tile, which may be past the end."""
+        """Return one CTA's share of a range that several split: at least one tile, which may be past the end."""
         if splits == 1:
             return dataclasses.replace(self, count=jnp.maximum(self.count, 1))
         stop = self.first + self.count * self.size
@@ -86,7 +86,7 @@ class TileRange:
 def visited(
     inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0, *, alignment: int = 8
 ) -> TileRange:
-    """The tiles of `size` keys that a block of `rows` queries visits; or those of queries, where keys are the rows.
+    """Return the tiles of `size` keys that a block of `rows` queries visits; or those of queries, if rows are keys.
 
     The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, or more where masks or words do.
     """
@@ -110,18 +110,18 @@ def visited(
 
 
 def is_limited(spec: Spec) -> bool:
-    """Whether more than a dense mask, and where the keys end, says what is seen."""
+    """Return whether more than a dense mask, and where the keys end, says what is seen."""
     return spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
 
 
 def blocks_grow(spec: Spec) -> bool:
-    """Whether each block of queries sees more keys than the last."""
+    """Return whether each block of queries sees more keys than the last."""
     left, right = spec.bounds
     return left is None and right is not None
 
 
 def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
-    """The spans of some rows in a call without segments."""
+    """Return the spans of some rows in a call without segments."""
     limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
     nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
     find = visibility.query_spans if inputs.keys_first else visibility.key_spans
@@ -129,8 +129,11 @@ def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
 
 
 def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
-    """Of a CTA's range, the indices from where to where a warpgroup's rows, from `at` on, see any key, at least one
-    tile; and the range with what is whole for them. All of it where a table says what is seen, or heads are packed."""
+    """Return the share of a CTA's range that a warpgroup's rows, from `at` on, see.
+
+    That is the first index and the one after the last, at least one tile; and the range with what is whole for these
+    rows. It is all of the range where a table says what is seen, or heads are packed.
+    """
     spec = inputs.spec
     if TABLE in inputs.refs or inputs.packed_heads > 1:
         return 0, tiles.count, tiles
@@ -144,7 +147,7 @@ def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tupl
 
 @dataclasses.dataclass(frozen=True)
 class TileContext:
-    """The mask of the tile at `at`, the `index`-th of its range."""
+    """A tile of logits in its kernel: where it lies, what was loaded of it, and what of it is hidden."""
 
     inputs: KernelInputs
     tiles: TileRange
@@ -161,7 +164,7 @@ class TileContext:
         return (start < whole_start) | (start + self.tiles.size > whole_stop)
 
     def hide(self, values: Array, hidden: float) -> Array:
-        """`values` where the query sees the key, `hidden` where the dense mask, bounds, lengths or segments hide it."""
+        """Return `values` where the query sees the key, and `hidden` elsewhere."""
         values, is_partial = self.hide_by_dense_mask(values, hidden), self.is_partial
         if is_partial is None:
             return values
@@ -173,6 +176,6 @@ class TileContext:
         return lax.cond(is_partial, hide_by_position, lambda values: values, values)
 
     def hide_by_dense_mask(self, values: Array, hidden: float) -> Array:
-        """`values` where the call's dense mask, if it has one, lets the query see the key, `hidden` elsewhere."""
+        """Return `values` where the dense mask, if there is one, lets the query see the key, and `hidden` elsewhere."""
         mask = self.inputs.tile(self.at, values.shape, self.loaded).mask
         return values if mask is None else jnp.where(jnp.broadcast_to(mask, values.shape), values, hidden)
