@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _hints, _mesh, _platform, _split
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _hints, _mesh, _pages, _platform, _split
 from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
 from jflash._semantics.spec import Spec
 
@@ -21,6 +21,7 @@ Lengths = Int[Array, "*B"]
 Window = int | tuple[int, int]
 Offset = int | Int[Array, "*#B"]
 SequenceStrategy = Literal["ring", "all_to_all", "gather"]
+PageScale = float | Float[Array, "*#PK"]
 Segments = Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]]
 
 
@@ -46,13 +47,16 @@ class Options(TypedDict, total=False):
     deterministic: bool
     sequence_axis: str | tuple[str, ...] | None
     sequence_strategy: SequenceStrategy | None
+    page_table: Int[Array, "*B pages"] | None
+    k_scale: PageScale | None
+    v_scale: PageScale | None
 
 
 @overload
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K D"],
+    value: Float[Array, "*B S K D"] | None,
     bias: Float[Array, "*#B #N #T #S"] | None = None,
     mask: Bool[Array, "*#B #N #T #S"] | None = None,
     *,
@@ -63,7 +67,7 @@ def attention(
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K D"],
+    value: Float[Array, "*B S K D"] | None,
     bias: Float[Array, "*#B #N #T #S"] | None = None,
     mask: Bool[Array, "*#B #N #T #S"] | None = None,
     *,
@@ -73,7 +77,7 @@ def attention(
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K D"],
+    value: Float[Array, "*B S K D"] | None,
     bias: Float[Array, "*#B #N #T #S"] | None = None,
     mask: Bool[Array, "*#B #N #T #S"] | None = None,
     *,
@@ -97,6 +101,9 @@ def attention(
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_strategy: SequenceStrategy | None = None,
+    page_table: Int[Array, "*B pages"] | None = None,
+    k_scale: PageScale | None = None,
+    v_scale: PageScale | None = None,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
     r"""Compute exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
@@ -163,6 +170,15 @@ def attention(
         "all_to_all" gives each device whole sequences of some heads (arXiv:2309.14509), and needs K to be a multiple
         of the number of devices; "gather" gives each device all keys and values. None takes the one with the least
         estimated time; `explain` says which.
+      page_table: integer `[*B, pages]`, for a paged cache: `key` is `[P, page_size, K, H]` and `value` `[P, page_size,
+        K, D]`, or `None` where `key` has both, `[P, page_size, 2 K, H]`, heads key 0, value 0, key 1, value 1, ...
+        S is pages * page_size, and key j of an entry is row j % page_size of page `page_table[..., j // page_size]`.
+        Needs `key_value_seq_lengths`. Whatever lies past a length, in the table or in the pages, has no effect. No
+        derivatives. Pages may also be int8, float8_e4m3fn or float8_e5m2.
+      k_scale: multiplies paged keys; a number, or a floating array that broadcasts to `[P, K]`. The product is rounded
+        to the query's dtype.
+      v_scale: multiplies paged values; a number, or a floating array that broadcasts to `[P, K]`. The product is rounded
+        to the query's dtype.
 
     Returns:
       The output `[*B, T, N, D]` in the query's dtype. With `return_residual`, a pair of the output and the log-sum-exp
@@ -215,6 +231,7 @@ def attention(
         dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout, precision=precision,
         deterministic=deterministic,
         sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
+        page_table=page_table, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     arguments = _with_score_mod_traced(arguments)
     arrays, call = _of_leaves(arguments, jax.Array, lambda arguments: _compute(names, arguments))
@@ -228,7 +245,8 @@ def attention(
 
 def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the same arguments, with the arrays that `score_mod` closes over among them."""
-    _arguments.query_key_value(arguments["query"], arguments["key"], arguments["value"])
+    cache = _pages.Cache(**{name: arguments.get(name) for name in _pages.Cache.__annotations__})
+    cache.check(*map(arguments.get, ("query", "key_value_seq_lengths", "sequence_axis")))
     if arguments.get("score_mod") is None:
         return arguments
     if jax.typeof(arguments["query"]).manual_axis_type.varying:

@@ -27,16 +27,7 @@ _LARGEST_FLOAT = int(np.finfo(np.float64).max)
 def query_key_value(query: Any, key: Any, value: Any) -> None:
     """Check `[*B, T, N, H]`, `[*B, S, K, H]` and `[*B, S, K, D]` arrays of one dtype; N must be a multiple of K."""
     for name, array, axes in (("query", query, "T, N, H"), ("key", key, "S, K, H"), ("value", value, "S, K, D")):
-        _array(name, array)
-        if array.ndim < 3:
-            raise ValueError(
-                f"`{name}` must have at least the axes [{axes}]; a single head is x[:, None, :]. "
-                f"Got shape {array.shape}."
-            )
-        if array.dtype.name not in DTYPES:
-            raise TypeError(f"`{name}` must have one of the dtypes {', '.join(DTYPES)}. Got {array.dtype}.")
-        if 0 in array.shape[-2:]:
-            raise ValueError(f"`{name}` must have at least one head and one feature. Got shape {array.shape}.")
+        heads(name, array, axes)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
             "`query`, `key` and `value` must have the same dtype: x.astype(dtype) casts one. "
@@ -63,6 +54,31 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
             "`query` heads must be a multiple of `key` heads. "
             f"Got N={query.shape[-2]} and K={key.shape[-2]}.{remedy if heads_first else ''}"
         )
+
+
+def heads(name: str, array: Any, axes: str, dtypes: Sequence[str] = DTYPES) -> None:
+    """An array of one of the dtypes, whose last axes have these names and hold at least one head and one feature."""
+    _array(name, array)
+    if array.ndim < 3:
+        raise ValueError(
+            f"`{name}` must have at least the axes [{axes}]; a single head is x[:, None, :]. Got shape {array.shape}."
+        )
+    if array.dtype.name not in dtypes:
+        raise TypeError(f"`{name}` must have one of the dtypes {', '.join(dtypes)}. Got {array.dtype}.")
+    if 0 in array.shape[-2:]:
+        raise ValueError(f"`{name}` must have at least one head and one feature. Got shape {array.shape}.")
+
+
+def integers(name: str, array: Any) -> None:
+    """An array of integers."""
+    _array(name, array)
+    _integers(name, array)
+
+
+def floating(name: str, array: Any) -> None:
+    """An array of floating-point numbers."""
+    _array(name, array)
+    _floating(name, array)
 
 
 def bias(array: Any, shape: tuple[int, ...]) -> None:
@@ -94,11 +110,16 @@ def scale(value: Any) -> None:
             raise ValueError(f"`scale` must be one number. Got shape {value.shape}.")
         _floating("scale", value)
     else:
-        if isinstance(value, np.ndarray) and value.ndim == 0:
-            value = value[()]
-        static = _number("scale", value, "a number or a scalar array")
-        if not math.isfinite(static):
-            raise ValueError(f"`scale` must be finite. Got {static}.")
+        finite("scale", value, "a number or a scalar array")
+
+
+def finite(name: str, value: Any, rule: str) -> None:
+    """A finite number, of Python or NumPy."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    static = _number(name, value, rule)
+    if not math.isfinite(static):
+        raise ValueError(f"`{name}` must be finite. Got {static}.")
 
 
 def is_array(value: Any) -> bool:

@@ -46,7 +46,8 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
             return redistribute(functools.partial(attend, choice), sequence, operands)
     first, *others = choice.programs
     backend = _dispatch.BACKENDS[first.backend]
-    if not others and sequence is None and getattr(backend, "DIFFERENTIATED_BY_JAX", False):
+    by_jax = getattr(backend, "DIFFERENTIATED_BY_JAX", False) and spec.pages is None
+    if not others and sequence is None and by_jax:
         with _platform.lowered_for(first.platform):
             return backend.forward(spec, operands)
     return _primitive.perform(_Attention(_Devices(choice), spec), operands)
@@ -97,6 +98,11 @@ class _Part:
         """The backends that compute the function."""
         return self.where.choice
 
+    @property
+    def own(self) -> frozenset[str]:
+        """All but the keys and values of a paged cache."""
+        return _operation.OWN if self.spec.pages is None else _operation.OWN - {"key", "value"}
+
     def __call__(self, program: Any, args: Any) -> Any:
         return self.where.run(self, program, args)
 
@@ -140,6 +146,11 @@ class _Attention(_Part):
         return _sequence.forward(backend, sequence, operands)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
+        if self.spec.pages is not None:
+            raise NotImplementedError(
+                "A call with `page_table` has no derivative. For one, gather the keys and values, and leave out "
+                "`page_table`: key[page_table].reshape(*B, pages * page_size, K, H)."
+            )
         (operands,), (pushed,) = args, tangents
         return _primitive.perform(_Tangent(self.where, self.spec), operands, results, pushed)
 

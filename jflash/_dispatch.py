@@ -106,6 +106,8 @@ def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | Non
 def derivatives(name: str, spec: Spec) -> str:
     """Say in a line whose derivatives a call has that this backend serves."""
     backend = BACKENDS[name]
+    if spec.pages is not None:
+        return "derivatives: none of a call with pages"
     if getattr(backend, "DIFFERENTIATED_BY_JAX", False):
         return "derivatives: all by JAX, of the forward"
     if backend is xla:

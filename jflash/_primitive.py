@@ -12,7 +12,7 @@ shares the array. A `vmap` axis is folded into it, so that a kernel never sees o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -23,6 +23,9 @@ from jaxtyping import Array
 
 from jflash._choice import Choice, Program
 from jflash._mesh import in_mesh, varying_alike
+
+OWN = frozenset({"query", "key", "value", "out", "lse", "d_out", "d_lse"})
+"""The fields of operands, results and residuals of which each entry of the batch has an array of its own."""
 
 
 class Operation(Protocol):
@@ -36,6 +39,11 @@ class Operation(Protocol):
     @property
     def sums(self) -> bool:
         """Whether a result for an array that the batch shares is a sum over the batch."""
+        ...
+
+    @property
+    def own(self) -> Collection[str]:
+        """Names of the arguments' fields of which no two entries of the batch share an array: most often `OWN`."""
         ...
 
     def __call__(self, program: Program | None, args: Any) -> Any:
@@ -153,9 +161,6 @@ def _transpose(
     return tree.flatten_up_to(operation.transpose(args, result_tree.unflatten(map(ad.instantiate_zeros, cotangents))))
 
 
-_NEVER_SHARED = ("query", "key", "value", "out", "lse", "d_out", "d_lse")
-
-
 def _batch(
     leaves: Any, axes: Any, *, operation: Operation, tree: Any, jaxprs: Sequence[ClosedJaxpr], **_: Any
 ) -> tuple[list[Array], list[int]]:
@@ -177,7 +182,7 @@ def _batch(
     spread = {place for place, m in zip(places, mapped, strict=True) if m}
 
     def fold(place: Any, array: Array, mapped: bool) -> Array:
-        whole = place in spread or getattr(place[0], "name", "") in _NEVER_SHARED
+        whole = place in spread or getattr(place[0], "name", "") in operation.own
         whole = whole or (operation.sums and jnp.issubdtype(array.dtype, jnp.inexact))
         if not whole and array.shape[0] == 1:
             return array

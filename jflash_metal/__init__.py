@@ -45,6 +45,8 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
         )
     if platform.name != "cpu":
         return f"its kernels are for Apple GPUs, by way of JAX's cpu platform; this is {platform}."
+    if spec.pages is not None:
+        return "it takes no paged cache (`page_table`)."
     if spec.dtype.name not in SCALARS:
         return f"Metal has no {spec.dtype}; it takes {', '.join(SCALARS)}."
     if max(spec.head_dim, spec.value_dim) > LARGEST_DIM:

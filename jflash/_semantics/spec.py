@@ -13,6 +13,18 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from jflash._semantics.score_mod import ScoreMod
 
 
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """How a paged cache lies in the arrays of a call."""
+
+    size: int
+    """Keys in a page."""
+    dtype: np.dtype[Any]
+    """The dtype of the cache: the query's, or one of 8 bits."""
+    interleaved: bool
+    """Whether one array has both: a row has, for each key head, the key and then the value."""
+
+
 class Operands(NamedTuple):
     """The arrays of one call in canonical form; `None` where the call does not use one.
 
@@ -23,6 +35,8 @@ class Operands(NamedTuple):
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
+    """Of a paged call the rows of all pages, one after the other: `[#B, P * page_size, K, H]`, or, interleaved,
+    `[#B, P * page_size, K, 2 H]`, which is `value` too."""
     value: Float[Array, "B S K D"]
     bias: Float[Array, "#B #N #T #S"] | None = None
     mask: Bool[Array, "#B #N #T #S"] | None = None
@@ -49,6 +63,12 @@ class Operands(NamedTuple):
     dropout_seed: UInt32[Array, "B 2"] | None = None
     score_mod_arrays: tuple[Array, ...] = ()
     """The arrays that `score_mod` closes over, each `[#B, *its own shape]`."""
+    page_table: Int32[Array, "#B pages"] | None = None
+    """The page that holds each entry's next `Pages.size` keys; past its length, anything."""
+    k_scale: Float[Array, "#B #P #K"] | None = None
+    """The factor of the keys of each page and key head, in the accumulator's dtype."""
+    v_scale: Float[Array, "#B #P #K"] | None = None
+    """The factor of the values of each page and key head, in the accumulator's dtype."""
 
 
 class Results(NamedTuple):
@@ -69,7 +89,7 @@ class Residuals(NamedTuple):
 
 HEADS_AXIS: dict[str, int] = {
     "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,
-    "out": 2, "lse": 1, "d_out": 2, "d_lse": 1,
+    "out": 2, "lse": 1, "d_out": 2, "d_lse": 1, "k_scale": 2, "v_scale": 2,
 }  # fmt: skip
 """The heads' axis of each array that has one."""
 QUERIES_AXIS: dict[str, int] = {
@@ -125,6 +145,8 @@ class Spec:
     parameters too, to be added up. A backward's residuals are those of all keys, with out and d_out in the query's
     dtype.
     """
+    pages: Pages | None = None
+    """The layout of a paged cache; `None` where keys and values are arrays of the call's own."""
 
     @property
     def group(self) -> int:
@@ -155,13 +177,17 @@ class Spec:
 
     def resized(self, operands: Operands) -> Spec:
         """Return the same call over a part of its batch and heads, or over a larger batch."""
-        return dataclasses.replace(self, **shape_facts(operands))
+        return dataclasses.replace(self, **shape_facts(operands, self.pages))
 
 
-def shape_facts(operands: Operands) -> dict[str, Any]:
+def shape_facts(operands: Operands, pages: Pages | None) -> dict[str, Any]:
     """Return the fields of `Spec` that the operands' shapes and dtypes determine."""
     batch, query_length, heads, head_dim = operands.query.shape
     _, key_length, key_heads, value_dim = operands.value.shape
+    if pages is not None:
+        assert operands.page_table is not None
+        key_length = operands.page_table.shape[1] * pages.size
+        value_dim -= head_dim if pages.interleaved else 0
     return dict(
         batch=batch,
         query_length=query_length,

@@ -59,6 +59,7 @@ CLOSED = dict(score_mod=lambda logit, batch, head, query, key: logit * jnp.asarr
 TABLE = dict(score_mod=lambda logit, batch, head, query, key: logit + jnp.asarray(ZEROS)[(query - key) & 1])
 REFUSED_BY_XLA = dict(**CLOSED, deterministic=True)
 """Options that `xla` refuses on a GPU."""
+PAGED = dict(page_table=np.zeros((2, 1), np.int32), key_value_seq_lengths=np.array([3, 4]))
 DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropout=True)
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -109,6 +110,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim) for dim in (193, 544)),
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim, precision="highest") for dim in (129, 256)),
     ],
+    "`page_table`: a paged cache, without derivatives": [
+        PAGED,
+        dict(**PAGED, k_scale=2.0, v_scale=ZEROS[:1]),
+    ],
     "sequences split over devices": [
         dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
     ],
@@ -132,8 +137,9 @@ SUMMARY: dict[str, list[str]] = {
     ],
     "`dropout_rate` or `score_mod`": ["`dropout_rate`", "`score_mod`", "`score_mod` that closes over arrays"],
     "a head dimension of 257 to 576, or `jax.jvp`": ["a head dimension of 257 to 576", "`jax.jvp`"],
-    "float64, a head dimension above 576, derivatives of second and higher order": [
+    "float64, a paged cache (`page_table`), a head dimension above 576, derivatives of second and higher order": [
         "float64",
+        "`page_table`: a paged cache, without derivatives",
         next(label for label in ROWS if label.startswith("a head dimension above 576")),
         "derivatives of second and higher order",
     ],

@@ -102,9 +102,15 @@ there are few keys.
 """
 
 
+_CPU_PAGES, _GPU_PAGES = Blocks(512, 512, 2**20), Blocks(1024, 1024, 2**26)
+"""Of paged calls: `logits` bounds what a tile takes out of the pages too."""
+
+
 def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
     """Return the tiles of a call."""
     on_cpu = is_cpu(_platform.current())
+    if spec.pages is not None:
+        return _of_pages(spec, _CPU_PAGES if on_cpu else _GPU_PAGES)
     tables, rows, window = (CPU, _CPU_ROWS, _CPU_WINDOW) if on_cpu else (GPU, _GPU_ROWS, _GPU_WINDOW)
     kind = _kind(spec, rows, window)
     blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), tables[kind])
@@ -149,6 +155,18 @@ def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
     queries = _even(spec.query_length, max(min(max(rows, rows * keys // spec.key_length), allowed) // 16 * 16, 16))
     keys = _even(_seen(spec, queries), max(keys, rows * keys // queries))
     return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS)
+
+
+def _of_pages(spec: Spec, blocks: Blocks) -> Tiles:
+    """Tiles of so few keys that a walk ends soon after the longest length, and of all key heads first, as a row of the
+    cache has them all. In a window each batch entry sees other keys, and walks alone."""
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
+    keys = _even(_seen(spec, queries), blocks.keys)
+    taken = keys * max(spec.group * queries, spec.head_dim + spec.value_dim)
+    key_heads = _divisor(spec.key_heads, blocks.logits // taken)
+    alone = key_heads < spec.key_heads or spec.bounds[0] is not None
+    batch = 1 if alone else _divisor(spec.batch, blocks.logits // (taken * key_heads))
+    return Tiles(batch, key_heads, queries, keys)
 
 
 def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, int, int, int]:
