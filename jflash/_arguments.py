@@ -103,14 +103,14 @@ def mask(array: Any, shape: tuple[int, ...]) -> None:
     _broadcastable("mask", array, shape)
 
 
-def scale(value: Any) -> None:
-    """Check that `scale` is a finite number or a floating scalar array."""
+def scale(value: Any, name: str = "scale") -> None:
+    """Check that a scale is a finite number or a floating scalar array."""
     if is_array(value):
         if value.shape != ():
-            raise ValueError(f"`scale` must be one number. Got shape {value.shape}.")
-        _floating("scale", value)
+            raise ValueError(f"`{name}` must be one number. Got shape {value.shape}.")
+        _floating(name, value)
     else:
-        finite("scale", value, "a number or a scalar array")
+        finite(name, value, "a number or a scalar array")
 
 
 def finite(name: str, value: Any, rule: str) -> None:
@@ -160,13 +160,23 @@ def window(value: Any) -> tuple[int, int] | None:
     return min(left, WINDOW_LIMIT), min(right, WINDOW_LIMIT)
 
 
-def soft_cap(value: Any) -> float | None:
-    """Return `logits_soft_cap` as a float; it must be positive and finite."""
+def keys_back(name: str, value: Any) -> tuple[int, int] | None:
+    """Return a positive number of keys, up to the query's own, as the window (left, right); `None` is none."""
     if value is None:
         return None
-    static = _number("logits_soft_cap", value, "a positive number or None")
+    static = _integer(name, value, "a positive integer or None")
+    if static <= 0:
+        raise ValueError(f"`{name}` must be positive. Got {static}.")
+    return min(static - 1, WINDOW_LIMIT), 0
+
+
+def soft_cap(value: Any, name: str = "logits_soft_cap") -> float | None:
+    """Return a soft cap as a float; it must be positive and finite."""
+    if value is None:
+        return None
+    static = _number(name, value, "a positive number or None")
     if not (static > 0 and math.isfinite(static)):
-        raise ValueError(f"`logits_soft_cap` must be positive and finite. Got {static}.")
+        raise ValueError(f"`{name}` must be positive and finite. Got {static}.")
     return static
 
 

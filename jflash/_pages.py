@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,12 +45,10 @@ class Cache:
             _arguments.query_key_value(query, self.key, self.value)
             return None
         _arguments.heads("query", query, "T, N, H")
-        pages = check_pages(self.key, self.value, query.dtype, query.shape[-1])
-        key_heads = heads_of(self.key, pages)
-        if query.shape[-2] % key_heads != 0:
-            raise ValueError(
-                f"`query` heads must be a multiple of `key` heads. Got N={query.shape[-2]} and K={key_heads}."
-            )
+        named = {name: getattr(self, name) for name in ("key", "value") if name == "key" or self.value is not None}
+        pages = layout(named, "query", query)
+        heads = key_heads(pages, self.key)
+        grouped("query", query.shape[-2], heads)
         _arguments.integers("page_table", self.page_table)
         batch_axes = query.shape[:-3]
         if self.page_table.shape[:-1] != batch_axes or self.page_table.ndim == 0:
@@ -68,7 +67,7 @@ class Cache:
                 "with `page_table`."
             )
         for name in ("k_scale", "v_scale"):
-            check_scale(name, getattr(self, name), (self.key.shape[0], key_heads))
+            check_scale(name, getattr(self, name), (self.key.shape[0], heads))
         return pages
 
     def operands(self, accumulator: np.dtype[Any]) -> dict[str, Array]:
@@ -87,42 +86,72 @@ class Cache:
         return found
 
 
-def check_pages(key: Any, value: Any, dtype: Any, head_dim: int) -> Pages:
-    """How pages lie, beside queries or new keys of this dtype and head dimension; `value` is `None` if interleaved."""
-    both = (("key", key),) if value is None else (("key", key), ("value", value))
-    for name, array in both:
-        _arguments.heads(name, array, "P, page_size, K, H", (*_arguments.DTYPES, *NARROW_DTYPES))
-        if array.ndim != 4 or 0 in array.shape:
+def named(kv_pages: Any) -> dict[str, Any]:
+    """The arrays of pages of the argument `kv_pages`, with names for messages: one of both, or of keys and of values.
+
+    Raises:
+      ValueError: if they are not one or two.
+    """
+    if not isinstance(kv_pages, tuple | list):
+        return {"kv_pages": kv_pages}
+    if len(kv_pages) != 2:
+        raise ValueError(f"`kv_pages` must be one array, or a pair of those of keys and values. Got {len(kv_pages)}.")
+    return {f"kv_pages[{index}]": array for index, array in enumerate(kv_pages)}
+
+
+def layout(named: Mapping[str, Any], beside: str, array: Any) -> Pages:
+    """How pages lie that have these names: one array of both, or keys and values.
+
+    Args:
+      named: the arrays of pages.
+      beside: the name of the array of queries, or of new keys, that they go with.
+      array: that array.
+
+    Raises:
+      ValueError, TypeError: if they are none, or do not go with each other or with that array.
+    """
+    dtype, head_dim = array.dtype, array.shape[-1]
+    for name, pages in named.items():
+        _arguments.heads(name, pages, "P, page_size, K, H", (*_arguments.DTYPES, *NARROW_DTYPES))
+        if pages.ndim != 4 or 0 in pages.shape:
             raise ValueError(
-                f"`{name}` must have the shape (P, page_size, K, H) with `page_table`, none of them 0. "
-                f"Got {array.shape}."
+                f"`{name}` of a paged cache must have the shape (P, page_size, K, H), without a 0. Got {pages.shape}."
             )
-        if array.dtype != dtype and array.dtype.name not in NARROW_DTYPES:
+        if pages.dtype != dtype and pages.dtype.name not in NARROW_DTYPES:
             raise TypeError(
-                f"`{name}` must have the query's dtype or one of {', '.join(NARROW_DTYPES)} with `page_table`. "
-                f"Got {array.dtype} and {dtype}."
+                f"`{name}` of a paged cache must have the dtype of `{beside}` or one of {', '.join(NARROW_DTYPES)}. "
+                f"Got {pages.dtype} and {dtype}."
             )
+    (first, key), *others = named.items()
     if key.shape[3] != head_dim:
-        raise ValueError(f"`query` and `key` must have the same head dimension. Got H={head_dim} and H={key.shape[3]}.")
-    if value is None:
-        if key.shape[2] % 2 != 0:
-            raise ValueError(
-                "`key` must have a key and a value for each head where `value` is None, interleaved: "
-                f"(P, page_size, 2 K, H). Got {key.shape}."
-            )
-    elif key.dtype != value.dtype:
-        raise TypeError(f"`key` and `value` must have the same dtype. Got {key.dtype} and {value.dtype}.")
-    elif key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            "`key` and `value` must have the same pages and heads with `page_table`. "
-            f"Got [P, page_size, K]={list(key.shape[:3])} and {list(value.shape[:3])}."
+            f"`{beside}` and `{first}` must have the same head dimension. Got H={head_dim} and H={key.shape[3]}."
         )
-    return Pages(size=key.shape[1], dtype=np.dtype(key.dtype), interleaved=value is None)
+    if not others and key.shape[2] % 2 != 0:
+        raise ValueError(
+            f"`{first}` must have a key and a value for each head where it has both: (P, page_size, 2 K, H). "
+            f"Got {key.shape}."
+        )
+    for name, value in others:
+        if key.dtype != value.dtype:
+            raise TypeError(f"`{first}` and `{name}` must have the same dtype. Got {key.dtype} and {value.dtype}.")
+        if key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                f"`{first}` and `{name}` of a paged cache must have the same pages and heads. "
+                f"Got [P, page_size, K]={list(key.shape[:3])} and {list(value.shape[:3])}."
+            )
+    return Pages(size=key.shape[1], dtype=np.dtype(key.dtype), interleaved=not others)
 
 
-def heads_of(key: Any, pages: Pages) -> int:
-    """The key heads of an array of pages."""
+def key_heads(pages: Pages, key: Any) -> int:
+    """How many an array of pages has."""
     return key.shape[2] // (2 if pages.interleaved else 1)
+
+
+def grouped(name: str, heads: int, key_heads: int) -> None:
+    """Refuses query heads that do not share key heads evenly."""
+    if heads % key_heads != 0:
+        raise ValueError(f"`{name}` heads must be a multiple of the key heads. Got N={heads} and K={key_heads}.")
 
 
 def of_heads(axes: tuple[int, int], interleaved: bool) -> tuple[int, int]:

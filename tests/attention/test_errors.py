@@ -247,7 +247,8 @@ PAGES = dict(
     page_table=ints(B, WIDE),
     key_value_seq_lengths=ints(B),
 )
-NARROW = "the query's dtype or one of int8, float8_e4m3fn, float8_e5m2"
+OF_PAGES = "a paged cache must have the shape (P, page_size, K, H)"
+NARROW = "the dtype of `query` or one of int8, float8_e4m3fn, float8_e5m2"
 
 
 def with_pages(names: str, error: type[Exception], rule: str, wrong: dict[str, Any], **others: Any) -> list[Any]:
@@ -265,17 +266,34 @@ TABLE += [
     *rows("k_scale v_scale", ValueError, "belongs to a paged cache", {"without `page_table`": 2.0}),
     *with_pages("key value", TypeError, ARRAY, {"list": [1.0]}),
     *with_pages(
-        "key value", ValueError, "the shape (P, page_size, K, H)", {str((2, 5, 2, 8, 1)): zeros(2, 5, 2, 8, 1)}
+        "key value",
+        ValueError,
+        OF_PAGES,
+        {str((2, 5, 2, 8, 1)): zeros(2, 5, 2, 8, 1)},
     ),
-    *with_pages("key value", ValueError, "the shape (P, page_size, K, H)", {"(0, 3, 2, 8)": zeros(0, 3, 2, 8)}),
+    *with_pages(
+        "key value",
+        ValueError,
+        OF_PAGES,
+        {"(0, 3, 2, 8)": zeros(0, 3, 2, 8)},
+    ),
     *with_pages("key value", TypeError, "one of the dtypes", {"uint8": zeros(P, PAGE_SIZE, K, H, dtype=np.uint8)}),
     *with_pages("key value", TypeError, NARROW, {"float16 and float32": zeros(P, PAGE_SIZE, K, H, dtype=np.float16)}),
     *with_pages("value", TypeError, "the same dtype", {"float32 and int8": zeros(P, PAGE_SIZE, K, D, dtype=np.int8)}),
     *with_pages("key", ValueError, "the same head dimension", {"H=8 and H=9": zeros(P, PAGE_SIZE, K, 9)}),
-    *with_pages("value", ValueError, "the same pages and heads", {"[8, 3, 2]": zeros(8, PAGE_SIZE, K, D)}),
-    *with_pages("query", ValueError, "a multiple of `key` heads", {"N=3 and K=2": zeros(B, T, 3, H)}),
     *with_pages(
-        "key", ValueError, "a key and a value for each head", {"(7, 3, 1, 8)": zeros(P, PAGE_SIZE, 1, H)}, value=None
+        "value",
+        ValueError,
+        "must have the same pages",
+        {"[8, 3, 2]": zeros(8, PAGE_SIZE, K, D)},
+    ),
+    *with_pages("query", ValueError, "a multiple of the key heads", {"N=3 and K=2": zeros(B, T, 3, H)}),
+    *with_pages(
+        "key",
+        ValueError,
+        "a key and a value for each head",
+        {"(7, 3, 1, 8)": zeros(P, PAGE_SIZE, 1, H)},
+        value=None,
     ),
     *with_pages("page_table", TypeError, INTEGERS, {"float32": zeros(B, WIDE)}),
     *with_pages("page_table", TypeError, ARRAY, {"list": [[1, 2]]}),
