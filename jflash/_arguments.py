@@ -69,6 +69,11 @@ def heads(name: str, array: Any, axes: str, dtypes: Sequence[str] = DTYPES) -> N
         raise ValueError(f"`{name}` must have at least one head and one feature. Got shape {array.shape}.")
 
 
+def array(name: str, value: Any) -> None:
+    """An array of numbers."""
+    _array(name, value)
+
+
 def integers(name: str, array: Any) -> None:
     """An array of integers."""
     _array(name, array)

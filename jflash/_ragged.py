@@ -79,7 +79,7 @@ class Ragged(NamedTuple):
             first=self.cu_q_lens[sequence] + first,
             tokens=own,
             position=position,
-            keys=jnp.where(own > 0, jnp.minimum(self.kv_lens[sequence], position + own), 0),
+            keys=jnp.where(own > 0, self.kv_lens[sequence], 0),
             begins=stops - of_sequence,
         )
 
@@ -107,7 +107,7 @@ class Blocks(NamedTuple):
     position: Int[Array, "blocks"]
     """Of its first token among the sequence's keys."""
     keys: Int[Array, "blocks"]
-    """Those that some of its tokens may see, from the sequence's first."""
+    """Those of its sequence."""
     begins: Int[Array, "seqs"]
     """The first block of a sequence."""
 

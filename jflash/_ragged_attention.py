@@ -159,13 +159,14 @@ def ragged_paged_attention(
     _arguments.scale(sm_scale, "sm_scale")
     if sinks is not None:
         _arguments.per_head("sinks", sinks, q.shape[1])
-    static = _Static(
+    static = Static(
         scale=None if _arguments.is_array(sm_scale) else float(sm_scale),
+        causal=True,
         window=_arguments.keys_back("sliding_window", sliding_window),
         soft_cap=_arguments.soft_cap(soft_cap, "soft_cap"),
         names=names,
     )
-    _say_not_used(
+    say_not_used(
         num_kv_pages_per_block=num_kv_pages_per_block,
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
@@ -173,7 +174,7 @@ def ragged_paged_attention(
     arrays = dict(q=q, pages=(*named.values(),), k_scale=k_scale, v_scale=v_scale, sinks=sinks)
     arrays["scale"] = sm_scale if static.scale is None else None
     arrays: Any = jax.tree.map(jnp.asarray, arrays) | dict(batch=batch.in_32_bits())
-    call: Any = functools.partial(_attend, static)
+    call: Any = functools.partial(attend, static)
     mesh = _mesh.explicit_mesh(jax.tree.leaves(arrays))
     if mesh is not None:
         call = jax.sharding.auto_axes(call, out_sharding=_mesh.following(arrays["q"], mesh))
@@ -181,11 +182,12 @@ def ragged_paged_attention(
     return (out, lse) if return_residual else out
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """What is known when a call is traced."""
 
     scale: float | None
     """`None`: it is an array."""
+    causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
     names: tuple[str, ...]
@@ -193,7 +195,7 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend(static: _Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
+def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
     """Output and log-sum-exp, by blocks of queries, each of one sequence: these are the batch of a call with pages."""
     q, batch, (key, *value) = arrays["q"], arrays["batch"], arrays["pages"]
     tokens, seqs = q.shape[0], len(batch.kv_lens)
@@ -203,13 +205,13 @@ def _attend(static: _Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
         return jnp.zeros((*q.shape[:2], width), q.dtype), jnp.full(q.shape[:2], -jnp.inf, wide)
     rows = min(_MOST_ROWS, 2 ** (-(-tokens // seqs) - 1).bit_length())
     blocks, own = batch.blocks(tokens, rows), batch.tokens(tokens)
-    taken = jnp.minimum(blocks.first[:, None] + jnp.arange(rows), tokens - 1)
+    taken = jnp.minimum(blocks.first[:, None] + jnp.arange(rows)[None], tokens - 1)
     out, lse = _api.attention(
         q[taken],
         key,
         value[0] if value else None,
         scale=arrays["scale"] if static.scale is None else static.scale,
-        is_causal=True,
+        is_causal=static.causal,
         local_window_size=static.window,
         logits_soft_cap=static.soft_cap,
         sinks=arrays["sinks"],
@@ -230,7 +232,7 @@ def _attend(static: _Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
     )
 
 
-def _say_not_used(**tuning: int | None) -> None:
+def say_not_used(**tuning: Any) -> None:
     """Once for each argument that is given."""
     for name, value in tuning.items():
         if value is not None and name not in _said:

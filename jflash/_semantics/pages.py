@@ -25,8 +25,8 @@ def load(
     assert pages is not None
     assert table is not None
     assert lengths is not None
-    place = corner.key + jnp.arange(shape.keys, dtype=jnp.int32)
-    number = cut(table, (corner.batch, 0), (shape.batch, table.shape[1]))[:, place // pages.size]
+    place = (corner.key + jnp.arange(shape.keys, dtype=jnp.int32))[None]
+    number = cut(table, (corner.batch, 0), (shape.batch, table.shape[1]))[:, place[0] // pages.size]
     inside = place < cut(lengths, (corner.batch,), (shape.batch,))[:, None]
     page, row = jnp.where(inside, number, 0), jnp.where(inside, place % pages.size, 0)
     value_at = spec.head_dim if pages.interleaved else 0
