@@ -28,7 +28,7 @@ SHARES = {
     "triangle_attention": (1, 1),
 }
 """The part of all query-key pairs that is seen, and the most that may be computed in tiles for a CPU."""
-QUICK = ("decoding", "hessian_vector_product", "per_example_gradients", "triangle_attention")
+QUICK = ("decoding", "hessian_vector_product", "paged_cache", "per_example_gradients", "triangle_attention")
 
 
 @pytest.fixture(autouse=True)
