@@ -251,12 +251,12 @@ def test_one_kernel_sums_a_table(lengths: tuple[int, int], dtype: str, dims: tup
     for family in (kernel_families.HOPPER, kernel_families.mma("8.0")):
         if family.backend.unsupported_call(spec) is not None:
             continue
-        kernels = family.plans(spec, 132)[1].kernels
-        sums = [kernel.tables for kernel in kernels if getattr(kernel, "tables", None) and kernel.tables.reads]
+        plans = [kernel.plan for kernel in family.plans(spec, 132)[1]]
+        sums = [plan.tables for plan in plans if getattr(plan, "tables", None) and plan.tables.reads]
         assert len(sums) == 1
         assert 0 < sums[0].of_entry <= min(44, spec.heads * sums[0].blocks)
         undifferentiated = dataclasses.replace(spec, undifferentiated=frozenset({"score_mod_arrays"}))
-        others = [getattr(kernel, "tables", None) for kernel in family.plans(undifferentiated, 132)[1].kernels]
+        others = [getattr(kernel.plan, "tables", None) for kernel in family.plans(undifferentiated, 132)[1]]
         assert not any(tables.reads for tables in others if tables is not None)
 
 
