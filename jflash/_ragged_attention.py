@@ -190,7 +190,7 @@ class Static(NamedTuple):
     causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
-    names: tuple[str, ...]
+    names: _dispatch.Names
     """Of the implementations that may serve."""
 
 

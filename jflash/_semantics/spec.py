@@ -120,6 +120,8 @@ class Spec:
     """Names of the operands that the call has."""
     undifferentiated: frozenset[str] = frozenset()
     """Names of the operands whose gradient is not asked for; the backward may leave it out."""
+    lse_has_cotangent: bool = False
+    """Whether a backward's cotangent of the log-sum-exp may be other than 0."""
     scale: float | None = None
     """The scale; `None` if it is an operand."""
     query_offset: int | None = None
