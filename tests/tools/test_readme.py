@@ -34,8 +34,8 @@ COLUMNS = {
     "NVIDIA Blackwell (10.x)": (None, BLACKWELL),
     "other NVIDIA since Ampere": (None, SINCE_AMPERE),
     "other GPUs": (None, [Platform("gpu", "NVIDIA", "7.5"), Platform("gpu", "AMD", "gfx942")]),
-    "Apple GPUs, by name": (("metal", "xla"), [Platform("cpu", "cpu", None)]),
-    "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "METAL", "mps")]),
+    "Apple GPUs, by name": (("metal", "xla"), [Platform(name, name, None) for name in ("cpu", "mtl")]),
+    "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "mtl", "METAL", "mps")]),
 }
 """For each column the `implementation` that is asked for, and machines that are all served alike."""
 
