@@ -101,7 +101,7 @@ class _Part:
     @property
     def own(self) -> frozenset[str]:
         """All but the keys and values of a paged cache."""
-        return _operation.OWN if self.spec.pages is None else _operation.OWN - {"key", "value"}
+        return _primitive.OWN if self.spec.pages is None else _primitive.OWN - {"key", "value"}
 
     def __call__(self, program: Any, args: Any) -> Any:
         return self.where.run(self, program, args)

@@ -241,7 +241,7 @@ DEFECTS = [
     ),
     Defect(
         "mosaic_gpu: dK is without the scale",
-        "_Cta.make_dk",
+        "DkvCta.make_dk",
         "self._store(acc_dk * ",
         "self._store(acc_dk + 0 * ",
         f"{INTERPRETED}::test_several_items_a_cta",

@@ -95,7 +95,7 @@ class _TileSum:
     function: TileFunction
     choice = None
     sums = True
-    own = _operation.OWN
+    own = _primitive.OWN
 
     def __call__(self, program: Program | None, args: Any) -> Terms:
         operands, arguments = args
