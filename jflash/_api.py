@@ -175,10 +175,10 @@ def attention(
         S is pages * page_size, and key j of an entry is row j % page_size of page `page_table[..., j // page_size]`.
         Needs `key_value_seq_lengths`. Whatever lies past a length, in the table or in the pages, has no effect. No
         derivatives. Pages may also be int8, float8_e4m3fn or float8_e5m2.
-      k_scale: multiplies paged keys; a number, or a floating array that broadcasts to `[P, K]`. The product is rounded
-        to the query's dtype.
-      v_scale: multiplies paged values; a number, or a floating array that broadcasts to `[P, K]`. The product is rounded
-        to the query's dtype.
+      k_scale: multiplies paged keys; a number, or a floating array that broadcasts to `[P, K]`. The product is
+        rounded to the query's dtype.
+      v_scale: multiplies paged values; a number, or a floating array that broadcasts to `[P, K]`. The product is
+        rounded to the query's dtype.
 
     Returns:
       The output `[*B, T, N, D]` in the query's dtype. With `return_residual`, a pair of the output and the log-sum-exp
