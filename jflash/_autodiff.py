@@ -102,7 +102,7 @@ class _Part:
 
     @property
     def own(self) -> frozenset[str]:
-        """All but the keys and values of a paged cache."""
+        """The operands that the batch never shares: of a paged call neither keys nor values."""
         return _primitive.OWN if self.spec.pages is None else _primitive.OWN - {"key", "value"}
 
     def __call__(self, program: Any, args: Any) -> Any:

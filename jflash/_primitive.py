@@ -43,7 +43,7 @@ class Operation(Protocol):
 
     @property
     def own(self) -> Collection[str]:
-        """Names of the arguments' fields of which no two entries of the batch share an array: most often `OWN`."""
+        """The names of the arguments' fields that the entries of the batch never share; `OWN` but for a paged cache."""
         ...
 
     def __call__(self, program: Program | None, args: Any) -> Any:
