@@ -7,11 +7,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash import _arguments, _autodiff, _canonical, _dispatch, _hints, _mesh, _pages, _platform, _split
+from jflash._semantics.dtypes import widened
 from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
 from jflash._semantics.spec import Spec
 
@@ -254,7 +254,7 @@ def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
             "`score_mod` inside jax.shard_map needs jax.shard_map(..., check_vma=False): its program is written for "
             "values that do not differ between devices."
         )
-    dtype = np.dtype(jnp.promote_types(arguments["query"].dtype, jnp.float32))
+    dtype = widened(arguments["query"].dtype)
     return {**arguments, "score_mod": trace_score_mod(arguments["score_mod"], dtype)}
 
 

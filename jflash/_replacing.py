@@ -18,6 +18,7 @@ import numpy as np
 
 from jflash import _arguments
 from jflash._api import attention
+from jflash._semantics.dtypes import widened
 
 _ARRAYS = ("query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 _STATIC = ("is_causal", "local_window_size", "implementation", "return_residual")
@@ -263,7 +264,7 @@ def _serve(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     want = _results(original, shapes, tuple((name, given[name]) for name in arguments if name in _STATIC))
 
     query, key, value = (_four_axes(arrays[name]) for name in ("query", "key", "value"))
-    accumulator = jnp.promote_types(query.dtype, jnp.float32)
+    accumulator = widened(query.dtype)
     bias, mask = arrays.get("bias"), arrays.get("mask")
     if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
         bias = bias.astype(accumulator)

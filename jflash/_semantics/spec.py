@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from jflash._semantics.dtypes import widened
 from jflash._semantics.score_mod import ScoreMod
 
 
@@ -156,7 +156,7 @@ class Spec:
     @property
     def accumulator(self) -> np.dtype[Any]:
         """The dtype of logits, softmax, sums and the log-sum-exp."""
-        return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+        return widened(self.dtype)
 
     @property
     def result_dtype(self) -> np.dtype[Any]:
@@ -165,7 +165,7 @@ class Spec:
 
     def gradient_dtype(self, dtype: Any) -> np.dtype[Any]:
         """Return the dtype of the gradient of an operand of `dtype`."""
-        return np.dtype(jnp.promote_types(dtype, self.accumulator) if self.partial else dtype)
+        return widened(dtype, self.accumulator) if self.partial else np.dtype(dtype)
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
