@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jflash import (
@@ -33,24 +34,41 @@ from jflash._dispatch import Functions
 from jflash._ring import SequenceSplit
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
+RESIDUAL_CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
+"""What policies of `jax.checkpoint` call the output and the log-sum-exp of calls that give no names of their own."""
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array]:
-    """Return (out, lse) of the chosen backends, under every transform."""
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def attend(choice: Choice, spec: Spec, operands: Operands, names: tuple[str, str]) -> tuple[Array, Array]:
+    """Return (out, lse) of the chosen backends, under every transform; `names` are theirs for `jax.checkpoint`."""
     sequence = _ring.in_shard_map(spec)
     if sequence is not None:
         operands = _mesh.varying_over(operands, spec.sequence_axes)
         strategy, _ = _sequence_strategy.choose(sequence, spec.heads, spec.key_heads)
         if strategy != "ring":
             redistribute = _redistribute.all_to_all if strategy == "all_to_all" else _redistribute.gather
-            return redistribute(functools.partial(attend, choice), sequence, operands)
+            local = lambda spec, operands: attend(choice, spec, operands, names)
+            return redistribute(local, sequence, operands)
     first, *others = choice.programs
     backend = _dispatch.BACKENDS[first.backend]
     by_jax = getattr(backend, "DIFFERENTIATED_BY_JAX", False) and spec.pages is None
     if not others and sequence is None and by_jax:
         with _platform.lowered_for(first.platform):
-            return backend.forward(spec, operands)
-    return _primitive.perform(_Attention(_Devices(choice), spec), operands)
+            return _named(Results(*backend.forward(spec, operands)), names)
+    return _attention(_Devices(choice), spec, operands, names)
+
+
+def _attention(where: _Devices | _OneDevice, spec: Spec, operands: Operands, names: tuple[str, str]) -> Results:
+    """Return out and lse, named where the forward ends and the derivatives begin.
+
+    So `jax.checkpoint` can keep them, and if it does, nothing that the backward reads needs the forward again.
+    """
+    results = _named(_primitive.perform(_Attention(where, spec), operands), names)
+    return _primitive.perform(_Differentiable(where, spec), operands, results)
+
+
+def _named(results: Results, names: tuple[str, str]) -> Results:
+    return Results(*map(checkpoint_name, results, names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +164,32 @@ class _Attention(_Part):
         return _sequence.forward(backend, sequence, operands)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
+        """Return none: they are `_Differentiable`'s."""
+        return _nothing(results)
+
+    def transpose(self, args: Any, cotangents: Any) -> Any:
+        raise AssertionError("Attention is not linear.")
+
+
+class _Differentiable(_Part):
+    """The operation that gives out and lse of some operands back, as functions of the operands."""
+
+    @property
+    def choice(self) -> None:
+        """No backend: there is nothing to compute."""
+        return
+
+    def __call__(self, program: Any, args: Any) -> Results:
+        _, results = args
+        return results
+
+    def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         if self.spec.pages is not None:
             raise NotImplementedError(
                 "A call with `page_table` has no derivative. For one, gather the keys and values, and leave out "
                 "`page_table`: key[page_table].reshape(*B, pages * page_size, K, H)."
             )
-        (operands,), (pushed,) = args, tangents
+        (operands, _), (pushed, _) = args, tangents
         return _primitive.perform(_Tangent(self.where, self.spec), operands, results, pushed)
 
     def transpose(self, args: Any, cotangents: Any) -> Any:
@@ -165,7 +203,7 @@ class _Tangent(_Part):
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
         _, tangents = others
-        attend = lambda spec, part: _primitive.perform(_Attention(_OneDevice(backend), spec), part)
+        attend = lambda spec, part: _attention(_OneDevice(backend), spec, part, RESIDUAL_CHECKPOINT_NAMES)
         return _sequence.tangent(attend, sequence, operands, tangents)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:

@@ -217,7 +217,8 @@ def test_readme_table() -> None:
 
 def test_support_table_has_every_option() -> None:
     named = functools.reduce(operator.or_, (set(call) for calls in ROWS.values() for call in calls))
-    assert {*_api.Options.__annotations__, "bias", "mask"} - {"implementation"} <= named
+    of_every_backend = {"implementation", "residual_checkpoint_name"}
+    assert {*_api.Options.__annotations__, "bias", "mask"} - of_every_backend <= named
 
 
 @pytest.mark.parametrize("column", COLUMNS)
