@@ -32,6 +32,7 @@ from jflash import (
 from jflash._choice import Choice
 from jflash._dispatch import Functions
 from jflash._ring import SequenceSplit
+from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 RESIDUAL_CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
@@ -220,6 +221,7 @@ class _Tangent(_Part):
         operands, results, pushed = args
         asked = [name for name, value in pushed._asdict().items() if any(map(_is_linear, jax.tree.leaves(value)))]
         spec = dataclasses.replace(self.spec, undifferentiated=self.spec.operands.difference(asked))
+        cotangents = _of_seeing_rows(spec, results, cotangents)
         residuals = Residuals(results.out, results.lse, cotangents.out, cotangents.lse)
         gradients = _primitive.perform(_Backward(self.where, spec), operands, residuals)
         return _nothing(operands), _nothing(results), _where_linear(pushed, gradients)
@@ -272,6 +274,16 @@ class _Backward(_Part):
         results = Results(residuals.out, residuals.lse)
         pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, cotangents)
         return _nothing(operands), _where_linear(residuals, residuals._replace(d_out=pushed.out, d_lse=pushed.lse))
+
+
+def _of_seeing_rows(spec: Spec, results: Results, cotangents: Results) -> Results:
+    """Return the cotangents with 0 for queries that see no key: theirs have nowhere to go, and 0 * NaN is NaN."""
+    if not visibility.some_row_may_see_nothing(spec):
+        return cotangents
+    sees = results.lse > -jnp.inf
+    return Results(
+        jnp.where(jnp.swapaxes(sees, 1, 2)[..., None], cotangents.out, 0), jnp.where(sees, cotangents.lse, 0)
+    )
 
 
 def _is_none(leaf: Any) -> bool:
