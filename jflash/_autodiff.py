@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
@@ -84,7 +85,10 @@ class _Devices:
 
         def local(sequence: SequenceSplit | None, *args: Any) -> Any:
             with _platform.lowered_for(program.platform):
-                return part.of(backend, sequence, *args)
+                found = part.of(backend, sequence, *args)
+            # A loop keeps what its steps give in arrays of all steps. On a GPU, XLA has a kernel write there at once
+            # (its dynamic slice fusion), and where something else reads the result too, runs it a second time.
+            return found if program.backend == "xla" else lax.optimization_barrier(found)
 
         return _sharding.shard(local, part.spec, part.like(args[0]))(*args)
 
