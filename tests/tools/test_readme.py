@@ -237,7 +237,7 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) < 150
 
 
-@pytest.mark.parametrize("page", ["README.md", "examples/derivatives.md"])
+@pytest.mark.parametrize("page", ["README.md", "examples/derivatives.md", "examples/rematerialization.md"])
 def test_code_runs(page: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
