@@ -25,6 +25,17 @@ _STATIC = ("is_causal", "local_window_size", "implementation", "return_residual"
 _KNOWN = (*_ARRAYS, *_STATIC, "scale")
 
 
+_UNSEEN = (
+    "Programs that were traced before it, and code that imported the function by name, are out of its reach: "
+    "jax.clear_caches() before the block has them traced again, also those that a model keeps by a jit of its own, as "
+    "flax.linen.jit does."
+)
+_NO_CALL = (
+    "Many models compute attention by einsums: call jflash.attention in their place. So do the layers of flax.linen, "
+    "and those of flax.nnx with dropout: make them with attention_fn=jflash.flax.attention_fn."
+)
+
+
 class LeftCall(NamedTuple):
     """A call that jax.nn served inside a block of `replacing_jax_nn`."""
 
@@ -110,14 +121,11 @@ class Replacement(contextlib.ContextDecorator):
         """Return the counts in a sentence, and a line for each kind of call that was left."""
         left = self.left
         many = sum(each.times for each in left)
-        unseen = (
-            "Programs that were traced before it, and code that imported the function by name, are out of its reach."
-        )
         if not self.served + many:
-            return f"No call of jax.nn.dot_product_attention was made in the block. {unseen}"
+            return f"No call of jax.nn.dot_product_attention was made in the block. {_NO_CALL} {_UNSEEN}"
         lines = [f"jflash served {_calls(self.served)} of jax.nn.dot_product_attention and left {many or 'none'}."]
         lines += [f"  {_calls(each.times)} left, because {each.reason}: {each.call}." for each in left]
-        return "\n".join([*lines, f"These are the calls that the block saw. {unseen}"])
+        return "\n".join([*lines, f"These are the calls that the block saw. {_UNSEEN}"])
 
     def __str__(self) -> str:
         return self.report()

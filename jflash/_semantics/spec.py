@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
@@ -147,6 +148,13 @@ class Spec:
     """
     pages: Pages | None = None
     """The layout of a paged cache; `None` where keys and values are arrays of the call's own."""
+
+    @property
+    def symbolic_size(self) -> Any:
+        """The first of the sizes that `jax.export` leaves open, or `None`."""
+        lengths = (self.batch, self.query_length, self.key_length)
+        sizes = (*lengths, self.heads, self.key_heads, self.head_dim, self.value_dim)
+        return next((size for size in sizes if jax.export.is_symbolic_dim(size)), None)
 
     @property
     def group(self) -> int:
