@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.rounded_later import SPARE, RoundedLater
 from short_run import sampled
 
 from jflash._backends.mosaic_gpu import dq_accumulator
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs
-from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.rounded_later import SPARE, RoundedLater
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 
 
