@@ -71,6 +71,7 @@ def test_when_traced(backend: str, mode: str) -> None:
 
 KERNEL_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "lengths": dict(query_seq_lengths=np.array([100, 200]), key_value_seq_lengths=np.array([130, 7])),
     "bias": dict(bias=np.zeros((1, 4, 256, 256), np.float32)),
     "mask": dict(mask=np.ones((1, 4, 256, 256), bool)),
     "slopes": dict(alibi_slopes=np.zeros(4, np.float32), is_causal=True, query_offset=np.array([3, 4])),
