@@ -85,12 +85,12 @@ SCALES: dict[str, Callable[[int, int], Any]] = {
     [
         ("bfloat16", "int8", False, "both"),
         ("bfloat16", "float8_e4m3fn", True, "number"),
-        ("bfloat16", "float8_e5m2", False, "none"),
+        pytest.param("bfloat16", "float8_e5m2", False, "none", marks=pytest.mark.slow),
         ("bfloat16", "bfloat16", True, "pages"),
         ("float16", "float8_e4m3fn", False, "heads"),
-        ("float16", "int8", True, "traced"),
+        pytest.param("float16", "int8", True, "traced", marks=pytest.mark.slow),
         ("float32", "float8_e4m3fn", False, "both"),
-        ("float32", "int8", False, "number"),
+        pytest.param("float32", "int8", False, "number", marks=pytest.mark.slow),
     ],
 )
 def test_scaled_and_8_bits(serving: str, dtype: str, stored: str, interleaved: bool, scale: str):
