@@ -2,6 +2,7 @@
 
 jflash.attention(query, key, value, ...)     the function, with the arguments of jax.nn.dot_product_attention and more
 jflash.explain(query, key, value, ...)       which implementation would serve such a call, and why
+jflash.tile_map(mask_mod, ...)               which tiles a mask function leaves, made once for many calls
 jflash.replacing_jax_nn()                    a block in which calls of jax.nn.dot_product_attention are served
 jflash.flax, jflash.equinox, jflash.keras    the layers of these libraries
 python -m jflash.doctor | jflash.bench       what runs on this machine | how fast it is
@@ -12,8 +13,9 @@ from typing import Any
 from jflash._api import attention, explain
 from jflash._hints import AttentionWarning
 from jflash._replacing import replacing_jax_nn
+from jflash._tile_map import TileMap, tile_map
 
-__all__ = ["AttentionWarning", "attention", "explain", "replacing_jax_nn"]
+__all__ = ["AttentionWarning", "TileMap", "attention", "explain", "replacing_jax_nn", "tile_map"]
 
 __version__: str
 

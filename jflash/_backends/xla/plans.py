@@ -13,15 +13,17 @@ from typing import Literal
 
 from jflash import _platform, _tuning
 from jflash._platform import Platform
+from jflash._semantics.coverage import TILE
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import TileShape
 from jflash._tuning import TuningKey
 
-Kind = Literal["alike", "masked", "narrow window"]
+Kind = Literal["alike", "masked", "narrow window", "listed"]
 """The kinds of call for which tiles are chosen.
 
 Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all that a few
-rows see: little of it is outside the window, and nothing is rescaled.
+rows see: little of it is outside the window, and nothing is rescaled. Where blocks have lists of tiles, small ones leave
+out more.
 """
 
 
@@ -74,6 +76,14 @@ CPU: Mapping[Kind, Sequence[Blocks]] = {
         Blocks(_CPU_ROWS, _CPU_WINDOW, 2**18),
         Blocks(_CPU_ROWS, 512, 2**18),
     ],
+    "listed": [
+        Blocks(256, 256, 2**18),
+        Blocks(256, 256, 2**19),
+        Blocks(512, 256, 2**19),
+        Blocks(512, 512, 2**20),
+        Blocks(128, 256, 2**18),
+        Blocks(128, 128, 2**18),
+    ],
 }
 """The candidates on a CPU, the default first.
 
@@ -87,6 +97,7 @@ GPU: Mapping[Kind, Sequence[Blocks]] = {
     "alike": [Blocks(4096, 4096, 2**27), Blocks(4096, 4096, 2**28), Blocks(2048, 2048, 2**26)],
     "masked": [Blocks(4096, 4096, 2**27), Blocks(2048, 2048, 2**27), Blocks(2048, 2048, 2**26)],
     "narrow window": [Blocks(_GPU_ROWS, _GPU_WINDOW, 2**27), Blocks(256, _GPU_WINDOW, 2**26)],
+    "listed": [Blocks(2048, 2048, 2**27), Blocks(4096, 4096, 2**27), Blocks(1024, 1024, 2**26)],
 }
 """The candidates on a GPU, the default first.
 
@@ -122,16 +133,23 @@ def seen_at_once(spec: Spec) -> int | None:
     return None if left is None or right is None else left + right
 
 
+def is_listed(spec: Spec) -> bool:
+    """Whether tiles may be empty where no range says so."""
+    return spec.mask_mod is not None
+
+
 def _kind(spec: Spec, rows: int, window: int) -> Kind:
     seen = seen_at_once(spec)
+    if is_listed(spec):
+        return "listed"
     if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         return "alike"
     return "narrow window" if seen is not None and seen + rows <= window else "masked"
 
 
 def _on_cpu(spec: Spec, blocks: Blocks) -> Tiles:
-    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
-    return Tiles(*_filled(spec, blocks, queries, _even(_seen(spec, queries), blocks.keys)))
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16), _step(spec))
+    return Tiles(*_filled(spec, blocks, queries, _even(_seen(spec, queries), blocks.keys, _step(spec))))
 
 
 def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
@@ -146,8 +164,9 @@ def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
     larger = max(1, math.isqrt(blocks.logits // (heads * blocks.rows * blocks.keys)))
     rows, keys = larger * blocks.rows, larger * blocks.keys
     allowed = blocks.logits // (spec.group * min(keys, spec.key_length))
-    queries = _even(spec.query_length, max(min(max(rows, rows * keys // spec.key_length), allowed) // 16 * 16, 16))
-    keys = _even(_seen(spec, queries), max(keys, rows * keys // queries))
+    most = max(min(max(rows, rows * keys // spec.key_length), allowed) // 16 * 16, 16)
+    queries = _even(spec.query_length, most, _step(spec))
+    keys = _even(_seen(spec, queries), max(keys, rows * keys // queries), _step(spec))
     return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS)
 
 
@@ -161,14 +180,19 @@ def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, i
 
 def _seen(spec: Spec, queries: int) -> int:
     """Return how many keys consecutive queries of that number see together at most."""
-    window = seen_at_once(spec)
+    window = None if is_listed(spec) else seen_at_once(spec)
     return spec.key_length if window is None else min(spec.key_length, window + queries)
 
 
-def _even(length: int, most: int) -> int:
+def _step(spec: Spec) -> int:
+    """Return the number of which a block's size is a multiple: listed ones are made of tiles of the map."""
+    return TILE if is_listed(spec) else 16
+
+
+def _even(length: int, most: int, step: int) -> int:
     """Return the block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
     parts = -(-length // most)
-    return min(length, -(-length // (16 * parts)) * 16)
+    return min(length, -(-length // (step * parts)) * step)
 
 
 def _divisor(number: int, most: int) -> int:
