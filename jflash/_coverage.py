@@ -25,7 +25,9 @@ def with_coverage(choice: Choice, spec: Spec, operands: Operands) -> tuple[Spec,
     if not any(_visits(spec, program.backend, program.platform) for program in choice.programs):
         return spec, operands
     whole = in_shard_map(spec)
-    queries, keys = (spec.query_length, spec.key_length) if whole is None else (whole.call.query_length, whole.call.key_length)
+    queries, keys = (
+        (spec.query_length, spec.key_length) if whole is None else (whole.call.query_length, whole.call.key_length)
+    )
     arrays = tuple(array[0] for array in operands.mask_mod_arrays)
     found = coverage.of_mask_mod(spec.mask_mod, arrays, spec.batch, spec.heads, queries, keys)
     operands = operands._replace(coverage=found)

@@ -44,7 +44,9 @@ class TileMap:
 MaskModArgument = MaskModFunction | TileMap
 
 
-def tile_map(mask_mod: MaskModFunction, *, query_length: int, key_length: int, batch: int = 1, heads: int = 1) -> TileMap:
+def tile_map(
+    mask_mod: MaskModFunction, *, query_length: int, key_length: int, batch: int = 1, heads: int = 1
+) -> TileMap:
     """Which tiles of 128 queries by 128 keys a mask function leaves empty, partial or full.
 
     `attention(..., mask_mod=f)` finds that out in every call, and XLA does the work of equal calls of one program once.
@@ -77,9 +79,12 @@ def tile_map(mask_mod: MaskModFunction, *, query_length: int, key_length: int, b
       >>> jflash.attention(query, key, value, mask_mod=tiles).shape
       (1, 4096, 2, 16)
     """
-    shape = tuple(
-        _arguments.size(name, value)
-        for name, value in dict(batch=batch, heads=heads, query_length=query_length, key_length=key_length).items()
+    size = _arguments.size
+    shape = (
+        size("batch", batch),
+        size("heads", heads),
+        size("query_length", query_length),
+        size("key_length", key_length),
     )
     traced = trace_mask_mod(mask_mod)
     tiles = coverage.of_mask_mod(traced.mask_mod, traced.arrays, *shape)

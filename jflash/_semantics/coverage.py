@@ -176,4 +176,3 @@ def refined(
     start = jnp.int32(0), found.full.reshape(-1), found.some.reshape(-1)
     _, full, some = lax.while_loop(lambda carry: carry[0] < count, step, start)
     return Coverage(full.reshape(shape), some.reshape(shape))
-

@@ -54,7 +54,7 @@ class MaskMod:
         The indices have one rank and broadcast to the tile's shape; so does the result, which has size 1 along axes
         that all of them have no part in. `arrays` are `[#b, *own shape]`.
         """
-        function: Callable[..., Array] = lambda arrays, *indices: self.scalar(*indices, arrays)
+        function: Callable[..., Array] = lambda arrays, *indices: self.scalar(*indices, arrays=arrays)
         indices = [batch, head, query, key]
         for axis in reversed(range(batch.ndim)):
             mapped = [index.shape[axis] > 1 for index in indices]

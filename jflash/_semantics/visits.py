@@ -42,7 +42,14 @@ def cuts(length: int, size: int, missing: int = 0, *, early: bool = False) -> Cu
 
 
 def list_tiles(
-    spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, *, batches: int = 1, heads: int = 1, of_keys: bool = False
+    spec: Spec,
+    operands: Operands,
+    queries: Cuts,
+    keys: Cuts,
+    *,
+    batches: int = 1,
+    heads: int = 1,
+    of_keys: bool = False,
 ) -> Lists:
     """For each block of queries the tiles of keys that it visits, or, `of_keys`, for each block of keys those of queries.
 
@@ -138,7 +145,9 @@ def covering(
     return Coverage(~full, some)
 
 
-def _any_within(array: Bool[Array, "..."], axis: int, cut: Cuts, moved: Int32[Array, "#B"] | None) -> Bool[Array, "..."]:
+def _any_within(
+    array: Bool[Array, "..."], axis: int, cut: Cuts, moved: Int32[Array, "#B"] | None
+) -> Bool[Array, "..."]:
     """For each block, whether any tile that it meets along an axis is True: a difference of running sums."""
     count = array.shape[axis]
     zero = jnp.zeros([1 if a == axis else n for a, n in enumerate(array.shape)], jnp.int32)
@@ -175,7 +184,9 @@ def _of_segments(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage:
     """What segments show: two tiles have none in common if their ids lie apart, or no id's last five bits are in both."""
     assert operands.query_segments is not None
     assert operands.key_segments is not None
-    (low_q, high_q, bits_q), (low_k, high_k, bits_k) = map(_ids_of_tiles, (operands.query_segments, operands.key_segments))
+    (low_q, high_q, bits_q), (low_k, high_k, bits_k) = map(
+        _ids_of_tiles, (operands.query_segments, operands.key_segments)
+    )
     rows, columns = (lambda array: array[:, None, :, None]), (lambda array: array[:, None, None, :])
     low, high = jnp.maximum(rows(low_q), columns(low_k)), jnp.minimum(rows(high_q), columns(high_k))
     some = (low <= high) & (rows(bits_q) & columns(bits_k) != 0)

@@ -219,7 +219,9 @@ TABLE += [
         {"(1,)": lambda x, *_: x[None], "(3,)": lambda x, *_: x + jnp.arange(3.0)},
     ),
     *rows("mask_mod", TypeError, "a function", {"int": 3}),
-    *rows("mask_mod", TypeError, "f(batch, head, query_index, key_index)", {"<function": lambda query, key: key <= query}),
+    *rows(
+        "mask_mod", TypeError, "f(batch, head, query_index, key_index)", {"<function": lambda query, key: key <= query}
+    ),
     *rows(
         "mask_mod",
         TypeError,

@@ -41,6 +41,8 @@ def test_sound(function):
     truth = tiles_of(mask_functions.dense(function, BATCH, HEADS, 150, 130), 32)
     found = by_intervals(traced, grid)
     assert_sound(found, truth)
-    precise = coverage.refined(traced.mask_mod, traced.arrays, grid._replace(batch=found.some.shape[0]), found, found.partial)
+    precise = coverage.refined(
+        traced.mask_mod, traced.arrays, grid._replace(batch=found.some.shape[0]), found, found.partial
+    )
     np.testing.assert_array_equal(np.broadcast_to(precise.full, truth.full.shape), truth.full)
     np.testing.assert_array_equal(np.broadcast_to(precise.some, truth.some.shape), truth.some)

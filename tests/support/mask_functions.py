@@ -50,9 +50,7 @@ def families(length: int, batch: int = 2, heads: int = 4) -> Mapping[str, MaskFu
         "window of frames": lambda b, h, q, k: (q // 96 - k // 96 >= 0) & (q // 96 - k // 96 < 4),
         "dilated": lambda b, h, q, k: ((q - k) % 1000 == 0) & (q >= k),
         "dilated window": lambda b, h, q, k: ((q - k) % 4 == 0) & (jnp.abs(q - k) <= 512),
-        "neighbourhood": lambda b, h, q, k: (
-            (jnp.abs(q // side - k // side) <= 3) & (jnp.abs(q % side - k % side) <= 3)
-        ),
+        "neighbourhood": lambda b, h, q, k: (jnp.abs(q // side - k // side) <= 3) & (jnp.abs(q % side - k % side) <= 3),
         "BigBird": lambda b, h, q, k: (
             (jnp.abs(q // 64 - k // 64) <= 1) | (q < 64) | (k < 64) | jnp.any(random_blocks[q // 64] == k // 64)
         ),

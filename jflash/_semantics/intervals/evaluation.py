@@ -94,7 +94,8 @@ class Evaluation:
     def _of_values(self, equation: Any, xs: list[Interval]) -> Sequence[Interval]:
         """The equation itself, as each tile has one value of every input."""
         apply = lambda *values: program.apply(equation, values)
-        results = over_grid(apply, *(x.value for x in xs)) if xs else [r[(None,) * GRID] for r in apply()]
+        values: Any = [x.value for x in xs]
+        results = over_grid(apply, *values) if xs else [r[(None,) * GRID] for r in apply()]
         made, name = [point(result) for result in results], equation.primitive.name
         if made[0].kind == "f" and name not in _EXACT:
             return [floats.widened(x.dtype, x.low, x.high) for x in made]

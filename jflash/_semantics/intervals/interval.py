@@ -80,9 +80,11 @@ class Interval:
         """A scalar with axes of size 1, as it stands beside arrays."""
         if len(self.shape) == rank:
             return self
-        more = lambda bound: None if bound is None else bound.reshape(*bound.shape, *[1] * (rank - len(self.shape)))
+        more: Any = lambda bound: None if bound is None else bound.reshape(*bound.shape, *[1] * (rank - len(self.shape)))
         affine = self.affine if self.number is not None else None
-        return Interval(self.dtype, more(self.low), more(self.high), more(self.value), self.known, self.spread, None, affine)
+        return Interval(
+            self.dtype, more(self.low), more(self.high), more(self.value), self.known, self.spread, None, affine
+        )
 
 
 def is_small(known: tuple[float, float]) -> bool:

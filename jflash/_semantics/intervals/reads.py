@@ -35,7 +35,7 @@ def gather(params: Any, x: Interval, index: Interval) -> Interval | None:
         outside |= (start.low < 0) | (start.high > most)
         x = dynamic_slice(x, axis, start, sizes[axis])
     squeezed = tuple(GRID + axis for axis in numbers.collapsed_slice_dims)
-    squeeze = lambda end: None if end is None else end.squeeze(squeezed)
+    squeeze: Any = lambda end: None if end is None else end.squeeze(squeezed)
     x = Interval(x.dtype, squeeze(x.low), squeeze(x.high), squeeze(x.value), x.known)
     if not str(params["mode"]).endswith("FILL_OR_DROP"):
         return x
@@ -47,7 +47,7 @@ def gather(params: Any, x: Interval, index: Interval) -> Interval | None:
 def _elements(index: Interval) -> list[Interval]:
     if index.parts is not None:
         return list(index.parts)
-    at = lambda end, place: None if end is None else end[..., place]
+    at: Any = lambda end, place: None if end is None else end[..., place]
     return [
         Interval(index.dtype, at(index.low, n), at(index.high, n), at(index.value, n), index.known, index.spread)
         for n in range(index.shape[0])
@@ -68,7 +68,9 @@ def dynamic_slice(x: Interval, axis: int, start: Interval, size: int) -> Interva
     least, most = (jnp.logical_and, jnp.logical_or) if x.kind == "b" else (jnp.minimum, jnp.maximum)
     if start.blocks is not None and size == 1 and x.low.shape[start.blocks.axis] == 1:
         tiles = start.low.shape[start.blocks.axis]
-        low, high = (_of_blocks(combine, end, axis, start.blocks, tiles) for combine, end in ((least, x.low), (most, x.high)))
+        low, high = (
+            _of_blocks(combine, end, axis, start.blocks, tiles) for combine, end in ((least, x.low), (most, x.high))
+        )
         return bounded(x.dtype, low, high, known=x.known)
     bounds = [jnp.clip(end, 0, length - size) for end in (start.low, start.high)]
     levels = min(length, start.spread or length).bit_length()
