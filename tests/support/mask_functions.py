@@ -1,8 +1,10 @@
-"""Mask functions that people use, as they would write them, and random ones made of parts that are hard to bound."""
+"""Mask functions that people use, those of examples/benchmarks, and random ones made of parts that are hard to bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,63 +15,13 @@ from jax import lax
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
-
-def families(length: int, batch: int = 2, heads: int = 4) -> Mapping[str, MaskFunction]:
-    """By name; for self-attention of so many tokens, the same on every run."""
-    random = np.random.default_rng(0)
-    array = lambda numbers: jnp.asarray(np.asarray(numbers), jnp.int32)
-    boundaries = np.sort(random.choice(np.arange(1, length), max(2, length // 512), replace=False))
-    documents = array(np.searchsorted(boundaries, np.arange(length), side="right"))
-    # Runs of 40 to 90 tokens in no order, of as many documents as that makes a third of.
-    runs = np.repeat(np.arange(length // 40 + 1), random.integers(40, 90, length // 40 + 1))[:length]
-    packed = array(random.permutation(length // 40 + 1)[runs] % max(2, length // 120))
-    mixed = array(random.integers(0, 8, (batch, length)))
-    prefix = array(random.integers(1, length, batch))
-    images = np.zeros(length, int)
-    for number, first in enumerate(range(length // 16 + 5, length - length // 8, length // 5)):
-        images[first : first + length // 9] = number + 1
-    images = array(images)
-    windows = array([64, 256, length // 4, length][:heads])
-    side = int(np.sqrt(length))
-    random_blocks = array([random.choice(max(length // 64, 1), 3) for _ in range(-(-length // 64))])
-    chosen = jnp.asarray(random.random((heads, -(-length // 64), -(-length // 64))) < 0.15)
-    ancestors, base = jnp.asarray(tree_ancestors(min(length, 512))), length - min(length, 512)
-    slopes = jnp.asarray(random.random(heads), jnp.float32)
-    return {
-        "causal": lambda b, h, q, k: k <= q,
-        "window": lambda b, h, q, k: (q - k >= 0) & (q - k < 256),
-        "symmetric window": lambda b, h, q, k: jnp.abs(q - k) <= 256,
-        "window of each head": lambda b, h, q, k: (k <= q) & (q - k < windows[h]),
-        "prefix of each entry": lambda b, h, q, k: (k <= q) | (k < prefix[b]),
-        "documents": lambda b, h, q, k: documents[q] == documents[k],
-        "causal documents": lambda b, h, q, k: (documents[q] == documents[k]) & (k <= q),
-        "documents in no order": lambda b, h, q, k: packed[q] == packed[k],
-        "documents mixed": lambda b, h, q, k: mixed[b, q] == mixed[b, k],
-        "images in text": lambda b, h, q, k: (k <= q) | ((images[q] == images[k]) & (images[q] > 0)),
-        "frames": lambda b, h, q, k: k // 96 <= q // 96,
-        "window of frames": lambda b, h, q, k: (q // 96 - k // 96 >= 0) & (q // 96 - k // 96 < 4),
-        "dilated": lambda b, h, q, k: ((q - k) % 1000 == 0) & (q >= k),
-        "dilated window": lambda b, h, q, k: ((q - k) % 4 == 0) & (jnp.abs(q - k) <= 512),
-        "neighbourhood": lambda b, h, q, k: (jnp.abs(q // side - k // side) <= 3) & (jnp.abs(q % side - k % side) <= 3),
-        "BigBird": lambda b, h, q, k: (
-            (jnp.abs(q // 64 - k // 64) <= 1) | (q < 64) | (k < 64) | jnp.any(random_blocks[q // 64] == k // 64)
-        ),
-        "sinks and window": lambda b, h, q, k: ((k < 4) | (q - k < 512)) & (k <= q),
-        "strided": lambda b, h, q, k: (k <= q) & ((q - k < 128) | (k % 512 >= 496)),
-        "tree": lambda b, h, q, k: jnp.where(k < base, True, (q >= base) & ancestors[q - base, k - base]),
-        "block table": lambda b, h, q, k: chosen[h, q // 64, k // 64] & (k <= q),
-        "distance": lambda b, h, q, k: jnp.exp(-slopes[h] * jnp.abs(q - k).astype(jnp.float32) / 64) > 0.01,
-        "butterfly": lambda b, h, q, k: ((q // 128) ^ (k // 128)) < 2,
-        "odd heads causal": lambda b, h, q, k: jnp.where(h % 2 == 1, k <= q, True),
-    }
-
-
-def tree_ancestors(nodes: int) -> np.ndarray:
-    """`[nodes, nodes]`: whether the second is an ancestor of the first in a random tree, or the first itself."""
-    random, found = np.random.default_rng(1), np.eye(nodes, dtype=bool)
-    for node in range(1, nodes):
-        found[node] |= found[random.integers(0, node)]
-    return found
+_path = Path(__file__).parents[2] / "examples" / "benchmarks" / "mask_functions.py"
+_spec = importlib.util.spec_from_file_location("benchmark_of_mask_functions", _path)
+assert _spec is not None
+assert _spec.loader is not None
+benchmark: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(benchmark)
+families = benchmark.families
 
 
 def dense(function: MaskFunction, batch: int, heads: int, queries: int, keys: int) -> np.ndarray:
