@@ -172,7 +172,7 @@ def key_spans(
         unbroken = jnp.sum(every) == every_stop - every_start
         full_start = jnp.maximum(full_start, every_start)
         full_stop = jnp.where(unbroken, jnp.minimum(full_stop, every_stop), start)
-    if operands.mask is not None:
+    if operands.mask is not None or spec.mask_mod is not None:
         full_stop = start
     stop = jnp.clip(stop, 0, spec.key_length)
     start = jnp.clip(start, 0, stop)

@@ -13,6 +13,7 @@ tile names a tile past the end, in part.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -109,8 +110,8 @@ def _shared(found: Coverage, batch: int, batches: int, all_heads: int, heads: in
 
 def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches: int) -> Coverage:
     """What bounds and lengths show, as ranges. Segments are looked at by tile, and so is a mask."""
-    numbers: dict[str, Any] = dict(query_segments=None, key_segments=None, mask=None)
-    operands = operands._replace(**numbers)
+    spec = dataclasses.replace(spec, mask_mod=None)
+    operands = operands._replace(query_segments=None, key_segments=None, mask=None)
     limits = operands.query_offset, operands.query_lengths, operands.key_lengths
     by_batch = any(array is not None and array.shape[0] > 1 for array in limits)
     entries = jnp.arange(0, spec.batch if by_batch else 1, batches if by_batch else 1, dtype=jnp.int32)

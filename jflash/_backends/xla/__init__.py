@@ -12,7 +12,7 @@ from jflash._backends.xla.backward import backward
 from jflash._backends.xla.forward import forward
 from jflash._backends.xla.plans import is_cpu, plan
 from jflash._backends.xla.tangent import tangent
-from jflash._backends.xla.tiling import has_lists, holds_rows, is_whole
+from jflash._backends.xla.tiling import holds_rows, is_whole
 from jflash._platform import Platform, lowered_for
 from jflash._semantics.spec import Spec
 
@@ -36,7 +36,7 @@ def visits_lists(spec: Spec, platform: Platform) -> bool:
     """Whether blocks have lists of the tiles that they visit, so that a map of them is of use."""
     with lowered_for(platform):
         shapes = plan(spec, "forward"), plan(spec, "backward")
-    return any(has_lists(spec, shape) for shape in shapes)
+    return any(shape.listed and not is_whole(spec, shape) for shape in shapes)
 
 
 def program(platform: Platform) -> str:

@@ -46,6 +46,8 @@ class Tiles(TileShape):
     held_keys: int | None = None
     """The most keys up to which a row is taken as whole (`tiling.holds_rows`), if one tile is not the call; `None`:
     any."""
+    listed: bool = False
+    """Whether blocks have lists of the tiles that they visit, and not ranges of keys."""
 
 
 _CPU_ROWS, _CPU_WINDOW = 128, 1280
@@ -117,9 +119,10 @@ def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
     """Return the tiles of a call."""
     on_cpu = is_cpu(_platform.current())
     tables, rows, window = (CPU, _CPU_ROWS, _CPU_WINDOW) if on_cpu else (GPU, _GPU_ROWS, _GPU_WINDOW)
-    kind = _kind(spec, rows, window)
+    kind = _kind(spec, rows, window, on_cpu=on_cpu)
     blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), tables[kind])
-    return _on_cpu(spec, blocks) if on_cpu else _on_gpu(spec, blocks)
+    tiles = _on_cpu if on_cpu else _on_gpu
+    return tiles(spec, blocks, listed=kind == "listed")
 
 
 def is_cpu(platform: Platform) -> bool:
@@ -133,26 +136,31 @@ def seen_at_once(spec: Spec) -> int | None:
     return None if left is None or right is None else left + right
 
 
-def is_listed(spec: Spec) -> bool:
-    """Whether tiles may be empty where no range says so."""
-    return spec.mask_mod is not None
-
-
-def _kind(spec: Spec, rows: int, window: int) -> Kind:
+def _kind(spec: Spec, rows: int, window: int, *, on_cpu: bool) -> Kind:
     seen = seen_at_once(spec)
-    if is_listed(spec):
+    is_narrow = seen is not None and seen + rows <= window
+    if spec.mask_mod is not None or (on_cpu and not is_narrow and _may_be_sparse(spec)):
         return "listed"
     if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         return "alike"
-    return "narrow window" if seen is not None and seen + rows <= window else "masked"
+    return "narrow window" if is_narrow else "masked"
 
 
-def _on_cpu(spec: Spec, blocks: Blocks) -> Tiles:
-    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16), _step(spec))
-    return Tiles(*_filled(spec, blocks, queries, _even(_seen(spec, queries), blocks.keys, _step(spec))))
+def _may_be_sparse(spec: Spec) -> bool:
+    """Return whether segments, or a mask of both queries and keys, may leave tiles empty where no range says so."""
+    by_pair = spec.mask_shape is not None and min(spec.mask_shape[2:]) > 1
+    return by_pair or "query_segments" in spec.operands
 
 
-def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
+def _on_cpu(spec: Spec, blocks: Blocks, *, listed: bool) -> Tiles:
+    # Listed blocks are made of tiles of the map, which begin at multiples of their size.
+    step = TILE if listed else 16
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16), step)
+    keys = _even(spec.key_length if listed else _seen(spec, queries), blocks.keys, step)
+    return Tiles(*_filled(spec, blocks, queries, keys), listed=listed)
+
+
+def _on_gpu(spec: Spec, blocks: Blocks, *, listed: bool) -> Tiles:
     """Return one tile for a call of up to twice `Blocks.logits`: two steps would copy more, and both passes share one
     tile.
 
@@ -165,9 +173,11 @@ def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
     rows, keys = larger * blocks.rows, larger * blocks.keys
     allowed = blocks.logits // (spec.group * min(keys, spec.key_length))
     most = max(min(max(rows, rows * keys // spec.key_length), allowed) // 16 * 16, 16)
-    queries = _even(spec.query_length, most, _step(spec))
-    keys = _even(_seen(spec, queries), max(keys, rows * keys // queries), _step(spec))
-    return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS)
+    step = TILE if listed else 16
+    queries = _even(spec.query_length, most, step)
+    seen = spec.key_length if listed else _seen(spec, queries)
+    keys = _even(seen, max(keys, rows * keys // queries), step)
+    return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS, listed)
 
 
 def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, int, int, int]:
@@ -180,13 +190,8 @@ def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, i
 
 def _seen(spec: Spec, queries: int) -> int:
     """Return how many keys consecutive queries of that number see together at most."""
-    window = None if is_listed(spec) else seen_at_once(spec)
+    window = seen_at_once(spec)
     return spec.key_length if window is None else min(spec.key_length, window + queries)
-
-
-def _step(spec: Spec) -> int:
-    """Return the number of which a block's size is a multiple: listed ones are made of tiles of the map."""
-    return TILE if is_listed(spec) else 16
 
 
 def _even(length: int, most: int, step: int) -> int:

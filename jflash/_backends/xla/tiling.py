@@ -24,23 +24,18 @@ def is_whole(spec: Spec, shape: TileShape) -> bool:
     return sizes == (spec.batch, spec.key_heads, spec.query_length, spec.key_length)
 
 
-def one_tile_for_a_block(spec: Spec, shape: TileShape) -> bool:
+def one_tile_for_a_block(spec: Spec, shape: Tiles) -> bool:
     """Return whether one tile holds all that a block's rows see."""
-    if has_lists(spec, shape):
+    if shape.listed:
         return shape.keys == spec.key_length
     window = plans.seen_at_once(spec)
     in_step = "query_offset" not in spec.operands or shape.batch == 1
     return shape.keys == spec.key_length or (in_step and window is not None and window + shape.queries <= shape.keys)
 
 
-def has_lists(spec: Spec, shape: TileShape) -> bool:
-    """Whether the blocks have lists of the tiles that they visit, and not ranges of keys."""
-    return plans.is_listed(spec) and not is_whole(spec, shape)
-
-
-def tile_lists(spec: Spec, operands: Operands, shape: TileShape) -> visits.Lists | None:
-    """The lists of all blocks, made before the walk; `None`: blocks have ranges."""
-    if not has_lists(spec, shape):
+def tile_lists(spec: Spec, operands: Operands, shape: Tiles) -> visits.Lists | None:
+    """Return the lists of the tiles that all blocks visit, made before the walk; `None`: blocks have ranges."""
+    if not shape.listed or is_whole(spec, shape):
         return None
     queries = visits.cuts(spec.query_length, shape.queries, early=True)
     keys = visits.cuts(spec.key_length, shape.keys)
@@ -106,7 +101,7 @@ class Span:
 def for_each_tile[Carry](
     spec: Spec,
     operands: Operands,
-    shape: TileShape,
+    shape: Tiles,
     block: Block,
     body: Callable[[Corner, Span | None, Carry], Carry],
     carry: Carry,
@@ -162,7 +157,7 @@ def _for_each_listed[Carry](
     carry: Carry,
     lists: visits.Lists,
 ) -> Carry:
-    """The tiles of a block's list: first those that are seen whole."""
+    """Fold `body` over the tiles of a block's list, first those that are seen whole."""
     size, length = shape.keys, spec.key_length
     # The last block begins early.
     row = (block.first + shape.queries - 1) // shape.queries
