@@ -150,12 +150,12 @@ def attention(
         Python's numbers have 32 bits beside a float32 logit, with `jax_enable_x64` too. Where neither bias, slopes nor
         a cap come before it, c * tanh(logit / c) alone is computed as `logits_soft_cap=c`.
         Reuse one function object: outside `jax.jit` a new one compiles anew.
-      mask_mod: `f(batch, head, query_index, key_index) -> bool` on scalars, any traceable function: True where the query
-        may attend, as far as all other masks let it. Indices as in `score_mod`. Arrays that it closes over have no
-        gradient. Tiles of 128 queries and 128 keys that it hides are not visited, and those that it shows whole carry no
-        mask: which they are is found out from its program, without a look at each pair where that allows it, and
-        `explain` says which operations do not. `tile_map` makes that once for many calls, and its result may be given in
-        the function's place.
+      mask_mod: `f(batch, head, query_index, key_index) -> bool` on scalars, any traceable function: True where
+        the query may attend, as far as all other masks let it. Indices as in `score_mod`. Arrays that it closes over
+        have no gradient. Tiles of 128 queries and 128 keys that it hides are not visited, and those that it shows whole
+        carry no mask: which they are is found out from its program, without a look at each pair where that allows it,
+        and `explain` says which operations do not. `tile_map` makes that once for many calls, and its result may be
+        given in the function's place.
       query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. The default 0
         aligns the first query with the first key, as jax.nn does; S - T aligns the last query with the last key. In
         decoding it is the number of keys before query 0: the cache's length before this step. It matters only
@@ -324,8 +324,8 @@ def explain(
     Returns:
       Lines of text: the choice, or that there is none, and an indented line for each implementation that was asked
       before it and refused. If the sequences are split over devices, the strategy for that and its reason follow; then
-      what intervals do not see through in a `mask_mod`, and notes of what is probably not meant, or could be faster; then
-      the description.
+      what intervals do not see through in a `mask_mod`, and notes of what is probably not meant, or could be faster;
+      then the description.
 
     Raises: explain raises what `attention` raises for arguments that are wrong.
 

@@ -265,10 +265,10 @@ def mask_mod_shape(made_for: tuple[int, ...], looks_at: Sequence[bool], call: tu
     wanted = dict(zip(names, call, strict=True))
     matters = (*looks_at[:2], True, True)
     if any(m and have != want for m, have, want in zip(matters, made_for, call, strict=True)):
-        sizes = ", ".join(f"{name}={size}" for name, size in wanted.items())
+        written = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
             f"`mask_mod` is a map that was made for calls of another size; for this one it is "
-            f"jflash.tile_map(f, {sizes}). Got {', '.join(f'{n}={size}' for n, size in zip(names, made_for, strict=True))}."
+            f"jflash.tile_map(f, {written(wanted)}). Got {written(dict(zip(names, made_for, strict=True)))}."
         )
 
 

@@ -1,6 +1,6 @@
-"""The map of the tiles that a call's functions show, made before the call is split and differentiated.
+"""Makes the map of the tiles that a call's `mask_mod` shows, before the call is split and differentiated.
 
-So the forward, the backward and whatever else is made of one call share one map.
+The forward, the backward and all else that is made of one call share that map.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jflash._semantics.spec import Operands, Spec
 
 
 def with_coverage(choice: Choice, spec: Spec, operands: Operands) -> tuple[Spec, Operands]:
-    """The call with the map of its `mask_mod`, if some backend that serves it visits tiles by one."""
+    """Return the call with the map of its `mask_mod`, if some backend that serves it visits tiles by a map."""
     if spec.mask_mod is None or operands.coverage is not None or 0 in (spec.query_length, spec.key_length, spec.batch):
         return spec, operands
     if not any(_visits(spec, program.backend, program.platform) for program in choice.programs):
@@ -40,7 +40,7 @@ def _visits(spec: Spec, name: str, platform: object) -> bool:
 
 
 def lines(spec: Spec) -> Iterator[str]:
-    """What intervals do not understand of a `mask_mod`, in words for the user."""
+    """Yield what intervals do not see through in a `mask_mod`, in words for the user."""
     if spec.mask_mod is None:
         return
     found: dict[str, int] = {}

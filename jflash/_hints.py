@@ -219,8 +219,8 @@ def _mask_mod_as_options(call: Call) -> str | None:
     if not options:
         return None
     return (
-        f"`mask_mod` says what {options} says, which is faster: no map of tiles is made for it, and every implementation "
-        f"has kernels for it. Got T={spec.query_length} and S={spec.key_length}."
+        f"`mask_mod` says what {options} says, which is faster: no map of tiles is made for it, and the kernels of "
+        f"every implementation have it. Got T={spec.query_length} and S={spec.key_length}."
     )
 
 
@@ -228,8 +228,8 @@ def _mask_mod_without_offset(call: Call) -> str | None:
     if call.spec.mask_mod is None or call.arguments.get("query_offset") is None:
         return None
     return (
-        "`query_offset` does not move the indices that `mask_mod` gets: its query_index counts the rows of `query` from "
-        "0. To look at positions, close over the offset and add it there. Got both."
+        "`query_offset` does not move the indices that `mask_mod` gets: its query_index counts the rows of `query` "
+        "from 0. To look at positions, close over the offset and add it there. Got both."
     )
 
 

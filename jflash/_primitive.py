@@ -154,6 +154,7 @@ def _transpose(
 
 
 _NEVER_SHARED = ("query", "key", "value", "out", "lse", "d_out", "d_lse")
+_WITHOUT_GRADIENT = ("mask_mod_arrays",)
 
 
 def _batch(
@@ -177,8 +178,9 @@ def _batch(
     spread = {place for place, m in zip(places, mapped, strict=True) if m}
 
     def fold(place: Any, array: Array, mapped: bool) -> Array:
-        whole = place in spread or getattr(place[0], "name", "") in _NEVER_SHARED
-        whole = whole or (operation.sums and jnp.issubdtype(array.dtype, jnp.inexact))
+        name = getattr(place[0], "name", "")
+        is_summed = operation.sums and jnp.issubdtype(array.dtype, jnp.inexact) and name not in _WITHOUT_GRADIENT
+        whole = place in spread or name in _NEVER_SHARED or is_summed
         if not whole and array.shape[0] == 1:
             return array
         rest = array.shape[mapped + 1 :]

@@ -1,4 +1,4 @@
-"""`tile_map`: what a mask function leaves of the tiles, made once and used by many calls."""
+"""`tile_map` makes the map of the tiles that a mask function leaves once, for many calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int8
 
 from jflash import _arguments
@@ -23,12 +24,12 @@ class TileMap:
     """
 
     arrays: tuple[Array, ...]
-    """What the function closes over."""
+    """The arrays that the function closes over."""
     tiles: Int8[Array, "#B #N I J"]
-    """Of each 128 queries by 128 keys: 0 where no query sees a key, 2 where every query sees every key, else 1."""
+    """For each 128 queries by 128 keys, 0 if no query sees a key, 2 if every query sees every key, else 1."""
     mask_mod: MaskMod = dataclasses.field(metadata=dict(static=True))
     shape: tuple[int, int, int, int] = dataclasses.field(metadata=dict(static=True))
-    """Batch entries, heads, queries, keys of the calls that it is for."""
+    """The batch entries, heads, queries and keys of the calls that it is for."""
 
     @property
     def visited(self) -> Array:
@@ -47,7 +48,7 @@ MaskModArgument = MaskModFunction | TileMap
 def tile_map(
     mask_mod: MaskModFunction, *, query_length: int, key_length: int, batch: int = 1, heads: int = 1
 ) -> TileMap:
-    """Which tiles of 128 queries by 128 keys a mask function leaves empty, partial or full.
+    """Find which tiles of 128 queries by 128 keys a mask function leaves empty, partial or full.
 
     `attention(..., mask_mod=f)` finds that out in every call, and XLA does the work of equal calls of one program once.
     A loop over layers, as `jax.lax.scan`, or a step that is called again and again does it each time: there, make the
@@ -92,7 +93,8 @@ def tile_map(
 
 
 def traced(mask_mod: Any) -> TracedMaskMod:
-    """A function, or a map of one, as `canonicalize` takes it."""
+    """Return a function, or a map of one, as `canonicalize` takes it."""
     if isinstance(mask_mod, TileMap):
-        return TracedMaskMod(mask_mod.mask_mod, mask_mod.arrays, mask_mod.tiles, mask_mod.shape)
+        arrays = tuple(map(lax.stop_gradient, mask_mod.arrays))
+        return TracedMaskMod(mask_mod.mask_mod, arrays, mask_mod.tiles, mask_mod.shape)
     return trace_mask_mod(mask_mod)

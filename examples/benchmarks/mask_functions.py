@@ -1,8 +1,8 @@
 """How well the tiles of a mask function are known, for functions that people use: python mask_functions.py 4096
 
-Of all tiles of 128 x 128 it prints the share that is visited, the share that is visited with a mask, and of the latter how
-many need none: they are empty or full, and neither intervals nor the second pass said so. Up to 8,192 tokens the truth is
-the function of every pair, beyond that what a second pass over all partial tiles finds.
+Of all tiles of 128 x 128 it prints the share that is visited, the share that is visited with a mask, and of the latter
+how many need none: they are empty or full, and neither intervals nor the second pass said so. Up to 8,192 tokens the
+truth is the function of every pair, beyond that what a second pass over all partial tiles finds.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def families(length: int, batch: int = BATCH, heads: int = HEADS) -> Mapping[str
         "window of frames": lambda b, h, q, k: (q // 96 - k // 96 >= 0) & (q // 96 - k // 96 < 4),
         "dilated": lambda b, h, q, k: ((q - k) % 1000 == 0) & (q >= k),
         "dilated window": lambda b, h, q, k: ((q - k) % 4 == 0) & (jnp.abs(q - k) <= 512),
-        "neighbourhood": lambda b, h, q, k: (
-            (jnp.abs(q // side - k // side) <= 3) & (jnp.abs(q % side - k % side) <= 3)
-        ),
+        "neighbourhood": lambda b, h, q, k: (jnp.abs(q // side - k // side) <= 3) & (jnp.abs(q % side - k % side) <= 3),
         "BigBird": lambda b, h, q, k: (
             (jnp.abs(q // 64 - k // 64) <= 1) | (q < 64) | (k < 64) | jnp.any(random_blocks[q // 64] == k // 64)
         ),
@@ -97,6 +95,7 @@ class Row(NamedTuple):
     """How long the map takes to make, compiled."""
 
     def __str__(self) -> str:
+        """Return the cells of a table."""
         share = lambda count: f"{count / self.tiles:.2%}"
         return f"{share(self.visited)} | {share(self.partial)} | {self.wrongly} | {self.milliseconds:.1f}"
 
@@ -124,7 +123,9 @@ def measure(function: MaskFunction, length: int, repeats: int = 3) -> Row:
 def by_pairs(function: MaskFunction, grid: Grid) -> Coverage:
     """The truth, by the function of all pairs, a batch entry and head at a time."""
     queries, keys = jnp.arange(grid.queries, dtype=jnp.int32), jnp.arange(grid.keys, dtype=jnp.int32)
-    pairs = jax.jit(lambda b, h: jax.vmap(jax.vmap(lambda q, k: function(b, h, q, k), (None, 0)), (0, None))(queries, keys))
+    pairs = jax.jit(
+        lambda b, h: jax.vmap(jax.vmap(lambda q, k: function(b, h, q, k), (None, 0)), (0, None))(queries, keys)
+    )
     rows, columns = grid.tiles
     full, some = (np.zeros((grid.batch, grid.heads, rows, columns), bool) for _ in range(2))
     for entry, head in np.ndindex(grid.batch, grid.heads):

@@ -1,8 +1,8 @@
 """Block-sparse attention that data chooses: each block of queries attends to the blocks of keys that matter most to it.
 
-The choice is made at run time, by the mean of each block, for every head, and is part of the same compiled program. A table
-of bits says what was chosen, and `mask_mod` reads it. What was not chosen is not visited, forward or backward. Queries,
-keys and values get gradients through what was chosen; the choice itself has none.
+The choice is made at run time, by the mean of each block, for every head, and is part of the same compiled program. A
+table of bits says what was chosen, and `mask_mod` reads it. What was not chosen is not visited, forward or backward.
+Queries, keys and values get gradients through what was chosen; the choice itself has none.
 
 Sources: MoBA, Lu et al. (2025), arXiv:2502.13189; native sparse attention, Yuan et al. (2025), arXiv:2502.11089.
 """

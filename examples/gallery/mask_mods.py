@@ -1,12 +1,12 @@
 """Any mask as a function: `mask_mod(batch, head, query_index, key_index) -> bool`.
 
-jflash reads the function's program. Tiles that it hides are not visited, forward and backward; tiles that it shows whole
-carry no mask. `jflash.tile_map` says which they are, and makes that once for many calls. What a function reads, such as the
-documents' ids, may be known only at run time.
+jflash reads the function's program. Tiles that it hides are not visited, forward and backward; tiles that it shows
+whole carry no mask. `jflash.tile_map` says which they are, and makes that once for many calls. What a function reads,
+such as the documents' ids, may be known only at run time.
 
 Sources: prefixes, T5, arXiv:1910.10683; frames that see each other and those before them, as in diffusion forcing,
-arXiv:2407.01392; images that see themselves inside causal text, Transfusion, arXiv:2408.11039; dilated windows, Longformer,
-arXiv:2004.05150; BigBird, arXiv:2007.14062; neighborhoods, arXiv:2204.07143.
+arXiv:2407.01392; images that see themselves inside causal text, Transfusion, arXiv:2408.11039; dilated windows,
+Longformer, arXiv:2004.05150; BigBird, arXiv:2007.14062; neighborhoods, arXiv:2204.07143.
 """
 
 from __future__ import annotations

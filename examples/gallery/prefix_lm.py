@@ -1,10 +1,10 @@
 """Prefix language model: the first tokens of a sequence see each other, those that follow are causal.
 
-Each sequence has its own prefix, and four ways lead there. `with_mask_mod` says it in a line, and skips what no query sees;
-it is not served by kernels yet. `attend` takes two calls: causal over everything, and the part of the prefix above the
-diagonal, which lengths cut off and an offset of one keeps apart from the first. Their outputs are merged by log-sum-exp.
-Between them they compute the tiles that some query sees, and no others. `with_mask` takes an array of all pairs, of which
-tiles are skipped on a CPU alone, and of a `with_score_mod` none are.
+Each sequence has its own prefix, and four ways lead there. `with_mask_mod` says it in a line, and skips what no query
+sees; it is not served by kernels yet. `attend` takes two calls: causal over everything, and the part of the prefix
+above the diagonal, which lengths cut off and an offset of one keeps apart from the first. Their outputs are merged by
+log-sum-exp. Between them they compute the tiles that some query sees, and no others. `with_mask` takes an array of all
+pairs, of which tiles are skipped on a CPU alone, and of a `with_score_mod` none are.
 
 Source: T5, Raffel et al. (2020), arXiv:1910.10683, section 3.2.1.
 """

@@ -1,7 +1,7 @@
 """Tree attention: a model checks a whole tree of drafted tokens in one step of speculative decoding.
 
-The keys are a cache, all of which every node sees, and behind it the nodes themselves, of which a node sees its ancestors
-and itself. The tree is known at run time only. Most tiles are of the cache, and carry no mask.
+The keys are a cache, all of which every node sees, and behind it the nodes themselves, of which a node sees its
+ancestors and itself. The tree is known at run time only. Most tiles are of the cache, and carry no mask.
 
 Source: SpecInfer, Miao et al. (2024), arXiv:2305.09781, section 4.1.
 """

@@ -1,11 +1,11 @@
-"""How much of each tile of queries and keys a mask function shows: nothing, a part, or all.
+"""Says how much of each tile of queries and keys a mask function shows: nothing, a part, or all.
 
-First by intervals (`intervals`): the function's program is evaluated over whole tiles, in time that grows with their
-number. What that calls empty or full is so; what it calls partial may be either. Where they are few enough, tiles of 32 x
-32 are looked at: they tell apart what lies in aligned blocks, and a tile that has a full one and an empty one is partial
-for sure. A second pass evaluates the function on the pairs of the tiles that are left in doubt, and is exact. It runs where
-those are more than the tiles of one edge that goes through the whole mask, `allowed`: of causal attention, a window or
-sorted documents there are fewer, and what they could gain is less than the pass costs.
+The first pass evaluates the function's program on intervals (`intervals`), over whole tiles, in time that grows with
+their number. What it calls empty or full is so; what it calls partial may be either. It looks at tiles of 32 x 32 where
+those are few enough: they tell apart what lies in aligned blocks, and a tile that has a full one and an empty one is
+partial for sure. A second pass evaluates the function on the pairs of the tiles that are left in doubt, and is exact.
+It runs where those are more than the tiles of one edge that goes through the whole mask (`allowed`). Causal attention,
+a window and sorted documents leave fewer, and what could be gained there is less than the pass costs.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from jflash._semantics.intervals import Blocks, Evaluation, Interval, point
 from jflash._semantics.mask_mod import MaskMod
 
 TILE = 128
-"""Rows and columns of a tile of the map."""
+"""The rows, and the columns, of a tile of the map."""
 SMALLER = 32
-"""Rows and columns of the tiles by which the intervals look at it."""
+"""The rows, and the columns, of the tiles that the first pass looks at."""
 _MOST_SMALLER = 2**22
-"""How many of those there may be in all."""
+"""The most tiles of that size that it looks at; of a larger map it looks at whole tiles."""
 AT_ONCE = 64
-"""Tiles whose pairs the second pass evaluates at once: 2**20 pairs."""
+"""The number of tiles whose pairs the second pass evaluates at once: 2**20 pairs."""
 
 
 class Coverage(NamedTuple):
-    """`[#B, #N, query tiles, key tiles]`, of size 1 along axes that have no part in it."""
+    """How much tiles show, `[#B, #N, query tiles, key tiles]`, of size 1 along axes that have no part in it."""
 
     full: Bool[Array, "#B #N I J"]
-    """Every query of the tile sees every key."""
+    """Whether every query of a tile sees every key."""
     some: Bool[Array, "#B #N I J"]
-    """Some query may see some key."""
+    """Whether some query may see some key."""
 
     def __and__(self, other: Coverage) -> Coverage:
-        """What two masks show together, as far as is known."""
+        """Return what two masks show together, as far as is known."""
         return Coverage(self.full & other.full, self.some & other.some)
 
     @property
     def partial(self) -> Bool[Array, "#B #N I J"]:
-        """Which tiles need a mask."""
+        """Whether a tile needs a mask."""
         return self.some & ~self.full
 
     def encoded(self) -> Int8[Array, "#B #N I J"]:
-        """0, 1 and 2 for empty, partial and full."""
+        """Return 0, 1 and 2 for empty, partial and full."""
         return self.some.astype(jnp.int8) + self.full
 
     @staticmethod
     def decoded(array: Int8[Array, "#B #N I J"]) -> Coverage:
-        """The inverse of `encoded`."""
+        """Return what `encoded` encoded."""
         return Coverage(array == 2, array > 0)
 
     def transposed(self) -> Coverage:
-        """With queries and keys exchanged."""
+        """Return the map with queries and keys exchanged."""
         return Coverage(*(jnp.swapaxes(array, 2, 3) for array in self))
 
     def coarser(self, by: int) -> tuple[Coverage, Bool[Array, "#B #N I J"]]:
-        """Of tiles `by` times as large, and which of those are in doubt: neither known to be partial, nor not to be."""
+        """Return the map of tiles `by` times as large, and which of them may be partial and need not be."""
 
         def reduced(array: Array, reduce: Callable[..., Array], beyond: bool) -> Array:
             *outer, i, j = array.shape
@@ -84,16 +84,16 @@ class Grid(NamedTuple):
     queries: int
     keys: int
     tile: int = TILE
-    """Rows and columns of a tile."""
+    """The rows, and the columns, of a tile."""
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """How many there are along queries and keys."""
+        """The number of tiles along queries and keys."""
         return -(-self.queries // self.tile), -(-self.keys // self.tile)
 
     @property
     def times(self) -> int:
-        """How many of them make a tile of the map, along each axis."""
+        """The number of them that make a tile of the map, along each axis."""
         return TILE // self.tile
 
 
@@ -101,7 +101,7 @@ class Grid(NamedTuple):
 def of_mask_mod(
     mask_mod: MaskMod, arrays: tuple[Array, ...], batch: int, heads: int, queries: int, keys: int
 ) -> Int8[Array, "#B #N I J"]:
-    """How much a function shows of each tile of 128 x 128, encoded; `arrays` in their own shapes."""
+    """Return how much a function shows of each tile of 128 x 128, encoded; `arrays` have their own shapes."""
     by_batch, by_head, *_ = mask_mod.looks_at
     grid = Grid(batch if by_batch else 1, heads if by_head else 1, queries, keys)
     # XLA would evaluate at compile time, slowly, what is made of a program's own constants.
@@ -115,13 +115,16 @@ def of_mask_mod(
 
 
 def allowed(grid: Grid) -> int:
-    """How many tiles in doubt are too few for a second pass: as many as one edge has that goes through the whole mask,
-    for each batch entry and head on which the mask depends."""
+    """Return how many tiles in doubt are too few for a second pass.
+
+    They are as many as one edge has that goes through the whole mask, for each batch entry and head on which it
+    depends.
+    """
     return sum(grid.tiles) * grid.batch * grid.heads
 
 
 def by_intervals(mask_mod: MaskMod, arrays: Sequence[Array], grid: Grid) -> tuple[Coverage, dict[str, int]]:
-    """What intervals know, and how many operations of which name they did not understand."""
+    """Return what intervals know, and how many operations of which name they did not understand."""
     evaluation = Evaluation()
     consts = [point(array[None, None, None, None]) for array in arrays]
     (seen,) = evaluation(mask_mod.jaxpr.jaxpr, consts, indices(grid))
@@ -130,7 +133,7 @@ def by_intervals(mask_mod: MaskMod, arrays: Sequence[Array], grid: Grid) -> tupl
 
 
 def indices(grid: Grid) -> list[Interval]:
-    """Batch entry, head, query and key of all tiles."""
+    """Return the function's arguments, bounded for all tiles."""
 
     def each(axis: int, count: int) -> Interval:
         number = jnp.arange(count, dtype=jnp.int32).reshape([count if a == axis else 1 for a in range(4)])
@@ -151,7 +154,7 @@ def indices(grid: Grid) -> list[Interval]:
 def refined(
     mask_mod: MaskMod, arrays: Sequence[Array], grid: Grid, found: Coverage, doubtful: Bool[Array, "#B #N I J"]
 ) -> Coverage:
-    """`found` with the doubtful tiles looked at pair by pair, a few of them at a time."""
+    """Return `found` with the doubtful tiles looked at pair by pair, a few of them at a time."""
     shape, number = found.some.shape, found.some.size
     (places,) = jnp.nonzero(doubtful.reshape(-1), size=number, fill_value=number)
     count = doubtful.sum(dtype=jnp.int32)

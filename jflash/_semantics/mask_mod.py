@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, Int8
 from jflash._semantics import tracing
 
 MaskModFunction = Callable[[Array, Array, Array, Array], Array]
-"""`f(batch, head, query_index, key_index) -> bool`, all scalars."""
+"""A function `f(batch, head, query_index, key_index) -> bool` on scalars."""
 _ARGUMENTS = "batch", "head", "query_index", "key_index"
 
 
@@ -30,7 +30,7 @@ class MaskMod:
 
     program: str
     inner_arrays: tuple[int, ...]
-    """The identities of what inner programs close over, which `jaxpr` keeps alive."""
+    """The identities of the arrays that inner programs close over, which `jaxpr` keeps alive."""
     jaxpr: Any
 
     def __eq__(self, other: object) -> bool:
@@ -49,7 +49,7 @@ class MaskMod:
         key: Int[Array, "..."],
         arrays: tuple[Array, ...],
     ) -> Bool[Array, "..."]:
-        """Who sees whom in a tile whose first axis is the batch.
+        """Return who sees whom in a tile whose first axis is the batch.
 
         The indices have one rank and broadcast to the tile's shape; so does the result, which has size 1 along axes
         that all of them have no part in. `arrays` are `[#b, *own shape]`.
@@ -68,7 +68,7 @@ class MaskMod:
 
     @functools.cached_property
     def looks_at(self) -> tuple[bool, ...]:
-        """Which of batch, head, query and key have a part in its result."""
+        """Whether batch, head, query and key have a part in its result."""
         jaxpr = self.jaxpr.jaxpr
         needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
         for equation in reversed(jaxpr.eqns):
@@ -77,7 +77,7 @@ class MaskMod:
         return tuple(variable in needed for variable in jaxpr.invars)
 
     def scalar(self, batch: Array, head: Array, query: Array, key: Array, arrays: tuple[Array, ...]) -> Bool[Array, ""]:
-        """Whether one query sees one key."""
+        """Return whether one query sees one key."""
         return jnp.asarray(jaxpr_as_fun(ClosedJaxpr(self.jaxpr.jaxpr, arrays))(batch, head, query, key)[0], bool)
 
 
@@ -86,15 +86,15 @@ def _with_axis(function: Callable[..., Array], *args: Any) -> Array:
 
 
 class TracedMaskMod(NamedTuple):
-    """What `attention` makes of its argument `mask_mod`."""
+    """The argument `mask_mod` of `attention`, traced."""
 
     mask_mod: MaskMod
     arrays: tuple[Array, ...]
-    """What the function closes over."""
+    """The arrays that the function closes over."""
     coverage: Int8[Array, "#B #N I J"] | None = None
-    """How much of each tile it shows (`coverage`), where the caller had that made before."""
+    """How much of each tile it shows, as `Coverage.encoded`, where the caller had that made before."""
     shape: tuple[int, int, int, int] | None = None
-    """Batch entries, heads, queries and keys for which the caller had it made."""
+    """The batch entries, heads, queries and keys for which the caller had it made."""
 
 
 def trace_mask_mod(function: MaskModFunction) -> TracedMaskMod:
@@ -126,6 +126,6 @@ def trace_mask_mod(function: MaskModFunction) -> TracedMaskMod:
 
 
 def _programs(jaxpr: Any) -> list[ClosedJaxpr]:
-    """The programs inside a program, with what they close over."""
+    """Return the programs inside a program, with what they close over."""
     leaves: list[Any] = [leaf for equation in tracing.equations(jaxpr) for leaf in jax.tree.leaves(equation.params)]
     return [leaf for leaf in leaves if isinstance(leaf, ClosedJaxpr)]

@@ -1,4 +1,4 @@
-"""What options of `attention` say the same as a `mask_mod`, if causality, a window and segments are all that it says."""
+"""Finds options of `attention` that say the same as a `mask_mod`: causality, a window and segments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_EQUATIONS = 64
 
 
 class Says(NamedTuple):
-    """That least <= query - key <= most, `None` for no bound, and whether both are of one segment."""
+    """A claim of a program: least <= query - key <= most, `None` for no bound, and whether both share a segment."""
 
     least: int | None = None
     most: int | None = None
@@ -132,7 +132,7 @@ _COMPARED: dict[str, Callable[[int], Says]] = {
     "gt": lambda c: Says(least=1 - c),
     "eq": lambda c: Says(-c, -c),
 }
-"""What query - key + c compared with 0 says."""
+"""For each comparison, what it says of query - key + c beside 0."""
 _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 
 

@@ -43,7 +43,8 @@ class Operands(NamedTuple):
     first_query: Int32[Array, "#B"] | None = None
     """The index in its sequence of the first of these queries; `None` is 0.
 
-    Only `score_mod`, `mask_mod` and dropout count from it. Offsets and lengths already count from these queries and keys.
+    Only `score_mod`, `mask_mod` and dropout count from it. Offsets and lengths already count from these queries and
+    keys.
     """
     first_key: Int32[Array, "#B"] | None = None
     """The index in its sequence of the first of these keys; `None` is 0.

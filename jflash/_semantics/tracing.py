@@ -1,4 +1,4 @@
-"""A user's function of scalars, traced to its program: what `score_mod` and `mask_mod` have in common."""
+"""Traces a user's function of scalars to its program: what `score_mod` and `mask_mod` have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
 
 def trace(name: str, function: Callable[..., Any], arguments: Sequence[str], dtypes: Sequence[Any], *, narrow: bool):
-    """The program of `function`, called with a scalar of each dtype, and the shapes of what it returns.
+    """Return the program of `function`, called with a scalar of each dtype, and the shapes of what it returns.
 
     With `narrow`, a program that has 64 bits only because Python's numbers have them gets 32.
 
@@ -40,7 +40,7 @@ def trace(name: str, function: Callable[..., Any], arguments: Sequence[str], dty
 
 
 def traced(function: Callable[..., Any], dtypes: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
-    """The program of `function` of scalars, and what it returns."""
+    """Return the program of `function` of scalars, and the shapes of what it returns."""
     # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
     once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
     # A jaxpr remembers the mesh that it was traced under, and this one is run under others.
@@ -49,18 +49,18 @@ def traced(function: Callable[..., Any], dtypes: Sequence[Any]) -> tuple[ClosedJ
 
 
 def without_constants(closed: ClosedJaxpr) -> Any:
-    """The program alone. A jaxpr holds on to the constants it was made with: their shapes take their place."""
+    """Return the program alone: a jaxpr holds on to its constants, so their shapes take their place."""
     shapes: Any = [jax.ShapeDtypeStruct(jnp.shape(array), array.dtype) for array in closed.consts]
     return ClosedJaxpr(closed.jaxpr, shapes)
 
 
 def described(shape: Any) -> str:
-    """What a function returned, in words for the user."""
+    """Return what a function returned, in words for the user."""
     return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", shape))
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of a program, and of those inside of it."""
+    """Yield the equations of a program, and of the programs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
@@ -68,16 +68,17 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def values_of_64_bits(jaxpr: Jaxpr) -> Iterator[Any]:
-    """What a program, or one inside of it, has of 64 bits: variables and literals."""
+    """Yield the 64-bit values, variables and literals, of a program and of the programs inside it."""
     for equation in equations(jaxpr):
         values: list[Any] = [*equation.invars, *equation.outvars]
         yield from (value for value in values if value.aval.dtype.itemsize > 4)
 
 
 def _may_have_32_bits(closed: ClosedJaxpr) -> bool:
-    """Whether a program has 64 bits for no other reason than that Python's numbers have them, with `jax_enable_x64`.
+    """Return whether a program has 64 bits only because Python's numbers do, with `jax_enable_x64`.
 
-    They get as many as what they meet then: `0.5 * (query - key)` is float32 beside a float32 logit, as it is without.
+    Then they get as many bits as what they meet: `0.5 * (query - key)` is float32 beside a float32 logit, as without
+    the setting.
     """
 
     def of_python(value: Any) -> bool:

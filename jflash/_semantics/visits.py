@@ -1,21 +1,21 @@
-"""What a block visits: a list of tiles, those seen in part marked.
+"""What a block visits: a list of tiles, in which those that are seen in part are marked.
 
-`visibility.key_spans` says it as a range, which is exact for causality, windows and lengths. A mask function, a dense mask
-and segments leave tiles empty anywhere: then it is a list, of what the range has and no mask hides. A list is one row of an
-int32 array,
+`visibility.key_spans` says it as a range, which is exact for causality, windows and lengths. A mask function, a dense
+mask and segments leave tiles empty anywhere. Then it is a list of the tiles in the range that no mask hides: a row of
+an int32 array,
 
-    [how many tiles are visited, entry of the first, entry of the next, ...]
+    [how many tiles are visited, the first one's entry, the next one's entry, ...]
 
-of as many entries as there are tiles. An entry is twice the tile's number, and one more if the tile is seen in part: only
-then does it need a mask. Tiles that are seen whole come first, and each kind comes in order. What follows the last visited
-tile names a tile past the end, in part.
+with as many entries as there are tiles. An entry is twice the tile's number, and one more if the tile is seen in part:
+only then it needs a mask. Tiles that are seen whole come first, and each kind comes in order. Entries behind those of
+visited tiles name a tile past the end, seen in part.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,14 @@ Lists = Int32[Array, "#B #N blocks entries"]
 
 
 class Cuts(NamedTuple):
-    """Where the blocks of an axis begin; each has `size` places, of which those below 0 or past the end are no rows."""
+    """Where the blocks of an axis begin. Each has `size` places; those below 0 or past the end have no rows."""
 
     first: Int[Array, "blocks"]
     size: int
 
 
 def cuts(length: int, size: int, missing: int = 0, *, early: bool = False) -> Cuts:
-    """Blocks one after the other; the first of them lacks `missing` rows, or the last begins `early` and not ends late."""
+    """Return blocks in a row: the first lacks `missing` rows, or the last begins early rather than end late."""
     first = jnp.arange(-(-(length + missing) // size), dtype=jnp.int32) * size - missing
     return Cuts(jnp.minimum(first, length - size) if early else first, size)
 
@@ -52,7 +52,7 @@ def list_tiles(
     heads: int = 1,
     of_keys: bool = False,
 ) -> Lists:
-    """For each block of queries the tiles of keys that it visits, or, `of_keys`, for each block of keys those of queries.
+    """Return the tiles of keys that each block of queries visits; with `of_keys`, those of queries for a block of keys.
 
     `batches` entries and `heads` query heads share a list: what any of them sees is visited, and what all see whole is
     whole. Along batch entries or heads that see alike the result has size 1.
@@ -62,7 +62,7 @@ def list_tiles(
 
 
 def listed(found: Coverage) -> Lists:
-    """The lists of what a map shows."""
+    """Return the lists of what a map shows."""
     kind = jnp.where(found.full, 0, jnp.where(found.some, 1, 2)).astype(jnp.int8)
     order = jnp.argsort(kind, axis=-1, stable=True).astype(jnp.int32)
     visited = found.some.sum(axis=-1, keepdims=True, dtype=jnp.int32)
@@ -73,19 +73,19 @@ def listed(found: Coverage) -> Lists:
 
 
 def start(entry: Int32[Array, "..."], size: int) -> Int32[Array, "..."]:
-    """Where the tile of an entry begins."""
+    """Return where the tile of an entry begins."""
     return lax.shift_right_logical(entry, jnp.int32(1)) * size
 
 
 def is_partial(entry: Int32[Array, "..."]) -> Bool[Array, "..."]:
-    """Whether the tile of an entry needs a mask."""
+    """Return whether the tile of an entry needs a mask."""
     return lax.bitwise_and(entry, jnp.int32(1)) == 1
 
 
 def coverage(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches: int, heads: int) -> Coverage:
-    """How much of each tile all that limits the call shows: `[#B, #N, blocks of queries, blocks of keys]`."""
+    """Return how much all that limits a call shows of its tiles, `[#B, #N, blocks of queries, blocks of keys]`."""
     found = _in_spans(spec, operands, queries, keys, batches)
-    for part in (_of_functions(operands, queries, keys), _of_mask(spec, operands, queries, keys)):
+    for part in (_of_mask_mod(operands, queries, keys), _of_mask(spec, operands, queries, keys)):
         if part is not None:
             found = found & _shared(part, spec.batch, batches, spec.heads, heads)
     if operands.query_segments is not None:
@@ -96,7 +96,7 @@ def coverage(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches:
 
 
 def _shared(found: Coverage, batch: int, batches: int, all_heads: int, heads: int) -> Coverage:
-    """One map for so many batch entries and heads together."""
+    """Return one map for so many batch entries and heads together."""
 
     def together(array: Array, reduce: Callable[..., Array]) -> Array:
         for axis, have, each in ((0, batch, batches), (1, all_heads, heads)):
@@ -109,7 +109,7 @@ def _shared(found: Coverage, batch: int, batches: int, all_heads: int, heads: in
 
 
 def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches: int) -> Coverage:
-    """What bounds and lengths show, as ranges. Segments are looked at by tile, and so is a mask."""
+    """Return what bounds and lengths show, which are ranges. Masks and segments are looked at by tile."""
     spec = dataclasses.replace(spec, mask_mod=None)
     operands = operands._replace(query_segments=None, key_segments=None, mask=None)
     limits = operands.query_offset, operands.query_lengths, operands.key_lengths
@@ -124,8 +124,8 @@ def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches
     return Coverage((first >= full_start) & (last <= full_stop), some)
 
 
-def _of_functions(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
-    """What `mask_mod` and `score_mod` show; their map is of the whole sequences."""
+def _of_mask_mod(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
+    """Return what `mask_mod` shows, whose map is of the whole sequences."""
     if operands.coverage is None:
         return None
     found = Coverage.decoded(operands.coverage)
@@ -139,7 +139,7 @@ def covering(
     first_query: Int32[Array, "#B"] | None = None,
     first_key: Int32[Array, "#B"] | None = None,
 ) -> Coverage:
-    """The map of other tiles than those of 128 x 128: of each, what all that it meets show."""
+    """Return the map of other tiles than those of 128 x 128: each shows what all that it meets show."""
     full, some = ~found.full, found.some
     for axis, cut, moved in ((2, queries, first_query), (3, keys, first_key)):
         full, some = (_any_within(array, axis, cut, moved) for array in (full, some))
@@ -149,7 +149,7 @@ def covering(
 def _any_within(
     array: Bool[Array, "..."], axis: int, cut: Cuts, moved: Int32[Array, "#B"] | None
 ) -> Bool[Array, "..."]:
-    """For each block, whether any tile that it meets along an axis is True: a difference of running sums."""
+    """Return whether a block meets any True along an axis: a difference of running sums says it."""
     count = array.shape[axis]
     zero = jnp.zeros([1 if a == axis else n for a, n in enumerate(array.shape)], jnp.int32)
     sums = jnp.concatenate([zero, jnp.cumsum(array, axis=axis, dtype=jnp.int32)], axis=axis)
@@ -163,7 +163,7 @@ def _any_within(
 
 
 def _of_mask(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
-    """What a dense mask shows."""
+    """Return what a dense mask shows."""
     mask = operands.mask
     if mask is None:
         return None
@@ -182,7 +182,7 @@ def _of_mask(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Cover
 
 
 def _of_segments(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage:
-    """What segments show: two tiles have none in common if their ids lie apart, or no id's last five bits are in both."""
+    """Return what segments show: tiles share none if their ids lie apart, or no id's last five bits are in both."""
     assert operands.query_segments is not None
     assert operands.key_segments is not None
     (low_q, high_q, bits_q), (low_k, high_k, bits_k) = map(
@@ -196,7 +196,7 @@ def _of_segments(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage:
 
 
 def _ids_of_tiles(ids: Int32[Array, "#B L"]) -> tuple[Array, Array, Array]:
-    """Of each tile the least id, the largest, and a set of ids by their last five bits."""
+    """Return of each tile the least id, the largest, and a set of all ids by their last five bits."""
     padded = jnp.pad(ids, [(0, 0), (0, -ids.shape[1] % TILE)], mode="edge").reshape(ids.shape[0], -1, TILE)
     bit = lax.shift_left(jnp.uint32(1), (padded & 31).astype(jnp.uint32))
     bits = lax.reduce(bit, jnp.uint32(0), lax.bitwise_or, (2,))

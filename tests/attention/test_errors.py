@@ -366,7 +366,7 @@ def test_error_inside_a_function(name: str) -> None:
 @pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
 def test_traced_condition_inside_a_function(name: str) -> None:
     def branches(*indices: Any) -> Any:
-        return indices[0] if indices[-1] > 0 else indices[0]
+        return indices[0] if indices[-1] > 0 else -indices[0]
 
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         jflash.attention(**GOOD, **{name: branches})

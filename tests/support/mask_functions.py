@@ -1,4 +1,4 @@
-"""Mask functions that people use, those of examples/benchmarks, and random ones made of parts that are hard to bound."""
+"""Mask functions that people use, which are those of examples/benchmarks, and random ones that are hard to bound."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from jax import lax
 class Call:
     """One call of `jflash.attention`, its arguments by their own names and shapes, in NumPy.
 
-    `score_mod` takes `score_mod_arrays` and returns the function of one logit. `mask_mod` is the function itself. `keep` is the dropout mask,
-    `[*B, N, T, S]`. `d_out` and `d_lse` are the cotangents of both results.
+    `score_mod` takes `score_mod_arrays` and returns the function of one logit. `mask_mod` is the function itself.
+    `keep` is the dropout mask, `[*B, N, T, S]`. `d_out` and `d_lse` are the cotangents of both results.
     """
 
     query: np.ndarray

@@ -66,11 +66,13 @@ def placed(mesh: Any, spec: PartitionSpec, arrays: Arrays) -> Arrays:
         pytest.param("strided", 1040, {}, P(None, "x"), marks=pytest.mark.slow),
         pytest.param("block table", 1024, {}, P("y", "x"), marks=pytest.mark.slow),
         pytest.param("window of each head", 1024, {}, P("y", None, "x"), marks=pytest.mark.slow),
-        pytest.param("prefix of each entry", 1024, dict(sequence_strategy="gather"), P(None, "x"), marks=pytest.mark.slow),
+        pytest.param(
+            "prefix of each entry", 1024, dict(sequence_strategy="gather"), P(None, "x"), marks=pytest.mark.slow
+        ),
     ],
 )  # fmt: skip
 def test_sharded_jit(name: str, length: int, options: Any, spec: PartitionSpec) -> None:
-    """Batch, heads and sequences split; indices are those of the whole call. Chunks are of several tiles, or of 2.03."""
+    """Batch, heads and sequences split; indices are those of the whole call. Chunks need not begin with a tile."""
     function = mask_functions.families(length)[name]
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     given = arrays(length)
@@ -136,8 +138,8 @@ def test_second_order() -> None:
     def second(attention: Callable[..., jax.Array]) -> Any:
         loss = lambda *arrays: jnp.sin(attention(*arrays)).sum()
         along = tuple(jnp.cos(array) for array in given)
-        slope = lambda *arrays: jax.jvp(loss, arrays, along)[1] + sum(
-            (g**2).sum() for g in jax.grad(loss, (0, 1, 2))(*arrays)
+        slope = lambda *arrays: (
+            jax.jvp(loss, arrays, along)[1] + sum((g**2).sum() for g in jax.grad(loss, (0, 1, 2))(*arrays))
         )
         return jit(jax.grad(slope, (0, 1, 2)))(*given)
 

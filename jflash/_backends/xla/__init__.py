@@ -65,4 +65,5 @@ def describe(spec: Spec, platform: Platform) -> str:
         lines[-1] += ", the forward's if compiled with it"
     else:
         lines[-1] += ", computed again" + ("" if holds_rows(spec, shape) else " from the log-sum-exp")
-    return "\n".join([*lines, "memory: a few tiles, and arrays that grow with T + S; none that grows with T * S"])
+    of_pairs = "none that grows" if spec.mask_mod is None else "a byte for each tile of 128 x 128, no more that grows"
+    return "\n".join([*lines, f"memory: a few tiles, and arrays that grow with T + S; {of_pairs} with T * S"])

@@ -22,8 +22,8 @@ Kind = Literal["alike", "masked", "narrow window", "listed"]
 """The kinds of call for which tiles are chosen.
 
 Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all that a few
-rows see: little of it is outside the window, and nothing is rescaled. Where blocks have lists of tiles, small ones leave
-out more.
+rows see: little of it is outside the window, and nothing is rescaled. Where blocks have lists of tiles, small ones
+leave out more.
 """
 
 

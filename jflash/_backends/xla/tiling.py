@@ -109,8 +109,9 @@ def for_each_tile[Carry](
 ) -> Carry:
     """Fold `body` over the tiles of keys that the block can see: those of its list, or all in a range.
 
-    Tiles that every row sees whole come with no span, and need no mask; the others come with theirs. Without lists tiles
-    begin where the visible keys do rather than at multiples of their size, so a window is covered by as few as can be.
+    Tiles that every row sees whole come with no span, and need no mask; the others come with theirs. Without lists
+    tiles begin where the visible keys do rather than at multiples of their size, so a window is covered by as few as
+    can be.
     """
     carry = varying_alike(carry, like=operands.query)
     size, length = shape.keys, spec.key_length

@@ -1,4 +1,4 @@
-"""A program evaluated on intervals, equation by equation."""
+"""Evaluates a program on intervals, equation by equation."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _MOVING = frozenset({
     "broadcast_in_dim", "concatenate", "copy", "expand_dims", "reshape", "rev", "slice", "squeeze", "stop_gradient",
     "transpose",
 })  # fmt: skip
-"""Their results are made of numbers of their inputs, each for itself."""
+"""Operations whose results are made of numbers of their inputs, each for itself."""
 _MONOTONE = frozenset({
     "ceil", "clamp", "floor", "max", "min", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "round", "sign",
 })  # fmt: skip
-"""They grow with every input, and are exact."""
+"""Operations that grow with every input, and are exact."""
 _ROUNDED = frozenset({"atan", "cbrt", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "sqrt", "tanh"})
-"""They grow with their one input, but for rounding."""
+"""Operations that grow with their one input, but for rounding."""
 _LOOPS = frozenset({"scan", "while"})
 _EXACT = _MOVING | _MONOTONE | {"abs", "neg", "select_n", "gather", "dynamic_slice", "iota", "sort"}
-"""Of floats they compute nothing that is rounded."""
+"""Operations that round nothing."""
 
 
 class Evaluation:
-    """Evaluates programs. `unknown` counts the operations that it did not understand, by name."""
+    """An evaluation of programs; `unknown` counts the operations that it did not understand, by name."""
 
     def __init__(self) -> None:
         self.unknown: dict[str, int] = {}
 
     def __call__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Interval]) -> list[Interval]:
-        """The results of a program on intervals."""
+        """Return the results of a program on intervals."""
         results = program.evaluate(jaxpr, consts, arguments, self._rule)
         return [_as_interval(result, out.aval) for result, out in zip(results, jaxpr.outvars, strict=True)]
 
@@ -92,7 +92,7 @@ class Evaluation:
         return self._inner(inner, xs)
 
     def _of_values(self, equation: Any, xs: list[Interval]) -> Sequence[Interval]:
-        """The equation itself, as each tile has one value of every input."""
+        """Return the equation's own results, as each tile has one value of every input."""
         apply = lambda *values: program.apply(equation, values)
         values: Any = [x.value for x in xs]
         results = over_grid(apply, *values) if xs else [r[(None,) * GRID] for r in apply()]
@@ -111,7 +111,7 @@ class Evaluation:
         return made
 
     def _found(self, equation: Any, xs: list[Interval]) -> Interval | None:
-        """The result's bounds; `None`: the operation is not understood."""
+        """Return the result's bounds; `None`: the operation is not understood."""
         name, params, out = equation.primitive.name, equation.params, equation.outvars[0].aval
         if name in _MOVING:
             return _moved(equation, xs)
@@ -247,7 +247,7 @@ def _monotone(equation: Any, xs: list[Interval]) -> Interval:
 
 
 def _applied(equation: Any, ends: Sequence[Array]) -> Array:
-    """A primitive of values' own shapes, applied to their bounds."""
+    """Apply a primitive of values' own shapes to their bounds."""
     name = equation.primitive.name
     if name in ("max", "min"):
         return (jnp.maximum if name == "max" else jnp.minimum)(*ends)
@@ -267,7 +267,9 @@ def _text(function: Any, avals: tuple[Any, ...], x64: bool) -> str:
 
 
 def _is_program(inner: ClosedJaxpr, function: Any, avals: Sequence[Any]) -> bool:
-    """Whether a program is what JAX makes of one of its functions. Its name does not say so: users' functions may have
-    the same."""
+    """Return whether a program is what JAX makes of one of its functions.
+
+    Its name does not say so: users' functions may have the same.
+    """
     key = tuple((aval.shape, np.dtype(aval.dtype), aval.weak_type) for aval in avals)
     return str(inner) == _text(function, key, bool(jax.config.jax_enable_x64))

@@ -1,6 +1,7 @@
 """Floating-point arithmetic on intervals, and conversions.
 
-A kernel need not round as is rounded here: bounds are a few units in the last place wider than what is computed of them.
+A kernel need not round as is rounded here: bounds are a few units in the last place wider than what is computed of
+them.
 """
 
 from __future__ import annotations
@@ -29,41 +30,41 @@ from jflash._semantics.intervals.interval import (
 from jflash._semantics.intervals.truth import compare
 
 _UNITS = 64
-"""By how many units in the last place two ways to compute a number may differ."""
+"""The most units in the last place by which two ways to compute a number may differ."""
 
 
 def widened(dtype: Any, low: Array, high: Array) -> Interval:
-    """Bounds of what is rounded; what underflows may be 0."""
+    """Return bounds of what is rounded; what underflows may be 0."""
     info = jnp.finfo(dtype)
     far = lambda end: jnp.where(jnp.isinf(end), 0, jnp.abs(end) * (_UNITS * info.eps) + info.tiny).astype(dtype)
     return bounded(dtype, low - far(low), high + far(high))
 
 
 def add(x: Interval, y: Interval) -> Interval:
-    """x + y. An infinity at one end may meet one of the other sign inside."""
+    """Return x + y. An infinity at one end may meet one of the other sign inside."""
     opposite = jnp.isnan(x.low + y.high) | jnp.isnan(x.high + y.low)
     return widened(x.dtype, jnp.where(opposite, jnp.nan, x.low + y.low), x.high + y.high)
 
 
 def negative(x: Interval) -> Interval:
-    """-x."""
+    """Return -x."""
     return bounded(x.dtype, -x.high, -x.low)
 
 
 def multiply(x: Interval, y: Interval) -> Interval:
-    """x * y, known where both are finite."""
+    """Return x * y, known where both are finite."""
     low, high = hull([a * b for a in (x.low, x.high) for b in (y.low, y.high)])
     return widened(x.dtype, jnp.where(_finite(x) & _finite(y), low, jnp.nan), high)
 
 
 def divide(x: Interval, y: Interval) -> Interval:
-    """x / y, known where both are finite and y is positive."""
+    """Return x / y, known where both are finite and y is positive."""
     low, high = hull([a / b for a in (x.low, x.high) for b in (y.low, y.high)])
     return widened(x.dtype, jnp.where(_finite(x) & _finite(y) & (y.low > 0), low, jnp.nan), high)
 
 
 def magnitude(x: Interval) -> Interval:
-    """|x|."""
+    """Return |x|."""
     return bounded(x.dtype, jnp.maximum(jnp.maximum(x.low, -x.high), 0), jnp.maximum(-x.low, x.high))
 
 
@@ -72,14 +73,14 @@ def _finite(x: Interval) -> Array:
 
 
 def converted(x: Interval, dtype: Any) -> Interval:
-    """x in another dtype."""
+    """Return x in another dtype."""
     dtype = np.dtype(dtype)
     if dtype == x.dtype:
         return x
     value = None if x.value is None else x.value.astype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return _to_float(x, dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         return dataclasses.replace(compare("ne", x, constant(0, x.dtype)), value=value)
     if x.kind == "f":
         inside = (jnp.abs(x.low) < 2.0**30) & (jnp.abs(x.high) < 2.0**30)

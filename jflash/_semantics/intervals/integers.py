@@ -1,4 +1,4 @@
-"""Integer arithmetic on intervals. Where a result might wrap around in the program, it is unbounded."""
+"""Integer arithmetic on intervals: a result that might wrap around in the program is unbounded."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _SURE = 2.0**31 - 2.0**12
 
 
 def combine(dtype: Any, parts: Sequence[tuple[int, Interval]], added: int = 0) -> Interval:
-    """A sum of integers times constants. What two of them have in common cancels: `query - key` compared with a number
-    is exact, and so is `query + offset` compared with `key`."""
+    """Return a sum of integers times constants, in which what two of them have in common cancels.
+
+    So `query - key` compared with a number is exact, and `query + offset` compared with `key`.
+    """
     wide = np.dtype(dtype).itemsize >= 4
     terms: dict[Interval, int] = {}
     for factor, part in parts:
@@ -70,7 +72,7 @@ def combine(dtype: Any, parts: Sequence[tuple[int, Interval]], added: int = 0) -
 
 
 def product(x: Interval, y: Interval) -> Interval:
-    """x * y."""
+    """Return x * y."""
     for one, other in ((x, y), (y, x)):
         if (number := one.number) is not None:
             return combine(x.dtype, [(number, other)])
@@ -82,12 +84,12 @@ def product(x: Interval, y: Interval) -> Interval:
 
 
 def hull(corners: Sequence[Array]) -> tuple[Array, Array]:
-    """The least and the most of some arrays."""
+    """Return the least and the most of some arrays."""
     return functools.reduce(jnp.minimum, corners), functools.reduce(jnp.maximum, corners)
 
 
 def absolute(x: Interval) -> Interval:
-    """|x|."""
+    """Return |x|."""
     low, high = jnp.maximum(jnp.maximum(x.low, -x.high), 0), jnp.maximum(-x.low, x.high)
     fits = is_bounded(x)
     known = max(x.known[0], -x.known[1], 0.0), max(-x.known[0], x.known[1])
@@ -96,7 +98,7 @@ def absolute(x: Interval) -> Interval:
 
 
 def quotient(x: Interval, y: Interval, *, floor: bool) -> Interval | None:
-    """x / y for y > 0, rounded down or towards 0; `None` where y may be anything."""
+    """Return x / y for y > 0, rounded down or towards 0; `None` where y may be anything."""
     if y.known[0] < 1 and y.value is None:
         return None
     by = [jnp.maximum(end, 1) for end in (y.low, y.high)]
@@ -119,11 +121,11 @@ def quotient(x: Interval, y: Interval, *, floor: bool) -> Interval | None:
 
 
 def remainder(x: Interval, y: Interval, *, floor: bool) -> Interval | None:
-    """What `quotient` leaves of x; `None` where y is not written in the program."""
+    """Return what `quotient` leaves of x; `None` where y is not written in the program."""
     size = y.number
     if size is None or size < 1:
         return None
-    if is_small(x.known) and 0 <= x.known[0] and x.known[1] < size:
+    if is_small(x.known) and x.known[0] >= 0 and x.known[1] < size:
         return x
     floor = floor or x.known[0] >= 0
     divide: Callable[..., Array] = jnp.floor_divide if floor else lax.div
@@ -140,7 +142,7 @@ def remainder(x: Interval, y: Interval, *, floor: bool) -> Interval | None:
 
 
 def bitwise(name: str, x: Interval, y: Interval) -> Interval:
-    """`and`, `or`, `xor`: bits above the first in which bounds differ are known."""
+    """Return `and`, `or` or `xor`: bits above the first in which bounds differ are known."""
     free = (x.low ^ x.high) | (y.low ^ y.high)
     for shift in (1, 2, 4, 8, 16):
         free |= lax.shift_right_logical(*jnp.broadcast_arrays(free, jnp.int32(shift)))
@@ -155,16 +157,16 @@ def bitwise(name: str, x: Interval, y: Interval) -> Interval:
 
 
 def larger(name: str, x: Interval, y: Interval) -> Interval | None:
-    """That of two which `max` or `min` takes everywhere, if one is known when the program is traced."""
+    """Return that of two which `max` or `min` takes everywhere, if it is known when the program is traced."""
     for one, other in ((x, y), (y, x)):
-        if one.low.ndim == other.low.ndim and is_small(one.known) and is_small(other.known):
-            if one.known[0] >= other.known[1] if name == "max" else one.known[1] <= other.known[0]:
-                return one
+        comparable = one.low.ndim == other.low.ndim and is_small(one.known) and is_small(other.known)
+        if comparable and (one.known[0] >= other.known[1] if name == "max" else one.known[1] <= other.known[0]):
+            return one
     return None
 
 
 def total(x: Interval, axes: Sequence[int]) -> Interval:
-    """The sum over own axes."""
+    """Return the sum over own axes."""
     axes = tuple(GRID + axis for axis in axes)
     size = jnp.maximum(jnp.abs(x.low.astype(jnp.float32)), jnp.abs(x.high.astype(jnp.float32))).sum(axes)
     low, high = (end.sum(axis=axes, dtype=jnp.int32) for end in (x.low, x.high))
@@ -173,5 +175,5 @@ def total(x: Interval, axes: Sequence[int]) -> Interval:
 
 
 def from_value(made: Interval, x: Interval) -> Interval:
-    """`made`, with what is known of it besides the value `x` that each tile has."""
+    """Return `made`, with the value `x` that each tile has."""
     return dataclasses.replace(made, low=x.low, high=x.high, value=x.value, spread=1)

@@ -1,10 +1,10 @@
 """Bounds of one value of a program, for every tile of a grid at once.
 
-A grid is `[batch, head, query tile, key tile]`. Bounds are arrays `[*grid, *the value's own shape]`, of size 1 along axes
-of the grid that have no part in them. What is not known is unbounded, which is true of every value.
+A grid is `[batch, head, query tile, key tile]`. Bounds are arrays `[*grid, *the value's own shape]`, of size 1 along
+axes of the grid that have no part in them. What is not known is unbounded, which is true of every value.
 
-Integers of every dtype are bounded in int32, where `LEAST` and `MOST` stand for no bound. A bool is bounded by False and
-True: its lower bound says that it is surely True, its upper one that it may be. A float whose bounds are NaN may be
+Integers of every dtype are bounded in int32, where `LEAST` and `MOST` stand for no bound. A bool is bounded by False
+and True: its lower bound says that it is surely True, its upper one that it may be. A float whose bounds are NaN may be
 anything, NaN included.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 GRID = 4
-"""How many axes a grid has."""
+"""The number of a grid's axes."""
 MOST, LEAST = 2**31 - 1, -(2**31)
 ANYTHING = (-math.inf, math.inf)
 
@@ -54,17 +54,18 @@ class Interval:
     known: tuple[float, float] = ANYTHING
     """Bounds for the whole grid, known when the program is traced."""
     spread: int | None = None
-    """How many integers there are between the bounds at most, wherever in the grid; `None`: any number."""
+    """The most integers between the bounds of a tile; `None`: any number."""
     blocks: Blocks | None = None
+    """The blocks of integers that tiles have, one after the other; `None`: others."""
     affine: Affine | None = None
-    """What it is a sum of; `None`: it is a term itself."""
+    """The sum that it is; `None`: it is a term itself."""
     parts: tuple[Interval, ...] | None = None
     """The elements of a vector, which is how an index of several axes is written."""
 
     @property
     def kind(self) -> str:
-        """Bool, integer or float: "b", "i" or "f"."""
-        return "b" if self.dtype == bool else "i" if jnp.issubdtype(self.dtype, jnp.integer) else "f"
+        """The kind of value: "b", "i" or "f" for a bool, an integer or a float."""
+        return "b" if self.dtype.kind == "b" else "i" if jnp.issubdtype(self.dtype, jnp.integer) else "f"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,14 +74,16 @@ class Interval:
 
     @property
     def number(self) -> int | None:
-        """The integer that it is everywhere, if that is written in the program."""
+        """The integer that it is everywhere, if the program says so; `None`: it does not."""
         return self.affine.constant if self.affine is not None and not self.affine.terms else None
 
     def of_rank(self, rank: int) -> Interval:
-        """A scalar with axes of size 1, as it stands beside arrays."""
+        """Return a scalar with axes of size 1, as it stands beside arrays."""
         if len(self.shape) == rank:
             return self
-        more: Any = lambda bound: None if bound is None else bound.reshape(*bound.shape, *[1] * (rank - len(self.shape)))
+        more: Any = lambda bound: (
+            None if bound is None else bound.reshape(*bound.shape, *[1] * (rank - len(self.shape)))
+        )
         affine = self.affine if self.number is not None else None
         return Interval(
             self.dtype, more(self.low), more(self.high), more(self.value), self.known, self.spread, None, affine
@@ -88,20 +91,20 @@ class Interval:
 
 
 def is_small(known: tuple[float, float]) -> bool:
-    """Whether bounds that are known when the program is traced are bounds, and none of int32's ends."""
+    """Return whether bounds that are known when the program is traced are bounds, and none of int32's ends."""
     return LEAST < known[0] <= known[1] < MOST
 
 
 def is_bounded(x: Interval) -> Array | bool:
-    """Whether an integer is bounded on both sides."""
+    """Return whether an integer is bounded on both sides."""
     return True if is_small(x.known) else (x.low > LEAST) & (x.high < MOST)
 
 
 def point(value: Array) -> Interval:
-    """A value `[*grid, *own shape]` of which each tile has one."""
+    """Return the bounds of a value `[*grid, *own shape]` of which each tile has one."""
     dtype = np.dtype(value.dtype)
     if not jnp.issubdtype(dtype, jnp.integer):
-        return Interval(dtype, value, value, value, (0, 1) if dtype == bool else ANYTHING)
+        return Interval(dtype, value, value, value, (0, 1) if dtype.kind == "b" else ANYTHING)
     info = jnp.iinfo(dtype)
     fits = info.min >= LEAST and info.max <= MOST
     bound = (value if fits else jnp.clip(value, max(info.min, LEAST), MOST)).astype(jnp.int32)
@@ -109,7 +112,7 @@ def point(value: Array) -> Interval:
 
 
 def constant(value: Any, dtype: Any) -> Interval:
-    """A number or an array that is written in the program."""
+    """Return the bounds of a number or an array that is written in the program."""
     array = np.asarray(value, dtype)
     shape = (1,) * GRID + array.shape
     # An array made in NumPy would be an argument of what is compiled, a number is part of it.
@@ -122,10 +125,10 @@ def constant(value: Any, dtype: Any) -> Interval:
 
 
 def unbounded(aval: Any) -> Interval:
-    """Any value of a shape and dtype."""
+    """Return the bounds of any value of a shape and dtype."""
     dtype, shape = np.dtype(aval.dtype), (1,) * GRID + tuple(aval.shape)
     full = lambda number, dtype: jnp.full(shape, number, dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         return Interval(dtype, full(False, bool), full(True, bool), known=(0, 1))
     if jnp.issubdtype(dtype, jnp.integer):
         return Interval(dtype, full(LEAST, jnp.int32), full(MOST, jnp.int32))
@@ -133,7 +136,7 @@ def unbounded(aval: Any) -> Interval:
 
 
 def bounded(dtype: Any, low: Array, high: Array, **facts: Any) -> Interval:
-    """A value between bounds. It is unbounded where it would wrap around in an integer of few bits or may be NaN."""
+    """Return a value between bounds, unbounded where it may be NaN or wrap around in an integer of few bits."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
@@ -142,20 +145,20 @@ def bounded(dtype: Any, low: Array, high: Array, **facts: Any) -> Interval:
             low, high = jnp.where(fits, low, LEAST), jnp.where(fits, high, MOST)
             if not within(facts.get("known", ANYTHING), dtype):
                 facts |= dict(known=ANYTHING, spread=None)
-    elif dtype != bool:
+    elif dtype.kind != "b":
         is_nan = jnp.isnan(low) | jnp.isnan(high)
         low, high = jnp.where(is_nan, jnp.nan, low), jnp.where(is_nan, jnp.nan, high)
     return Interval(dtype, low, high, **facts)
 
 
 def within(known: tuple[float, float], dtype: Any) -> bool:
-    """Whether all of a range are numbers of an integer dtype."""
+    """Return whether all of a range are numbers of an integer dtype."""
     info = jnp.iinfo(dtype)
     return info.min <= known[0] and known[1] <= info.max
 
 
 def as_integers(x: Interval) -> Interval:
-    """A bool as 0 or 1, and an integer as it is."""
+    """Return a bool as 0 or 1, and an integer as it is."""
     if x.kind != "b":
         return x
     value = None if x.value is None else x.value.astype(jnp.int32)
@@ -163,7 +166,7 @@ def as_integers(x: Interval) -> Interval:
 
 
 def over_grid(function: Callable[..., Any], *arrays: Array) -> Any:
-    """`function` of values' own shapes, called with arrays `[*grid, *own shape]`; its results have such a grid too."""
+    """Call `function`, of values' own shapes, with arrays `[*grid, *own shape]`; its results get such a grid too."""
     has = [any(array.shape[axis] > 1 for array in arrays) for axis in range(GRID)]
     for axis in reversed(range(GRID)):
         if has[axis]:

@@ -1,4 +1,4 @@
-"""Reads of arrays: a number at an index is between the least and the most that the array has within the index's bounds."""
+"""Reads of arrays: a number at an index is between the least and the most that the array has within its bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jflash._semantics.intervals.interval import (
 
 
 def gather(params: Any, x: Interval, index: Interval) -> Interval | None:
-    """One slice of x, at an index that is a vector; `None` for other gathers."""
+    """Return one slice of x, at an index that is a vector; `None` for other gathers."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     batched = len(numbers.operand_batching_dims) > 0
     if len(index.shape) != 1 or batched or len(numbers.offset_dims) + len(numbers.collapsed_slice_dims) != len(sizes):
@@ -55,7 +55,7 @@ def _elements(index: Interval) -> list[Interval]:
 
 
 def dynamic_slice(x: Interval, axis: int, start: Interval, size: int) -> Interval:
-    """`size` elements along an own axis, from `start` on; where they would end late, they begin early."""
+    """Return `size` elements along an own axis, from `start` on; where they would end late, they begin early."""
     length = x.shape[axis]
     if size == length:
         return x
@@ -79,7 +79,7 @@ def dynamic_slice(x: Interval, axis: int, start: Interval, size: int) -> Interva
 
 
 def _of_blocks(combine: Callable[..., Array], array: Array, axis: int, blocks: Blocks, tiles: int) -> Array:
-    """For each tile along an axis of the grid, the extreme of its block of an own axis."""
+    """Return for each tile along an axis of the grid the extreme of its block of an own axis."""
     own, each = GRID + axis, blocks.size
     before = -blocks.offset % each
     length = array.shape[own]
@@ -104,8 +104,10 @@ def _reduced(combine: Callable[..., Array], array: Array, axis: int) -> Array:
 def _extreme(
     combine: Callable[..., Array], axis: int, size: int, levels: int, array: Array, low: Array, high: Array
 ) -> Array:
-    """The extreme of slices that begin between `low` and `high`: of two stretches of 2**level elements that cover them
-    (a sparse table, one level at a time)."""
+    """Return the extreme of slices that begin between `low` and `high`.
+
+    Two stretches of 2**level elements cover them (a sparse table, one level at a time).
+    """
     level, found, length = 31 - lax.clz(high - low + 1), None, array.shape[axis]
     for current in range(levels):
         if current:

@@ -1,4 +1,4 @@
-"""Comparisons, and what depends on them."""
+"""Comparisons of intervals, and what depends on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MIRRORED = {"gt": "lt", "ge": "le"}
 
 
 def compare(name: str, x: Interval, y: Interval) -> Interval:
-    """A comparison, by the name of its primitive."""
+    """Return a comparison, by the name of its primitive."""
     if name in _MIRRORED:
         return compare(_MIRRORED[name], y, x)
     if name == "ne":
@@ -37,7 +37,7 @@ def compare(name: str, x: Interval, y: Interval) -> Interval:
 
 
 def negation(x: Interval) -> Interval:
-    """`not` of a bool."""
+    """Return `not` of a bool."""
     value = None if x.value is None else ~x.value
     return Interval(x.dtype, ~x.high, ~x.low, value, known=(1 - x.known[1], 1 - x.known[0]))
 
@@ -66,7 +66,7 @@ def _compare_integers(name: str, x: Interval, y: Interval) -> Interval:
 
 
 def _ordered(name: str, x_low: Any, x_high: Any, y_low: Any, y_high: Any) -> tuple[Any, Any]:
-    """Whether it is surely so, and whether it may be. Of a NaN the first is False and the second True."""
+    """Return whether it is surely so, and whether it may be; with a NaN False and True."""
     if name == "eq":
         return (x_low == x_high) & (y_low == y_high) & (x_low == y_low), ~(x_low > y_high) & ~(x_high < y_low)
     if name == "lt":
@@ -75,7 +75,7 @@ def _ordered(name: str, x_low: Any, x_high: Any, y_low: Any, y_high: Any) -> tup
 
 
 def select(which: Interval, cases: Sequence[Interval]) -> Interval:
-    """One of several values, by a bool or by an index."""
+    """Return one of several values, by a bool or by an index."""
     if which.known[0] == which.known[1]:
         return cases[int(min(max(which.known[0], 0), len(cases) - 1))]
     rank = max(len(x.shape) for x in (which, *cases))
@@ -87,7 +87,7 @@ def select(which: Interval, cases: Sequence[Interval]) -> Interval:
 
 
 def join(cases: Sequence[Interval], possible: Sequence[Array]) -> Interval:
-    """One of several values, where it is known which of them are possible."""
+    """Return one of several values, where it is known which of them are possible."""
     dtype = cases[0].dtype
     lowest, highest = _extremes(dtype)
     low = functools.reduce(jnp.minimum, [jnp.where(p, x.low, highest) for p, x in zip(possible, cases, strict=True)])
@@ -97,7 +97,7 @@ def join(cases: Sequence[Interval], possible: Sequence[Array]) -> Interval:
 
 
 def _extremes(dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    if dtype == bool:
+    if dtype.kind == "b":
         return np.bool_(False), np.bool_(True)
     if jnp.issubdtype(dtype, jnp.integer):
         return np.int32(LEAST), np.int32(MOST)
