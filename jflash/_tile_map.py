@@ -21,6 +21,17 @@ class TileMap:
     """A `mask_mod` with the map of its tiles, as `tile_map` makes it; `attention` takes it in the function's place.
 
     It is a pytree of arrays, so it may be an argument of `jax.jit`, be carried by `jax.lax.scan` or be captured.
+
+    Example:
+      >>> import jflash
+      >>> tiles = jflash.tile_map(lambda batch, head, query, key: key <= query, query_length=512, key_length=512)
+      >>> print(tiles.tiles[0, 0])
+      [[1 0 0 0]
+       [2 1 0 0]
+       [2 2 1 0]
+       [2 2 2 1]]
+      >>> print(tiles.visited, tiles.partial)
+      0.625 0.25
     """
 
     arrays: tuple[Array, ...]
