@@ -84,6 +84,8 @@ class Settings:
     """Where to write the curves, as PNG; by default train_<framework>.png."""
     record: pathlib.Path | None = None
     """Where to write all figures, as JSON."""
+    weights: pathlib.Path | None = None
+    """Where to write what the first run has learned, for serve.py."""
 
     def complete(self) -> Settings:
         """Return the settings with the numbers of their size.
@@ -146,6 +148,10 @@ class Run:
         self._learned, loss = jax.block_until_ready(self._update(self._learned, tokens, np.int32(len(self.losses))))
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(float(loss))
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes the weights, in the order of the model's tree."""
+        np.savez(path, *jax.tree.leaves(self._learned[0]))
 
     @property
     def kept_bytes(self) -> int:
@@ -257,7 +263,7 @@ def measured(settings: Settings, runs: dict[str, Run], refused: dict[str, str]) 
     losses = {name: np.array(run.losses) for name, run in runs.items()}
     return dict(
         about=about(),
-        settings=dataclasses.asdict(dataclasses.replace(settings, picture=None, record=None)),
+        settings=dataclasses.asdict(dataclasses.replace(settings, picture=None, record=None, weights=None)),
         explain=explained(settings),
         parameters=runs[last].parameters,
         compared_with=last,
@@ -309,6 +315,8 @@ def main(settings: Settings) -> None:
                 run.step(batch)
             progress.update(task, advance=1, description=f"loss {run.losses[-1]:.3f}")
 
+    if settings.weights is not None:
+        next(iter(runs.values())).save(settings.weights)
     record = measured(settings, runs, refused)
     path = settings.picture or pathlib.Path(f"train_{settings.framework}.png")
     draw(record, path)

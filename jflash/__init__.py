@@ -3,6 +3,8 @@
 jflash.attention(query, key, value, ...)     the function, with the arguments of jax.nn.dot_product_attention and more
 jflash.explain(query, key, value, ...)       which implementation would serve such a call, and why
 jflash.tile_map(mask_mod, ...)               which tiles a mask function leaves, made once for many calls
+jflash.ragged_paged_attention(...)           prefill and decode of many sequences that share a paged cache
+jflash.update_pages(...)                     a step's keys and values into the pages of a cache, in place
 jflash.replacing_jax_nn()                    a block in which calls of jax.nn.dot_product_attention are served
 jflash.flax, jflash.equinox, jflash.keras    the layers of these libraries
 python -m jflash.doctor | jflash.bench       what runs on this machine | how fast it is
@@ -12,10 +14,21 @@ from typing import Any
 
 from jflash._api import attention, explain
 from jflash._hints import AttentionWarning
+from jflash._ragged_attention import ragged_paged_attention
 from jflash._replacing import replacing_jax_nn
 from jflash._tile_map import TileMap, tile_map
+from jflash._update_pages import update_pages
 
-__all__ = ["AttentionWarning", "TileMap", "attention", "explain", "replacing_jax_nn", "tile_map"]
+__all__ = [
+    "AttentionWarning",
+    "TileMap",
+    "attention",
+    "explain",
+    "ragged_paged_attention",
+    "replacing_jax_nn",
+    "tile_map",
+    "update_pages",
+]
 
 __version__: str
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -19,6 +20,7 @@ from jflash import (
     _dispatch,
     _hints,
     _mesh,
+    _pages,
     _platform,
     _split,
     _tile_map,
@@ -33,6 +35,7 @@ Lengths = Int[Array, "*B"]
 Window = int | tuple[int, int]
 Offset = int | Int[Array, "*#B"]
 SequenceStrategy = Literal["ring", "all_to_all", "gather"]
+PageScale = float | Float[Array, "*#PK"]
 Segments = Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]]
 
 
@@ -59,13 +62,16 @@ class Options(TypedDict, total=False):
     deterministic: bool
     sequence_axis: str | tuple[str, ...] | None
     sequence_strategy: SequenceStrategy | None
+    page_table: Int[Array, "*B pages"] | None
+    k_scale: PageScale | None
+    v_scale: PageScale | None
 
 
 @overload
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K D"],
+    value: Float[Array, "*B S K D"] | None,
     bias: Float[Array, "*#B #N #T #S"] | None = None,
     mask: Bool[Array, "*#B #N #T #S"] | None = None,
     *,
@@ -76,7 +82,7 @@ def attention(
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K D"],
+    value: Float[Array, "*B S K D"] | None,
     bias: Float[Array, "*#B #N #T #S"] | None = None,
     mask: Bool[Array, "*#B #N #T #S"] | None = None,
     *,
@@ -86,7 +92,7 @@ def attention(
 def attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K D"],
+    value: Float[Array, "*B S K D"] | None,
     bias: Float[Array, "*#B #N #T #S"] | None = None,
     mask: Bool[Array, "*#B #N #T #S"] | None = None,
     *,
@@ -111,6 +117,9 @@ def attention(
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_strategy: SequenceStrategy | None = None,
+    page_table: Int[Array, "*B pages"] | None = None,
+    k_scale: PageScale | None = None,
+    v_scale: PageScale | None = None,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
     r"""Compute exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
@@ -139,9 +148,9 @@ def attention(
       local_window_size: (left, right), or one number for both: query i sees key j only if
         i + query_offset - left <= j <= i + query_offset + right. Neither may be negative. (127, 0) is a window of 128
         keys that ends with the query's own; a side of S is no limit.
-      implementation: "mosaic_gpu", "mosaic_gpu_mma", "xla", "reference" or "metal", or several of them in order of
-        preference. None asks "mosaic_gpu", "mosaic_gpu_mma", "xla" and "reference" in this order. `explain` says which
-        one serves.
+      implementation: "mosaic_gpu", "mosaic_gpu_mma", "cudnn", "xla", "reference" or "metal", or several of them in
+        order of preference. None asks all but "metal" in this order, on Blackwell "cudnn" before "mosaic_gpu_mma".
+        `explain` says which one serves.
       return_residual: also return the log-sum-exp of the logits.
       logits_soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c) (arXiv:2408.00118, section 2).
       alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).
@@ -183,6 +192,15 @@ def attention(
         "all_to_all" gives each device whole sequences of some heads (arXiv:2309.14509), and needs K to be a multiple
         of the number of devices; "gather" gives each device all keys and values. None takes the one with the least
         estimated time; `explain` says which.
+      page_table: integer `[*B, pages]`, for a paged cache: `key` is `[P, page_size, K, H]` and `value` `[P, page_size,
+        K, D]`, or `None` where `key` has both, `[P, page_size, 2 K, H]`, heads key 0, value 0, key 1, value 1, ...
+        S is pages * page_size, and key j of an entry is row j % page_size of page `page_table[..., j // page_size]`.
+        Needs `key_value_seq_lengths`. Whatever lies past a length, in the table or in the pages, has no effect. No
+        derivatives. Pages may also be int8, float8_e4m3fn or float8_e5m2.
+      k_scale: multiplies paged keys; a number, or a floating array that broadcasts to `[P, K]`. The product is
+        rounded to the query's dtype.
+      v_scale: multiplies paged values; a number, or a floating array that broadcasts to `[P, K]`. The product is
+        rounded to the query's dtype.
 
     Returns:
       The output `[*B, T, N, D]` in the query's dtype. With `return_residual`, a pair of the output and the log-sum-exp
@@ -235,6 +253,7 @@ def attention(
         dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout, precision=precision,
         deterministic=deterministic,
         sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
+        page_table=page_table, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     arguments = _with_score_mod_traced(arguments)
     arrays, call = _of_leaves(arguments, jax.Array, lambda arguments: _compute(names, arguments))
@@ -248,7 +267,8 @@ def attention(
 
 def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the same arguments, with the arrays that `score_mod` and `mask_mod` close over among them."""
-    _arguments.query_key_value(arguments["query"], arguments["key"], arguments["value"])
+    cache = _pages.Cache(**{name: arguments.get(name) for name in _pages.Cache.__annotations__})
+    cache.check(*map(arguments.get, ("query", "key_value_seq_lengths", "sequence_axis")))
     given = {name: arguments[name] for name in ("score_mod", "mask_mod") if arguments.get(name) is not None}
     for name in given:
         if jax.typeof(arguments["query"]).manual_axis_type.varying:
@@ -279,7 +299,7 @@ def _of_leaves[Result](
     return [leaf for t, leaf in zip(taken, leaves, strict=True) if t], of_taken
 
 
-def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Array]:
+def _compute(names: _dispatch.Names, arguments: dict[str, Any]) -> tuple[Array, Array]:
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     targets = _platform.lowering_targets(jax.tree.leaves(operands))
     choice = _dispatch.select(spec, names, targets)
@@ -323,8 +343,9 @@ def explain(
 
     Returns:
       Lines of text: the choice, or that there is none, and an indented line for each implementation that was asked
-      before it and refused. If the sequences are split over devices, the strategy for that and its reason follow; then
-      what intervals do not see through in a `mask_mod`, and notes of what is probably not meant, or could be faster;
+      before it and refused. If the sequences are split over devices, the strategy for that and its reason follow, and
+      the implementation that serves if the choice cannot; then what intervals do not see through in a `mask_mod`, and
+      notes of what is probably not meant, or could be faster;
       then the description.
 
     Raises: explain raises what `attention` raises for arguments that are wrong.
@@ -336,6 +357,7 @@ def explain(
       xla serves this call on cpu.
         mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
         mosaic_gpu_mma: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
+        cudnn: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
       >>> print(jflash.explain(*arrays, implementation="metal", dropout_rate=0.1, dropout_key=jax.random.key(0)))
       No implementation can serve this call on cpu.
         metal: it has no dropout.
@@ -344,7 +366,7 @@ def explain(
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     names = _dispatch.candidates(options.pop("implementation", None))
-    _arguments.static_bool("return_residual", return_residual)
+    return_residual = _arguments.static_bool("return_residual", return_residual)
     verbose = _arguments.static_bool("verbose", verbose)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     found: list[Spec] = []
@@ -352,12 +374,15 @@ def explain(
     shapes, call = _of_leaves(arguments, jax.ShapeDtypeStruct, look)
     jax.eval_shape(call, shapes)
     platform = next(iter(_platform.lowering_targets(jax.tree.leaves(arguments)).values()))
-    (spec,) = found
+    spec = dataclasses.replace(*found, lse_has_cotangent=return_residual)
     chosen, refusals = _dispatch.ask(spec, names, platform)
     verdict = f"{chosen} serves" if chosen is not None else "No implementation can serve"
     lines = [f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])]
     sequences = _split.described(spec, query, key)
-    lines += [] if sequences is None else [f"sequences: {sequences}"]
+    if sequences is not None:
+        whose, others = (None, {}) if chosen is None else _dispatch.ask_split(spec, names, platform, chosen)
+        lines.append(f"sequences: {sequences}{f'; by {whose}' if others and whose else ''}")
+        lines += [_dispatch.listing(others)] if others else []
     lines += _coverage.lines(spec)
     lines += _hints.lines(_hints.Call(arguments, spec, names, platform, is_traced=True))
     if verbose and chosen is not None and not _is_empty(spec):

@@ -27,16 +27,7 @@ _LARGEST_FLOAT = int(np.finfo(np.float64).max)
 def query_key_value(query: Any, key: Any, value: Any) -> None:
     """Check `[*B, T, N, H]`, `[*B, S, K, H]` and `[*B, S, K, D]` arrays of one dtype; N must be a multiple of K."""
     for name, array, axes in (("query", query, "T, N, H"), ("key", key, "S, K, H"), ("value", value, "S, K, D")):
-        _array(name, array)
-        if array.ndim < 3:
-            raise ValueError(
-                f"`{name}` must have at least the axes [{axes}]; a single head is x[:, None, :]. "
-                f"Got shape {array.shape}."
-            )
-        if array.dtype.name not in DTYPES:
-            raise TypeError(f"`{name}` must have one of the dtypes {', '.join(DTYPES)}. Got {array.dtype}.")
-        if 0 in array.shape[-2:]:
-            raise ValueError(f"`{name}` must have at least one head and one feature. Got shape {array.shape}.")
+        heads(name, array, axes)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
             "`query`, `key` and `value` must have the same dtype: x.astype(dtype) casts one. "
@@ -65,6 +56,36 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
         )
 
 
+def heads(name: str, array: Any, axes: str, dtypes: Sequence[str] = DTYPES) -> None:
+    """Check an array's dtype, that its last axes are these, and that they hold a head and a feature at least."""
+    _array(name, array)
+    if array.ndim < 3:
+        raise ValueError(
+            f"`{name}` must have at least the axes [{axes}]; a single head is x[:, None, :]. Got shape {array.shape}."
+        )
+    if array.dtype.name not in dtypes:
+        raise TypeError(f"`{name}` must have one of the dtypes {', '.join(dtypes)}. Got {array.dtype}.")
+    if 0 in array.shape[-2:]:
+        raise ValueError(f"`{name}` must have at least one head and one feature. Got shape {array.shape}.")
+
+
+def array(name: str, value: Any) -> None:
+    """Check that a value is an array of numbers."""
+    _array(name, value)
+
+
+def integers(name: str, array: Any) -> None:
+    """Check that a value is an array of integers."""
+    _array(name, array)
+    _integers(name, array)
+
+
+def floating(name: str, array: Any) -> None:
+    """Check that a value is an array of floating-point numbers."""
+    _array(name, array)
+    _floating(name, array)
+
+
 def bias(array: Any, shape: tuple[int, ...]) -> None:
     """Check that `bias` is floating and broadcastable to `shape`, which is `[*B, N, T, S]`."""
     _array("bias", array)
@@ -87,18 +108,23 @@ def mask(array: Any, shape: tuple[int, ...]) -> None:
     _broadcastable("mask", array, shape)
 
 
-def scale(value: Any) -> None:
-    """Check that `scale` is a finite number or a floating scalar array."""
+def scale(value: Any, name: str = "scale") -> None:
+    """Check that a scale is a finite number or a floating scalar array."""
     if is_array(value):
         if value.shape != ():
-            raise ValueError(f"`scale` must be one number. Got shape {value.shape}.")
-        _floating("scale", value)
+            raise ValueError(f"`{name}` must be one number. Got shape {value.shape}.")
+        _floating(name, value)
     else:
-        if isinstance(value, np.ndarray) and value.ndim == 0:
-            value = value[()]
-        static = _number("scale", value, "a number or a scalar array")
-        if not math.isfinite(static):
-            raise ValueError(f"`scale` must be finite. Got {static}.")
+        finite(name, value, "a number or a scalar array")
+
+
+def finite(name: str, value: Any, rule: str) -> None:
+    """Check that a number of Python or NumPy is finite."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    static = _number(name, value, rule)
+    if not math.isfinite(static):
+        raise ValueError(f"`{name}` must be finite. Got {static}.")
 
 
 def is_array(value: Any) -> bool:
@@ -139,13 +165,23 @@ def window(value: Any) -> tuple[int, int] | None:
     return min(left, WINDOW_LIMIT), min(right, WINDOW_LIMIT)
 
 
-def soft_cap(value: Any) -> float | None:
-    """Return `logits_soft_cap` as a float; it must be positive and finite."""
+def keys_back(name: str, value: Any) -> tuple[int, int] | None:
+    """Return a positive number of keys, up to the query's own, as the window (left, right); `None` is none."""
     if value is None:
         return None
-    static = _number("logits_soft_cap", value, "a positive number or None")
+    static = _integer(name, value, "a positive integer or None")
+    if static <= 0:
+        raise ValueError(f"`{name}` must be positive. Got {static}.")
+    return min(static - 1, WINDOW_LIMIT), 0
+
+
+def soft_cap(value: Any, name: str = "logits_soft_cap") -> float | None:
+    """Return a soft cap as a float; it must be positive and finite."""
+    if value is None:
+        return None
+    static = _number(name, value, "a positive number or None")
     if not (static > 0 and math.isfinite(static)):
-        raise ValueError(f"`logits_soft_cap` must be positive and finite. Got {static}.")
+        raise ValueError(f"`{name}` must be positive and finite. Got {static}.")
     return static
 
 

@@ -46,7 +46,8 @@ def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array
             return redistribute(functools.partial(attend, choice), sequence, operands)
     first, *others = choice.programs
     backend = _dispatch.BACKENDS[first.backend]
-    if not others and sequence is None and getattr(backend, "DIFFERENTIATED_BY_JAX", False):
+    by_jax = getattr(backend, "DIFFERENTIATED_BY_JAX", False) and spec.pages is None
+    if not others and sequence is None and by_jax:
         with _platform.lowered_for(first.platform):
             return backend.forward(spec, operands)
     return _primitive.perform(_Attention(_Devices(choice), spec), operands)
@@ -60,11 +61,13 @@ class _Devices:
 
     def run(self, part: _Part, program: Any, args: Any) -> Any:
         """Run one of the three functions, over however many devices there are."""
-        backend = _dispatch.functions(program.backend, part.spec)
 
         def local(sequence: SequenceSplit | None, *args: Any) -> Any:
+            name = program.backend
+            if sequence is not None:
+                name = _dispatch.serving_split(program, part.spec, self.choice.names)
             with _platform.lowered_for(program.platform):
-                return part.of(backend, sequence, *args)
+                return part.of(_dispatch.functions(name, part.spec), sequence, *args)
 
         return _sharding.shard(local, part.spec, part.like(args[0]))(*args)
 
@@ -96,6 +99,11 @@ class _Part:
     def choice(self) -> Choice | None:
         """The backends that compute the function."""
         return self.where.choice
+
+    @property
+    def own(self) -> frozenset[str]:
+        """The operands that the batch never shares: of a paged call neither keys nor values."""
+        return _primitive.OWN if self.spec.pages is None else _primitive.OWN - {"key", "value"}
 
     def __call__(self, program: Any, args: Any) -> Any:
         return self.where.run(self, program, args)
@@ -140,6 +148,11 @@ class _Attention(_Part):
         return _sequence.forward(backend, sequence, operands)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
+        if self.spec.pages is not None:
+            raise NotImplementedError(
+                "A call with `page_table` has no derivative. For one, gather the keys and values, and leave out "
+                "`page_table`: key[page_table].reshape(*B, pages * page_size, K, H)."
+            )
         (operands,), (pushed,) = args, tangents
         return _primitive.perform(_Tangent(self.where, self.spec), operands, results, pushed)
 
@@ -170,8 +183,12 @@ class _Tangent(_Part):
     def transpose(self, args: Any, cotangents: Results) -> Any:
         operands, results, pushed = args
         asked = [name for name, value in pushed._asdict().items() if any(map(_is_linear, jax.tree.leaves(value)))]
-        spec = dataclasses.replace(self.spec, undifferentiated=self.spec.operands.difference(asked))
-        residuals = Residuals(results.out, results.lse, cotangents.out, cotangents.lse)
+        spec = dataclasses.replace(
+            self.spec,
+            undifferentiated=self.spec.operands.difference(asked),
+            lse_has_cotangent=not _primitive.is_zero(cotangents.lse),
+        )
+        residuals = Residuals(results.out, results.lse, *_primitive.with_zeros(cotangents))
         gradients = _primitive.perform(_Backward(self.where, spec), operands, residuals)
         return _nothing(operands), _nothing(results), _where_linear(pushed, gradients)
 
@@ -213,7 +230,8 @@ class _Backward(_Part):
                 lambda x, t: jnp.zeros_like(x) if t is None else t, residuals, around, is_leaf=_is_none
             )
             linear = residuals._replace(d_out=linear.d_out, d_lse=linear.d_lse)
-            found = _primitive.perform(self, operands, linear)
+            spec = dataclasses.replace(self.spec, lse_has_cotangent=around.d_lse is not None)
+            found = _primitive.perform(_Backward(self.where, spec), operands, linear)
 
         return _with_rest(found, self._by_xla, args, (moved, around._replace(d_out=None, d_lse=None)))
 
@@ -221,7 +239,8 @@ class _Backward(_Part):
         operands, residuals = args
         spec = dataclasses.replace(self.spec, undifferentiated=frozenset[str]())
         results = Results(residuals.out, residuals.lse)
-        pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, cotangents)
+        moving = jax.tree.map(lambda cotangent: None if _primitive.is_zero(cotangent) else cotangent, cotangents)
+        pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, moving)
         return _nothing(operands), _where_linear(residuals, residuals._replace(d_out=pushed.out, d_lse=pushed.lse))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32
 
-from jflash import _arguments
+from jflash import _arguments, _pages
 from jflash._semantics import dropout, score_mod_as_cap
 from jflash._semantics.spec import Operands, Spec, shape_facts
 
@@ -42,6 +42,9 @@ def canonicalize(
     deterministic: Any = False,
     sequence_axis: Any = None,
     sequence_strategy: Any = None,
+    page_table: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> tuple[Spec, Operands, tuple[int, ...]]:
     """Return the call's static facts, its arrays, and the batch axes that the results get back.
 
@@ -50,11 +53,12 @@ def canonicalize(
     Raises:
       ValueError, TypeError: as `attention`, all of them before the first array is touched.
     """
-    _arguments.query_key_value(query, key, value)
+    cache = _pages.Cache(key, value, page_table, k_scale, v_scale)
+    pages = cache.check(query, key_value_seq_lengths, sequence_axis)
     *batch_axes, query_length, heads, head_dim = query.shape
     sequence_axes = _arguments.sequence_axes(sequence_axis)
     devices = lax.axis_size(sequence_axes) if sequence_axes else 1
-    batch_axes, key_length = tuple(batch_axes), key.shape[-3]
+    batch_axes, key_length = tuple(batch_axes), key.shape[-3] if pages is None else cache.places
     whole_query, whole_key = query_length * devices, key_length * devices
     pair_shape = (*batch_axes, heads, query_length, whole_key)
     accumulator = np.dtype(jnp.promote_types(query.dtype, jnp.float32))
@@ -113,8 +117,7 @@ def canonicalize(
     limit = _arguments.OFFSET_LIMIT
     operands = Operands(
         query=_merge_batch(query, batch_axes),
-        key=_merge_batch(key, batch_axes),
-        value=_merge_batch(value, batch_axes),
+        **_keys_and_values(cache, batch_axes, accumulator),
         bias=_bias(_pairs(bias, batch_axes), accumulator),
         mask=_pairs(mask, batch_axes),
         scale=jnp.asarray(scale).astype(accumulator)[None] if scale_is_array else None,
@@ -133,14 +136,22 @@ def canonicalize(
         coverage=None if mask_mod is None else mask_mod.coverage,
     )
     spec = Spec(
-        **shape_facts(operands),
+        **shape_facts(operands, pages),
         **static,
+        pages=pages,
         scale=None if scale_is_array else head_dim**-0.5 if scale is None else float(scale),
         query_offset=None if offset_is_array else int(query_offset),
         score_mod=traced_score_mod,
         mask_mod=None if mask_mod is None else mask_mod.mask_mod,
     )
     return spec, operands, batch_axes
+
+
+def _keys_and_values(cache: _pages.Cache, batch_axes: tuple[int, ...], accumulator: np.dtype[Any]) -> dict[str, Any]:
+    """Return the operands that hold keys and values."""
+    if cache.page_table is not None:
+        return cache.operands(accumulator)
+    return dict(key=_merge_batch(cache.key, batch_axes), value=_merge_batch(cache.value, batch_axes))
 
 
 def _merge_batch(array: Any, batch_axes: tuple[int, ...]) -> Array:

@@ -12,7 +12,7 @@ shares the array. A `vmap` axis is folded into it, so that a kernel never sees o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -23,6 +23,9 @@ from jaxtyping import Array
 
 from jflash._choice import Choice, Program
 from jflash._mesh import in_mesh, varying_alike
+
+OWN = frozenset({"query", "key", "value", "out", "lse", "d_out", "d_lse"})
+"""The fields of operands, results and residuals of which each entry of the batch has an array of its own."""
 
 
 class Operation(Protocol):
@@ -38,6 +41,11 @@ class Operation(Protocol):
         """Whether a result for an array that the batch shares is a sum over the batch."""
         ...
 
+    @property
+    def own(self) -> Collection[str]:
+        """The names of the arguments' fields that the entries of the batch never share; `OWN` but for a paged cache."""
+        ...
+
     def __call__(self, program: Program | None, args: Any) -> Any:
         """Return the results where `program` serves, in one form for all programs; JAX never differentiates it."""
         ...
@@ -47,7 +55,10 @@ class Operation(Protocol):
         ...
 
     def transpose(self, args: Any, cotangents: Any) -> Any:
-        """Return the cotangents of linear arguments, which come as a `jax.ShapeDtypeStruct`, and `None` for others."""
+        """Return the cotangents of linear arguments, which come as a `jax.ShapeDtypeStruct`, and `None` for others.
+
+        Among the results' `cotangents`, a `jax.ShapeDtypeStruct` stands for zeros (`with_zeros`).
+        """
         ...
 
 
@@ -77,6 +88,17 @@ def tangents_of(function: Callable[..., Any], args: Any, tangents: Any) -> Any:
     moving = [(leaf, tangent) for leaf, tangent in zip(leaves, given, strict=True) if tangent is not None]
     primals, pushed = ([pair[index] for pair in moving] for index in (0, 1))
     return jax.jvp(of_moving, (primals,), (pushed,))[1]
+
+
+def is_zero(cotangent: Any) -> bool:
+    """Say whether a cotangent that `Operation.transpose` is given is known to be 0."""
+    return isinstance(cotangent, jax.ShapeDtypeStruct)
+
+
+def with_zeros[Tree](cotangents: Tree) -> Tree:
+    """Return the cotangents that `Operation.transpose` is given, all of them as arrays."""
+    array = lambda cotangent: jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero(cotangent) else cotangent
+    return jax.tree.map(array, cotangents)
 
 
 def _merged(leaves: Sequence[Any], some: Sequence[Any], taken: Sequence[bool]) -> list[Any]:
@@ -146,14 +168,14 @@ def _jvp(primals: Any, tangents: Any, *, operation: Operation, tree: Any, **_: A
 def _transpose(
     cotangents: Any, *leaves: Any, operation: Operation, tree: Any, result_tree: Any, **_: Any
 ) -> list[Array | None]:
-    def shape_if_linear(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype) if ad.is_undefined_primal(leaf) else leaf
+    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype)
 
-    args = tree.unflatten(map(shape_if_linear, leaves))
-    return tree.flatten_up_to(operation.transpose(args, result_tree.unflatten(map(ad.instantiate_zeros, cotangents))))
+    args = tree.unflatten([shape_of(leaf) if ad.is_undefined_primal(leaf) else leaf for leaf in leaves])
+    given = [shape_of(cotangent) if isinstance(cotangent, ad.Zero) else cotangent for cotangent in cotangents]
+    return tree.flatten_up_to(operation.transpose(args, result_tree.unflatten(given)))
 
 
-_NEVER_SHARED = ("query", "key", "value", "out", "lse", "d_out", "d_lse")
 _WITHOUT_GRADIENT = ("mask_mod_arrays",)
 
 
@@ -180,7 +202,7 @@ def _batch(
     def fold(place: Any, array: Array, mapped: bool) -> Array:
         name = getattr(place[0], "name", "")
         is_summed = operation.sums and jnp.issubdtype(array.dtype, jnp.inexact) and name not in _WITHOUT_GRADIENT
-        whole = place in spread or name in _NEVER_SHARED or is_summed
+        whole = place in spread or name in operation.own or is_summed
         if not whole and array.shape[0] == 1:
             return array
         rest = array.shape[mapped + 1 :]

@@ -109,7 +109,7 @@ def _rule(inputs: list[Named], outputs: list[Named], spec: Spec) -> tuple[str, t
             return "b"
         if axis == QUERIES_AXIS.get(array.name) and size == spec.query_length > 1:
             return "t"
-        if axis == KEYS_AXIS.get(array.name) and size == spec.key_length > 1:
+        if axis == KEYS_AXIS.get(array.name) and size == spec.key_length > 1 and spec.pages is None:
             return "s"
         if axis != HEADS_AXIS.get(array.name) or size not in (spec.heads, spec.key_heads):
             return whole()

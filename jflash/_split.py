@@ -28,7 +28,7 @@ class Named(NamedTuple):
     @property
     def of_keys(self) -> bool:
         """Whether the array has key heads."""
-        return self.name in ("key", "value")
+        return self.name in ("key", "value", "k_scale", "v_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,8 @@ def choose(call: Spec, mesh: Mesh | AbstractMesh, query: Axes, key: Axes) -> Spl
       ValueError: if the call names a strategy for its sequences that cannot serve.
     """
     batch, queries, heads, _ = query
-    keys = tuple(name for name in key[1] if name not in (*batch, *heads))
+    # Any entry may have its keys in any page.
+    keys = () if call.pages is not None else tuple(name for name in key[1] if name not in (*batch, *heads))
     devices = functools.partial(_mesh.devices, mesh)
     batch = batch if call.batch % devices(batch) == 0 else ()
     one_key_head = call.heads % devices(heads) == 0 and call.group % max(1, call.heads // devices(heads)) == 0

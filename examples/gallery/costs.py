@@ -32,8 +32,11 @@ import merging
 import neighborhood
 import numpy as np
 import packed_documents
+import paged_cache
 import per_example_gradients
 import prefix_lm
+import qk_clip
+import ragged_batch
 import relative_bias
 import score_mods
 import sliding_window
@@ -176,6 +179,35 @@ def _decoding(step: Callable[..., Any], places: int) -> Case:
     return Case(decode(step), (*new, *cache(places)), seen, decode(attend_to_all), every, "forward")
 
 
+def _paged_cache() -> Case:
+    """As `_decoding`, and beside the same full call."""
+    dense = _decoding(decoding.decode, TOKENS)
+    batch, page_size = 8, 64
+    table = paged_cache.shuffled(batch, TOKENS, page_size)
+
+    def tokens(query: Array, key: Array, value: Array, *pages: Array) -> Array:
+        at = FILLED + jnp.arange(DECODED)
+        step = lambda pages, token: paged_cache.decode(pages, *token, table)
+        return jax.lax.scan(step, pages, (query, key, value, at))[1]
+
+    pages = normal(*[(table.size, page_size, HEADS, HEAD_DIM)] * 2)
+    return dense._replace(recipe=tokens, arrays=(*dense.arrays[:3], *pages))
+
+
+def _ragged_batch() -> Case:
+    """One prompt of 128 tokens beside 7 sequences that decode, of `FILLED` keys each, in one call; beside a full call
+    of as many sequences with 128 queries each and a dense cache."""
+    prompt, seqs, page_size = 128, 8, 64
+    step = [(prompt, FILLED), *[(1, FILLED)] * (seqs - 1)]
+    batch = ragged_batch.described(step, page_size)
+    count = prompt + seqs - 1
+    pages = seqs * FILLED // page_size
+    arrays = normal((count, HEADS, HEAD_DIM), (pages, page_size, 2 * HEADS, HEAD_DIM))
+    dense = tuple(normal((seqs, prompt, HEADS, HEAD_DIM), *[(seqs, TOKENS, HEADS, HEAD_DIM)] * 2))
+    pairs = count * FILLED - prompt * (prompt - 1) / 2
+    return Case(ragged_batch.attend, (*arrays, *batch), pairs / (seqs * prompt * TOKENS), full, dense, "forward")
+
+
 def _per_example_gradients() -> Case:
     """Measure per-example gradients beside the gradient of the sum of the losses."""
     examples, tokens = 8, TOKENS // 8
@@ -220,7 +252,10 @@ CASES: Mapping[tuple[str, str], Callable[[], Case]] = {
     ("score_mods", "attend"): lambda: beside_full(score_mods.attend, CAUSAL, *normal((HEADS,))),
     ("decoding", "decode"): lambda: _decoding(decoding.decode, TOKENS),
     ("decoding", "decode_in_ring"): lambda: _decoding(decoding.decode_in_ring, WINDOW),
+    ("paged_cache", "decode"): _paged_cache,
+    ("ragged_batch", "attend"): _ragged_batch,
     ("merging", "attend"): lambda: beside_full(merging.attend, CAUSAL),
+    ("qk_clip", "output"): lambda: beside_full(qk_clip.output, CAUSAL),
     ("per_example_gradients", "attend"): _per_example_gradients,
     ("hessian_vector_product", "attend"): _hessian_vector_product,
 }

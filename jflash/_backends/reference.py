@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jflash._platform import Platform
-from jflash._semantics import dropout, visibility
+from jflash._semantics import dropout, pages, visibility
 from jflash._semantics.logits import modify_logits, without_unseen
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, TileShape, load_tile, split_heads, zero_padding
@@ -29,6 +29,8 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     everything = TileShape(spec.batch, spec.key_heads, spec.query_length, spec.key_length)
     tile = load_tile(spec, operands, Corner(0, 0, 0, 0), everything)
     dtype = spec.accumulator
+    if spec.pages is not None:
+        operands = pages.gathered(spec, operands)
 
     query = split_heads(operands.query, 2, spec).astype(dtype)
     key, value = operands.key.astype(dtype), operands.value.astype(dtype)

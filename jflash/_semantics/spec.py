@@ -14,6 +14,18 @@ from jflash._semantics.mask_mod import MaskMod
 from jflash._semantics.score_mod import ScoreMod
 
 
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """The layout of a paged cache in the arrays of a call."""
+
+    size: int
+    """The number of keys in a page."""
+    dtype: np.dtype[Any]
+    """The dtype of the cache: the query's, or one of 8 bits."""
+    interleaved: bool
+    """Whether one array has both: a row has, for each key head, the key and then the value."""
+
+
 class Operands(NamedTuple):
     """The arrays of one call in canonical form; `None` where the call does not use one.
 
@@ -24,6 +36,8 @@ class Operands(NamedTuple):
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
+    """The keys; for a paged call the rows of all pages, one after the other, `[#B, P * page_size, K, H]`. Where keys
+    and values are interleaved, one array `[#B, P * page_size, K, 2 H]` is both `key` and `value`."""
     value: Float[Array, "B S K D"]
     bias: Float[Array, "#B #N #T #S"] | None = None
     mask: Bool[Array, "#B #N #T #S"] | None = None
@@ -58,6 +72,12 @@ class Operands(NamedTuple):
     """The arrays that `mask_mod` closes over, each `[#B, *its own shape]`; they have no gradient."""
     coverage: Int8[Array, "#B #N I J"] | None = None
     """How much of each tile of the whole sequences `mask_mod` shows, as `Coverage.encoded`; `None`: not known."""
+    page_table: Int32[Array, "#B pages"] | None = None
+    """The page that holds each entry's next `Pages.size` keys; past its length, anything."""
+    k_scale: Float[Array, "#B #P #K"] | None = None
+    """The factor of the keys of each page and key head, in the accumulator's dtype."""
+    v_scale: Float[Array, "#B #P #K"] | None = None
+    """The factor of the values of each page and key head, in the accumulator's dtype."""
 
 
 class Results(NamedTuple):
@@ -78,7 +98,7 @@ class Residuals(NamedTuple):
 
 HEADS_AXIS: dict[str, int] = {
     "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,
-    "coverage": 1, "out": 2, "lse": 1, "d_out": 2, "d_lse": 1,
+    "coverage": 1, "out": 2, "lse": 1, "d_out": 2, "d_lse": 1, "k_scale": 2, "v_scale": 2,
 }  # fmt: skip
 """The heads' axis of each array that has one."""
 QUERIES_AXIS: dict[str, int] = {
@@ -109,6 +129,8 @@ class Spec:
     """Names of the operands that the call has."""
     undifferentiated: frozenset[str] = frozenset()
     """Names of the operands whose gradient is not asked for; the backward may leave it out."""
+    lse_has_cotangent: bool = False
+    """Whether a backward's cotangent of the log-sum-exp may be other than 0."""
     scale: float | None = None
     """The scale; `None` if it is an operand."""
     query_offset: int | None = None
@@ -135,6 +157,8 @@ class Spec:
     parameters too, to be added up. A backward's residuals are those of all keys, with out and d_out in the query's
     dtype.
     """
+    pages: Pages | None = None
+    """The layout of a paged cache; `None` where keys and values are arrays of the call's own."""
 
     @property
     def group(self) -> int:
@@ -165,13 +189,17 @@ class Spec:
 
     def resized(self, operands: Operands) -> Spec:
         """Return the same call over a part of its batch and heads, or over a larger batch."""
-        return dataclasses.replace(self, **shape_facts(operands))
+        return dataclasses.replace(self, **shape_facts(operands, self.pages))
 
 
-def shape_facts(operands: Operands) -> dict[str, Any]:
+def shape_facts(operands: Operands, pages: Pages | None) -> dict[str, Any]:
     """Return the fields of `Spec` that the operands' shapes and dtypes determine."""
     batch, query_length, heads, head_dim = operands.query.shape
     _, key_length, key_heads, value_dim = operands.value.shape
+    if pages is not None:
+        assert operands.page_table is not None
+        key_length = operands.page_table.shape[1] * pages.size
+        value_dim -= head_dim if pages.interleaved else 0
     return dict(
         batch=batch,
         query_length=query_length,

@@ -23,8 +23,8 @@ EMULATED_FEWER, EMULATED_QUICK, EMULATED_SHORT, EMULATED_LONG = map(
 )
 CASES = list(dict.fromkeys([*FEWER, *QUICK, *SHORT, *LONG]))
 EMULATED = list(dict.fromkeys([*EMULATED_FEWER, *EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]))
-# The definition has no tiles.
-IN_FULL = dict.fromkeys(_dispatch.BACKENDS, CASES) | {"metal": EMULATED, "reference": [*FEWER, *QUICK]}
+# The definition has no tiles; cuDNN takes few of these cases, and has tests of its own.
+IN_FULL = dict.fromkeys(_dispatch.BACKENDS, CASES) | {"metal": EMULATED, "reference": [*FEWER, *QUICK], "cudnn": []}
 IN_SHORT_RUN = {
     "xla": {*FEWER, *cases.once(SHORT), *cases.once(LONG, cases.SHAPES)},
     "metal": {*EMULATED_FEWER, *cases.once(EMULATED_SHORT), *cases.once(EMULATED_LONG, cases.SHAPES)},
@@ -32,6 +32,7 @@ IN_SHORT_RUN = {
     "reference": set(cases.once(FEWER)),
     "mosaic_gpu": set(cases.once(FEWER)),
     "mosaic_gpu_mma": set(cases.once(FEWER)),
+    "cudnn": set[Case](),
 }
 NOTHING = [
     dict(query_length=0),

@@ -76,7 +76,8 @@ def test_changelog_begins_with_the_version() -> None:
 
 
 def test_public_names() -> None:
-    assert jflash.__all__ == ["AttentionWarning", "attention", "explain", "replacing_jax_nn"]
+    functions = ["attention", "explain", "ragged_paged_attention", "replacing_jax_nn", "update_pages"]
+    assert jflash.__all__ == ["AttentionWarning", *functions]
     assert {name for name in dir(jflash) if not name.startswith("_")} >= set(jflash.__all__)
 
 

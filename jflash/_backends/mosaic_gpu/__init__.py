@@ -28,6 +28,8 @@ def unsupported_call(spec: Spec) -> str | None:
     """What the kernels cannot do on any machine."""
     if spec.mask_mod is not None:
         return "it has no mask_mod yet."
+    if spec.pages is not None:
+        return "it takes no paged cache yet (`page_table`)."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     widest, dims = max(spec.head_dim, spec.value_dim), f"H={spec.head_dim} and D={spec.value_dim}"

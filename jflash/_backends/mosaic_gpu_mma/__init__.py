@@ -1,8 +1,7 @@
 """Kernels by `mma.sync` in Pallas (Mosaic GPU), for NVIDIA GPUs since Ampere.
 
-They are `mosaic_gpu`'s second family: the Spec's plan, the inputs, masks, logits and softmax are the same, the matrix
-unit and the copies are what every GPU since compute capability 8.0 has. Where both can serve, on a Hopper, `mosaic_gpu`
-is asked first.
+They use the matrix unit and the copies that every GPU since compute capability 8.0 has. On a Hopper GPU, which both
+families serve, `mosaic_gpu` is asked first.
 
 A backward is one kernel for dQ, dK and dV, with five products, which adds dQ up in device memory (`backward_fused`).
 In float32, where every sum must have one order, where a bias has one value for each query, or where its tiles do not
@@ -14,19 +13,25 @@ Pallas is imported with the first call that the kernels serve: not every machine
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
-from jflash._backends import mosaic_gpu
-from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
 
+SHARED_MEMORY: Mapping[str, int] = {
+    **dict.fromkeys(("8.0", "8.7"), 163 * 1024),
+    **dict.fromkeys(("8.6", "8.9", "12.0", "12.1"), 99 * 1024),
+    **dict.fromkeys(("9.0", "10.0", "10.3"), 227 * 1024),
+}
+"""Bytes that a CTA may have, by compute capability (CUDA programming guide). No compiler checks them."""
+
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
-    """GPUs whose shared memory is known run these kernels."""
+    """Return why a call cannot be served, in words for the user; `None` if it can."""
     capability = platform.compute_capability
     if capability is None or not re.fullmatch(r"\d+\.\d+", capability) or float(capability) < 8:
         return f"it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is {platform}."
@@ -36,24 +41,23 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 
 def unsupported_call(spec: Spec) -> str | None:
-    """What the kernels cannot do on any machine."""
+    """Return why no GPU serves a call by these kernels, in words for the user; `None` if some do."""
     if spec.mask_mod is not None:
         return "it has no mask_mod yet."
+    if spec.pages is not None:
+        return "it takes no paged cache yet (`page_table`)."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    if (reason := mosaic_gpu.unsupported_score_mod(spec)) is not None:
-        return reason
-    if spec.dtype != jnp.float32:
-        return None
     from jflash._backends.nvidia.tile import operand_pieces
+    from jflash._semantics import score_mod_reads
 
-    return operand_pieces.unsupported(spec)
+    return score_mod_reads.unsupported(spec) or operand_pieces.unsupported(spec)
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the results' dtype and log-sum-exp in float32."""
+    """Return the output in the results' dtype and the log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu_mma import plan, run
     from jflash._backends.mosaic_gpu_mma.ops import MMA
 
@@ -61,7 +65,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
-    """Gradients of all operands that have one, in their shapes."""
+    """Return the gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu_mma import plan, run
     from jflash._backends.mosaic_gpu_mma.ops import MMA
 
@@ -69,7 +73,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
 
 
 def describe(spec: Spec, platform: Platform) -> str:
-    """The plans of a call's forward and backward, in words."""
+    """Return the plans of a call's forward and backward, in words."""
     from jflash._backends.mosaic_gpu_mma import plan
 
-    return plan.describe(spec, platform)
+    return plan.described(spec, platform)

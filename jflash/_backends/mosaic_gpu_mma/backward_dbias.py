@@ -7,7 +7,7 @@
       dB = dB + P (dP - delta)
 
 Two of the backward's products are made again. They cost less than adding up, in device memory, an array of the bias's
-size in float32 for every batch entry. Each warpgroup has 64 rows, and copies some parts of the keys for all.
+size in float32 for every batch entry. Each warpgroup has 64 rows, and copies some chunks of the keys for all.
 """
 
 from __future__ import annotations
@@ -19,47 +19,37 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import Cta, Tile, TiledPlan, bias_buffer, buffer, columns, lending
+from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan, bias_buffer, buffer, columns
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.mosaic_gpu_mma.tiles import DbiasTile
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import Ref, along_rows
+from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
-from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
-from jflash._semantics.spec import Spec
 
-
-def part_of_keys(tile: Tile) -> int:
-    """How many keys of a tile a product has, and a warpgroup copies, at a time."""
-    return min(tile.size // tile.warpgroups, 64)
-
-
-def shared_memory(spec: Spec, tile: Tile) -> Buffers:
-    """The kernel's buffers: of each warpgroup its rows, its part of the keys, and the bias of these and those."""
-    own, width = tile.warpgroups, part_of_keys(tile)
-    parts, head_columns, value_columns = tile.size // width, columns(spec.head_dim), columns(spec.value_dim)
-    whole = Buffers(
-        q=None if tile.streams else buffer(spec, own, WARPGROUP_ROWS, head_columns),
-        do=None if tile.streams else buffer(spec, own, WARPGROUP_ROWS, value_columns),
-        k=buffer(spec, parts, width, head_columns),
-        v=buffer(spec, parts, width, value_columns),
-        bias=bias_buffer(spec, own, parts, WARPGROUP_ROWS, width),
-    )
-    return lending(whole, ("q", "k"), ("do", "v")) if tile.lends else whole
+_OPERANDS = ("query", "key"), ("d_out", "value")
+"""The operands of S, and those of dP."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DbiasPlan(TiledPlan):
     """The kernel for the bias's gradient, before any array."""
 
+    tile: DbiasTile
     schedule: DbiasSchedule
+
+    @property
+    def chunk(self) -> int:
+        """How many keys of a tile a product has, and a warpgroup copies, at a time."""
+        return min(self.tile.size // self.tile.blocks, 64)
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
         return call.of_queries | call.ranges(self.tile.rows)
@@ -69,75 +59,83 @@ class DbiasPlan(TiledPlan):
 
     @property
     def launch(self) -> Launch:
-        """The result is in whole tiles of keys."""
-        spec, schedule, (_, _, rows, keys) = self.spec, self.schedule, self.schedule.shape
+        """The kernel's grid, shared memory, and result in whole tiles of keys."""
+        spec, tile, schedule, (_, _, rows, keys) = self.spec, self.tile, self.schedule, self.schedule.shape
         return Launch(
             name=f"jflash_mma_d_bias_{spec.head_dim}_{spec.value_dim}",
             grid=schedule.grid | dict(block=schedule.blocks, tile=schedule.tiles),
-            results=dict(d_bias=schedule.stored(spec, rows, round_up(keys, self.tile.size))),
-            smem=shared_memory(spec, self.tile),
-            warpgroups=self.tile.warpgroups if self.tile.warpgroups > 1 else None,
+            results=dict(d_bias=schedule.stored(spec, rows, round_up(keys, tile.size))),
+            smem=self._smem,
+            warpgroups=tile.blocks if tile.blocks > 1 else None,
         )
 
+    @property
+    def _smem(self) -> Buffers:
+        """Each warpgroup's rows, all chunks of keys, and the bias of both."""
+        spec, tile, chunks = self.spec, self.tile, self.tile.size // self.chunk
+        rows = lambda dim: None if tile.streams else buffer(spec, tile.blocks, WARPGROUP_ROWS, columns(dim))
+        keys = lambda dim: buffer(spec, chunks, self.chunk, columns(dim))
+        buffers = dict(query=rows(spec.head_dim), d_out=rows(spec.value_dim))
+        buffers |= dict(key=keys(spec.head_dim), value=keys(spec.value_dim))
+        bias = bias_buffer(spec, tile.blocks, chunks, WARPGROUP_ROWS, self.chunk)
+        if not tile.lends:
+            return Buffers(**buffers, bias=bias)
+        of_products = (Buffers(**{name: buffers[name] for name in names}) for names in _OPERANDS)
+        return Buffers(lent=plgpu.RefUnion(*of_products), bias=bias)
 
-def body(plan: DbiasPlan, refs: Refs, ops: MmaOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
 
+class DbiasCta(Cta[DbiasPlan]):
+    """A warpgroup of the kernel for the bias's gradient."""
 
-class _Cta(Cta[DbiasPlan]):
     def __init__(self, plan: DbiasPlan, refs: Refs, ops: MmaOps) -> None:
         super().__init__(plan, refs, ops)
-        tile = plan.tile
-        self.warpgroup: Any = lax.axis_index("warpgroup") if tile.warpgroups > 1 else 0
-        self.block, self.first_key = lax.axis_index("block"), lax.axis_index("tile") * tile.size
-        self.query = self.block * tile.rows + self.warpgroup * WARPGROUP_ROWS
-        self.width = part_of_keys(tile)
-        self.parts = [self.first_key + first for first in range(0, tile.size, self.width)]
-        """The first key of each part."""
+        self.buffers: dict[str, Any] = dict(vars(refs.smem))
+        if plan.tile.lends:
+            first, second = refs.smem.lent
+            self.buffers |= vars(first) | vars(second)
+        self.warpgroup: Any = lax.axis_index("warpgroup") if self.warpgroups > 1 else 0
+        self.block, self.first_key = lax.axis_index("block"), lax.axis_index("tile") * plan.tile.size
+        self.query = self.block * plan.tile.rows + self.warpgroup * WARPGROUP_ROWS
+        self.shape = WARPGROUP_ROWS, plan.chunk
+        self.keys = [self.first_key + first for first in range(0, plan.tile.size, plan.chunk)]
+        """The first key of each chunk."""
         self.first, visits = plan.schedule.own_visits()
         self.stop = self.first + visits
 
     def run(self) -> None:
         """Add up a tile of the gradient, and store it."""
-        ops, schedule, shared = self.ops, self.plan.schedule, self.smem
-        own = [TileCoord(lax.axis_index("batch"), lax.axis_index("head"), self.query, key) for key in self.parts]
+        schedule, bias = self.plan.schedule, self.smem.bias
+        at = [TileCoord(lax.axis_index("batch"), lax.axis_index("head"), self.query, key) for key in self.keys]
         biases: list[Array] = []
-        for part, at in enumerate(own):
-            if shared.bias is None:
-                biases.append(self.load_bias(at, (WARPGROUP_ROWS, self.width)))
+        for chunk, of_chunk in enumerate(at):
+            if bias is None:
+                biases.append(self.load_bias(of_chunk, self.shape))
             else:
-                self.copy_bias(at, shared.bias.at[self.warpgroup, part])
+                self.copy_bias(of_chunk, bias.at[self.warpgroup, chunk])
         self._copy_ahead(self.first)
         visit = lambda number, totals: self._visit(number, biases, totals)
-        totals = lax.fori_loop(self.first, self.stop, visit, self.zeros(len(self.parts), self.width))
+        totals = lax.fori_loop(self.first, self.stop, visit, self.zeros(len(self.keys), self.plan.chunk))
         target = self.refs.results["d_bias"].at[schedule.place()]
-        for total, key in zip(totals, self.parts, strict=True):
-            ops.store_rows(total, target.at[:, pl.ds(key, self.width)], self.query, schedule.shape[2])
-
-    def _copy_first(self, visit: Any) -> None:
-        """Begin to copy what a visit's S is made of."""
-        self._copy(visit, ("query", self.smem.q), ("key", self.smem.k))
-
-    def _copy_second(self, visit: Any) -> None:
-        """Begin to copy what its dP is made of."""
-        self._copy(visit, ("d_out", self.smem.do), ("value", self.smem.v))
+        for total, key in zip(totals, self.keys, strict=True):
+            self.ops.store_rows(total, target.at[:, pl.ds(key, self.plan.chunk)], self.query, schedule.shape[2])
 
     def _copy_ahead(self, visit: Any) -> None:
         """Begin to copy what has room before a visit begins."""
-        self._copy_first(visit)
-        if not self.plan.tile.lends:
-            self._copy_second(visit)
+        for product in range(1 if self.plan.tile.lends else 2):
+            self._copy(visit, product)
 
-    def _copy(self, visit: Any, of_rows: tuple[str, Ref | None], of_keys: tuple[str, Ref]) -> None:
+    def _copy(self, visit: Any, product: int) -> None:
+        """Begin to copy the operands of a visit's S or dP, if there is such a visit and it sees some of the keys."""
+
         def copy() -> None:
+            rows, keys = _OPERANDS[product]
             (batch, head), own = self.plan.schedule.sharing(visit), self.warpgroup
-            if of_rows[1] is not None:
-                self.copy(of_rows[0], batch, head, self.query, of_rows[1].at[own])
-            for part in range(0, len(self.parts), self.plan.tile.warpgroups):
-                first = self.first_key + (part + own) * self.width
+            if self.buffers[rows] is not None:
+                self.copy(rows, batch, head, self.query, self.buffers[rows].at[own])
+            for chunk in range(0, len(self.keys), self.warpgroups):
+                first = self.first_key + (chunk + own) * self.plan.chunk
                 key_head = lax.div(head, self.plan.spec.group)
-                self.copy(of_keys[0], batch, key_head, first, of_keys[1].at[part + own])
+                self.copy(keys, batch, key_head, first, self.buffers[keys].at[chunk + own])
 
         @pl.when(visit < self.stop)
         def _() -> None:
@@ -147,16 +145,15 @@ class _Cta(Cta[DbiasPlan]):
         self.ops.commit()
 
     def _tiles(self, visit: Any) -> tuple[TileRange, Any]:
-        """What a visit's rows see, and whether they see some of the keys; `None` if they all do."""
-        tile, (batch, _) = self.plan.tile, self.plan.schedule.sharing(visit)
-        tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.size)
+        """Return what a visit's rows see, and whether they see some of the keys; `None` if they all do."""
+        tiles = self.visited(self.plan.schedule.sharing(visit)[0], self.block)
         if tiles.whole is None:
             return tiles, None
         stop = tiles.first + tiles.count * tiles.size
-        return tiles, (self.first_key < stop) & (self.first_key + tile.size > tiles.first)
+        return tiles, (self.first_key < stop) & (self.first_key + self.plan.tile.size > tiles.first)
 
     def _visit(self, visit: Any, biases: Sequence[Array], totals: Tiles) -> Tiles:
-        """Add one head's part."""
+        """Add one head's part, if its rows see some of the keys."""
         tiles, is_seen = self._tiles(visit)
         add = lambda totals: self._added(visit, tiles, biases, totals)
 
@@ -167,37 +164,35 @@ class _Cta(Cta[DbiasPlan]):
         return add(totals) if is_seen is None else lax.cond(is_seen, add, skip, totals)
 
     def _added(self, visit: Any, tiles: TileRange, biases: Sequence[Array], totals: Tiles) -> Tiles:
-        shared, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.width)
-        lends, warpgroups = self.plan.tile.lends, self.plan.tile.warpgroups
+        ops, lends, warpgroups = self.ops, self.plan.tile.lends, self.warpgroups
         # dO and V come while S is made, if they have room of their own.
         pending = 0 if lends else 1
         batch, head = self.plan.schedule.sharing(visit)
-        rows = batch, head, pl.ds(self.query, WARPGROUP_ROWS)
-        lse, delta = (along_rows(ops.load(self.refs.arrays[name].at[rows], 0), shape) for name in ("lse", "delta"))
+        statistics = self.statistics(batch, head, pl.ds(self.query, WARPGROUP_ROWS), 0)
+        lse, delta = (along_rows(statistic, self.shape) for statistic in statistics)
         ops.wait(pending, warpgroups=warpgroups)
-        s = self._products(visit, "query", shared.q, shared.k)
+        s = self._products(visit, 0)
         ops.meet(warpgroups)
-        self._copy_second(visit) if lends else self._copy_first(visit + 1)
+        self._copy(visit, 1) if lends else self._copy(visit + 1, 0)
         ops.wait(pending, warpgroups=warpgroups)
-        dp = self._products(visit, "d_out", shared.do, shared.v)
+        dp = self._products(visit, 1)
         ops.meet(warpgroups)
-        self._copy_first(visit + 1) if lends else self._copy_second(visit + 1)
-        added: list[Array] = []
-        for part, key in enumerate(self.parts):
-            at, of_part = TileCoord(batch, head, self.query, key), dict(first=key, count=jnp.int32(1), size=self.width)
-            bias = biases[part] if shared.bias is None else ops.load_rows(shared.bias.at[self.warpgroup, part])[0][0]
-            loaded = self.inputs.load_packed_mask(at, shape) | {"bias": bias}
-            context = TileContext(self.inputs, dataclasses.replace(tiles, **of_part), jnp.int32(0), at, loaded)
-            gradients = BackwardTile.of(context, s[part], lse, ("bias",)).differentiate(dp[part], delta)
-            added.append(totals[part] + gradients.parameters["bias"])
+        self._copy(visit + 1, 0) if lends else self._copy(visit + 1, 1)
+        added, bias = list[Array](), self.smem.bias
+        for chunk, key in enumerate(self.keys):
+            at = TileCoord(batch, head, self.query, key)
+            of_chunk = dataclasses.replace(tiles, first=key, count=jnp.int32(1), size=self.plan.chunk)
+            own_bias = biases[chunk] if bias is None else ops.load_rows(bias.at[self.warpgroup, chunk])[0][0]
+            loaded = self.inputs.load_packed_mask(at, self.shape) | {"bias": own_bias}
+            context = TileContext(self.inputs, of_chunk, jnp.int32(0), at, loaded)
+            gradients = BackwardTile.of(context, s[chunk], lse, ("bias",)).differentiate(dp[chunk], delta)
+            added.append(totals[chunk] + gradients.parameters["bias"])
         return tuple(added)
 
-    def _products(self, visit: Any, name: str, rows: Ref | None, keys: Ref) -> list[Array]:
-        """Of this warpgroup's rows and each part of the keys."""
-        own = (
-            self.streamed(name, *self.plan.schedule.sharing(visit), self.query)
-            if rows is None
-            else rows.at[self.warpgroup]
-        )
-        every = range(len(self.parts))
-        return [self.add_product(self.zeros(1, self.width), own, keys.at[part], transposed=True)[0] for part in every]
+    def _products(self, visit: Any, product: int) -> list[Array]:
+        """Return S or dP of this warpgroup's rows and each chunk of the keys."""
+        rows, keys = (self.buffers[name] for name in _OPERANDS[product])
+        place = *self.plan.schedule.sharing(visit), self.query
+        own = self.streamed(_OPERANDS[product][0], *place) if rows is None else rows.at[self.warpgroup]
+        zeros = lambda: self.zeros(1, self.plan.chunk)
+        return [self.add_product(zeros(), own, keys.at[chunk], transposed=True)[0] for chunk in range(len(self.keys))]

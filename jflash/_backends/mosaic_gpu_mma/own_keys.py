@@ -1,19 +1,33 @@
-"""What kernels whose CTAs own keys have in common: their grid, and where dK and dV go."""
+"""What kernels whose CTAs own keys have in common: their grid, their walk over queries, and where dK and dV go."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import TiledPlan, rows_of_head
+from jflash._backends.mosaic_gpu_mma.cta import Cta, CtaRows, Streamed, TiledPlan, rows_of_head
+from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
+from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import round_up
-from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
-from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
+from jflash._backends.nvidia.tile import base2, dropped
+from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
+from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
+from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._backends.nvidia.walk.tile_range import TileContext
+
+Carry = tuple[dict[str, Tiles], tuple[Sums, ...]]
+"""dK and dV by name, and for each block of keys the sums of parameters' gradients for one head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +45,8 @@ class KeysPlan(SummingPlan, TiledPlan):
 
     @property
     def grid(self) -> dict[str, int]:
-        """The kernel's."""
-        schedule = self.schedule
-        return dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items)
+        """The kernel's grid."""
+        return dict(wave=self.schedule.waves, block=self.schedule.blocks, item=self.schedule.items)
 
     @property
     def key_rows(self) -> int:
@@ -42,13 +55,89 @@ class KeysPlan(SummingPlan, TiledPlan):
 
     @property
     def gradients(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """dK and dV, by name."""
+        """The shapes and dtypes in which dK and dV are stored, by name."""
         dims = dict(d_key=round_up(self.spec.head_dim, 8), d_value=round_up(self.spec.value_dim, 8))
-        of = lambda dim: self.schedule.gradient(self.spec, (self.spec.key_length, dim), (self.key_rows, dim))
-        return {name: of(dim) for name, dim in dims.items()}
+        stored = lambda dim: self.schedule.gradient(self.spec, (self.spec.key_length, dim), (self.key_rows, dim))
+        return {name: stored(dim) for name, dim in dims.items()}
 
-    def gradient_of(self, result: Ref, item: WorkItem) -> Ref:
-        """Where the gradient of a work item's keys or values is stored, `[L, H]`."""
-        if self.schedule.stores_sums:
-            return rows_of_head(result, item.batch, item.head_group, heads_first=True)
-        return rows_of_head(result, item.batch, item.key_head)
+
+class KeysCta[Plan: KeysPlan](Cta[Plan]):
+    """A CTA that owns keys, and walks over the tiles of queries that see them."""
+
+    sums_place: tuple[Any, ...] = ()
+    """Where among a head's sums of parameters' gradients the warpgroup stores its own."""
+
+    def __init__(self, plan: Plan, refs: Refs, ops: MmaOps) -> None:
+        super().__init__(plan, refs, ops, keys_first=True)
+        wave, self.block, item = map(lax.axis_index, ("wave", "block", "item"))
+        self.item = plan.schedule.item(wave, item)
+        self.keys = list(self.blocks_from(self.block * plan.tile.rows))
+        tiles = self.visited(self.item.batch, self.block)
+        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, self.block, by_head=bool(plan.sums))
+
+    def begin(self, step: Array, copy: Callable[[Any, Any], None]) -> None:
+        """Begin what `copy(head, first_query)` copies of a step's tile, if there is such a step."""
+        count = self.order.tiles.count
+
+        @pl.when(step < count * self.order.heads)
+        def _() -> None:
+            copy(*self.queries(*self.order.at(step, count)))
+
+        self.ops.commit()
+
+    def queries(self, head: Any, index: Any) -> tuple[Any, Any]:
+        """Return the query head and the first query of a visited tile."""
+        return self.item.first_head + head, self.order.tiles.start(index)
+
+    def walk(self, rows: Sequence[Ref | Streamed], outputs: Sequence[str]) -> None:
+        """Visit all tiles with the CTA's rows, and store dK and dV, or one of both, and the sums for parameters."""
+        spec, sums = self.plan.spec, self.plan.sums
+        widths = dict(d_key=self.smem.query.shape[-1], d_value=self.smem.d_out.shape[-1])
+        acc = {name: self.accumulators(widths[name]) for name in outputs}
+        nothing = lambda: tuple(sums.zeros(self.ops) for _ in self.keys)
+
+        def finish_head(head: Any, carry: Carry) -> Carry:
+            for keys, of_keys in zip(self.keys, carry[1], strict=True):
+                place = self.item.batch, self.item.first_head + head, *self.sums_place, keys
+                sums.store(self.refs.results, of_keys, *place)
+            return carry[0], nothing()
+
+        held = self.held(rows)
+        visit = lambda *place_and_carry: self.visit(held, *place_and_carry)
+        acc, _ = self.order.each(visit, (acc, nothing()), finish_head)
+        scaled = dict(d_key=lambda dk: dk * base2.sums_scale(spec), d_value=lambda dv: dropped.scaled(spec, dv))
+        stores_sums, item = self.plan.schedule.stores_sums, self.item
+        for name, totals in acc.items():
+            head = item.head_group if stores_sums else item.key_head
+            target = rows_of_head(self.refs.results[name], item.batch, head, heads_first=stores_sums)
+            self.store(map(scaled[name], totals), target)
+
+    def accumulators(self, width: int) -> Tiles:
+        """Return zeros for the gradient of the CTA's rows."""
+        return self.zeros(self.plan.tile.blocks, width)
+
+    def visit(self, own: Sequence[CtaRows], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+        """Add one tile's part to the sums."""
+        raise NotImplementedError
+
+    def store(self, totals: Iterable[Array], target: Ref) -> None:
+        """Store the gradient of the CTA's rows in `[L, H]`."""
+        for keys, total in zip(self.keys, totals, strict=True):
+            self.ops.store_rows(total, target, keys.start, target.shape[0])
+
+    def tiles(
+        self, index: Any, at: Sequence[TileCoord], loaded: Sequence[dict[str, Array]], s: Tiles, lse: Array
+    ) -> list[BackwardTile]:
+        """Return a visited tile for each block of keys, from its products S."""
+        of_block = lambda at, loaded, s: BackwardTile.of(
+            TileContext(self.inputs, self.order.tiles, index, at, loaded), s, lse, self.plan.differentiated
+        )
+        return list(map(of_block, at, loaded, s))
+
+    def differentiate(
+        self, tiles: Sequence[BackwardTile], dp: Tiles, delta: Array, sums: Sequence[Sums]
+    ) -> tuple[list[TileGradients], tuple[Sums, ...]]:
+        """Return what each tile gives, and the sums of parameters' gradients with it."""
+        gradients = [one.differentiate(of_block, delta) for one, of_block in zip(tiles, dp, strict=True)]
+        added = self.plan.sums.added
+        return gradients, tuple(added(total, one.parameters) for total, one in zip(sums, gradients, strict=True))

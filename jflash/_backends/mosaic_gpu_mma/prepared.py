@@ -11,22 +11,25 @@ from jflash._backends.mosaic_gpu_mma.cta import copies_bias
 from jflash._backends.nvidia import bias_and_mask, prepare
 from jflash._backends.nvidia.prepared import Prepared, PreparedBackward
 from jflash._backends.nvidia.tile import operand_pieces
-from jflash._semantics.spec import Spec
 
 
 class MmaCall(Prepared):
-    """What forward and backward kernels read besides queries, keys, values and their cotangents."""
+    """What forward and backward kernels read."""
+
+    def in_chunks(self, array: Float[Array, "B L N H"]) -> Float[Array, "B L N columns"]:
+        """Return an array in pieces, with H a multiple of 8: copies take 16 bytes at a time."""
+        return operand_pieces.split_array(self.spec, jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[3] % 8)]))
 
     @functools.cached_property
     def others(self) -> dict[str, Array]:
         """The operands but query, key, value and a packed mask. A bias of both axes is padded for copies."""
-        spec, bias = self.spec, self.operands.bias
-        has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-        found = prepare.operands_for_kernels(spec, self.operands, except_bias=has_bias_tiles) | self.score_mod_arrays
-        if bias is None or not has_bias_tiles:
-            return found
-        missing = -bias.shape[3] % 8 if copies_bias(spec) else 0
-        return found | {"bias": jnp.pad(bias, [(0, 0)] * 3 + [(0, missing)])}
+        has_bias_tiles = bias_and_mask.has_bias_tiles(self.spec)
+        found = prepare.operands_for_kernels(self.spec, self.operands, except_bias=has_bias_tiles)
+        found, bias = found | self.score_mod_arrays, self.operands.bias
+        if bias is not None and has_bias_tiles:
+            missing = -bias.shape[3] % 8 if copies_bias(self.spec) else 0
+            found["bias"] = jnp.pad(bias, [(0, 0)] * 3 + [(0, missing)])
+        return found
 
 
 class MmaBackward(MmaCall, PreparedBackward):
@@ -42,8 +45,7 @@ class MmaBackward(MmaCall, PreparedBackward):
 
     @functools.cached_property
     def _arrays(self) -> dict[str, Array]:
-        factors = {name: in_chunks(self.spec, array) for name, array in self.factors.items()}
-        return factors | self.others | self.rows
+        return {name: self.in_chunks(array) for name, array in self.factors.items()} | self.others | self.rows
 
     @property
     def of_queries(self) -> dict[str, Array]:
@@ -54,8 +56,3 @@ class MmaBackward(MmaCall, PreparedBackward):
     def of_keys(self) -> dict[str, Array]:
         """What kernels read whose rows are keys, by name."""
         return self._arrays | self.packed_mask(keys_first=True)
-
-
-def in_chunks(spec: Spec, array: Float[Array, "B L N H"]) -> Float[Array, "B L N columns"]:
-    """Return an array in pieces, with H a multiple of 8: copies take 16 bytes at a time."""
-    return operand_pieces.split_array(spec, jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[3] % 8)]))

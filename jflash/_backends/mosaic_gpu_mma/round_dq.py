@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma import device_sums
-from jflash._backends.mosaic_gpu_mma.cta import rows_of_head
+from jflash._backends.mosaic_gpu_mma.cta import d_query_type, rows_of_head
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import base2
 
 
@@ -28,14 +27,14 @@ class RoundDqPlan(KernelPlan):
     """The kernel, before any array."""
 
     columns: int
-    """Of the sums."""
+    """Columns of the sums."""
     room: int
-    """Their rows for what a tile that begins at the last query has behind it."""
+    """Rows of the sums for what a tile that begins at the last query has behind it."""
     together: int
     """Numbers that one instruction added."""
 
     def sums(self, margin: int) -> tuple[int, ...]:
-        """The shape of the sums of all heads, with a margin of rows."""
+        """Return the shape of the sums of all heads, with a margin of rows."""
         spec = self.spec
         return spec.batch, spec.heads, *device_sums.shape(spec.query_length + max(self.room, margin), self.columns)
 
@@ -46,12 +45,11 @@ class RoundDqPlan(KernelPlan):
     def launch(self) -> Launch:
         """The kernel's grid and result."""
         spec = self.spec
-        d_query = (spec.batch, spec.query_length, spec.heads, round_up(spec.head_dim, 8))
         return Launch(
             name=f"jflash_mma_round_d_query_{spec.head_dim}_{spec.value_dim}",
             # In dQ heads of the same queries are side by side.
             grid=dict(batch=spec.batch, block=pl.cdiv(spec.query_length, WARPGROUP_ROWS), head=spec.heads),
-            results=dict(d_query=jax.ShapeDtypeStruct(d_query, spec.result_dtype)),
+            results=dict(d_query=d_query_type(spec)),
         )
 
 

@@ -1,4 +1,4 @@
-"""A call through the kernels: plan, prepare, launch, finish, as in `mosaic_gpu.call`, and with what is there."""
+"""A call through the kernels: its arrays are prepared, its kernels run, and their results get the call's shapes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardPlan
-from jflash._backends.mosaic_gpu_mma.forward_kernel import forward as launch_forward
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward, MmaCall, in_chunks
-from jflash._backends.nvidia import prepare
+from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward, MmaCall
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.prepare import in_32_bits
@@ -21,17 +19,12 @@ from jflash._semantics.spec import Operands, Residuals
 
 @in_32_bits
 def forward(
-    plan: ForwardPlan, operands: Operands, ops: MmaOps
+    kernel: Kernel[ForwardPlan], operands: Operands, ops: MmaOps
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the results' dtype and log-sum-exp in float32."""
-    spec, packed = plan.spec, plan.packed_heads
-    query = operands.query if packed == 1 else prepare.pack_heads(operands.query, packed)
-    arrays = dict(query=query, key=operands.key, value=operands.value)
-    call = MmaCall(spec, operands, ops)
-    arrays = {name: in_chunks(spec, array) for name, array in arrays.items()} | call.others
-    arrays |= call.packed_mask() | call.ranges(max(plan.tile.rows // packed, 1))
-    made = launch_forward(plan, arrays, ops)
-    return finish_forward(spec, operands, made, packed_heads=packed, splits=plan.splits)
+    """Return the output in the results' dtype and the log-sum-exp in float32."""
+    plan = kernel.plan
+    made = kernel.run(MmaCall(plan.spec, operands, ops))
+    return finish_forward(plan.spec, operands, made, packed_heads=plan.packed_heads, splits=plan.splits)
 
 
 @in_32_bits

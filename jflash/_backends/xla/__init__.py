@@ -47,7 +47,9 @@ def program(platform: Platform) -> str:
 def describe(spec: Spec, platform: Platform) -> str:
     """Return the tiles of both passes, and what is held of them, as text."""
     with lowered_for(platform):
-        shapes = {"forward": plan(spec, "forward"), "backward": plan(spec, "backward")}
+        shapes = {"forward": plan(spec, "forward")}
+        if spec.pages is None:
+            shapes["backward"] = plan(spec, "backward")
     lines: list[str] = []
     for work, shape in shapes.items():
         heads = shape.key_heads * spec.group
@@ -60,10 +62,11 @@ def describe(spec: Spec, platform: Platform) -> str:
             f"{work}: tiles of {shape.queries} queries by {shape.keys} keys, {shape.batch} of {spec.batch} batch "
             f"entries and {heads} of {spec.heads} heads at a time: {logits}"
         )
-    shape = shapes["backward"]
-    if is_whole(spec, shape):
-        lines[-1] += ", the forward's if compiled with it"
-    else:
-        lines[-1] += ", computed again" + ("" if holds_rows(spec, shape) else " from the log-sum-exp")
+    if "backward" in shapes:
+        shape = shapes["backward"]
+        if is_whole(spec, shape):
+            lines[-1] += ", the forward's if compiled with it"
+        else:
+            lines[-1] += ", computed again" + ("" if holds_rows(spec, shape) else " from the log-sum-exp")
     of_pairs = "none that grows" if spec.mask_mod is None else "a byte for each tile of 128 x 128, no more that grows"
     return "\n".join([*lines, f"memory: a few tiles, and arrays that grow with T + S; {of_pairs} with T * S"])

@@ -54,8 +54,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         def attend_tiles[State](step: Step[State], state: State) -> State:
             def attend_tile(corner: Corner, span: Span | None, state: State) -> State:
                 tile = load_tile(spec, operands, corner, shape)
-                keys = tiling.load_keys(operands.key, corner, shape)
-                values = tiling.load_keys(operands.value, corner, shape)
+                keys, values = tiling.load_keys_and_values(spec, operands, corner, shape)
                 if span is not None:
                     keys, values = (tiling.zero_padded_keys(array, tile) for array in (keys, values))
                 products = tiling.products(spec, shape, queries.reshape(batch, heads, -1, spec.head_dim), keys)
@@ -119,8 +118,11 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
 
 def _may_be_bounded(spec: Spec, shape: Tiles) -> bool:
-    """Return whether logits are only scaled products, in a dtype with float32's range, and tiles are many enough."""
-    plain = spec.score_mod is None and {"scale", "bias", "alibi_slopes"}.isdisjoint(spec.operands)
+    """Return whether logits are only scaled products, in a dtype with float32's range, and tiles are many enough.
+
+    Pages hold more than a call's keys, so their norms say nothing.
+    """
+    plain = spec.score_mod is None and {"scale", "bias", "alibi_slopes", "page_table"}.isdisjoint(spec.operands)
     many = shape.keys < spec.key_length or (shape.by_passes and not tiling.is_whole(spec, shape))
     return plain and many and jnp.finfo(spec.dtype).maxexp >= 128
 

@@ -115,9 +115,15 @@ there are few keys.
 """
 
 
+_CPU_PAGES, _GPU_PAGES = Blocks(512, 512, 2**20), Blocks(1024, 1024, 2**26)
+"""The tiles of paged calls. `logits` also bounds the numbers that a tile takes out of the pages."""
+
+
 def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
     """Return the tiles of a call."""
     on_cpu = is_cpu(_platform.current())
+    if spec.pages is not None:
+        return _of_pages(spec, _CPU_PAGES if on_cpu else _GPU_PAGES)
     tables, rows, window = (CPU, _CPU_ROWS, _CPU_WINDOW) if on_cpu else (GPU, _GPU_ROWS, _GPU_WINDOW)
     kind = _kind(spec, rows, window, on_cpu=on_cpu)
     blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), tables[kind])
@@ -180,6 +186,21 @@ def _on_gpu(spec: Spec, blocks: Blocks, *, listed: bool) -> Tiles:
     return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS, listed)
 
 
+def _of_pages(spec: Spec, blocks: Blocks) -> Tiles:
+    """Return tiles of so few keys that a walk ends soon after the longest length.
+
+    A tile takes all key heads first, as a row of the cache has them all. With a window each batch entry sees other
+    keys, so it walks alone.
+    """
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
+    keys = _even(_seen(spec, queries), blocks.keys)
+    taken = keys * max(spec.group * queries, spec.head_dim + spec.value_dim)
+    key_heads = _divisor(spec.key_heads, blocks.logits // taken)
+    alone = key_heads < spec.key_heads or spec.bounds[0] is not None
+    batch = 1 if alone else _divisor(spec.batch, blocks.logits // (taken * key_heads))
+    return Tiles(batch, key_heads, queries, keys)
+
+
 def _filled(spec: Spec, blocks: Blocks, queries: int, keys: int) -> tuple[int, int, int, int]:
     """Return a tile's shape, of as many heads, then batch entries, as `Blocks.logits` allows."""
     logits = spec.group * queries * keys
@@ -194,7 +215,7 @@ def _seen(spec: Spec, queries: int) -> int:
     return spec.key_length if window is None else min(spec.key_length, window + queries)
 
 
-def _even(length: int, most: int, step: int) -> int:
+def _even(length: int, most: int, step: int = 16) -> int:
     """Return the block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
     parts = -(-length // most)
     return min(length, -(-length // (step * parts)) * step)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash._backends.xla import plans
 from jflash._backends.xla.plans import Tiles
 from jflash._mesh import varying_alike
-from jflash._semantics import visibility, visits
+from jflash._semantics import pages, visibility, visits
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
 
@@ -216,6 +216,15 @@ def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
         (shape.batch, shape.keys, shape.key_heads, *rest),
     )
     return jnp.moveaxis(part, 1, 2)
+
+
+def load_keys_and_values(
+    spec: Spec, operands: Operands, corner: Corner, shape: TileShape
+) -> tuple[Float[Array, "b k j H"], Float[Array, "b k j D"]]:
+    """Return the tile's part of the keys and of the values, taken out of their pages where the call has pages."""
+    if spec.pages is not None:
+        return pages.load(spec, operands, corner, shape)
+    return load_keys(operands.key, corner, shape), load_keys(operands.value, corner, shape)
 
 
 def add_keys(array: Array, part: Array, corner: Corner) -> Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 import compilers_wheels
 import pytest
 
-from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
+from jflash._backends.mosaic_gpu_mma import SHARED_MEMORY
 
 SPILLS = {
     "mma_forward": (

@@ -18,8 +18,7 @@ from short_run import cover, sampled
 
 from jflash import _tuning
 from jflash._backends import mosaic_gpu_mma
-from jflash._backends.mosaic_gpu_mma import plan
-from jflash._backends.mosaic_gpu_mma.cta import Tile
+from jflash._backends.mosaic_gpu_mma.tiles import TILES, FusedTile
 from jflash._tuning import TuningKey
 
 VALUES = {
@@ -28,7 +27,7 @@ VALUES = {
     "dims": ((40, 24), (64, 64), (80, 80), (33, 100), (192, 128), (1, 5)),
 }
 CASES = [Case(batch=(2,), **row) for row in cases.product(VALUES, 2)][::2]
-FUSED_TILES = plan.TILES["backward"]
+FUSED_TILES = TILES["backward"][1]
 
 
 def forms(case: Case) -> dict[str, object]:
@@ -109,7 +108,7 @@ def test_deterministic(case: Case):
 @pytest.mark.parametrize(
     ("dim", "tile"), [(dim, tile) for dim, tiles in FUSED_TILES.items() for tile in tiles], ids=str
 )
-def test_fused_tiles(dim: int, tile: Tile, options: dict):
+def test_fused_tiles(dim: int, tile: FusedTile, options: dict):
     """All that a search might choose on some GPU; numbers are added four at a time, or one by one."""
     call = cases.build(Case("bfloat16", 140, 150, dims=(dim, dim - 8), **(dict(heads=(2, 1), batch=()) | options)))
     key = TuningKey("mosaic_gpu_mma backward", (dim, dim - 8))

@@ -9,10 +9,14 @@ import kernel_families
 import pytest
 
 from jflash._backends import mosaic_gpu_mma
-from jflash._backends.mosaic_gpu_mma.cta import Tile
-from jflash._backends.mosaic_gpu_mma.plan import BackwardPlan
-from jflash._backends.mosaic_gpu_mma.shared_memory import SHARED_MEMORY
+from jflash._backends.mosaic_gpu_mma import SHARED_MEMORY, plan
+from jflash._backends.mosaic_gpu_mma.backward_dbias import DbiasPlan
+from jflash._backends.mosaic_gpu_mma.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu_mma.backward_owned import DqPlan
+from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
 from jflash._backends.nvidia import smem
+from jflash._backends.nvidia.launch import KernelPlan
+from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 
 DIMS = (1, 8, 64, 72, 128, 136, 192, 256)
@@ -27,11 +31,12 @@ def spec_of(head_dim: int, value_dim: int, dtype=jnp.bfloat16, *, queries: int =
 
 def assert_every_kernel_fits(spec: Spec, capability: str) -> None:
     forward, backward = kernel_families.mma(capability).plans(spec, 108)
-    summing = backward.fused or backward.dq
-    assert None not in (backward.dbias, summing)
+    found = [kernel.plan for kernel in (forward, *backward)]
+    assert any(isinstance(one, DbiasPlan) for one in found)
+    (summing,) = (one for one in found if isinstance(one, FusedPlan | DqPlan))
     assert summing.tables.reads
-    for plan in (forward, *backward.kernels):
-        assert smem.size(plan.launch.smem) <= SHARED_MEMORY[capability], plan
+    for one in found:
+        assert smem.size(one.launch.smem) <= SHARED_MEMORY[capability], one
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -51,10 +56,11 @@ def test_every_kernel_of_float32_fits(precision: str | None, capability: str):
         assert_every_kernel_fits(spec, capability)
 
 
-def plans(capability: str, dim: int, dtype=jnp.bfloat16, **arguments: object) -> BackwardPlan:
+def plans(capability: str, dim: int, dtype=jnp.bfloat16, **arguments: object) -> list[KernelPlan]:
+    """The backward's plans: the first makes dQ."""
     query = jnp.zeros((1, 100, 2, dim), dtype)
     spec, _ = hopper_kernels.canonical_arguments(query=query, key=query, value=query, **arguments)
-    return kernel_families.mma(capability).plans(spec, 108)[1]
+    return [kernel.plan for kernel in kernel_families.mma(capability).plans(spec, 108)[1]]
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -64,7 +70,7 @@ def test_forward_tiles_by_form(capability: str):
 
     def size(**arguments: object) -> int:
         spec, _ = hopper_kernels.canonical_arguments(query=query, key=query, value=query, **arguments)
-        return kernel_families.mma(capability).plans(spec, 108)[0].tile.size
+        return kernel_families.mma(capability).plans(spec, 108)[0].plan.tile.size
 
     assert (size(), size(is_causal=True), size(logits_soft_cap=5.0)) == (128, 128, 64)
     assert size(dropout_rate=0.5, dropout_key=key) == 64
@@ -75,10 +81,10 @@ def test_forward_of_wide_heads(capability: str):
     """O is a pair where P has room beside three tiles, if its columns can be halved, and not on 10.x; others have tiles
     of 64 rows, or, where values are narrower than keys, of 128."""
 
-    def tile(head_dim: int, value_dim: int, **arguments: object) -> Tile:
+    def tile(head_dim: int, value_dim: int, **arguments: object) -> ForwardTile:
         query, value = (jnp.zeros((1, 100, 1, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
         spec, _ = hopper_kernels.canonical_arguments(query=query, key=query, value=value, **arguments)
-        return kernel_families.mma(capability).plans(spec, 108)[0].tile
+        return kernel_families.mma(capability).plans(spec, 108)[0].plan.tile
 
     has_room = SHARED_MEMORY[capability] > 104 * 1024 and float(capability) < 10
     assert (tile(256, 256).paired, tile(256, 256, is_causal=True).paired) == (has_room, has_room)
@@ -91,7 +97,7 @@ def test_forward_of_wide_heads(capability: str):
 def test_one_kernel_where_it_fits(dim: int, capability: str):
     """One for dQ, dK and dV, but for heads of 192 and more where there are 99 KiB."""
     fits = SHARED_MEMORY[capability] > 99 * 1024 or dim < 192
-    assert (plans(capability, dim).fused is not None) == fits
+    assert isinstance(plans(capability, dim)[0], FusedPlan if fits else DqPlan)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +112,21 @@ def test_one_kernel_where_it_fits(dim: int, capability: str):
 )
 def test_sums_with_an_owner(arguments: dict):
     """With deterministic=True every sum has an owner, each that is over keys needs one, and in float32 all have."""
-    found = plans("8.0", 64, **arguments)
-    assert found.fused is None
-    assert found.dq is not None
+    assert isinstance(plans("8.0", 64, **arguments)[0], DqPlan)
 
 
 @pytest.mark.parametrize(("capability", "together"), [("8.0", 1), ("8.9", 1), ("9.0", 4), ("12.0", 4)])
 def test_additions(capability: str, together: int):
     """`red` of vectors of float32 came with compute capability 9.0."""
-    assert plans(capability, 64).fused.together == together
+    assert plans(capability, 64)[0].together == together
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_described(deterministic: bool):
+    """In words a call has every kernel that it launches, in order."""
+    spec = dataclasses.replace(spec_of(64, 64), deterministic=deterministic)
+    forward, backward = kernel_families.mma("8.6").plans(spec, 108)
+    lines = plan.described(spec, Platform("gpu", "some GPU", "8.6", 108)).splitlines()
+    named = [line.strip().split(":")[0] for line in lines if line.startswith("  jflash_mma")]
+    assert named == [kernel.plan.launch.name for kernel in (forward, *backward)]
+    assert sum("of 99.0 KiB" in line for line in lines) == len(named)

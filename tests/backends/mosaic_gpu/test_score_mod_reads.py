@@ -21,6 +21,7 @@ from plain_attention import Call
 
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.nvidia.threads.builder import THREADS, as_tree
+from jflash._backends.nvidia.threads.table import diagonals, differences, totals
 from jflash._backends.nvidia.tile.score_mod_reads import rest
 from jflash._semantics import score_mod_reads
 from jflash._semantics.score_mod import trace_score_mod
@@ -251,19 +252,19 @@ def test_one_kernel_sums_a_table(lengths: tuple[int, int], dtype: str, dims: tup
     for family in (kernel_families.HOPPER, kernel_families.mma("8.0")):
         if family.backend.unsupported_call(spec) is not None:
             continue
-        kernels = family.plans(spec, 132)[1].kernels
-        sums = [kernel.tables for kernel in kernels if getattr(kernel, "tables", None) and kernel.tables.reads]
+        plans = [kernel.plan for kernel in family.plans(spec, 132)[1]]
+        sums = [plan.tables for plan in plans if getattr(plan, "tables", None) and plan.tables.reads]
         assert len(sums) == 1
         assert 0 < sums[0].of_entry <= min(44, spec.heads * sums[0].blocks)
         undifferentiated = dataclasses.replace(spec, undifferentiated=frozenset({"score_mod_arrays"}))
-        others = [getattr(kernel, "tables", None) for kernel in family.plans(undifferentiated, 132)[1].kernels]
+        others = [getattr(kernel.plan, "tables", None) for kernel in family.plans(undifferentiated, 132)[1]]
         assert not any(tables.reads for tables in others if tables is not None)
 
 
 def test_a_threads_sums():
     """All of a thread's elements are added once; neighbours with one index by one addition."""
     o, eights = Warpgroup(np.dtype(np.float32), 0, np.zeros(0)), 8
-    order = table.diagonals(eights)
+    order = diagonals(eights)
     assert sorted(order) == list(itertools.product(range(eights), range(2), range(2)))
     row, column = lambda half: o.row.astype(int) + 8 * half, lambda eight, k: 8 * eight + 2 * o.pair.astype(int) + k
     values = [np.random.default_rng(place).standard_normal(THREADS) for place in range(len(order))]
@@ -276,11 +277,11 @@ def test_a_threads_sums():
     }
     for index, most in indices.values():
         got, want, count = np.zeros(96), np.zeros(96), np.zeros(THREADS, int)
-        for place, total, wanted in table.totals(o, index, values):
+        for place, total, wanted in totals(o, index, values):
             np.add.at(got, place[wanted], total[wanted])
             count += wanted
         np.add.at(want, np.asarray(index), np.asarray(values))
         np.testing.assert_allclose(got, want, atol=1e-12)
         assert count.max() <= most
-        np.testing.assert_array_equal(table.differences(o, index) == 0, np.ptp(np.asarray(index), axis=0) == 0)
+        np.testing.assert_array_equal(differences(o, index) == 0, np.ptp(np.asarray(index), axis=0) == 0)
     np.testing.assert_allclose(as_tree(o.arith.addf, values[1:]), np.sum(values[1:], axis=0), atol=1e-12)

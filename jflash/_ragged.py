@@ -1,0 +1,118 @@
+"""Sequences of different lengths, one after the other in an array of tokens, whose keys are in a paged cache.
+
+The arrays that describe such a batch have static shapes and traced contents, so one compiled program serves every
+batch. Only what they say of the first `num_seqs` sequences counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jflash import _arguments
+
+
+class Ragged(NamedTuple):
+    """A step's tokens: sequence i has those from `cu_q_lens[i]` to `cu_q_lens[i + 1]`, the last of its keys."""
+
+    kv_lens: Int[Array, "seqs"]
+    page_indices: Int[Array, "seqs pages"]
+    cu_q_lens: Int[Array, "seqs+1"]
+    num_seqs: Int[Array, "1"]
+
+    def check(self) -> None:
+        """Check shapes and dtypes.
+
+        Raises:
+          ValueError, TypeError: if one is wrong.
+        """
+        for name, array in self._asdict().items():
+            _arguments.integers(name, array)
+        if self.page_indices.ndim != 2:
+            raise ValueError(
+                f"`page_indices` must have the shape (max_num_seqs, pages). Got {self.page_indices.shape}."
+            )
+        seqs = self.page_indices.shape[0]
+        for name, shape in (("kv_lens", (seqs,)), ("cu_q_lens", (seqs + 1,)), ("num_seqs", (1,))):
+            if getattr(self, name).shape != shape:
+                raise ValueError(
+                    f"`{name}` must have the shape {shape}, as `page_indices` has {seqs} rows. "
+                    f"Got {getattr(self, name).shape}."
+                )
+
+    def in_32_bits(self) -> Ragged:
+        """Return the same batch as JAX arrays of int32."""
+        return Ragged(*(jnp.asarray(array).astype(jnp.int32) for array in self))
+
+    @property
+    def query_lengths(self) -> Int[Array, "seqs"]:
+        """The number of each sequence's tokens in the step; 0 for rows past the last sequence."""
+        is_one = jnp.arange(len(self.kv_lens)) < self.num_seqs
+        return jnp.where(is_one, self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
+
+    def tokens(self, count: int) -> Tokens:
+        """Return where each of `count` tokens belongs."""
+        token = jnp.arange(count, dtype=jnp.int32)
+        stops = jnp.where(jnp.arange(len(self.kv_lens)) < self.num_seqs, self.cu_q_lens[1:], count)
+        sequence = _bucket(stops, token)
+        place = token - self.cu_q_lens[sequence]
+        is_one = (token >= self.cu_q_lens[0]) & (token < jnp.take(self.cu_q_lens, self.num_seqs[0], mode="clip"))
+        return Tokens(sequence, place, self.kv_lens[sequence] - self.query_lengths[sequence] + place, is_one)
+
+    def blocks(self, tokens: int, rows: int) -> Blocks:
+        """Return the step's tokens in blocks of up to `rows`, each of one sequence: as many as there can ever be."""
+        lengths = self.query_lengths
+        of_sequence = (lengths + rows - 1) // rows
+        stops = jnp.cumsum(of_sequence, dtype=jnp.int32)
+        most = min(tokens, -(-tokens // rows) + len(lengths))
+        # A multiple of 16, so that a backend can take several at a time.
+        block = jnp.arange(most if most < 16 else -(-most // 16) * 16, dtype=jnp.int32)
+        sequence = _bucket(stops, block)
+        begin = (stops - of_sequence)[sequence]
+        first = (block - begin) * rows
+        own = jnp.where(block < stops[-1], jnp.clip(lengths[sequence] - first, 0, rows), 0)
+        position = self.kv_lens[sequence] - lengths[sequence] + first
+        return Blocks(
+            sequence=sequence,
+            first=self.cu_q_lens[sequence] + first,
+            tokens=own,
+            position=position,
+            keys=jnp.where(own > 0, self.kv_lens[sequence], 0),
+            begins=stops - of_sequence,
+        )
+
+
+class Tokens(NamedTuple):
+    """The place of each token of a step."""
+
+    sequence: Int[Array, "tokens"]
+    place: Int[Array, "tokens"]
+    """The token's index among the sequence's tokens of this step."""
+    position: Int[Array, "tokens"]
+    """The token's index among the sequence's keys."""
+    is_one: Bool[Array, "tokens"]
+    """Whether it belongs to a sequence; else the rest of its row means nothing."""
+
+
+class Blocks(NamedTuple):
+    """The blocks of a step's tokens; those past the last have no tokens and no keys."""
+
+    sequence: Int[Array, "blocks"]
+    first: Int[Array, "blocks"]
+    """The block's first token in the array of all tokens."""
+    tokens: Int[Array, "blocks"]
+    """The number of the block's tokens."""
+    position: Int[Array, "blocks"]
+    """The index of the block's first token among the sequence's keys."""
+    keys: Int[Array, "blocks"]
+    """The number of the sequence's keys."""
+    begins: Int[Array, "seqs"]
+    """The first block of each sequence."""
+
+
+def _bucket(stops: Int[Array, "n"], values: Int[Array, "m"]) -> Int[Array, "m"]:
+    """Return the first of the ascending `stops` that each value is below; the last if there is none."""
+    passed = jnp.sum(stops[None] <= values[:, None], axis=1, dtype=jnp.int32)
+    return jnp.minimum(passed, len(stops) - 1)
