@@ -26,6 +26,8 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """What the kernels cannot do on any machine."""
+    if spec.mask_mod is not None:
+        return "it has no mask_mod yet."
     if spec.pages is not None:
         return "it takes no paged cache yet (`page_table`)."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
