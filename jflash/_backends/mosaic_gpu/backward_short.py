@@ -25,11 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import pipeline, query_walk, row_statistics, smem
+from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.query_producer import QueryProducer
-from jflash._backends.mosaic_gpu.query_walk import FusedCta, QueryWalkPlan, Step
+from jflash._backends.mosaic_gpu.query_walk import FusedCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
 from jflash._backends.nvidia.launch import Launch, Refs
@@ -61,11 +60,6 @@ class ShortPlan(QueryWalkPlan):
     def items(self) -> int:
         """Work items: each key head of each batch entry."""
         return self.spec.batch * self.spec.key_heads
-
-    @property
-    def dq_parts(self) -> int:
-        """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
-        return dq_parts(self.spec, self.tile)
 
     @property
     def blocks(self) -> int:
@@ -104,31 +98,28 @@ class ShortPlan(QueryWalkPlan):
         )
 
 
-def dq_parts(spec: Spec, tile: ShortTiles) -> int:
-    """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
+def dq_shares(spec: Spec, tile: ShortTiles) -> int:
+    """Shares of a work item's dQ that warpgroups make: tiles, or halves of them."""
     return (tile.warpgroups if tile.halves else 1) * spec.group * pl.cdiv(spec.query_length, tile.queries)
 
 
 def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
     """The kernel's buffers, and barriers."""
-    k, v = query_walk.keys_and_values(spec, tile, tile.key_stages)
-    dk, dv = query_walk.gradients(spec, tile)
-    width, dim = query_walk.dq_width(spec, tile), whole_dims(spec)[0]
-    ds = query_walk.ds(spec, tile)
-    # Parts of dQ that are stored at once: as many as have the size of dS.
-    slots = max(1, 2 * tile.keys // (tile.warpgroups * width))
-    shape = tile.warpgroups, slots, WARPGROUP_ROWS, width
-    rounded_dq = CallTiles.of(spec).result(shape, dim)
+    walk, dim = WalkBuffers(spec, tile), whole_dims(spec)[0]
+    k, v = walk.keys_and_values(tile.key_stages)
+    # Shares of dQ that are stored at once: as many as have the size of dS.
+    slots = max(1, 2 * tile.keys // (tile.warpgroups * walk.dq_width))
+    rounded_dq = CallTiles.of(spec).result((tile.warpgroups, slots, WARPGROUP_ROWS, walk.dq_width), dim)
     return Buffers(
         k=k,
         v=v,
         kv_full=smem.barriers(tile.key_stages, arrivals=smem.copies(k, v)),
         kv_empty=smem.barriers(tile.key_stages, arrivals=tile.warpgroups),
         ones_full=smem.barriers(1),
-        **query_walk.walked(spec, tile),
+        **walk.walked(),
         # What is stored takes the place of dS^T, so that keys and values are copied meanwhile.
-        ds_gradients=Overlaid.of(ds, (dk, dv), rounded_dq),
-        acc_dq=smem.tile((dq_parts(spec, tile), WARPGROUP_ROWS, width), jnp.float32, dim),
+        ds_gradients=Overlaid.of(walk.ds(), walk.gradients(), rounded_dq),
+        acc_dq=smem.tile((dq_shares(spec, tile), WARPGROUP_ROWS, walk.dq_width), jnp.float32, dim),
     )
 
 
@@ -163,7 +154,7 @@ class _Cta(FusedCta[ShortPlan]):
     """The place of a block's keys and values."""
 
     def __init__(self, plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        super().__init__(plan, refs, ops, keys_first=True)
+        super().__init__(plan, refs, ops)
         self.ds, self.gradients, self.rounded_dq = refs.smem.ds_gradients
 
     def compute(self) -> None:
@@ -210,14 +201,13 @@ class _Cta(FusedCta[ShortPlan]):
     def _copy_block(self) -> None:
         plgpu.barrier_wait(self.smem.kv_empty.at[self.slot])
         pl.when(self.order.tiles.count > 0)(lambda: self.copy_keys(self.smem.kv_full.at[self.slot]))
-        keys, early = pl.ds(self.first_key, self.plan.tile.keys), row_statistics.early(self.plan.spec)
-        QueryProducer(self.inputs, self.order, self.item, keys, early, axis="cta").copy_all(self.smem)
+        self.copy_queries("cta", row_statistics.early(self.plan.spec))
 
     def _compute_item(self) -> None:
-        self._each_part(self._zero)
+        self._each_share(self._zero)
         self._each_block(self._compute_block)
         self._wait_for_copies()
-        self._each_part(self._store_part)
+        self._each_share(self._store_share)
 
     def _wait_for_copies(self) -> None:
         """Until what both warpgroups store has left shared memory, where something else takes its place."""
@@ -239,7 +229,7 @@ class _Cta(FusedCta[ShortPlan]):
         return self._tile(at)
 
     def dq_target(self, at: Step) -> Any:
-        """This warpgroup's part of the step's tile."""
+        """This warpgroup's share of the step's tile."""
         tile, every = self._tile(at), self.plan.tile.warpgroups
         return self.smem.acc_dq.at[tile * every + self.warpgroup if self.plan.tile.halves else tile]
 
@@ -251,28 +241,28 @@ class _Cta(FusedCta[ShortPlan]):
         """The number of a step's tile, among those of all heads."""
         return at.head * self.plan.tiles + lax.div(at.eighth, WARPGROUP_ROWS // 8)
 
-    def _each_part(self, visit: Callable[[Any, Any], None]) -> None:
-        """`visit(number, part)` for this warpgroup's parts of dQ, every other one."""
+    def _each_share(self, visit: Callable[[Any, Any], None]) -> None:
+        """`visit(number, share)` for this warpgroup's shares of dQ, every other one."""
         every = self.plan.tile.warpgroups
-        number, more = divmod(self.plan.dq_parts, every)
+        number, more = divmod(dq_shares(self.plan.spec, self.plan.tile), every)
         if more:
             number = jnp.where(self.warpgroup < more, number + 1, number)
         lax.fori_loop(0, number, lambda number, _: visit(number, number * every + self.warpgroup), None)
 
-    def _zero(self, _: Any, part: Any) -> None:
-        acc = self.smem.acc_dq.at[part]
+    def _zero(self, _: Any, share: Any) -> None:
+        acc = self.smem.acc_dq.at[share]
         acc[...] = self.ops.full(acc.shape, 0)
 
-    def _store_part(self, number: Any, part: Any) -> None:
+    def _store_share(self, number: Any, share: Any) -> None:
         """Issue a copy of it."""
         plan, result = self.plan, self.refs.results["d_query"]
         slots = self.rounded_dq.shape[1]
         rounded = self.rounded_dq.at[self.warpgroup, lax.rem(number, slots)]
-        dq = self.ops.load(self.smem.acc_dq.at[part]) * sums_scale(plan.spec)
+        dq = self.ops.load(self.smem.acc_dq.at[share]) * sums_scale(plan.spec)
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         rounded[...] = dq.astype(result.dtype)
         plgpu.commit_smem()
-        tile, columns = part, pipeline.columns(plan.dq_width, result, self.item.batch)
+        tile, columns = share, pipeline.columns(plan.dq_width, result, self.item.batch)
         if plan.tile.halves:
             tile, columns = number, pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
         head, rows = self.item.first_head + lax.div(tile, plan.tiles), lax.rem(tile, plan.tiles) * WARPGROUP_ROWS

@@ -1,4 +1,4 @@
-"""What kernels have in common whose last warpgroup copies tiles ahead of the others, which compute."""
+"""What a CTA's warpgroups share: the last one copies tiles ahead of the others, which compute."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
+from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
 from jflash._backends.nvidia.launch import KernelPlan, Refs
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 
 
 class Cta[Plan: KernelPlan]:
-    """What a CTA's warpgroups share. The last one copies tiles ahead of the others, which compute."""
+    """A CTA of any kernel with a warpgroup that copies."""
 
     def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps, **options: Any) -> None:
         """`options` are those of `KernelInputs`.
@@ -27,7 +28,7 @@ class Cta[Plan: KernelPlan]:
         self.warpgroup = lax.axis_index("warpgroup")
 
     def run(self) -> None:
-        """Each warpgroup's part."""
+        """Run this warpgroup."""
         last = lax.axis_size("warpgroup") - 1
         pl.when(self.warpgroup < last)(self.compute)
         pl.when(self.warpgroup == last)(self.copy)
@@ -38,9 +39,14 @@ class Cta[Plan: KernelPlan]:
         return pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def compute(self) -> None:
-        """What a warpgroup does that computes."""
+        """Run a warpgroup that computes."""
         raise NotImplementedError
 
     def copy(self) -> None:
-        """What the warpgroup does that copies."""
+        """Run the warpgroup that copies."""
         raise NotImplementedError
+
+    def copy_rows(self, tile: GmemTile, full: Ref, **buffers: Ref) -> None:
+        """Copy the same tile of each named array to its buffer."""
+        for name, buffer in buffers.items():
+            self.inputs.copy_rows(name, tile, buffer, full)

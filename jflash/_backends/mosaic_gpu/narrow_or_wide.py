@@ -16,7 +16,7 @@ from jflash._backends.mosaic_gpu.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.tiles import DqTiles, RowTiles
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.smem import Buffers
-from jflash._backends.nvidia.tile.gradient_sums import ParameterSums
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._semantics.spec import Spec
 
@@ -35,6 +35,6 @@ def _smallest(spec: Spec) -> Iterator[Buffers]:
     yield forward_plan.shared_memory(spec, forward_plan.SMALLEST_TILE, jnp.dtype(jnp.float32))
     yield backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1))
     schedule = BackwardSchedule.of(spec.heads, spec.key_heads, 1, spec.batch, None)
-    yield DkvPlan(spec, 1, schedule, ParameterSums(("bias",))).launch.smem
+    yield DkvPlan(spec, ParameterSums(("bias",)), TableSums.none(spec), 1, schedule).launch.smem
     if bias_and_mask.has_bias_tiles(spec):
         yield backward_dbias.shared_memory(spec, RowTiles(1, 64, 1))

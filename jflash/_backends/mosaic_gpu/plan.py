@@ -67,7 +67,7 @@ def describe(spec: Spec, processors: int | None) -> str:
     lines = ["forward:", *_kernel(forward), f"    {details}"]
     if tangent_kernel.fits(spec):
         tangent = plan_tangent(spec, tangent_kernel.MOVING & spec.operands, processors)
-        lines += ["tangent:", *_kernel(tangent.plan), f"    output in {tangent.plan.parts} parts"]
+        lines += ["tangent:", *_kernel(tangent.plan), f"    output in {tangent.plan.chunks} chunks of columns"]
     lines.append("backward:")
     lines += [line for kernel in backward for line in _kernel(kernel.plan)]
     copies = array_shapes.copied(spec)

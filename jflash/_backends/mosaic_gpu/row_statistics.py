@@ -89,7 +89,7 @@ def ones() -> Float[Array, "2 64 16"]:
     return (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
 
 
-def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
+def in_device_memory(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
     """Some queries' columns, or their lse and delta, in device memory."""
     if "columns" in inputs.refs:
         return [bf16_columns.of_rows(inputs.refs["columns"].at[batch, head], rows, batch)]

@@ -102,6 +102,6 @@ class WalkedTiles:
     size: int
     """Keys or queries of a tile."""
     stages: int
-    """Tiles of what is weighed that are in shared memory together."""
-    parts: int
-    """Parts of tiles of what is not, likewise."""
+    """Tiles that are weighed, and in shared memory together."""
+    chunk_slots: int
+    """Chunks of the other tiles that are in shared memory together."""
