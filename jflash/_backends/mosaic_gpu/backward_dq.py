@@ -28,9 +28,9 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.cta import QueryRowsCta, QueryRowsPlan, Walked, in_place_of_queries
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
-from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked, in_place_of_queries
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import DqTiles
 from jflash._backends.nvidia import bias_and_mask

@@ -21,8 +21,8 @@ from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, FusedCta, QueryWalkPlan, Step, WalkBuffers
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jflash import _tuning
 from jflash._backends.mosaic_gpu import (
     backward_dbias,
     backward_dkv,
@@ -18,6 +19,7 @@ from jflash._backends.mosaic_gpu import (
     backward_short,
     backward_wide,
     backward_wide_plan,
+    forward_plan,
     row_statistics,
     smem,
 )
@@ -27,18 +29,20 @@ from jflash._backends.mosaic_gpu.backward_dkv import DkvPlan
 from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
 from jflash._backends.mosaic_gpu.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
-from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
 from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
-from jflash._tuning import TuningKey
+
+_MOST_COLUMNS = 256
+"""The most columns of a sum of 64 rows that a warpgroup's registers hold."""
 
 _MOST_DBIAS_TILES = 4
 """Tiles of keys that a CTA of the bias's gradient takes: fewer begin and end more often, more load what lies apart."""
@@ -49,6 +53,33 @@ _TILES_TO_BEGIN = 4
 _MOST_COLUMNS_IN_TURNS = 96
 """Up to which registers hold all columns of a tile's dQ beside dK and dV, though not beside pieces of float32. The
 warpgroup whose turn it is falls behind by a product, for which there have to be two stages of queries."""
+
+
+@functools.lru_cache(maxsize=256)
+def is_wide(spec: Spec) -> bool:
+    """Whether a call needs the kernels of wide heads, in which two warpgroups share columns.
+
+    They serve it where some kernel of narrow heads has no room, in registers or for its smallest tiles in memory. All
+    are of one kind: where the backward of narrow heads has no room, their forward spills registers.
+    """
+    return max(spec.head_dim, spec.value_dim) > _MOST_COLUMNS or not all(map(smem.fits, _smallest(spec)))
+
+
+def _smallest(spec: Spec) -> Iterator[Buffers]:
+    """What narrow heads' kernels declare with their smallest tiles."""
+    yield forward_plan.shared_memory(spec, forward_plan.SMALLEST_TILE, jnp.dtype(jnp.float32))
+    yield backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1))
+    schedule = BackwardSchedule.of(spec.heads, spec.key_heads, 1, spec.batch, None)
+    yield DkvPlan(spec, ParameterSums(("bias",)), TableSums.none(spec), 1, schedule).smem
+    if bias_and_mask.has_bias_tiles(spec):
+        yield backward_dbias.shared_memory(spec, RowTiles(1, 64, 1))
+
+
+def wide_fits(spec: Spec) -> bool:
+    """Whether shared memory has room for the smallest tiles of every kernel of a wide call's backward."""
+    if bias_and_mask.has_bias_tiles(spec) and not smem.fits(backward_dbias.shared_memory(spec, _dbias_tiles(spec)[-1])):
+        return False
+    return backward_wide_plan.fits(spec)
 
 
 def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]:
@@ -64,7 +95,7 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
         return *(Kernel(plan, backward_wide.body) for plan in wide), *dbias
     # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
     one_kernel = bias_kind != "row"
-    if one_kernel and backward_short.suits(spec, processors) and (tile := choose_short_tiles(spec)) is not None:
+    if one_kernel and backward_short.suits(spec, processors) and (tile := _short_tiles(spec)) is not None:
         short = backward_short.plan(spec, tile, ParameterSums(wanted), processors)
         return Kernel(short, backward_short.body), *dbias
     if one_kernel and not spec.deterministic and (fused := _plan_fused(spec, wanted, processors)) is not None:
@@ -72,18 +103,17 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     by_key = ParameterSums(("bias",) if bias_kind == "column" else ())
     others = tuple(name for name in wanted if name not in by_key.names)
     has_other_sums = others or score_mod_reads.tables(spec)
-    schedule = _by_keys(spec, WARPGROUP_ROWS, processors)
+    of_keys = by_key, TableSums.none(spec), 2, _by_keys(spec, WARPGROUP_ROWS, processors)
     if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
-        dkv_dq = _staged(DkvDqPlan(spec, 2, schedule, by_key))
+        dkv_dq = _staged(DkvDqPlan(spec, *of_keys))
         if smem.fits(dkv_dq.smem):
             return Kernel(dkv_dq, backward_dkv_dq.body), *dbias
-    tile = choose_dq_tiles(spec)
+    tile = _dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
     of_queries = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
     tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
     dq = DqPlan(spec, tile, of_queries, ParameterSums(others), tables)
-    dkv = _staged(DkvPlan(spec, 2, schedule, by_key))
-    return Kernel(dq, backward_dq.body), Kernel(dkv, backward_dkv.body), *dbias
+    return Kernel(dq, backward_dq.body), Kernel(_staged(DkvPlan(spec, *of_keys)), backward_dkv.body), *dbias
 
 
 def _by_keys(
@@ -95,42 +125,20 @@ def _by_keys(
     return dataclasses.replace(schedule, partial=spec.partial, splits=splits)
 
 
+def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
+    """Return the plan with one stage, if shared memory has no room for more."""
+    return plan if smem.fits(plan.smem) else dataclasses.replace(plan, stages=1)
+
+
 def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> FusedPlan | None:
     """Return the plan of the fused kernel, `None` if none of its tiles fit."""
-    if (tile := choose_fused_tiles(spec)) is None:
+    if (tile := _fused_tiles(spec)) is None:
         return None
     accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
     splits = 1 if wanted else _splits(spec, tile, processors)
     schedule = _by_keys(spec, tile.keys, processors, accumulated, splits)
     tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, processors)
     return FusedPlan(spec, ParameterSums(wanted), tables, tile, schedule)
-
-
-def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
-    """With one stage, if shared memory has no room for more."""
-    return plan if smem.fits(plan.smem) else dataclasses.replace(plan, stages=1)
-
-
-def choose_fused_tiles(spec: Spec) -> FusedTiles | None:
-    """The fastest tiles of the fused kernel that fit in shared memory and registers; `None` if none do."""
-    head_dim, value_dim = whole_dims(spec)
-    widest = max(head_dim, value_dim)
-    # Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
-    plain = base2.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
-    candidates = [FusedTiles(128, 2, adds_registers=True)] if widest <= 64 and plain else []
-    if widest <= 128:
-        dq_alternates = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
-        # Copies that add 80 columns do so in blocks of 16, and take longer than registers.
-        adds_registers = dq_alternates and head_dim == 80
-        # Where bounds leave CTAs few tiles, a third stage takes more time than it saves.
-        stages = (3, 2) if dq_alternates and spec.bounds == (None, None) else (2,)
-        candidates += [
-            FusedTiles(64, number, dq_alternates=dq_alternates, adds_registers=adds_registers) for number in stages
-        ]
-        candidates += [FusedTiles(64, 1)]
-    fitting = [tile for tile in candidates if smem.fits(backward_fused.shared_memory(spec, tile))]
-    key = TuningKey("mosaic_gpu backward", _facts(spec))
-    return _tuning.choose(key, fitting) if fitting else None
 
 
 def _splits(spec: Spec, tile: FusedTiles, processors: int | None) -> int:
@@ -145,10 +153,35 @@ def _splits(spec: Spec, tile: FusedTiles, processors: int | None) -> int:
     return best if ends(best) < 0.9 * ends(1) else 1
 
 
-def choose_short_tiles(spec: Spec) -> ShortTiles | None:
-    """Likewise of the kernel for short sequences, where it is faster; of float32 that was not measured.
+def _choose[Tiles](
+    spec: Spec, kernel: str, candidates: Sequence[Tiles], room: Callable[[Spec, Tiles], Buffers], *more_facts: int
+) -> Tiles | None:
+    """Return the fastest of a kernel's tiles that fit in shared memory; `None` if none do."""
+    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec), *more_facts
+    return choose(f"mosaic_gpu {kernel}", facts, candidates, functools.partial(room, spec), smem.CAPACITY)
 
-    Tiles of 128 queries are slower there, and up to 64 columns so is one stage.
+
+def _fused_tiles(spec: Spec) -> FusedTiles | None:
+    """Return the fastest tiles of the fused kernel that fit in shared memory and registers; `None` if none do."""
+    head_dim, value_dim = whole_dims(spec)
+    widest = max(head_dim, value_dim)
+    # Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
+    plain = base2.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
+    candidates = [FusedTiles(128, 2, adds_registers=True)] if widest <= 64 and plain else []
+    if widest <= 128:
+        dq_alternates = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
+        # Copies that add 80 columns do so in blocks of 16, and take longer than registers.
+        turns = dict(dq_alternates=dq_alternates, adds_registers=dq_alternates and head_dim == 80)
+        # Where bounds leave CTAs few tiles, a third stage takes more time than it saves.
+        stages = (3, 2) if dq_alternates and spec.bounds == (None, None) else (2,)
+        candidates += [*(FusedTiles(64, number, **turns) for number in stages), FusedTiles(64, 1)]
+    return _choose(spec, "backward", candidates, backward_fused.shared_memory)
+
+
+def _short_tiles(spec: Spec) -> ShortTiles | None:
+    """Return the fastest tiles of the kernel for short sequences that fit; `None` where it is not known to be faster.
+
+    Tiles of 128 queries are slower there, and up to 64 columns so is one stage; float32 was not measured.
     """
     widest = max(whole_dims(spec))
     if widest > 128 or spec.dtype == jnp.float32:
@@ -159,43 +192,28 @@ def choose_short_tiles(spec: Spec) -> ShortTiles | None:
         candidates.append(ShortTiles(columns_of_statistics=False, dq_alternates=dq_alternates))
     if widest > 64:
         candidates.append(ShortTiles(stages=1))
-    fitting = [tile for tile in candidates if backward_short.fits(spec, tile)]
     rows = spec.group * pl.cdiv(spec.query_length, WARPGROUP_ROWS)
-    return _tuning.choose(TuningKey("mosaic_gpu short backward", (*_facts(spec), rows)), fitting) if fitting else None
+    return _choose(spec, "short backward", candidates, backward_short.shared_memory, rows)
 
 
-def wide_fits(spec: Spec) -> bool:
-    """Whether shared memory has room for the smallest tiles of every kernel of a wide call's backward."""
-    if bias_and_mask.has_bias_tiles(spec) and not smem.fits(backward_dbias.shared_memory(spec, _dbias_tiles(spec)[-1])):
-        return False
-    return backward_wide_plan.fits(spec)
-
-
-def _facts(spec: Spec) -> tuple[int, ...]:
-    """What tiles are tuned for."""
-    return *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
-
-
-def choose_dq_tiles(spec: Spec) -> DqTiles:
-    """The fastest tiles of dQ's kernel that fit in shared memory."""
-    head_dim, value_dim = whole_dims(spec)
-    sizes = [(2, 128, 2, 2)] if max(head_dim, value_dim) <= 64 and spec.dtype != jnp.float32 else []
+def _dq_tiles(spec: Spec) -> DqTiles:
+    """Return the fastest tiles of dQ's kernel that fit in shared memory."""
+    sizes = [(2, 128, 2, 2)] if max(whole_dims(spec)) <= 64 and spec.dtype != jnp.float32 else []
     sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
-    candidates = [DqTiles(*size) for size in sizes]
-    fitting = [tile for tile in candidates if smem.fits(backward_dq.shared_memory(spec, tile))]
-    key = TuningKey("mosaic_gpu dQ", _facts(spec))
-    return _tuning.choose(key, fitting)
+    tile = _choose(spec, "dQ", [DqTiles(*size) for size in sizes], backward_dq.shared_memory)
+    assert tile is not None, "the call is a wide one"
+    return tile
 
 
 def _dbias_tiles(spec: Spec) -> list[RowTiles]:
-    """The tiles that the kernel for the bias's gradient may take."""
+    """Return the tiles that the kernel for the bias's gradient may take."""
     sizes = [(2, 128, 2), (2, 128, 1), (2, 64, 2), (2, 64, 1), (1, 64, 1)]
     return [RowTiles(*size) for size in [*sizes, *[(1, 32, 1)] * is_wide(spec)]]
 
 
 def _plan_dbias(spec: Spec, processors: int | None) -> DbiasPlan:
-    fitting = [tile for tile in _dbias_tiles(spec) if smem.fits(backward_dbias.shared_memory(spec, tile))]
-    tile = _tuning.choose(TuningKey("mosaic_gpu d_bias", _facts(spec)), fitting)
+    tile = _choose(spec, "d_bias", _dbias_tiles(spec), backward_dbias.shared_memory)
+    assert tile is not None, "`wide_fits` says so"
     # Two CTAs are left for every multiprocessor, or made.
     ctas = None if processors is None else 2 * processors
     schedule = DbiasSchedule.of(spec, tile.rows, tile.keys, ctas)

@@ -137,11 +137,6 @@ def suits(spec: Spec, processors: int | None) -> bool:
     return not spec.partial and pl.cdiv(items, at_once) * at_once <= _GAIN * items
 
 
-def fits(spec: Spec, tile: ShortTiles) -> bool:
-    """Whether shared memory has room for dQ beside these tiles."""
-    return smem.fits(shared_memory(spec, tile))
-
-
 def body(plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
     """Run one warpgroup of the kernel."""
     _Cta(plan, refs, ops).run()

@@ -1,4 +1,4 @@
-"""Backward of wide heads (`narrow_or_wide`): a kernel for each gradient, in which a CTA owns 64 rows of it.
+"""Backward of wide heads (`backward_plan.is_wide`): a kernel for each gradient, in which a CTA owns 64 rows of it.
 
     the gradient     its rows have     and walk over
     dQ = dS K        Q, dO             K, V
@@ -37,9 +37,9 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import piece_products, pipeline
 from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
+from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
-from jflash._backends.mosaic_gpu.walking_cta import WalkingCta
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref, along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS

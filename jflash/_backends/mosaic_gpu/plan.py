@@ -15,10 +15,10 @@ from jflash._backends.mosaic_gpu import (
     smem,
     tangent_kernel,
 )
-from jflash._backends.mosaic_gpu.backward_plan import plan_backward
+from jflash._backends.mosaic_gpu.backward_plan import is_wide, plan_backward
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
-from jflash._backends.mosaic_gpu.narrow_or_wide import is_wide
+from jflash._backends.mosaic_gpu.run import VALUES_ALONE
 from jflash._backends.mosaic_gpu.tangent_kernel import TangentPlan
 from jflash._backends.nvidia.launch import Kernel, KernelPlan
 from jflash._backends.nvidia.tile import operand_pieces
@@ -26,9 +26,6 @@ from jflash._semantics.spec import Spec
 
 __all__ = ["ForwardPlan", "TangentPlan"]
 __all__ += ["describe", "fits", "plan_backward", "plan_forward", "plan_tangent"]
-
-
-VALUES_ALONE = frozenset({"value"})
 
 
 def plan_forward(spec: Spec, processors: int | None) -> Kernel[Any]:

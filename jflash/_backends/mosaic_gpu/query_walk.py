@@ -33,12 +33,12 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import in_panels, tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.cta import KeysCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
 from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
-from jflash._backends.mosaic_gpu.walking_cta import KeysCta
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref

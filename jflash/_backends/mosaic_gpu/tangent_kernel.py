@@ -36,9 +36,9 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import array_shapes, piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.cta import QueryRowsCta, QueryRowsPlan, Walked, in_place_of_queries
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperTangent
-from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked, in_place_of_queries
+from jflash._backends.mosaic_gpu.run import HopperTangent
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
