@@ -190,7 +190,7 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: dK is without the scale",
         "jflash/_backends/mosaic_gpu/backward_dkv.py",
-        "self._store(acc_dk * exponent.sums_scale(self.plan.spec), ",
+        "self._store(acc_dk * base2.sums_scale(self.plan.spec), ",
         "self._store(acc_dk, ",
         f"{INTERPRETED}::test_several_items_a_cta",
     ),
@@ -302,8 +302,8 @@ DEFECTS = [
     Defect(
         "Warpgroups that take turns wait for no dS but that which they multiply",
         "jflash/_backends/mosaic_gpu/query_walk.py",
-        "        if self.plan.tile.in_turns:\n            # Who",
-        "        if self.plan.tile.in_turns and False:\n            # Who",
+        "        if self.plan.tile.dq_alternates:\n            # Who",
+        "        if self.plan.tile.dq_alternates and False:\n            # Who",
         "tests/backends/mosaic_gpu/test_hopper_interpreted.py::test_dq_in_shared_memory",
     ),
     Defect(

@@ -95,12 +95,9 @@ class DbiasPlan(KernelPlan):
         )
 
 
-def body(plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class DbiasCta(Cta[DbiasPlan]):
+    """A CTA that makes tiles of the bias's gradient."""
 
-
-class _Cta(Cta[DbiasPlan]):
     def __init__(self, plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         self.block = lax.axis_index("block")

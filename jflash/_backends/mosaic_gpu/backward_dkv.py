@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -53,6 +53,7 @@ QUERIES = 64
 class DkvPlan(SummingPlan):
     """The kernel for dK and dV, before any array. It sums the gradient of a bias that has one number for each key."""
 
+    name: ClassVar = "d_key_value"
     stages: int
     """Tiles of queries that are in shared memory together."""
     schedule: BackwardSchedule
@@ -107,23 +108,19 @@ class DkvPlan(SummingPlan):
     def launch(self) -> Launch:
         """The launch, with a CTA for each block of 64 keys."""
         spec, schedule = self.spec, self.schedule
-        dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
-        names = ("d_key", "d_value")
-        every = zip(names, dims, tile_dims(spec), strict=True)
-        rows = whole_rows(spec, spec.key_length)
-        results = {name: schedule.gradient(spec, (rows, dim), (keys, columns)) for name, dim, columns in every}
+        (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
+        rows, keys = whole_rows(spec, spec.key_length), schedule.blocks * WARPGROUP_ROWS
         return Launch(
-            name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
+            name=f"jflash_{self.name}_{head_dim}_{value_dim}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
-            results=results | self.sums.results(spec.batch, spec.heads, keys),
+            results=dict(
+                d_key=schedule.gradient(spec, (rows, head_dim), (keys, columns)),
+                d_value=schedule.gradient(spec, (rows, value_dim), (keys, value_columns)),
+                **self.sums.results(spec.batch, spec.heads, keys),
+            ),
             smem=self.smem,
             warpgroups=3,
         )
-
-
-def body(plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    DkvCta(plan, refs, ops).run()
 
 
 class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
@@ -153,7 +150,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
             pl.when(self.warpgroup == index)(body)
 
     def make_dv(self) -> None:
-        """The first warpgroup makes P and dV; it copies keys and values."""
+        """Make P and dV: the first warpgroup, which copies keys and values."""
         shared = self.smem
         pipeline.release(shared.q.empty, shared.do.empty)
         pipeline.split_registers(2, copies=False)
@@ -193,7 +190,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         return self.add_matmul(acc_dv, kept, do, free, at, opaque_index)
 
     def make_dk(self) -> None:
-        """The second warpgroup makes dS and dK."""
+        """Make dS and dK: the second warpgroup."""
         shared, ops = self.smem, self.ops
         pipeline.release(shared.q.empty, shared.do.empty)
         plgpu.barrier_arrive(shared.p_empty)

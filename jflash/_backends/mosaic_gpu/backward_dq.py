@@ -91,12 +91,9 @@ class DqPlan(SummingPlan, QueryRowsPlan):
         )
 
 
-def body(plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class DqCta(QueryRowsCta[DqPlan]):
+    """A CTA that makes rows of dQ."""
 
-
-class _Cta(QueryRowsCta[DqPlan]):
     def __init__(self, plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, self.block, self.warpgroup)

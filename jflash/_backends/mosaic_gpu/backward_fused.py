@@ -21,7 +21,7 @@ from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.query_walk import Accumulators, FusedCta, QueryWalkPlan, Step, WalkBuffers
+from jflash._backends.mosaic_gpu.query_walk import Accumulators, QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia.launch import Launch, Refs
@@ -114,12 +114,9 @@ class FusedPlan(QueryWalkPlan):
         return made | dict(d_query=dq_accumulator.unrounded(self.schedule, acc) * sums_scale(self.spec))
 
 
-def body(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class FusedCta(QueryWalkCta[FusedPlan]):
+    """A CTA that has one block of keys."""
 
-
-class _Cta(FusedCta[FusedPlan]):
     first_sum: Any
     """The row of device memory at which the CTA's sums of dK and dV begin."""
     dq_columns: Any
@@ -158,12 +155,8 @@ class _Cta(FusedCta[FusedPlan]):
         # No ticket is negative. The compiler divides with fewer instructions if it knows.
         ticket = lax.bitwise_and(shared.numbers[0], jnp.int32(0x7FFFFFFF))
         items, blocks = schedule.items, schedule.blocks
-        wave, block, item = (
-            lax.div(ticket, items * blocks),
-            lax.rem(lax.div(ticket, items), blocks),
-            lax.rem(ticket, items),
-        )
-        return Place(wave, block, item)
+        wave = lax.div(ticket, items * blocks)
+        return Place(wave, lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items))
 
     def compute(self) -> None:
         """Round some of dQ, and walk over the tiles of queries."""

@@ -12,23 +12,23 @@ from jax.experimental import pallas as pl
 
 from jflash._backends.mosaic_gpu import (
     backward_dbias,
-    backward_dkv,
     backward_dkv_dq,
     backward_dq,
     backward_fused,
     backward_short,
-    backward_wide,
     backward_wide_plan,
     forward_plan,
     row_statistics,
     smem,
 )
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
-from jflash._backends.mosaic_gpu.backward_dbias import DbiasPlan
-from jflash._backends.mosaic_gpu.backward_dkv import DkvPlan
-from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
-from jflash._backends.mosaic_gpu.backward_dq import DqPlan
-from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu.backward_dbias import DbiasCta, DbiasPlan
+from jflash._backends.mosaic_gpu.backward_dkv import DkvCta, DkvPlan
+from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqCta, DkvDqPlan
+from jflash._backends.mosaic_gpu.backward_dq import DqCta, DqPlan
+from jflash._backends.mosaic_gpu.backward_fused import FusedCta, FusedPlan
+from jflash._backends.mosaic_gpu.backward_short import ShortCta
+from jflash._backends.mosaic_gpu.backward_wide import WideCta
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.choose import choose
@@ -89,17 +89,17 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     dbias: tuple[Kernel[Any], ...] = ()
     if bias_kind == "tile":
         wanted = tuple(name for name in wanted if name != "bias")
-        dbias = (Kernel(_plan_dbias(spec, processors), backward_dbias.body),)
+        dbias = (Kernel(_plan_dbias(spec, processors), DbiasCta.body),)
     if is_wide(spec):
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
-        return *(Kernel(plan, backward_wide.body) for plan in wide), *dbias
+        return *(Kernel(plan, WideCta.body) for plan in wide), *dbias
     # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
     one_kernel = bias_kind != "row"
     if one_kernel and backward_short.suits(spec, processors) and (tile := _short_tiles(spec)) is not None:
         short = backward_short.plan(spec, tile, ParameterSums(wanted), processors)
-        return Kernel(short, backward_short.body), *dbias
+        return Kernel(short, ShortCta.body), *dbias
     if one_kernel and not spec.deterministic and (fused := _plan_fused(spec, wanted, processors)) is not None:
-        return Kernel(fused, backward_fused.body), *dbias
+        return Kernel(fused, FusedCta.body), *dbias
     by_key = ParameterSums(("bias",) if bias_kind == "column" else ())
     others = tuple(name for name in wanted if name not in by_key.names)
     has_other_sums = others or score_mod_reads.tables(spec)
@@ -107,13 +107,13 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
         dkv_dq = _staged(DkvDqPlan(spec, *of_keys))
         if smem.fits(dkv_dq.smem):
-            return Kernel(dkv_dq, backward_dkv_dq.body), *dbias
+            return Kernel(dkv_dq, DkvDqCta.body), *dbias
     tile = _dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
     of_queries = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
     tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
     dq = DqPlan(spec, tile, of_queries, ParameterSums(others), tables)
-    return Kernel(dq, backward_dq.body), Kernel(_staged(DkvPlan(spec, *of_keys)), backward_dkv.body), *dbias
+    return Kernel(dq, DqCta.body), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta.body), *dbias
 
 
 def _by_keys(

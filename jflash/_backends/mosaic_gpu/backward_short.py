@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.query_walk import FusedCta, QueryWalkPlan, Step, WalkBuffers
+from jflash._backends.mosaic_gpu.query_walk import QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
 from jflash._backends.nvidia.launch import Launch, Refs
@@ -52,45 +52,39 @@ class ShortPlan(QueryWalkPlan):
     ctas: int
 
     @property
-    def heads(self) -> int:
-        """Query heads of a work item."""
-        return self.spec.group
-
-    @property
     def items(self) -> int:
         """Work items: each key head of each batch entry."""
         return self.spec.batch * self.spec.key_heads
 
     @property
     def blocks(self) -> int:
-        """Of keys, that a work item has."""
+        """Blocks of keys that a work item has."""
         return pl.cdiv(self.spec.key_length, self.tile.keys)
 
     @property
     def tiles(self) -> int:
-        """Of queries, that a head has."""
+        """Tiles of queries that a head has."""
         return pl.cdiv(self.spec.query_length, self.tile.queries)
 
     def item(self, number: Any) -> WorkItem:
-        """A work item by its number. Neighbours are heads of one entry: in device memory those are side by side."""
+        """Return a work item by its number. Neighbours are heads of one entry, side by side in device memory."""
         batch, head = lax.div(number, self.spec.key_heads), lax.rem(number, self.spec.key_heads)
-        return WorkItem(batch, head, head, head * self.heads)
+        return WorkItem(batch, head, head, head * self.spec.group)
 
     @property
     def launch(self) -> Launch:
         """A CTA for each multiprocessor, or each work item."""
-        spec, dims = self.spec, whole_dims(self.spec)
-
-        def array(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((spec.batch, whole_rows(spec, length), heads, dim), spec.dtype)
-
+        spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
+        array = lambda length, heads, dim: jax.ShapeDtypeStruct(
+            (spec.batch, whole_rows(spec, length), heads, dim), spec.dtype
+        )
         return Launch(
-            name=f"jflash_backward_short_{dims[0]}_{dims[1]}",
+            name=f"jflash_backward_short_{head_dim}_{value_dim}",
             grid=dict(cta=self.ctas),
             results=dict(
-                d_query=array(spec.query_length, spec.heads, dims[0]),
-                d_key=array(spec.key_length, spec.key_heads, dims[0]),
-                d_value=array(spec.key_length, spec.key_heads, dims[1]),
+                d_query=array(spec.query_length, spec.heads, head_dim),
+                d_key=array(spec.key_length, spec.key_heads, head_dim),
+                d_value=array(spec.key_length, spec.key_heads, value_dim),
                 **self.sums.results(spec.batch, spec.heads, self.blocks * self.tile.keys),
             ),
             smem=shared_memory(spec, self.tile),
@@ -137,12 +131,9 @@ def suits(spec: Spec, processors: int | None) -> bool:
     return not spec.partial and pl.cdiv(items, at_once) * at_once <= _GAIN * items
 
 
-def body(plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class ShortCta(QueryWalkCta[ShortPlan]):
+    """A CTA that takes one work item after the other, block by block."""
 
-
-class _Cta(FusedCta[ShortPlan]):
     first_step: Any
     """Blocks of keys before the work item."""
     slot: Any
@@ -188,7 +179,7 @@ class _Cta(FusedCta[ShortPlan]):
             self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
             sizes = plan.tile.keys, plan.tile.queries
             tiles = tile_range.visited(self.inputs, self.item.batch, block, *sizes, alignment=WARPGROUP_ROWS)
-            self.order = TileOrder(plan.spec, tiles, plan.heads, block, by_head=bool(plan.sums))
+            self.order = TileOrder(plan.spec, tiles, plan.spec.group, block, by_head=bool(plan.sums))
             visit()
 
         lax.fori_loop(0, plan.blocks, take, None)

@@ -41,7 +41,7 @@ from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import Ref, along_columns, along_rows
+from jflash._backends.nvidia.ops import along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import base2, dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
@@ -51,12 +51,9 @@ from jflash._backends.nvidia.walk.tile_order import TileOrder
 from jflash._backends.nvidia.walk.tile_range import TileContext
 
 
-def body(plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class WideCta(WalkingCta[WidePlan]):
+    """A CTA that makes 64 rows of a gradient."""
 
-
-class _Cta(WalkingCta[WidePlan]):
     def __init__(self, plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
         kind, wave, number = plan.kind, lax.axis_index("wave"), lax.axis_index("item")
         super().__init__(plan, refs, ops, keys_first=kind.keys_first)
@@ -87,19 +84,20 @@ class _Cta(WalkingCta[WidePlan]):
         return self.cta_rows
 
     def place(self, head: Any, index: Any) -> TileCoord:
-        """Where the tile is that a head's walk visits after `index` others."""
+        """Return where the tile is that a head's walk visits after `index` others."""
         queries, keys = self.first_row, self.order.tiles.start(index)
         if self.plan.kind.keys_first:
             queries, keys = keys, queries
         return TileCoord(self.batch, self.first_head + head, queries, keys)
 
     def make_weights(self) -> None:
-        """The first warpgroup makes P or dS; it copies the CTA's rows."""
+        """Make P or dS, and half of the gradient: the first warpgroup, which copies the CTA's rows."""
         plan, shared = self.plan, self.smem
         pipeline.release(shared.weighed.empty, *[shared.chunks.empty] * (not plan.kind.makes_dp))
         pipeline.split_registers(2, copies=False)
-        rows, buffers = GmemTile(self.batch, self.first_row, WARPGROUP_ROWS, self.head), shared.cta_rows
-        self.copy_rows(rows, shared.rows_full, **{name: buffer.at[0] for name, buffer in buffers.items()})
+        rows = GmemTile(self.batch, self.first_row, WARPGROUP_ROWS, self.head)
+        buffers = (buffer.at[0] for buffer in shared.cta_rows)
+        self.copy_rows(rows, shared.rows_full, **dict(zip(plan.kind.cta_rows, buffers, strict=True)))
         plgpu.barrier_wait(shared.rows_full)
         start = self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0), plan.sums.zeros(self.ops)
         acc, _ = self.order.each(self._visit, start, self.finish_head)
@@ -107,8 +105,7 @@ class _Cta(WalkingCta[WidePlan]):
 
     def _visit(self, step: Any, head: Any, index: Any, carry: tuple[Array, tuple[Array, ...]]) -> Any:
         """Add one tile's part to the first half of the gradient and to the sums of parameters' gradients."""
-        (acc, sums), plan, spec = carry, self.plan, self.plan.spec
-        shared, inputs, ops = self.smem, self.inputs, self.ops
+        (acc, sums), plan, shared, inputs, ops = carry, self.plan, self.smem, self.inputs, self.ops
         slot, at = lax.rem(step, plan.tile.stages), self.place(head, index)
         loaded = inputs.load_packed_mask(at, self.shape)
         lse, delta = (self._statistic(name, at) for name in ("lse", "delta"))
@@ -130,7 +127,7 @@ class _Cta(WalkingCta[WidePlan]):
             plgpu.commit_smem()
             gradients = tile.differentiate(dp, delta)
         sums = plan.sums.added(sums, gradients.parameters)
-        weights = gradients.ds.astype(spec.dtype)
+        weights = gradients.ds.astype(plan.spec.dtype)
         self.weights[...] = weights
         plgpu.barrier_arrive(shared.weights_full)
         tile.add_to_tables(self.tables, gradients)
@@ -139,7 +136,7 @@ class _Cta(WalkingCta[WidePlan]):
         return self._add(0, acc, weights, slot), sums
 
     def make_dp(self) -> None:
-        """The second warpgroup makes dP, a tile ahead. Where there is none, it says when P may be stored."""
+        """Make dP, a tile ahead, or say when P may be stored, and half of the gradient: the second warpgroup."""
         plan, shared = self.plan, self.smem
         pipeline.release(shared.weighed.empty, *[shared.chunks.empty] * plan.kind.makes_dp)
         pipeline.split_registers(2, copies=False)
@@ -163,7 +160,7 @@ class _Cta(WalkingCta[WidePlan]):
         self._store(1, lax.fori_loop(0, steps, visit, self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0)))
 
     def _dp(self, step: Any) -> Array | None:
-        """A step's dP, if the kernel needs it."""
+        """Return a step's dP, if the kernel needs it."""
         return self._by_chunks(1, step) if self.plan.kind.makes_dp else None
 
     def _hand_dp(self, dp: Array | None) -> None:
@@ -179,7 +176,7 @@ class _Cta(WalkingCta[WidePlan]):
         return weights
 
     def _statistic(self, name: str, at: TileCoord) -> Float[Array, "rows columns"]:
-        """lse or delta of a tile's queries."""
+        """Return lse or delta of a tile's queries, repeated."""
         along, axis = (along_columns, 1) if self.plan.kind.keys_first else (along_rows, 0)
         queries = pl.ds(at.query, self.shape[axis])
         return along(self.ops.load(self.refs.arrays[name].at[at.batch, at.head, queries], axis), self.shape)
@@ -194,21 +191,17 @@ class _Cta(WalkingCta[WidePlan]):
             return self._by_chunks(0, step)
         plgpu.barrier_wait(self.smem.weighed.full.at[slot])
         opaque_index = self.ops.opaque_zero(step)
-        fixed, walked = self._fixed(0).at[opaque_index], self.smem.weighed.tiles.at[slot + opaque_index]
+        fixed, walked = self.smem.cta_rows[0].at[opaque_index], self.smem.weighed.tiles.at[slot + opaque_index]
         fixed, walked = (piece_products.of_tile(self.plan.spec, tile) for tile in (fixed, walked))
         return piece_products.matmul(fixed, operand_pieces.transposed(walked), self.shape, self.ops)
 
     def _by_chunks(self, number: int, step: Any) -> Float[Array, "rows columns"]:
-        """A step's S (number 0) or dP (1), from chunks of a tile."""
-        fixed = self._fixed(number).at[self.ops.opaque_zero(step)]
+        """Return a step's S (number 0) or dP (1), from chunks of a tile."""
+        fixed = self.smem.cta_rows[number].at[self.ops.opaque_zero(step)]
         return self.chunks.product(self.plan.spec, fixed, step, self.shape, self.ops)
 
-    def _fixed(self, number: int) -> Ref:
-        """The CTA's rows that S (number 0) or dP (1) is made of."""
-        return self.smem.cta_rows[self.plan.kind.cta_rows[number]]
-
     def _add(self, half: int, acc: Float[Array, "rows columns"], weights: Array, slot: Any) -> Array:
-        """A warpgroup's half of the gradient, with what a tile adds to it."""
+        """Return a warpgroup's half of the gradient, with what a tile adds to it."""
         ring, width, spec = self.smem.weighed, acc.shape[1], self.plan.spec
         weighed = piece_products.of_tile(spec, ring.tiles.at[slot], half * width, width)
         acc = piece_products.add_matmul(spec, acc, operand_pieces.split(spec, weights, self.ops), weighed, self.ops)

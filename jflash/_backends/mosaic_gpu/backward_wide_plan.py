@@ -107,11 +107,11 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
 
     bias = (tile.size, WARPGROUP_ROWS) if kind.keys_first else (WARPGROUP_ROWS, tile.size)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
-    cta_rows = dict(zip(kind.cta_rows, map(rows, kind.cta_rows, kind.walked), strict=True))
+    cta_rows = list(map(rows, kind.cta_rows, kind.walked))
     shape, dim = (tile.stages, tile.size, weighed), _dim(spec, kind.weighed)
     return Buffers(
         cta_rows=cta_rows,
-        rows_full=smem.barriers(1, arrivals=smem.copies(*cta_rows.values())),
+        rows_full=smem.barriers(1, arrivals=smem.copies(*cta_rows)),
         weighed=tiles.ring(shape, dim, readers=2, others=int(has_bias_tiles), chunk=widths[kind.weighed]),
         chunks=chunks.ring(spec, tile.chunk_slots, tile.size, _dim(spec, kind.unweighed)),
         # Tiles of the bias come and go with what is weighed.

@@ -7,7 +7,6 @@ from typing import Any
 
 from jflash._backends.mosaic_gpu import (
     array_shapes,
-    backward_plan,
     forward_kernel,
     forward_plan,
     forward_wide,
@@ -15,17 +14,12 @@ from jflash._backends.mosaic_gpu import (
     smem,
     tangent_kernel,
 )
-from jflash._backends.mosaic_gpu.backward_plan import is_wide, plan_backward
-from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
+from jflash._backends.mosaic_gpu.backward_plan import is_wide, plan_backward, wide_fits
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.run import VALUES_ALONE
-from jflash._backends.mosaic_gpu.tangent_kernel import TangentPlan
 from jflash._backends.nvidia.launch import Kernel, KernelPlan
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
-
-__all__ = ["ForwardPlan", "TangentPlan"]
-__all__ += ["describe", "fits", "plan_backward", "plan_forward", "plan_tangent"]
 
 
 def plan_forward(spec: Spec, processors: int | None) -> Kernel[Any]:
@@ -42,16 +36,16 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
     """
     if moving == VALUES_ALONE:
         return plan_forward(spec, processors)
-    return Kernel(tangent_kernel.plan_tangent(spec, moving, processors), tangent_kernel.body)
+    return Kernel(tangent_kernel.plan_tangent(spec, moving, processors), tangent_kernel.TangentCta.body)
 
 
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of every kernel that a call may need."""
-    return not is_wide(spec) or (forward_wide_plan.fits(spec) and backward_plan.wide_fits(spec))
+    return not is_wide(spec) or (forward_wide_plan.fits(spec) and wide_fits(spec))
 
 
 def describe(spec: Spec, processors: int | None) -> str:
-    """The kernels of forward, tangent and backward, tiles, shared memory and schedules, and the copies before them."""
+    """Return a call's kernels, with tiles, shared memory and schedules, and the copies before them, in words."""
     forward, backward = plan_forward(spec, processors).plan, plan_backward(spec, processors)
     form = type(forward.form).__name__
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
@@ -72,7 +66,7 @@ def describe(spec: Spec, processors: int | None) -> str:
 
 
 def _kernel(plan: KernelPlan) -> list[str]:
-    """A kernel's name, grid and shared memory, and the fields of its tiles and schedule."""
+    """Return a kernel's name, grid and shared memory, and the fields of its tiles and schedule, in words."""
     launch = plan.launch
     grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
     if launch.cluster:

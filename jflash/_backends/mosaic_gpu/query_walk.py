@@ -178,7 +178,7 @@ _Carry = tuple[Accumulators, Sums, Step]
 """The loop's state: accumulators, the sums of parameters' gradients for one head, and the step before."""
 
 
-class FusedCta[Plan: QueryWalkPlan](KeysCta[Plan]):
+class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
     """A CTA whose warpgroups make dK and dV of a block of keys, and shares of dQ."""
 
     gradients: tuple[Ref, Ref]

@@ -78,28 +78,14 @@ class TangentPlan(QueryRowsPlan):
     """Chunks of the output's columns, of CTAs of their own, which each make the logits again. In device memory a chunk
     is a head: columns are split as heads are."""
 
-    @property
-    def q(self) -> tuple[str, ...]:
-        """The arrays whose rows are queries."""
-        return "query", *self._tangents("query")
-
-    @property
-    def k(self) -> tuple[str, ...]:
-        """The arrays whose rows are keys, that logits are made of."""
-        return "key", *self._tangents("key")
-
-    @property
-    def v(self) -> tuple[str, ...]:
-        """The arrays whose rows are keys, that are weighed."""
-        return "value", *self._tangents("value")
+    def with_tangent(self, name: str) -> tuple[str, ...]:
+        """Return the names of an array and, if it has one, of its tangent."""
+        return (name, f"t_{name}") if name in self.moving else (name,)
 
     @property
     def biases(self) -> tuple[str, ...]:
         """The arrays whose tiles are copied: the bias, if it has both axes, and its tangent."""
-        return ("bias", *self._tangents("bias")) if bias_and_mask.has_bias_tiles(self.spec) else ()
-
-    def _tangents(self, name: str) -> tuple[str, ...]:
-        return (f"t_{name}",) if name in self.moving else ()
+        return self.with_tangent("bias") if bias_and_mask.has_bias_tiles(self.spec) else ()
 
     @property
     def chunk(self) -> Spec:
@@ -118,7 +104,8 @@ class TangentPlan(QueryRowsPlan):
         return tile_dims(self.chunk)[1]
 
     def arrays(self, call: HopperTangent) -> dict[str, Array]:
-        factors = call.factors(self.chunks, self.chunk, (*self.q, *self.k, *self.v))
+        names = [name for operand in ("query", "key", "value") for name in self.with_tangent(operand)]
+        factors = call.factors(self.chunks, self.chunk, names)
         shaping = call.others | call.moved_others | call.packed_mask() | array_shapes.edges(call.operands, factors)
         return factors | shaping | call.ranges(self.tile.rows) | dict(lse=call.lse)
 
@@ -147,17 +134,17 @@ class TangentPlan(QueryRowsPlan):
         tiles_of, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
         q, out = tiles_of.operand((*rows, columns), head_dim), tiles_of.result((*rows, value_columns), value_dim)
 
-        def ring(names: tuple[str, ...], columns: int, dim: int, others: int = 0) -> Buffers:
-            tiles = {name: tiles_of.operand((tile.stages, tile.keys, columns), dim) for name in names}
+        def ring(operand: str, columns: int, dim: int, others: int = 0) -> Buffers:
+            tiles = dict.fromkeys(self.with_tangent(operand), tiles_of.operand((tile.stages, tile.keys, columns), dim))
             full = smem.barriers(tile.stages, arrivals=smem.copies(*tiles.values()) + others)
             return Buffers(tiles=tiles, full=full, empty=smem.barriers(tile.stages, arrivals=tile.warpgroups))
 
         return Buffers(
             **in_place_of_queries(spec, q, out, tile.warpgroups),
             t_q=q if "query" in self.moving else None,
-            rows_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q) * len(self.q)),
-            k=ring(self.k, columns, head_dim, len(self.biases)),
-            v=ring(self.v, value_columns, value_dim),
+            rows_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q) * len(self.with_tangent("query"))),
+            k=ring("key", columns, head_dim, len(self.biases)),
+            v=ring("value", value_columns, value_dim),
             # They come and go with the keys.
             biases={name: smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) for name in self.biases},
         )
@@ -207,11 +194,6 @@ Rows = Float[Array, "rows"]
 Tile = Float[Array, "rows keys"]
 
 
-def body(plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel. An array's tangent has its name, with `t_` before it."""
-    _Cta(plan, refs, ops).run()
-
-
 class _Sums(NamedTuple):
     """What a warpgroup has summed over keys."""
 
@@ -226,14 +208,16 @@ class _Sums(NamedTuple):
         return self.p_ts / jnp.where(self.l == 0, 1.0, self.l)
 
 
-class _Cta(QueryRowsCta[TangentPlan]):
+class TangentCta(QueryRowsCta[TangentPlan]):
+    """A CTA of the tangent. An array's tangent has its name, with `t_` before it."""
+
     def __init__(self, plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         moving = {name.removeprefix("t_"): ref for name, ref in refs.arrays.items() if name.startswith("t_")}
         self.tangents = dataclasses.replace(self.inputs, refs=moving)
-        self.queries = dict(zip(plan.q, (self.q, refs.smem.t_q), strict=False))
-        pairs = [("t_query", "key"), ("query", "t_key")]
-        self.moved_products = [pair for pair in pairs if pair[0] in plan.q and pair[1] in plan.k]
+        self.queries = dict(query=self.q) | ({} if refs.smem.t_q is None else dict(t_query=refs.smem.t_q))
+        pairs = dict(query=("t_query", "key"), key=("query", "t_key"))
+        self.moved_products = [pair for name, pair in pairs.items() if name in plan.moving]
 
     def take(self, plan: TangentPlan, item: WorkItem) -> None:
         # With a head of keys for each chunk of a query head, a head group is one of those.
@@ -336,7 +320,7 @@ class _Cta(QueryRowsCta[TangentPlan]):
         return (shared.k, shared.k.tiles | shared.biases), (shared.v, shared.v.tiles)
 
     def walked_head(self, name: str, key_head: Any) -> Any:
-        return key_head * self.plan.chunks + self.chunk if name in self.plan.v else key_head
+        return key_head * self.plan.chunks + self.chunk if name in ("value", "t_value") else key_head
 
     def bias_inputs(self, name: str) -> TmaInputs | None:
         return self.tangents if name == "t_bias" else super().bias_inputs(name)
