@@ -60,7 +60,7 @@ class DkvPlan(SummingPlan):
 
     @property
     def score_mod_of_bias(self) -> tuple[str, ...]:
-        """The bias, if `score_mod` stands between it and the logits, so that its gradient has a slope of its own."""
+        """The bias, if `score_mod` stands between it and the logits: its gradient has another slope than dS."""
         return self.sums.names if self.spec.score_mod is not None else ()
 
     @property
@@ -70,7 +70,7 @@ class DkvPlan(SummingPlan):
 
     @property
     def smem(self) -> Buffers:
-        """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+        """The kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
         spec, stages, rows = self.spec, self.stages, WARPGROUP_ROWS
         (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
         has_bias_tiles, tiles = bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
@@ -106,7 +106,6 @@ class DkvPlan(SummingPlan):
 
     @property
     def launch(self) -> Launch:
-        """The launch, with a CTA for each block of 64 keys."""
         spec, schedule = self.spec, self.schedule
         (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
         rows, keys = whole_rows(spec, spec.key_length), schedule.blocks * WARPGROUP_ROWS
@@ -124,7 +123,7 @@ class DkvPlan(SummingPlan):
 
 
 class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
-    """A CTA that has a block of keys."""
+    """A CTA that has a block of 64 keys."""
 
     block_size = WARPGROUP_ROWS
 

@@ -1,6 +1,6 @@
 """Backward, fused, of short sequences: a CTA has all queries and keys of a head, and dQ stays in shared memory.
 
-    dQ = 0                                            each thread's own numbers
+    dQ = 0                                            by the threads that add to it
     for each block of keys:
       dK, dV, dQ += ...                               as `query_walk` has them
       store dK, dV                                    while the next block's keys are copied
@@ -73,7 +73,6 @@ class ShortPlan(QueryWalkPlan):
 
     @property
     def launch(self) -> Launch:
-        """A CTA for each multiprocessor, or each work item."""
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
         array = lambda length, heads, dim: jax.ShapeDtypeStruct(
             (spec.batch, whole_rows(spec, length), heads, dim), spec.dtype
@@ -93,12 +92,12 @@ class ShortPlan(QueryWalkPlan):
 
 
 def dq_shares(spec: Spec, tile: ShortTiles) -> int:
-    """Shares of a work item's dQ that warpgroups make: tiles, or halves of them."""
+    """Return how many shares of a work item's dQ warpgroups make: tiles, or halves of them."""
     return (tile.warpgroups if tile.halves else 1) * spec.group * pl.cdiv(spec.query_length, tile.queries)
 
 
 def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
-    """The kernel's buffers, and barriers."""
+    """Return the kernel's buffers and barriers."""
     walk, dim = WalkBuffers(spec, tile), whole_dims(spec)[0]
     k, v = walk.keys_and_values(tile.key_stages)
     # Shares of dQ that are stored at once: as many as have the size of dS.
@@ -196,7 +195,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         self._each_share(self._store_share)
 
     def _wait_for_copies(self) -> None:
-        """Until what both warpgroups store has left shared memory, where something else takes its place."""
+        """Wait until what both warpgroups store has left shared memory, where something else takes its place."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.smem.finished)
         plgpu.barrier_wait(self.smem.finished)
@@ -211,24 +210,23 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         self.store_rounded(acc)
 
     def turn(self, step: Any, at: Step) -> Any:
-        """From tile to tile: each block of keys adds to what the same warpgroup's threads have."""
+        # From tile to tile: each block of keys adds to what the same warpgroup's threads have.
         return self._tile(at)
 
     def dq_target(self, at: Step) -> Any:
-        """This warpgroup's share of the step's tile."""
         tile, every = self._tile(at), self.plan.tile.warpgroups
         return self.smem.acc_dq.at[tile * every + self.warpgroup if self.plan.tile.halves else tile]
 
     def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
-        """Each thread to its own numbers, as it alone reads them."""
+        # Each thread adds to numbers that it alone reads.
         target[...] = self.ops.load(target) + dq
 
     def _tile(self, at: Step) -> Any:
-        """The number of a step's tile, among those of all heads."""
+        """Return the number of a step's tile, among those of all heads."""
         return at.head * self.plan.tiles + lax.div(at.eighth, WARPGROUP_ROWS // 8)
 
     def _each_share(self, visit: Callable[[Any, Any], None]) -> None:
-        """`visit(number, share)` for this warpgroup's shares of dQ, every other one."""
+        """Call `visit(number, share)` for this warpgroup's shares of dQ, every other one."""
         every = self.plan.tile.warpgroups
         number, more = divmod(dq_shares(self.plan.spec, self.plan.tile), every)
         if more:
@@ -240,7 +238,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         acc[...] = self.ops.full(acc.shape, 0)
 
     def _store_share(self, number: Any, share: Any) -> None:
-        """Issue a copy of it."""
+        """Issue a copy of a share of dQ, rounded."""
         plan, result = self.plan, self.refs.results["d_query"]
         slots = self.rounded_dq.shape[1]
         rounded = self.rounded_dq.at[self.warpgroup, lax.rem(number, slots)]

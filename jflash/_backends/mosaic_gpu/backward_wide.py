@@ -104,7 +104,7 @@ class WideCta(WalkingCta[WidePlan]):
         self._store(0, acc)
 
     def _visit(self, step: Any, head: Any, index: Any, carry: tuple[Array, tuple[Array, ...]]) -> Any:
-        """Add one tile's part to the first half of the gradient and to the sums of parameters' gradients."""
+        """Add what one tile gives to the first half of the gradient and to the sums of parameters' gradients."""
         (acc, sums), plan, shared, inputs, ops = carry, self.plan, self.smem, self.inputs, self.ops
         slot, at = lax.rem(step, plan.tile.stages), self.place(head, index)
         loaded = inputs.load_packed_mask(at, self.shape)

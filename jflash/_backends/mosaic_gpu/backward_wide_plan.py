@@ -39,18 +39,10 @@ class _Kind(NamedTuple):
 
     cta_rows: tuple[str, ...]
     """Arrays of which a CTA has 64 rows: the left operand of S, and that of dP where it is made."""
-    walked: tuple[str, str]
-    """Arrays whose tiles a CTA walks over: the right operands of S and of dP."""
-
-    @property
-    def weighed(self) -> str:
-        """The walked array that P or dS is multiplied with."""
-        return self.walked[0 if self.makes_dp else 1]
-
-    @property
-    def unweighed(self) -> str:
-        """The walked array that is only multiplied with the CTA's rows."""
-        return self.walked[1 if self.makes_dp else 0]
+    weighed: str
+    """The array that P or dS is multiplied with, tile by tile: where dP is made, S is made of it too."""
+    unweighed: str
+    """The array whose tiles are only multiplied with the CTA's rows."""
 
     @property
     def keys_first(self) -> bool:
@@ -64,18 +56,18 @@ class _Kind(NamedTuple):
 
     @property
     def tiles(self) -> Sequence[tuple[int, int]]:
-        """Sizes and stages of tiles, the best first. What is weighed is needed early where S is made of it too: two
-        tiles of 32 are better than one of 64."""
+        """Sizes and stages of tiles, the best first."""
         if self.makes_dp:
+            # What is weighed is needed early, for S: two tiles of 32 are better than one of 64.
             return (64, 2), (32, 2), (64, 1), (32, 1)
         return (64, 2), (64, 1), (32, 2), (32, 1)
 
 
 Gradient = Literal["d_query", "d_key", "d_value"]
 _KINDS: dict[Gradient, _Kind] = {
-    "d_query": _Kind(("query", "d_out"), ("key", "value")),
-    "d_key": _Kind(("key", "value"), ("query", "d_out")),
-    "d_value": _Kind(("key",), ("query", "d_out")),
+    "d_query": _Kind(("query", "d_out"), "key", "value"),
+    "d_key": _Kind(("key", "value"), "query", "d_out"),
+    "d_value": _Kind(("key",), "d_out", "query"),
 }
 
 
@@ -84,7 +76,7 @@ def _dim(spec: Spec, name: str) -> int:
 
 
 def _columns(spec: Spec, name: str) -> int:
-    """Columns of one piece of an array's tiles."""
+    """Return the columns of one piece of an array's tiles."""
     return round_up(_dim(spec, name), 32)
 
 
@@ -93,21 +85,24 @@ def _chunks(spec: Spec, gradient: Gradient) -> ColumnChunks:
 
 
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
-    readers are done."""
+    """Return the kernel's buffers and barriers.
+
+    A barrier `full` completes a phase when a copy has arrived or something was stored, `empty` when all have read it.
+    """
     kind, has_bias_tiles, tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
     weighed, chunks = _columns(spec, kind.weighed), _chunks(spec, gradient)
     # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.
     widths = {kind.weighed: math.gcd(weighed // 2, tile.size), kind.unweighed: chunks.width}
 
     def rows(name: str, factor: str) -> Any:
-        """Rows whose products are made with tiles of `factor`."""
+        """Return a buffer for rows whose products are made with tiles of `factor`."""
         shape = 1, WARPGROUP_ROWS, _columns(spec, name)
         return tiles.operand(shape, _dim(spec, name), chunk=widths[factor])
 
+    factors = (kind.weighed, kind.unweighed) if kind.makes_dp else (kind.unweighed,)
     bias = (tile.size, WARPGROUP_ROWS) if kind.keys_first else (WARPGROUP_ROWS, tile.size)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
-    cta_rows = list(map(rows, kind.cta_rows, kind.walked))
+    cta_rows = list(map(rows, kind.cta_rows, factors))
     shape, dim = (tile.stages, tile.size, weighed), _dim(spec, kind.weighed)
     return Buffers(
         cta_rows=cta_rows,
@@ -180,7 +175,7 @@ class WidePlan(SummingPlan):
 
 
 def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -> tuple[WidePlan, ...]:
-    """The plans of all three gradients; `wanted` are parameters whose gradients are sums along rows."""
+    """Return the plans of all three gradients; `wanted` are parameters whose gradients are sums along rows."""
     by_key = ("bias",) if "bias" in wanted and bias_and_mask.bias_kind(spec) == "column" else ()
     sums = dict(d_query=tuple(name for name in wanted if name not in by_key), d_key=by_key, d_value=())
 
@@ -202,7 +197,7 @@ def fits(spec: Spec) -> bool:
 
 
 def _choose_tiles(spec: Spec, gradient: Gradient) -> WalkedTiles:
-    """The fastest tiles, of those with as many chunks as fit, of up to two whole tiles."""
+    """Return the fastest tiles, of those with as many chunks as fit, of up to two whole tiles."""
     chunks, most = _chunks(spec, gradient), _MOST_COLUMNS - _columns(spec, gradient) // 2
     room = lambda tile: shared_memory(spec, gradient, tile)
     candidates = list[WalkedTiles]()

@@ -213,6 +213,8 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         self.block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
         self.q, self.staged = refs.smem.q_result
+        self.bias_inputs = dict(bias=self.inputs)
+        """The inputs that have a bias, by its name."""
         self.tiles = tile_range.visited(self.inputs, self.batch, self.block, plan.tile.rows, plan.tile.keys)
         self.first_row = self.block * plan.tile.rows
 
@@ -237,10 +239,6 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
     def walked_head(self, name: str, key_head: Any) -> Any:
         """Return the head of an array that is walked over."""
         return key_head
-
-    def bias_inputs(self, name: str) -> TmaInputs | None:
-        """Return the inputs that have a bias of this name; `None` for arrays of keys and values."""
-        return self.inputs if name == "bias" else None
 
     def begin(self, buffers: Mapping[str, Ref], *statistics: str) -> list[Float[Array, "rows"]]:
         """Return row statistics by name, when this warpgroup's rows of arrays are in its buffers."""
@@ -283,7 +281,7 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         pipeline.drain(*(ring.empty for ring, _ in walked))
 
     def _copy(self, name: str, first: Any, key_head: Any, target: Ref, full: Ref) -> None:
-        tile, inputs = self.plan.tile, self.bias_inputs(name)
+        tile, inputs = self.plan.tile, self.bias_inputs.get(name)
         if inputs is None:
             keys = GmemTile(self.batch, first, tile.keys, self.walked_head(name, key_head))
             self.inputs.copy_rows(name, keys, target, full)

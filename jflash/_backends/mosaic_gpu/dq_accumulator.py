@@ -269,7 +269,7 @@ class RoundedLater(DqAccumulator):
 
     def _finished(self, wave: Any) -> Ref:
         """Return the counter of this CTA's work item in a wave."""
-        return self.refs.counters.at[(1 + self._item(wave)) * _LINE]
+        return self.refs.counters.at[(1 + wave * self.schedule.items + self.place.item) * _LINE]
 
     @property
     def _tiles_of_cta(self) -> int:

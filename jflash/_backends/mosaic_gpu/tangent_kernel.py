@@ -41,7 +41,6 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.run import HopperTangent
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
-from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
 from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.launch import Launch, Refs
@@ -129,7 +128,7 @@ class TangentPlan(QueryRowsPlan):
         )
 
     def shared_memory(self, tile: RowTiles) -> Buffers:
-        """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+        """Return the kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all have read it."""
         spec, (head_dim, value_dim), (columns, value_columns) = self.chunk, self.dims, tile_dims(self.chunk)
         tiles_of, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
         q, out = tiles_of.operand((*rows, columns), head_dim), tiles_of.result((*rows, value_columns), value_dim)
@@ -151,7 +150,7 @@ class TangentPlan(QueryRowsPlan):
 
 
 def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan:
-    """The plan of a call's tangent on a device with `processors` multiprocessors; `None` where that is unknown."""
+    """Return the plan of a call's tangent on a device with `processors` multiprocessors; `None` is unknown."""
     plan = _smallest(spec, moving)
     assert plan is not None
     tile = _choose_tile(plan)
@@ -166,7 +165,7 @@ def fits(spec: Spec) -> bool:
 
 
 def _smallest(spec: Spec, moving: frozenset[str]) -> TangentPlan | None:
-    """The plan with the smallest tile, and the fewest chunks with which that fits."""
+    """Return the plan with the smallest tile, and the fewest chunks with which that fits."""
     widths = _WIDTHS[1:] if spec.dtype == jnp.float32 else _WIDTHS
     schedule = BackwardSchedule(1, 1, 1, spec.batch, 1, 1)
     every = (TangentPlan(spec, SMALLEST_TILE, schedule, moving, pl.cdiv(spec.value_dim, w)) for w in widths)
@@ -174,7 +173,7 @@ def _smallest(spec: Spec, moving: frozenset[str]) -> TangentPlan | None:
 
 
 def _choose_tile(plan: TangentPlan) -> RowTiles:
-    """The fastest tile that fits in shared memory and registers."""
+    """Return the fastest tile that fits in shared memory and registers."""
     spec = plan.spec
     warpgroups = 1 if spec.query_length <= WARPGROUP_ROWS else 2
     is_masked = tile_range.is_limited(spec) or spec.key_length % 128 != 0
@@ -204,7 +203,7 @@ class _Sums(NamedTuple):
 
     @property
     def mean(self) -> Rows:
-        """Of tS, weighted by P."""
+        """The mean of tS, weighted by P."""
         return self.p_ts / jnp.where(self.l == 0, 1.0, self.l)
 
 
@@ -214,7 +213,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
     def __init__(self, plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         moving = {name.removeprefix("t_"): ref for name, ref in refs.arrays.items() if name.startswith("t_")}
-        self.tangents = dataclasses.replace(self.inputs, refs=moving)
+        self.tangents = self.bias_inputs["t_bias"] = dataclasses.replace(self.inputs, refs=moving)
         self.queries = dict(query=self.q) | ({} if refs.smem.t_q is None else dict(t_query=refs.smem.t_q))
         pairs = dict(query=("t_query", "key"), key=("query", "t_key"))
         self.moved_products = [pair for name, pair in pairs.items() if name in plan.moving]
@@ -240,7 +239,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
         self.store_in_place(t_out, results["t_out"], self.chunk_head)
 
     def _start(self, lse: Rows) -> _Sums:
-        """Before any key; a sink has part of the weights."""
+        """Return the sums before any key; a sink has a share of the weights."""
         spec, inputs = self.plan.spec, self.inputs
         zeros = lambda: self.ops.full((WARPGROUP_ROWS, self.plan.columns), 0)
         l = self.ops.full((WARPGROUP_ROWS,), 0)
@@ -250,7 +249,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
         return _Sums(zeros(), zeros(), l, l * (0.0 if t_sink is None else t_sink))
 
     def _visit(self, index: Array, lse: Rows, sums: _Sums) -> _Sums:
-        """Add one tile's part to the sums."""
+        """Return the sums with those of one tile."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         slot = lax.rem(index, plan.tile.stages) + pipeline.opaque_zero(index, self.warpgroup)
         at = TileCoord(self.batch, self.head, self.warpgroup_row, self.tiles.start(index))
@@ -281,7 +280,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
         return new._replace(t_out=t_out, out=out)
 
     def _probabilities(self, index: Array, slot: Array, at: TileCoord, lse: Rows) -> tuple[Tile, Tile]:
-        """P and tS."""
+        """Return P and tS of a tile."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         shape, moved = (WARPGROUP_ROWS, plan.tile.keys), self.moved_products
         parameters = [name for name in PARAMETERS if name in plan.moving]
@@ -321,6 +320,3 @@ class TangentCta(QueryRowsCta[TangentPlan]):
 
     def walked_head(self, name: str, key_head: Any) -> Any:
         return key_head * self.plan.chunks + self.chunk if name in ("value", "t_value") else key_head
-
-    def bias_inputs(self, name: str) -> TmaInputs | None:
-        return self.tangents if name == "t_bias" else super().bias_inputs(name)
