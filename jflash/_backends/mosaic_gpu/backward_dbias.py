@@ -107,7 +107,7 @@ class DbiasCta(Cta[DbiasPlan]):
         self.query_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
-        """Return a batch entry and head that share the bias, their tile as a range, and whether it has any pair."""
+        """Return a batch entry and head that share the bias, their tile as a range, and whether any of it is seen."""
         tile = self.plan.tile
         batch, head = self.plan.schedule.sharing(step)
         tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.keys)
@@ -192,7 +192,7 @@ class DbiasCta(Cta[DbiasPlan]):
 
     def _copy_head(self, step: Array, first_key: Array) -> None:
         tile, shared = self.plan.tile, self.smem
-        batch, head, _, seen = self.sharing_head(step, first_key)
+        batch, head, _tiles, seen = self.sharing_head(step, first_key)
 
         @pl.when(seen)
         def _() -> None:

@@ -161,7 +161,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
     def compute(self) -> None:
         """Round some of dQ, and walk over the tiles of queries."""
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
-        width = self.plan.dq_width
+        width = self.plan.buffers.dq_width
         self.dq_columns = pl.ds(self.warpgroup * width, width)
         if self.plan.tile.adds_registers:
             self.dq_columns = pl.ds(0, self.plan.acc_columns)

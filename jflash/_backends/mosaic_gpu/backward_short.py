@@ -246,8 +246,9 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         rounded[...] = dq.astype(result.dtype)
         plgpu.commit_smem()
-        tile, columns = share, pipeline.columns(plan.dq_width, result, self.item.batch)
+        tile, width = share, plan.buffers.dq_width
+        columns = pipeline.columns(width, result, self.item.batch)
         if plan.tile.halves:
-            tile, columns = number, pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
+            tile, columns = number, pl.ds(self.warpgroup * width, width)
         head, rows = self.item.first_head + lax.div(tile, plan.tiles), lax.rem(tile, plan.tiles) * WARPGROUP_ROWS
         pipeline.copy_out(rounded, result.at[self.item.batch, pl.ds(rows, WARPGROUP_ROWS), head, columns])

@@ -1,4 +1,4 @@
-"""Backward of wide heads (`backward_plan.is_wide`): a kernel for each gradient, in which a CTA owns 64 rows of it.
+"""Backward of wide heads (`plan.is_wide`): a kernel for each gradient, in which a CTA owns 64 rows of it.
 
     the gradient     its rows have     and walk over
     dQ = dS K        Q, dO             K, V

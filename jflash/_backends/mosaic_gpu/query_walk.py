@@ -142,11 +142,6 @@ class QueryWalkPlan(SummingPlan):
         """The shared memory of the walk."""
         return WalkBuffers(self.spec, self.tile)
 
-    @property
-    def dq_width(self) -> int:
-        """Columns of a tile's dQ that a warpgroup makes."""
-        return self.buffers.dq_width
-
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
         made = call.row_sums(as_columns=self.buffers.as_columns, dq_acc=self.dq_acc(call.ops.margin))
@@ -334,7 +329,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
 
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
         """Make this warpgroup's share of a step's dQ, and call `made` after its products."""
-        halves, ops, width = self.plan.tile.halves, self.ops, self.plan.dq_width
+        halves, ops, width = self.plan.tile.halves, self.ops, self.plan.buffers.dq_width
         target = self.dq_target(at)
         parity = lax.rem(step, 2)
         plgpu.barrier_wait(self.smem.ds_full.at[parity])
