@@ -131,7 +131,8 @@ class DbiasCta(Cta[DbiasPlan]):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             shared.d_bias[self.warpgroup_rows] = total.astype(shared.d_bias.dtype)
             plgpu.commit_smem()
-            place = *self.plan.schedule.place(), self.query_rows, pl.ds(index * tile.keys, tile.keys)
+            keys = pl.ds(index * tile.keys, tile.keys)
+            place = *self.plan.schedule.place(), self.query_rows, keys
             plgpu.copy_smem_to_gmem(shared.d_bias.at[self.warpgroup_rows], self.refs.results["d_bias"].at[place])
 
         lax.fori_loop(0, self.count, make_tile, None)

@@ -260,5 +260,5 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
     def copy(self) -> None:
         """Copy tiles of queries."""
         pipeline.split_registers(2, copies=True)
-        self.copy_queries()
+        self.copy_queries(early=1)
         pipeline.drain(self.smem.q.empty, self.smem.do.empty)

@@ -208,7 +208,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
 
         @pl.when(self.dq.adds)
         def _() -> None:
-            self.copy_queries("block", row_statistics.early(self.plan.spec), self.dq.after_copy, self.dq.spare)
+            self.copy_queries(row_statistics.early(self.plan.spec), self.dq.after_copy, self.dq.spare)
             pipeline.drain(self.smem.q.empty, self.smem.do.empty)
             self.dq.finish_copies()
 

@@ -133,6 +133,7 @@ def suits(spec: Spec, processors: int | None) -> bool:
 class ShortCta(QueryWalkCta[ShortPlan]):
     """A CTA that takes one work item after the other, block by block."""
 
+    axis = "cta"
     first_step: Any
     """Blocks of keys before the work item."""
     slot: Any
@@ -186,7 +187,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
     def _copy_block(self) -> None:
         plgpu.barrier_wait(self.smem.kv_empty.at[self.slot])
         pl.when(self.order.tiles.count > 0)(lambda: self.copy_keys(self.smem.kv_full.at[self.slot]))
-        self.copy_queries("cta", row_statistics.early(self.plan.spec))
+        self.copy_queries(row_statistics.early(self.plan.spec))
 
     def _compute_item(self) -> None:
         self._each_share(self._zero)

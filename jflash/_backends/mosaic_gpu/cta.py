@@ -79,6 +79,8 @@ class WalkingCta[Plan: SummingPlan](Cta[Plan]):
 
     item: WorkItem
     order: TileOrder
+    axis = "block"
+    """The axis of the grid by whose index CTAs differ."""
 
     @property
     def sum_rows(self) -> Any:
@@ -91,13 +93,10 @@ class WalkingCta[Plan: SummingPlan](Cta[Plan]):
         self.plan.sums.store(self.refs.results, totals, self.item.batch, self.item.first_head + head, self.sum_rows)
         return acc, self.plan.sums.zeros(self.ops), *others
 
-    def copy_each(self, copy: Callable[[Array, Array], None], axis: str = "block", more: int = 0) -> None:
-        """Call `copy(step, count)` for all steps, of which a head has `count`, and for `more`.
-
-        `axis` is one of the grid, by whose index CTAs differ.
-        """
+    def copy_each(self, copy: Callable[[Array, Array], None], more: int = 0) -> None:
+        """Call `copy(step, count)` for all steps, of which a head has `count`, and for `more`."""
         # The same number for the loop and for its remainders: with one head, they are no divisions then.
-        count = pipeline.opaque(self.order.tiles.count, axis)
+        count = pipeline.opaque(self.order.tiles.count, self.axis)
         lax.fori_loop(0, count * self.order.heads + more, lambda step, _: copy(step, count), None)
 
 
@@ -121,22 +120,17 @@ class KeysCta[Plan: SummingPlan](WalkingCta[Plan]):
         """The block's keys in device memory."""
         return GmemTile(self.item.batch, self.first_key, self.block_size, self.item.key_head)
 
-    def copy_queries(
-        self, axis: str = "block", early: int = 1, then: Callable[[Array], None] = lambda step: None, more: int = 0
-    ) -> None:
-        """Copy every tile of queries and dO, and call `then` after each.
+    def copy_queries(self, early: int, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
+        """Copy every tile of queries and dO, and call `then` after each, and for `more` while the last ones are read.
 
-        Args:
-          axis: the axis of the grid by whose index CTAs differ.
-          early: how many of the row statistics come with the queries; the others come with dO.
-          then: what is called after each tile, and for `more` steps while the last ones are read.
+        As many of the row statistics as `early` come with the queries, and the others with dO.
         """
 
         def take(step: Array, count: Array) -> None:
             pl.when(step < count * self.order.heads)(lambda: self._copy_tile(step, count, early))
             then(step)
 
-        self.copy_each(take, axis, more)
+        self.copy_each(take, more)
 
     def _copy_tile(self, step: Array, count: Array, early: int) -> None:
         shared, inputs = self.smem, self.inputs

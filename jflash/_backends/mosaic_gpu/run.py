@@ -92,7 +92,6 @@ class HopperBackward(PreparedBackward):
 
     @functools.cached_property
     def delta(self) -> Float[Array, "B N T"]:
-        """delta of every row."""
         return self.row_sums()["delta"]
 
 
@@ -134,12 +133,6 @@ class HopperTangent(Prepared):
         lse = jnp.where(self.results.lse == -jnp.inf, jnp.inf, self.results.lse)
         return for_exponent(self.spec, lse)
 
-    def finish(self, kernel: Kernel[Any]) -> Results:
-        """Run the kernel, and return what it made in the call's shapes and dtypes."""
-        spec, made = self.spec, kernel.run(self)
-        t_out = made["t_out"][..., : spec.value_dim]
-        return Results(t_out.astype(spec.result_dtype), made["t_lse"][:, :, : spec.query_length])
-
 
 @in_32_bits
 def forward(
@@ -164,8 +157,10 @@ def tangent(
     if moving(tangents) == VALUES_ALONE:
         out, lse = forward(kernel, operands._replace(value=tangents.value), ops)
         return Results(out, jnp.zeros_like(lse))
-    call = HopperTangent(kernel.plan.spec, operands, results, tangents, ops)
-    return call.finish(kernel)
+    spec = kernel.plan.spec
+    made = kernel.run(HopperTangent(spec, operands, results, tangents, ops))
+    t_out = made["t_out"][..., : spec.value_dim]
+    return Results(t_out.astype(spec.result_dtype), made["t_lse"][:, :, : spec.query_length])
 
 
 @in_32_bits
