@@ -83,15 +83,16 @@ class WalkBuffers:
 
     def keys_and_values(self, stages: int = 1) -> tuple[Any, Any]:
         """Return buffers for the keys and the values of `stages` blocks."""
-        (head_dim, value_dim), (columns, value_columns) = whole_dims(self.spec), self.columns
-        rows, operand = (stages, self.tile.keys), CallTiles.of(self.spec).operand
-        return operand((*rows, columns), head_dim, chunk=self._chunk), operand((*rows, value_columns), value_dim)
+        return self._of_blocks(CallTiles.of(self.spec).operand, stages)
 
     def gradients(self) -> tuple[Any, Any]:
         """Return buffers for dK and dV of a block."""
+        return self._of_blocks(CallTiles.of(self.spec).result, 1)
+
+    def _of_blocks(self, buffer: Callable[..., Any], blocks: int) -> tuple[Any, Any]:
         (head_dim, value_dim), (columns, value_columns) = whole_dims(self.spec), self.columns
-        rows, result = (1, self.tile.keys), CallTiles.of(self.spec).result
-        return result((*rows, columns), head_dim, chunk=self._chunk), result((*rows, value_columns), value_dim)
+        rows = blocks, self.tile.keys
+        return buffer((*rows, columns), head_dim, chunk=self._chunk), buffer((*rows, value_columns), value_dim)
 
     def ds(self) -> tuple[Any, ...]:
         """Return buffers for dS^T of two steps: one warpgroup may write a step's while the other reads the last one.
