@@ -267,7 +267,7 @@ DEFECTS = [
     Defect(
         "mosaic_gpu_mma: dQ of the fused backward is without the scale",
         "jflash/_backends/mosaic_gpu_mma/round_dq.py",
-        " * exponent.sums_scale(plan.spec)",
+        " * base2.sums_scale(plan.spec)",
         "",
         "tests/backends/mosaic_gpu/test_mma_interpreted.py",
     ),

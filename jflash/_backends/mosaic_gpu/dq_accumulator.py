@@ -137,13 +137,9 @@ class DqAccumulator:
         """Tiles of 64 rows of a head; the last may lack some."""
         return pl.cdiv(self.refs.dq.shape[1], WARPGROUP_ROWS)
 
-    def _item(self, wave: Any) -> Any:
-        """Return the number, among all, of this CTA's work item in a wave."""
-        return wave * self.schedule.items + self.place.item
-
     def _acc(self, wave: Any, head: Any) -> Ref:
         """Return the accumulator of a head that this CTA's place in a wave has."""
-        place = self._item(lax.rem(wave, self.waves_with_room(self.schedule)))
+        place = lax.rem(wave, self.waves_with_room(self.schedule)) * self.schedule.items + self.place.item
         return self.refs.acc.at[place * self.schedule.heads + head]
 
     def _round_rows(self, item: WorkItem, wave: Any, head: Any, rows: Any) -> None:
@@ -215,7 +211,8 @@ class RoundedByLast(DqAccumulator):
 
     def _counter(self, wave: Any, number: Any) -> Ref:
         """Return a counter of this CTA's work item in a wave."""
-        return self.refs.counters.at[(1 + self._item(wave) * self._COUNTERS + number) * _LINE]
+        place = (wave * self.schedule.items + self.place.item) * self._COUNTERS
+        return self.refs.counters.at[(1 + place + number) * _LINE]
 
 
 @dataclasses.dataclass(frozen=True)
