@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import pytest
 import short_run
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch, _settings
@@ -81,7 +82,7 @@ def resident_bytes() -> int:
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.slow if name == "reference" else ()) for name in _dispatch.BACKENDS]
+    params=[pytest.param(name, marks=cover(0) if name == "reference" else ()) for name in _dispatch.BACKENDS]
 )
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of each backend in turn; the short run has no more of the definition than others are held against."""

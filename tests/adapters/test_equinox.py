@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layers import Apply, assert_same_layer, assert_same_output, filled, normal
-from short_run import sampled
+from short_run import cover
 
 import jflash
 import jflash.equinox
@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     own, parameters = as_function(OWN, case.call, **case.options)
@@ -103,7 +103,7 @@ OPTIONS = {
 }
 
 
-@sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize(("options", "mask"), OPTIONS.values(), ids=OPTIONS)
 def test_an_option_is_the_mask_it_stands_for(options: dict[str, Any], mask: jax.Array) -> None:
     own, parameters = as_function(OWN, {"mask": mask})

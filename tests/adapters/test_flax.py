@@ -27,7 +27,7 @@ from flax_layers import (
     self_attention,
 )
 from layers import assert_same_layer, assert_same_output, normal
-from short_run import sampled
+from short_run import cover
 
 import jflash
 import jflash.flax
@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-@sampled(5)
+@cover(every=5)
 @pytest.mark.parametrize(("make", "case"), CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_the_layers_own_attention(make: Callable[..., Layer], case: Case) -> None:
     own, parameters = make(case.inputs, **case.options)
@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_the_layers_own_attention(make: Callab
     assert_same_layer(adapted, own, own, parameters, case.inputs)
 
 
-@sampled(4)
+@cover(every=4)
 @both_frameworks
 @pytest.mark.parametrize("low", ["dtype", "param_dtype"])
 def test_bfloat16(make: Callable[..., Layer], low: str) -> None:
@@ -116,7 +116,7 @@ BOUND = {
 }
 
 
-@sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize(
     ("make", "options", "mask"),
     [

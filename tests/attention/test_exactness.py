@@ -54,7 +54,7 @@ def assert_exact(attention: Callable[..., Any], case: Case):
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(case, backend, marks=() if case in IN_SHORT_RUN[backend] else pytest.mark.slow)
+        pytest.param(case, backend, marks=() if case in IN_SHORT_RUN[backend] else cover(0))
         for case, backend in itertools.product([*CASES, *EMULATED], _dispatch.BACKENDS)
         if case in IN_FULL[backend]
     ],
@@ -82,11 +82,9 @@ def test_no_key_to_see_or_no_query_to_see_it(
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(), marks=pytest.mark.slow),
+        pytest.param(Case(), marks=cover(0)),
         cases.EVERYTHING,
-        pytest.param(
-            Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end"), marks=pytest.mark.slow
-        ),
+        pytest.param(Case(query_length=523, key_length=640, bias="keys", causal=True, offset="end"), marks=cover(0)),
     ],
     ids=["plain", "everything", "long"],
 )
@@ -99,7 +97,7 @@ def test_exact_in_float64(attention: Callable[..., Any], case: Case):
     "case",
     [
         cases.EVERYTHING._replace(query_length=40, key_length=50),
-        pytest.param(cases.EVERYTHING._replace(bias="keys", score_mod="indices"), marks=pytest.mark.slow),
+        pytest.param(cases.EVERYTHING._replace(bias="keys", score_mod="indices"), marks=cover(0)),
     ],
     ids=["everything", "score_mod"],
 )

@@ -16,12 +16,13 @@ from cases import Case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plain_attention import Results
+from short_run import cover
 
 import jflash
 from jflash._backends import xla
 from jflash._semantics import pages
 
-SERVING = [pytest.param("reference", marks=pytest.mark.slow), "xla"]
+SERVING = [pytest.param("reference", marks=cover(0)), "xla"]
 SMALL = Case(query_length=5, key_length=48, heads=(4, 2), dims=(24, 24), batch=(2, 3))
 CASES: dict[str, tuple[Case, int]] = {
     "plain": (SMALL, 3),

@@ -12,6 +12,7 @@ import oracle
 import parts
 import pytest
 from cases import Case
+from short_run import cover
 
 from jflash import _dispatch, _platform
 from jflash._semantics.spec import Spec
@@ -42,7 +43,7 @@ IN_INTERPRETER = {"mosaic_gpu": kernel_families.HOPPER, "mosaic_gpu_mma": kernel
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(case, backend, marks=() if case in IN_SHORT_RUN[backend] else pytest.mark.slow)
+        pytest.param(case, backend, marks=() if case in IN_SHORT_RUN[backend] else cover(0))
         for case, backend in itertools.product(HALVED, _dispatch.BACKENDS)
     ],
     ids=str,

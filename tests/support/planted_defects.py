@@ -449,13 +449,6 @@ DEFECTS = [
         "gradients[name].sum(axis=0)",
         BACKWARD_TILE,
     ),
-    Defect(
-        "Keys that a query does not see add to tables",
-        "add_to_tables",
-        "numbers = jnp.where(p == 0, 0.0, cotangents[read.name])",
-        "numbers = jnp.ones_like(p) * cotangents[read.name]",
-        BACKWARD_TILE,
-    ),
 ]
 
 SITE = """

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import profiler
+from short_run import cover
 
 import jflash
 from jflash.bench import __main__ as bench
@@ -92,7 +93,7 @@ def test_run_records_every_case_and_peer(run):
         assert forward["tflops"] == pytest.approx(2 * (16 + 16) * pairs * 2 / forward["ms"] / 1e9)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_first(monkeypatch):
     """A GPU's clock depends on what it did just before. What a case has given is kept before the next one begins."""
     done: list[tuple[str, str, str]] = []

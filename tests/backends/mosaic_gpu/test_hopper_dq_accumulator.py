@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from short_run import sampled
+from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
+from jflash._backends.mosaic_gpu.rounded_later import SPARE, RoundedLater
+from short_run import cover
 
 from jflash._backends.mosaic_gpu import dq_accumulator
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs
-from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.rounded_later import SPARE, RoundedLater
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 
 
@@ -104,7 +104,7 @@ class Places:
         return (place,)
 
 
-@sampled(5)
+@cover(every=5)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [
@@ -173,7 +173,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
     _assert_whole(rounded, batch, heads, rows)
 
 
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [
@@ -270,7 +270,7 @@ def test_accumulators_of_a_part_are_its_gradient(heads: int, key_heads: int, bat
         assert own.tolist() == [place * schedule.heads + head for head in range(schedule.heads)]
 
 
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize("processors", [1, 3, 7])
 @pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2), (3, 2, 9)])
 def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):

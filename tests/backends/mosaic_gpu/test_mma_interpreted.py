@@ -14,7 +14,7 @@ import short_run
 from cases import Case
 from kernel_values import INTERPRETED
 from on_hardware import with_nan_in_padding
-from short_run import cover, sampled
+from short_run import cover
 
 from jflash import _tuning
 from jflash._backends import mosaic_gpu_mma
@@ -55,11 +55,11 @@ def assert_right(call: cases.Call, *place: object, given: cases.Call | None = No
 
 
 def slow(*row: object):
-    return pytest.param(*row, marks=pytest.mark.slow)
+    return pytest.param(*row, marks=cover(0))
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in IN_SHORT_RUN else pytest.mark.slow) for case in CASES], ids=str
+    "case", [pytest.param(case, marks=() if case in IN_SHORT_RUN else cover(0)) for case in CASES], ids=str
 )
 def test_right(case: Case):
     assert_right(cases.build(case))
@@ -88,7 +88,7 @@ def test_long_sums_of_float32(queries: int, keys: int):
     oracle.assert_right(run(call, precision="highest"), call)
 
 
-@sampled(12)
+@cover(every=12)
 @pytest.mark.parametrize("case", OF_16_BITS[::2], ids=str)
 def test_deterministic(case: Case):
     """By kernels of which every CTA owns what it sums; float32 has no others."""
@@ -96,7 +96,7 @@ def test_deterministic(case: Case):
     oracle.assert_right(run(call, deterministic=True), call)
 
 
-@sampled(12)
+@cover(every=12)
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,7 +117,7 @@ def test_fused_tiles(dim: int, tile: FusedTile, options: dict):
     assert key in trial.asked
 
 
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize("capability", ["8.0", "8.6"])
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -142,7 +142,7 @@ def test_budgets(dims: tuple[int, int], options: dict, capability: str):
     assert_right(call, capability, given=with_nan_in_padding(call))
 
 
-@sampled(6)
+@cover(every=6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (108, 1100)])
 @pytest.mark.parametrize("query_length", [1, 3])
@@ -152,7 +152,7 @@ def test_decoding(query_length: int, processors: int, key_length: int, dtype: st
     assert_right(cases.of_forward(cases.build(case)), "8.0", processors)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("options", [dict(causal=True, offset="end"), dict(bias="keys", lengths="keys")], ids=str)
 def test_sums_of_head_groups(options: dict):
     """On a device with many multiprocessors, heads that share keys form several groups, whose dK and dV are summed."""
@@ -160,7 +160,7 @@ def test_sums_of_head_groups(options: dict):
     oracle.assert_right(run(call), call)
 
 
-@sampled(9)
+@cover(every=9)
 @pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("float16", 64.0)])
 @pytest.mark.parametrize("steps", cases.STEPS)
 def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
@@ -170,7 +170,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(run(call), call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str):
     call = cases.build(Case("bfloat16", 70, 200, heads=(1, 1), dims=(64, 64), batch=(), bias="keys"))
@@ -209,7 +209,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=pytest.mark.slow) for row in TABLES[1:])])
+@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=cover(0)) for row in TABLES[1:])])
 def test_tables(row):
     """That a score_mod reads by position, with their gradients; padding holds NaN, which must reach nothing."""
     case, kind, dtype, processors = row
@@ -217,7 +217,7 @@ def test_tables(row):
     assert_right(call, "8.6", processors, given=with_nan_in_padding(call))
 
 
-@pytest.mark.slow
+@cover(0)
 def test_forward_alone():
     case = Case("bfloat16", 131, 4000, heads=(2, 2), dims=(64, 64), batch=(), causal=True, offset="end")
     call = cases.of_forward(cases.build(case))
