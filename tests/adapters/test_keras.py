@@ -138,6 +138,7 @@ def test_padding_that_keras_hands_on(kind: str) -> None:
     assert jnp.abs(masked(adapted)(weights, (inputs,)) - plain)[0, :9].max() > 0.1, "the mask came"
 
 
+@cover(0)
 @pytest.mark.parametrize("kind", ["mha", pytest.param("gqa", marks=cover(0))])
 def test_dropout_of_the_layers(kind: str) -> None:
     layer = made(ADAPTED[kind], Case(kind, options={"dropout": 0.25, "seed": 1}))
@@ -167,6 +168,7 @@ def model(layer: Any) -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(7)(layer(embedded, embedded, use_causal_mask=True)))
 
 
+@cover(0)
 @pytest.mark.parametrize("kind", ["mha", pytest.param("gqa", marks=cover(0))])
 def test_a_model_is_trained_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(1, 7, (16, LENGTH), np.int32)
@@ -190,6 +192,7 @@ def test_a_model_is_trained_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@cover(0)
 @both_kinds
 def test_keys_and_values_are_not_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called = {}
@@ -214,6 +217,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         ADAPTED["mha"](**SIZES["mha"])(images, images)
 
 
+@cover(0)
 def test_a_layer_of_keras_is_served_by_replacing_jax_nn() -> None:
     layer = made(OWN["mha"], Case("mha"))
     theirs = layer(*SELF, use_causal_mask=True)

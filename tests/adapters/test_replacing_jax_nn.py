@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@cover(every=5)
+@cover(every=9)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_jax_nn(options: dict[str, Any]) -> None:
     """Against float64, as near as plain attention; and in everything but roundings as jax.nn."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import paged
 import pytest
+from short_run import cover
 
 import jflash
 from jflash import tpu_inference
@@ -39,6 +40,7 @@ def arguments(dtype: str, heads: tuple[int, int], head_dim: int, stored: str, **
     return (given["q"], *new, cache.reshape(shape), *batch), step
 
 
+@cover(1)
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_dim", "stored", "options"),
     [

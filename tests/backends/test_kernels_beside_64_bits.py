@@ -37,6 +37,7 @@ def programs(family: Family, call: Call) -> list[ClosedJaxpr]:
     return [*hopper_kernels.traced(call, family=family), *tangents]
 
 
+@cover(every=5)
 @pytest.mark.parametrize(
     "options",
     [
@@ -57,6 +58,7 @@ def test_programs_are_the_same(family: Family, options: dict[str, Any]):
         assert list(map(str, programs(family, call))) == want
 
 
+@cover(every=2)
 def test_programs_lower(family: Family):
     """The programs are lowered, for which no GPU is needed."""
     call = cases.build(BASE._replace(causal=True, lengths="both", segments="far apart", score_mod="indices"))
@@ -76,6 +78,7 @@ ROWS = [
 ]
 
 
+@cover(every=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "options", [ROWS[0], *(pytest.param(options, marks=cover(0)) for options in ROWS[1:])], ids=str

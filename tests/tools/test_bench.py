@@ -115,6 +115,7 @@ def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_firs
         assert (first[2], second[2]) == (("jflash", "jax.nn"), ("jax.nn", "jflash"))[number // 2 % 3 % 2]
 
 
+@cover(0)
 def test_a_run_that_was_cut_off_goes_on_with_what_it_has(monkeypatch):
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
     monkeypatch.setattr(clocks, "REST_S", 0)
@@ -149,6 +150,7 @@ def test_a_run_that_was_cut_off_goes_on_with_what_it_has(monkeypatch):
         measure.measure(grid, ["jflash"], True, 1, lambda _: None, earlier=other)
 
 
+@cover(0)
 def test_forward_mode(monkeypatch):
     """It has columns of its own where it is asked for, and a peer that has none says so."""
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
@@ -257,6 +259,7 @@ def test_kernel_times_are_those_of_every_iteration_after_the_first(monkeypatch):
     assert max(samples) < 9
 
 
+@cover(0)
 def test_pictures_are_drawn_again_from_a_record(run, tmp_path):
     drawn = {path.name: path.read_bytes() for path in run[0].glob("*.png")}
     assert set(drawn) == {"bench-forward.png", "bench-backward.png"}

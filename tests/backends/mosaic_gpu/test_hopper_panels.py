@@ -14,7 +14,7 @@ from short_run import cover
 from jflash._backends.mosaic_gpu import array_shapes, plan
 
 
-@cover(every=10)
+@cover(every=99)
 @pytest.mark.parametrize(
     ("lengths", "heads", "dims", "options"),
     [
@@ -60,6 +60,7 @@ def test_values_are_padded_where_many_queries_see_them(monkeypatch: pytest.Monke
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
+@cover(1)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (32, 128), (80, 80), (72, 88)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(lengths="both"), dict(deterministic=True)], ids=str)
 def test_nothing_is_copied(dims: tuple[int, int], options: dict[str, Any]):

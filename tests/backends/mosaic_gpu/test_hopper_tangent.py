@@ -36,8 +36,8 @@ ROWS = [(case, list(MOVING)[index % len(MOVING)] if index % 2 else "all") for in
 
 def what_decides(row: tuple[Case, str]) -> dict[str, object]:
     case, moving = row
-    names = ("soft_cap", "score_mod", "bias", "mask", "segments", "dropout", "sinks")
-    return {name: bool(getattr(case, name)) for name in names} | dict(moving=moving)
+    names = ("score_mod", "bias", "mask", "dropout")
+    return {name: bool(getattr(case, name)) for name in names} | dict(values_alone=moving == "value")
 
 
 IN_SHORT_RUN = {ROWS[index] for index in short_run.covering(list(map(what_decides, ROWS)), 1)}

@@ -58,13 +58,14 @@ def test_wide(case: Case):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
+@cover(0)
 def test_two_pieces():
     """The other cases of float32 are dearer."""
     call = cases.build(Case("float32", 40, 40, (1, 1), (32, 288), (1,), causal=True))
     oracle.assert_right(hopper_kernels.run(call), call, as_tf32=True)
 
 
-@cover(every=3)
+@cover(every=9)
 @pytest.mark.parametrize(
     ("dtype", "dims", "heads", "query_length", "processors"),
     [
@@ -203,7 +204,7 @@ def spec_of(head_dim: int, value_dim: int, **options: object) -> Spec:
     return hopper_kernels.canonical_arguments(**arrays, **options)[0]
 
 
-@pytest.mark.parametrize("bias", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("bias", [jnp.bfloat16, *(pytest.param(bias, marks=cover(0)) for bias in (None, jnp.float32))])
 def test_every_size_fits(bias: Any):
     """Tiles of every kernel are found for all H and D up to 576, one of them above 256; with tiles of a bias to 544."""
     options = {} if bias is None else dict(bias=jnp.zeros((1, 1, 300, 200), bias))
@@ -221,6 +222,7 @@ def test_every_size_fits(bias: Any):
             assert smem.fits(kernel.plan.launch.smem), (head_dim, value_dim, kernel)
 
 
+@cover(every=6)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("precision", "most", "beside_bias"),

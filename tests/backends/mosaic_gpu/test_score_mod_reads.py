@@ -186,6 +186,7 @@ ROWS = [
 ]
 
 
+@cover(0)
 @pytest.mark.parametrize("row", [ROWS[0], *(pytest.param(row, marks=cover(0)) for row in ROWS[1:])])
 def test_numbers_of_heads(row):
     """With their gradients, and in both modes."""
@@ -243,6 +244,7 @@ def test_a_table_for_each_batch_entry():
     np.testing.assert_allclose(got, jnp.stack(results), rtol=1e-5, atol=1e-5)
 
 
+@cover(1)
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256), (512, 512)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("lengths", [(100, 100), (4096, 4096), (4096, 77)], ids=str)
