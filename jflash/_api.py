@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -132,9 +133,9 @@ def attention(
       local_window_size: (left, right), or one number for both: query i sees key j only if
         i + query_offset - left <= j <= i + query_offset + right. Neither may be negative. (127, 0) is a window of 128
         keys that ends with the query's own; a side of S is no limit.
-      implementation: "mosaic_gpu", "mosaic_gpu_mma", "xla", "reference" or "metal", or several of them in order of
-        preference. None asks "mosaic_gpu", "mosaic_gpu_mma", "xla" and "reference" in this order. `explain` says which
-        one serves.
+      implementation: "mosaic_gpu", "mosaic_gpu_mma", "cudnn", "xla", "reference" or "metal", or several of them in
+        order of preference. None asks all but "metal" in this order, on Blackwell "cudnn" before "mosaic_gpu_mma".
+        `explain` says which one serves.
       return_residual: also return the log-sum-exp of the logits.
       logits_soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c) (arXiv:2408.00118, section 2).
       alibi_slopes: floating `[N]`; adds -slope * abs(i + query_offset - j) (arXiv:2108.12409, section 3).
@@ -273,7 +274,7 @@ def _of_leaves[Result](
     return [leaf for t, leaf in zip(taken, leaves, strict=True) if t], of_taken
 
 
-def _compute(names: Sequence[str], arguments: dict[str, Any]) -> tuple[Array, Array]:
+def _compute(names: _dispatch.Names, arguments: dict[str, Any]) -> tuple[Array, Array]:
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     targets = _platform.lowering_targets(jax.tree.leaves(operands))
     choice = _dispatch.select(spec, names, targets)
@@ -316,8 +317,9 @@ def explain(
 
     Returns:
       Lines of text: the choice, or that there is none, and an indented line for each implementation that was asked
-      before it and refused. If the sequences are split over devices, the strategy for that and its reason follow; then
-      notes of what is probably not meant, or could be faster; then the description.
+      before it and refused. If the sequences are split over devices, the strategy for that and its reason follow, and
+      the implementation that serves if the choice cannot; then notes of what is probably not meant, or could be faster;
+      then the description.
 
     Raises: explain raises what `attention` raises for arguments that are wrong.
 
@@ -328,6 +330,7 @@ def explain(
       xla serves this call on cpu.
         mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
         mosaic_gpu_mma: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
+        cudnn: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
       >>> print(jflash.explain(*arrays, implementation="metal", dropout_rate=0.1, dropout_key=jax.random.key(0)))
       No implementation can serve this call on cpu.
         metal: it has no dropout.
@@ -336,7 +339,7 @@ def explain(
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     names = _dispatch.candidates(options.pop("implementation", None))
-    _arguments.static_bool("return_residual", return_residual)
+    return_residual = _arguments.static_bool("return_residual", return_residual)
     verbose = _arguments.static_bool("verbose", verbose)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     found: list[Spec] = []
@@ -344,12 +347,15 @@ def explain(
     shapes, call = _of_leaves(arguments, jax.ShapeDtypeStruct, look)
     jax.eval_shape(call, shapes)
     platform = next(iter(_platform.lowering_targets(jax.tree.leaves(arguments)).values()))
-    (spec,) = found
+    spec = dataclasses.replace(*found, lse_has_cotangent=return_residual)
     chosen, refusals = _dispatch.ask(spec, names, platform)
     verdict = f"{chosen} serves" if chosen is not None else "No implementation can serve"
     lines = [f"{verdict} this call on {platform}.", *([_dispatch.listing(refusals)] if refusals else [])]
     sequences = _split.described(spec, query, key)
-    lines += [] if sequences is None else [f"sequences: {sequences}"]
+    if sequences is not None:
+        whose, others = (None, {}) if chosen is None else _dispatch.ask_split(spec, names, platform, chosen)
+        lines.append(f"sequences: {sequences}{f'; by {whose}' if others and whose else ''}")
+        lines += [_dispatch.listing(others)] if others else []
     lines += _hints.lines(_hints.Call(arguments, spec, names, platform, is_traced=True))
     if verbose and chosen is not None and not _is_empty(spec):
         describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)

@@ -57,7 +57,7 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
 
 
 def heads(name: str, array: Any, axes: str, dtypes: Sequence[str] = DTYPES) -> None:
-    """An array of one of the dtypes, whose last axes have these names and hold at least one head and one feature."""
+    """Check an array's dtype, that its last axes are these, and that they hold a head and a feature at least."""
     _array(name, array)
     if array.ndim < 3:
         raise ValueError(
@@ -70,18 +70,18 @@ def heads(name: str, array: Any, axes: str, dtypes: Sequence[str] = DTYPES) -> N
 
 
 def array(name: str, value: Any) -> None:
-    """An array of numbers."""
+    """Check that a value is an array of numbers."""
     _array(name, value)
 
 
 def integers(name: str, array: Any) -> None:
-    """An array of integers."""
+    """Check that a value is an array of integers."""
     _array(name, array)
     _integers(name, array)
 
 
 def floating(name: str, array: Any) -> None:
-    """An array of floating-point numbers."""
+    """Check that a value is an array of floating-point numbers."""
     _array(name, array)
     _floating(name, array)
 
@@ -119,7 +119,7 @@ def scale(value: Any, name: str = "scale") -> None:
 
 
 def finite(name: str, value: Any, rule: str) -> None:
-    """A finite number, of Python or NumPy."""
+    """Check that a number of Python or NumPy is finite."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     static = _number(name, value, rule)

@@ -61,11 +61,13 @@ class _Devices:
 
     def run(self, part: _Part, program: Any, args: Any) -> Any:
         """Run one of the three functions, over however many devices there are."""
-        backend = _dispatch.functions(program.backend, part.spec)
 
         def local(sequence: SequenceSplit | None, *args: Any) -> Any:
+            name = program.backend
+            if sequence is not None:
+                name = _dispatch.serving_split(program, part.spec, self.choice.names)
             with _platform.lowered_for(program.platform):
-                return part.of(backend, sequence, *args)
+                return part.of(_dispatch.functions(name, part.spec), sequence, *args)
 
         return _sharding.shard(local, part.spec, part.like(args[0]))(*args)
 
@@ -100,7 +102,7 @@ class _Part:
 
     @property
     def own(self) -> frozenset[str]:
-        """All but the keys and values of a paged cache."""
+        """The operands that the batch never shares: of a paged call neither keys nor values."""
         return _primitive.OWN if self.spec.pages is None else _primitive.OWN - {"key", "value"}
 
     def __call__(self, program: Any, args: Any) -> Any:
@@ -181,8 +183,12 @@ class _Tangent(_Part):
     def transpose(self, args: Any, cotangents: Results) -> Any:
         operands, results, pushed = args
         asked = [name for name, value in pushed._asdict().items() if any(map(_is_linear, jax.tree.leaves(value)))]
-        spec = dataclasses.replace(self.spec, undifferentiated=self.spec.operands.difference(asked))
-        residuals = Residuals(results.out, results.lse, cotangents.out, cotangents.lse)
+        spec = dataclasses.replace(
+            self.spec,
+            undifferentiated=self.spec.operands.difference(asked),
+            lse_has_cotangent=not _primitive.is_zero(cotangents.lse),
+        )
+        residuals = Residuals(results.out, results.lse, *_primitive.with_zeros(cotangents))
         gradients = _primitive.perform(_Backward(self.where, spec), operands, residuals)
         return _nothing(operands), _nothing(results), _where_linear(pushed, gradients)
 
@@ -224,7 +230,8 @@ class _Backward(_Part):
                 lambda x, t: jnp.zeros_like(x) if t is None else t, residuals, around, is_leaf=_is_none
             )
             linear = residuals._replace(d_out=linear.d_out, d_lse=linear.d_lse)
-            found = _primitive.perform(self, operands, linear)
+            spec = dataclasses.replace(self.spec, lse_has_cotangent=around.d_lse is not None)
+            found = _primitive.perform(_Backward(self.where, spec), operands, linear)
 
         return _with_rest(found, self._by_xla, args, (moved, around._replace(d_out=None, d_lse=None)))
 
@@ -232,7 +239,8 @@ class _Backward(_Part):
         operands, residuals = args
         spec = dataclasses.replace(self.spec, undifferentiated=frozenset[str]())
         results = Results(residuals.out, residuals.lse)
-        pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, cotangents)
+        moving = jax.tree.map(lambda cotangent: None if _primitive.is_zero(cotangent) else cotangent, cotangents)
+        pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, moving)
         return _nothing(operands), _where_linear(residuals, residuals._replace(d_out=pushed.out, d_lse=pushed.lse))
 
 

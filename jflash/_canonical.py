@@ -140,7 +140,7 @@ def canonicalize(
 
 
 def _keys_and_values(cache: _pages.Cache, batch_axes: tuple[int, ...], accumulator: np.dtype[Any]) -> dict[str, Any]:
-    """The operands that hold keys and values."""
+    """Return the operands that hold keys and values."""
     if cache.page_table is not None:
         return cache.operands(accumulator)
     return dict(key=_merge_batch(cache.key, batch_axes), value=_merge_batch(cache.value, batch_axes))

@@ -26,6 +26,8 @@ class Choice:
     programs: tuple[Program, ...]
     refusals: tuple[tuple[str, str], ...]
     """The platforms on which no backend serves, with the reasons."""
+    names: tuple[str, ...] | None
+    """The backends that were asked, in order; `None`: as the platform has them (`_dispatch.in_order`)."""
 
     def serving(self, target: str) -> int:
         """Return the index of the program for a platform, by JAX's name for lowering.

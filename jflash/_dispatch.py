@@ -16,6 +16,8 @@ It may also have these:
     describe(spec, platform) -> str             what it would launch: for `explain(verbose=True)`
     program(platform) -> str                    platforms of one name share a program, which is traced for the first of
                                                 them; without it, all platforms that it serves share one
+    asked_before(platform) -> str | None        the backend before which a call that names none asks this one there;
+                                                None: its place is that of the table
 
 The tangent or backward that a backend lacks is `xla`'s, and so is every derivative beyond them. A backend with
 `DIFFERENTIATED_BY_JAX = True` has a forward that JAX differentiates itself, where that backend alone serves. A backend
@@ -24,12 +26,13 @@ with `ONLY_BY_NAME = True` serves only calls that name it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jflash_metal
-from jflash._backends import mosaic_gpu, mosaic_gpu_mma, reference, xla
+from jflash._backends import cudnn, mosaic_gpu, mosaic_gpu_mma, reference, xla
 from jflash._choice import Choice, Program
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
@@ -37,11 +40,14 @@ from jflash._semantics.spec import Spec
 BACKENDS: Mapping[str, Any] = {
     "mosaic_gpu": mosaic_gpu,
     "mosaic_gpu_mma": mosaic_gpu_mma,
+    "cudnn": cudnn,
     "xla": xla,
     "reference": reference,
     "metal": jflash_metal,
 }
-"""The backends, in the order in which `implementation=None` asks them."""
+"""The backends, in the order in which `implementation=None` asks them, where none says otherwise (`in_order`)."""
+Names = tuple[str, ...] | None
+"""The backends to ask, in order; `None`: all that do not serve only by name, in the order of the platform."""
 
 _log = logging.getLogger("jflash")
 
@@ -71,15 +77,15 @@ def _whose(name: str, kind: str, spec: Spec) -> tuple[str, str | None]:
     return name if reason is None else "xla", reason
 
 
-def candidates(implementation: Any) -> tuple[str, ...]:
-    """Return the names to ask, in order, for the argument `implementation`: one, several, or for None the default ones.
+def candidates(implementation: Any) -> Names:
+    """Return the names to ask for the argument `implementation`: one, several, or `None`.
 
     Raises:
       TypeError: if `implementation` is not a name, a sequence of names or None.
       ValueError: if it names a backend that does not exist, or none.
     """
     if implementation is None:
-        return tuple(name for name, backend in BACKENDS.items() if not getattr(backend, "ONLY_BY_NAME", False))
+        return None
     names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"`implementation` must be a name, a sequence of names or None. Got {implementation!r}.")
@@ -92,10 +98,24 @@ def candidates(implementation: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def ask(spec: Spec, names: Sequence[str], platform: Platform) -> tuple[str | None, dict[str, str]]:
+def in_order(names: Names, platform: Platform) -> tuple[str, ...]:
+    """Return the backends to ask on a platform, in order."""
+    if names is not None:
+        return names
+    order = [name for name, backend in BACKENDS.items() if not getattr(backend, "ONLY_BY_NAME", False)]
+    for name in tuple(order):
+        asked_before = getattr(BACKENDS[name], "asked_before", None)
+        other = None if asked_before is None else asked_before(platform)
+        if other is not None:
+            order.remove(name)
+            order.insert(order.index(other), name)
+    return tuple(order)
+
+
+def ask(spec: Spec, names: Names, platform: Platform) -> tuple[str | None, dict[str, str]]:
     """Return the first backend that can serve `spec`, and why each one before it cannot."""
     refusals: dict[str, str] = {}
-    for name in names:
+    for name in in_order(names, platform):
         reason = BACKENDS[name].unsupported(spec, platform)
         if reason is None:
             return name, refusals
@@ -118,7 +138,28 @@ def derivatives(name: str, spec: Spec) -> str:
     return f"derivatives: {each}, all others by xla"
 
 
-def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) -> Choice:
+def ask_split(spec: Spec, names: Names, platform: Platform, whole: str) -> tuple[str | None, dict[str, str]]:
+    """Return what `ask` does of one device's part of a call with split sequences, beginning with the backend that
+    serves whole ones."""
+    order = in_order(names, platform)
+    return ask(dataclasses.replace(spec, partial=True), order[order.index(whole) :], platform)
+
+
+def serving_split(program: Program, spec: Spec, names: Names) -> str:
+    """Return the backend that serves in the place of `program`'s if a call's shardings turn out to split its sequences.
+
+    Raises:
+      NotImplementedError: if none of the backends that were asked can serve, with the reasons.
+    """
+    name, refusals = ask_split(spec, names, program.platform, program.backend)
+    if name is None:
+        raise NotImplementedError(
+            f"No implementation can serve this call with its sequences split over devices.\n{listing(refusals)}"
+        )
+    return name
+
+
+def select(spec: Spec, names: Names, targets: Mapping[str, Platform]) -> Choice:
     """Return the first backend on each platform that can serve `spec`.
 
     It asks the backends, and never catches an exception to find out.
@@ -140,6 +181,7 @@ def select(spec: Spec, names: Sequence[str], targets: Mapping[str, Platform]) ->
     return Choice(
         tuple(Program(name, tuple(where), targets[where[0]]) for (name, _), where in served.items()),
         tuple((target, listing(reasons)) for target, (name, reasons) in answers.items() if name is None),
+        names,
     )
 
 

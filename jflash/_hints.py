@@ -12,7 +12,7 @@ import os
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     arguments: Mapping[str, Any]
     """The arguments of `attention` as they were given; those that are missing have their defaults."""
     spec: Spec
-    names: Sequence[str]
+    names: _dispatch.Names
     """The names of the backends that may serve."""
     platform: Platform
     is_traced: bool

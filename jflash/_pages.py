@@ -1,4 +1,4 @@
-"""The arguments of a call whose keys and values are in the pages of a cache: their checks and their canonical form."""
+"""Check the arguments of a call with a paged cache, and bring them into canonical form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jflash import _arguments
 from jflash._semantics.spec import Pages
 
 NARROW_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""What a cache may hold besides the query's dtype. The 16-bit dtypes of queries have all of their numbers."""
+"""The dtypes that a cache may have besides the query's. Each of their numbers is one of bfloat16 and of float16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Cache:
 
     @property
     def places(self) -> int:
-        """How many keys an entry's row of the page table has room for."""
+        """The keys that a row of the page table has room for."""
         return self.page_table.shape[-1] * self.key.shape[1]
 
     def check(self, query: Any, key_value_seq_lengths: Any, sequence_axis: Any) -> Pages | None:
-        """How the pages lie; `None` if there are none.
+        """Check the arguments, and return the layout of the pages; `None` where there are none.
 
         Raises:
           ValueError, TypeError: as `attention`.
@@ -71,7 +71,7 @@ class Cache:
         return pages
 
     def operands(self, accumulator: np.dtype[Any]) -> dict[str, Array]:
-        """The operands of a call with pages: `[#B, ...]`."""
+        """Return the operands that hold keys and values in pages, each `[#B, ...]`."""
         rows = lambda array: jnp.asarray(array).reshape(1, -1, *of_heads(array.shape[2:], self.value is None))
         table = jnp.asarray(self.page_table)
         found = dict(
@@ -87,7 +87,7 @@ class Cache:
 
 
 def named(kv_pages: Any) -> dict[str, Any]:
-    """The arrays of pages of the argument `kv_pages`, with names for messages: one of both, or of keys and of values.
+    """Return the one or two arrays of the argument `kv_pages`, by names for messages.
 
     Raises:
       ValueError: if they are not one or two.
@@ -100,10 +100,10 @@ def named(kv_pages: Any) -> dict[str, Any]:
 
 
 def layout(named: Mapping[str, Any], beside: str, array: Any) -> Pages:
-    """How pages lie that have these names: one array of both, or keys and values.
+    """Return the layout of some arrays of pages.
 
     Args:
-      named: the arrays of pages.
+      named: by their names for messages, one array of both, or one of keys and one of values.
       beside: the name of the array of queries, or of new keys, that they go with.
       array: that array.
 
@@ -144,24 +144,24 @@ def layout(named: Mapping[str, Any], beside: str, array: Any) -> Pages:
 
 
 def key_heads(pages: Pages, key: Any) -> int:
-    """How many an array of pages has."""
+    """Return how many key heads an array of pages has."""
     return key.shape[2] // (2 if pages.interleaved else 1)
 
 
 def grouped(name: str, heads: int, key_heads: int) -> None:
-    """Refuses query heads that do not share key heads evenly."""
+    """Check that the query heads share the key heads evenly."""
     if heads % key_heads != 0:
         raise ValueError(f"`{name}` heads must be a multiple of the key heads. Got N={heads} and K={key_heads}.")
 
 
 def of_heads(axes: tuple[int, int], interleaved: bool) -> tuple[int, int]:
-    """The last two axes of pages with one row for each key head: interleaved heads 2 k and 2 k + 1 lie side by side."""
+    """Return the last two axes with one entry for each key head: interleaved, its key and its value side by side."""
     heads, features = axes
     return (heads // 2, 2 * features) if interleaved else axes
 
 
 def check_scale(name: str, value: Any, shape: tuple[int, int]) -> None:
-    """A number, or a floating array that can be broadcast to `shape`, `[P, K]`; or `None`."""
+    """Check that a scale is `None`, a number, or a floating array that broadcasts to `shape`, `[P, K]`."""
     if value is None:
         return
     if not _arguments.is_array(value):

@@ -9,6 +9,7 @@ import functools
 import os
 import pathlib
 import platform
+import re
 import subprocess
 from collections.abc import Generator, Iterable, Sequence, Set
 from typing import Any
@@ -31,6 +32,11 @@ class Platform:
     """The compute capability of an NVIDIA GPU, such as "9.0"."""
     processors: int | None = None
     """The number of a GPU's multiprocessors, if JAX tells it."""
+
+    def is_nvidia_since(self, compute_capability: float) -> bool:
+        """Say whether the platform is an NVIDIA GPU of this compute capability or a newer one."""
+        own = self.compute_capability
+        return own is not None and re.fullmatch(r"\d+\.\d+", own) is not None and float(own) >= compute_capability
 
     def __str__(self) -> str:
         return self.name if self.device_kind == self.name else f"{self.name} ({self.device_kind})"

@@ -43,7 +43,7 @@ class Operation(Protocol):
 
     @property
     def own(self) -> Collection[str]:
-        """Names of the arguments' fields of which no two entries of the batch share an array: most often `OWN`."""
+        """The names of the arguments' fields that the entries of the batch never share; `OWN` but for a paged cache."""
         ...
 
     def __call__(self, program: Program | None, args: Any) -> Any:
@@ -55,7 +55,10 @@ class Operation(Protocol):
         ...
 
     def transpose(self, args: Any, cotangents: Any) -> Any:
-        """Return the cotangents of linear arguments, which come as a `jax.ShapeDtypeStruct`, and `None` for others."""
+        """Return the cotangents of linear arguments, which come as a `jax.ShapeDtypeStruct`, and `None` for others.
+
+        Among the results' `cotangents`, a `jax.ShapeDtypeStruct` stands for zeros (`with_zeros`).
+        """
         ...
 
 
@@ -85,6 +88,17 @@ def tangents_of(function: Callable[..., Any], args: Any, tangents: Any) -> Any:
     moving = [(leaf, tangent) for leaf, tangent in zip(leaves, given, strict=True) if tangent is not None]
     primals, pushed = ([pair[index] for pair in moving] for index in (0, 1))
     return jax.jvp(of_moving, (primals,), (pushed,))[1]
+
+
+def is_zero(cotangent: Any) -> bool:
+    """Say whether a cotangent that `Operation.transpose` is given is known to be 0."""
+    return isinstance(cotangent, jax.ShapeDtypeStruct)
+
+
+def with_zeros[Tree](cotangents: Tree) -> Tree:
+    """Return the cotangents that `Operation.transpose` is given, all of them as arrays."""
+    array = lambda cotangent: jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero(cotangent) else cotangent
+    return jax.tree.map(array, cotangents)
 
 
 def _merged(leaves: Sequence[Any], some: Sequence[Any], taken: Sequence[bool]) -> list[Any]:
@@ -154,11 +168,12 @@ def _jvp(primals: Any, tangents: Any, *, operation: Operation, tree: Any, **_: A
 def _transpose(
     cotangents: Any, *leaves: Any, operation: Operation, tree: Any, result_tree: Any, **_: Any
 ) -> list[Array | None]:
-    def shape_if_linear(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype) if ad.is_undefined_primal(leaf) else leaf
+    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype)
 
-    args = tree.unflatten(map(shape_if_linear, leaves))
-    return tree.flatten_up_to(operation.transpose(args, result_tree.unflatten(map(ad.instantiate_zeros, cotangents))))
+    args = tree.unflatten([shape_of(leaf) if ad.is_undefined_primal(leaf) else leaf for leaf in leaves])
+    given = [shape_of(cotangent) if isinstance(cotangent, ad.Zero) else cotangent for cotangent in cotangents]
+    return tree.flatten_up_to(operation.transpose(args, result_tree.unflatten(given)))
 
 
 def _batch(

@@ -23,7 +23,7 @@ class Ragged(NamedTuple):
     num_seqs: Int[Array, "1"]
 
     def check(self) -> None:
-        """Shapes and dtypes.
+        """Check shapes and dtypes.
 
         Raises:
           ValueError, TypeError: if one is wrong.
@@ -43,17 +43,17 @@ class Ragged(NamedTuple):
                 )
 
     def in_32_bits(self) -> Ragged:
-        """As JAX arrays of int32."""
+        """Return the same batch as JAX arrays of int32."""
         return Ragged(*(jnp.asarray(array).astype(jnp.int32) for array in self))
 
     @property
     def query_lengths(self) -> Int[Array, "seqs"]:
-        """How many tokens of the step each sequence has; 0 for rows that are none."""
+        """The number of each sequence's tokens in the step; 0 for rows past the last sequence."""
         is_one = jnp.arange(len(self.kv_lens)) < self.num_seqs
         return jnp.where(is_one, self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
     def tokens(self, count: int) -> Tokens:
-        """Where each of `count` tokens belongs."""
+        """Return where each of `count` tokens belongs."""
         token = jnp.arange(count, dtype=jnp.int32)
         stops = jnp.where(jnp.arange(len(self.kv_lens)) < self.num_seqs, self.cu_q_lens[1:], count)
         sequence = _bucket(stops, token)
@@ -62,7 +62,7 @@ class Ragged(NamedTuple):
         return Tokens(sequence, place, self.kv_lens[sequence] - self.query_lengths[sequence] + place, is_one)
 
     def blocks(self, tokens: int, rows: int) -> Blocks:
-        """The step's tokens in blocks of up to `rows`, each of one sequence; as many blocks as there can ever be."""
+        """Return the step's tokens in blocks of up to `rows`, each of one sequence: as many as there can ever be."""
         lengths = self.query_lengths
         of_sequence = (lengths + rows - 1) // rows
         stops = jnp.cumsum(of_sequence, dtype=jnp.int32)
@@ -85,34 +85,34 @@ class Ragged(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """For each token of a step."""
+    """The place of each token of a step."""
 
     sequence: Int[Array, "tokens"]
     place: Int[Array, "tokens"]
-    """Among the sequence's tokens of this step."""
+    """The token's index among the sequence's tokens of this step."""
     position: Int[Array, "tokens"]
-    """Among the sequence's keys."""
+    """The token's index among the sequence's keys."""
     is_one: Bool[Array, "tokens"]
     """Whether it belongs to a sequence; else the rest of its row means nothing."""
 
 
 class Blocks(NamedTuple):
-    """For each block of a step's tokens; `begins` for each sequence. Those past the last have no tokens and no keys."""
+    """The blocks of a step's tokens; those past the last have no tokens and no keys."""
 
     sequence: Int[Array, "blocks"]
     first: Int[Array, "blocks"]
-    """Its first token."""
+    """The block's first token in the array of all tokens."""
     tokens: Int[Array, "blocks"]
-    """How many it has."""
+    """The number of the block's tokens."""
     position: Int[Array, "blocks"]
-    """Of its first token among the sequence's keys."""
+    """The index of the block's first token among the sequence's keys."""
     keys: Int[Array, "blocks"]
-    """Those of its sequence."""
+    """The number of the sequence's keys."""
     begins: Int[Array, "seqs"]
-    """The first block of a sequence."""
+    """The first block of each sequence."""
 
 
 def _bucket(stops: Int[Array, "n"], values: Int[Array, "m"]) -> Int[Array, "m"]:
-    """The first of the ascending `stops` that each value is below; the last if there is none."""
+    """Return the first of the ascending `stops` that each value is below; the last if there is none."""
     passed = jnp.sum(stops[None] <= values[:, None], axis=1, dtype=jnp.int32)
     return jnp.minimum(passed, len(stops) - 1)

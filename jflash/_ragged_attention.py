@@ -18,8 +18,8 @@ from jflash._ragged import Ragged
 DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
 """That of JAX's TPU kernel, whose default it is."""
 _MOST_ROWS = 64
-"""Of a block of queries. It has about as many as a sequence has on average: then there are at most twice as many rows
-as tokens."""
+"""The most rows of a block of queries. A block has about as many as a sequence has tokens on average, so all blocks
+together have at most three times as many rows as there are tokens."""
 
 KVPages = Float[Array, "P page_size 2*K H"] | tuple[Float[Array, "P page_size K H"], Float[Array, "P page_size K D"]]
 
@@ -88,7 +88,7 @@ def ragged_paged_attention(
     return_residual: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens N D"] | tuple[Float[Array, "tokens N D"], Float[Array, "tokens N"]]:
-    """Causal attention of many sequences with a paged cache: those that are prefilled and those that decode together.
+    """Compute causal attention of many sequences with a paged cache, prefill and decode together.
 
     The arguments up to `vmem_limit_bytes` are those of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`: their
     names, order and defaults, so code that was written for TPUs runs. The keys of this step's tokens are in the cache
@@ -183,20 +183,20 @@ def ragged_paged_attention(
 
 
 class Static(NamedTuple):
-    """What is known when a call is traced."""
+    """The facts of a call that are known when it is traced."""
 
     scale: float | None
-    """`None`: it is an array."""
+    """`None` where the scale is an array."""
     causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
-    names: tuple[str, ...]
-    """Of the implementations that may serve."""
+    names: _dispatch.Names
+    """The names of the implementations that may serve."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
-    """Output and log-sum-exp, by blocks of queries, each of one sequence: these are the batch of a call with pages."""
+    """Return output and log-sum-exp. Blocks of queries, each of one sequence, are the batch of a call with pages."""
     q, batch, (key, *value) = arrays["q"], arrays["batch"], arrays["pages"]
     tokens, seqs = q.shape[0], len(batch.kv_lens)
     if 0 in (tokens, seqs):
@@ -233,7 +233,7 @@ def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
 
 
 def say_not_used(**tuning: Any) -> None:
-    """Once for each argument that is given."""
+    """Log once for each argument that is given that it has no effect."""
     for name, value in tuning.items():
         if value is not None and name not in _said:
             _log.info("`%s` tunes the kernel for TPUs, and changes nothing here.", name)

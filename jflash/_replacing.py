@@ -35,7 +35,7 @@ class LeftCall(NamedTuple):
     """The number of times the call was made."""
 
 
-def replacing_jax_nn() -> Replacement:
+def replacing_jax_nn(*, cudnn: bool = False) -> Replacement:
     """Return a context manager, also a decorator, in which jflash serves calls of `jax.nn.dot_product_attention`.
 
     The block gives an object whose `report()` says how many calls jflash served, which it left to jax.nn, and why. Its
@@ -63,10 +63,11 @@ def replacing_jax_nn() -> Replacement:
       so: the float32 log-sum-exp cannot hold how many keys there are. A bias of -inf, or a mask, hides keys exactly.
     - jax.nn's `implementation=None` and "xla" are alike here: the fastest implementation of jflash serves.
 
-    jflash leaves to jax.nn the calls with `implementation="cudnn"`, those with arguments that jax.nn has and jflash
-    does not know, and those that jflash does not take: dtypes other than float32, bfloat16, float16 and float64, a
-    `scale` that is not one finite number, a window that is negative or not known when the call is traced, symbolic
-    sizes, and arrays without heads or features. `left` and `report` list them.
+    jflash leaves to jax.nn the calls with `implementation="cudnn"`, which it serves with `cudnn=True` as if they named
+    nothing, also where cuDNN could not. It leaves those with arguments that jax.nn has and jflash does not know, and
+    those that jflash does not take: dtypes other than float32, bfloat16, float16 and float64, a `scale` that is not one
+    finite number, a window that is negative or not known when the call is traced, symbolic sizes, and arrays without
+    heads or features. `left` and `report` list them.
 
     A block reaches:
 
@@ -81,16 +82,22 @@ def replacing_jax_nn() -> Replacement:
     Blocks may be nested, and a block entered again goes on counting. The attribute is restored when the last one is
     over, whatever was raised.
 
+    Args:
+      cudnn: whether jflash also serves calls that name cuDNN.
+
     Raises:
-      TypeError: if it decorates a coroutine or a generator, whose body would run when the block is over.
+      TypeError: if `cudnn` is not a bool, or if the block decorates a coroutine or a generator, whose body would run
+        when the block is over.
     """
-    return Replacement()
+    return Replacement(_arguments.static_bool("cudnn", cudnn))
 
 
 class Replacement(contextlib.ContextDecorator):
     """A block of `replacing_jax_nn`, with the counts of the calls that were made in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cudnn: bool) -> None:
+        self.cudnn = cudnn
+        """Whether calls that name cuDNN are served too."""
         self._served = 0
         self._left: dict[tuple[str, str], int] = {}
 
@@ -187,6 +194,8 @@ def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
         if block is None:  # The caller kept the function after the last block had ended.
             return original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
+        if block.cudnn and arguments.get("implementation") == "cudnn":
+            arguments["implementation"] = None
         reason = _why_left(arguments, signature)
         result = _serve(original, arguments) if reason is None else original(*args, **kwargs)
         block.count(None if reason is None else (_in_words(arguments), reason))
@@ -204,7 +213,7 @@ def _why_left(arguments: Mapping[str, Any], signature: inspect.Signature) -> str
         if name not in _KNOWN and value is not signature.parameters[name].default:
             return f"jflash does not know the argument `{name}`"
     if arguments.get("implementation") == "cudnn":
-        return "`implementation` names cuDNN"
+        return "`implementation` names cuDNN, and `replacing_jax_nn` was not called with cudnn=True"
     arrays = {name: jnp.asarray(arguments[name]) for name in _ARRAYS if arguments.get(name) is not None}
     for name, array in arrays.items():
         if any(jax.export.is_symbolic_dim(size) for size in array.shape):

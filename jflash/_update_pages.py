@@ -57,7 +57,7 @@ def update_pages(
     k_scale: PageScale | None = None,
     v_scale: PageScale | None = None,
 ) -> Any:
-    """The pages of a cache with the keys and values of a step's tokens in their places.
+    """Write the keys and values of a step's tokens into their places in the pages of a cache.
 
     The pages are donated: outside `jax.jit` the arrays that are given are no more, and the step is written into their
     memory. Inside, it is so if the outer function donates them, or if a loop carries them. A step costs as much as its
@@ -117,7 +117,7 @@ def update_pages(
 
 
 def _check(kv_pages: Any, keys: Any, values: Any, k_scale: Any, v_scale: Any) -> Pages:
-    """How the pages lie, if keys, values and scales go with them."""
+    """Check that keys, values and scales go with the pages, and return their layout."""
     dtypes = (*_arguments.DTYPES, *_pages.NARROW_DTYPES)
     _arguments.heads("keys", keys, "tokens, K, H", dtypes)
     _arguments.heads("values", values, "tokens, K, D", dtypes)
@@ -139,7 +139,7 @@ def _check(kv_pages: Any, keys: Any, values: Any, k_scale: Any, v_scale: Any) ->
 
 
 def _of_one_length(keys: Any, kv_lens: Any, page_indices: Any) -> Ragged:
-    """The batch of sequences that all have as many tokens."""
+    """Return the batch of sequences that all have as many tokens."""
     *axes, length = keys.shape[:-2]
     _arguments.integers("kv_lens", kv_lens)
     _arguments.integers("page_indices", page_indices)
@@ -160,7 +160,7 @@ def _of_one_length(keys: Any, kv_lens: Any, page_indices: Any) -> Ragged:
 def _update(
     pages: Pages, caches: tuple[Array, ...], new: tuple[Array, Array], batch: Ragged, scales: tuple[Any, Any]
 ) -> tuple[Array, ...]:
-    """Each token goes to its row of the pages; one without a place to the row past the last, which there is not."""
+    """Write each token to its row of the pages. One without a place goes past the last row, and is dropped."""
     count, width = caches[0].shape[0], batch.page_indices.shape[1]
     if width == 0 or len(batch.kv_lens) == 0:
         return caches
@@ -180,7 +180,7 @@ def _update(
 def _quantized(
     array: Float[Array, "tokens K H"], scale: Any, page: Int[Array, "tokens"], dtype: np.dtype[Any]
 ) -> Array:
-    """The numbers as pages of `dtype` hold them: divided by the scale, rounded, no further from 0 than the dtype's."""
+    """Return the numbers as pages of `dtype` hold them: divided by the scale, rounded, within the dtype's range."""
     if array.dtype == dtype and scale is None:
         return array
     wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))

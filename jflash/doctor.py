@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       a call in bfloat16 or float32, with heads of 64 and no options:
         mosaic_gpu: it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is cpu.
         mosaic_gpu_mma: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
+        cudnn: it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is cpu.
         xla: serves, by default
         reference: serves, if named
       ...
@@ -128,9 +129,11 @@ class _Call:
     dtype: str
     head_dim: int
     everything: bool = False
+    offset: int = 20
 
     def __str__(self) -> str:
-        return f"{self.dtype} d{self.head_dim} {'all options' if self.everything else 'causal'}"
+        causal = "causal" if self.offset else "causal from the top left"
+        return f"{self.dtype} d{self.head_dim} {'all options' if self.everything else causal}"
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays that have a gradient: 4 query heads on 2 key heads, 70 queries, 90 keys."""
@@ -144,9 +147,9 @@ class _Call:
             arrays |= {name: normal(*shape) / 8 for name, shape in parameters.items()}
         return arrays
 
-    def attend(self, implementation: str, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return the output and the gradients."""
-        options: dict[str, Any] = dict(is_causal=True, query_offset=20, precision=PRECISION)
+    def options(self) -> dict[str, Any]:
+        """Return what the call has besides its arrays."""
+        options: dict[str, Any] = dict(is_causal=True, query_offset=self.offset, precision=PRECISION)
         if self.everything:
             segments = np.arange(90) // 30
             options |= dict(
@@ -157,9 +160,13 @@ class _Call:
                 query_seq_lengths=np.array([61], np.int32),
                 key_value_seq_lengths=np.array([85], np.int32),
             )
+        return options
+
+    def attend(self, implementation: str, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return the output and the gradients."""
 
         def attention(arrays: dict[str, Any]) -> Any:
-            return jflash.attention(**arrays, **options, implementation=implementation)
+            return jflash.attention(**arrays, **self.options(), implementation=implementation)
 
         out, pull_back = jax.vjp(attention, arrays)
         weights = jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype)
@@ -173,14 +180,15 @@ _CALLS = (
     _Call("float32", 32),
     _Call("float32", 256),
     _Call("bfloat16", 128),
+    _Call("bfloat16", 64, offset=0),
     _Call("float32", 40, everything=True),
     _Call("float16", 64, everything=True),
 )
 
 
-def accepting(arrays: dict[str, Any]) -> list[str]:
+def accepting(arguments: dict[str, Any]) -> list[str]:
     """Return the implementations that accept a call."""
-    explained = lambda name: jflash.explain(**arrays, precision=PRECISION, implementation=name)
+    explained = lambda name: jflash.explain(**arguments, implementation=name)
     return [name for name in _dispatch.BACKENDS if explained(name).startswith(f"{name} serves")]
 
 
@@ -197,7 +205,7 @@ def selfcheck() -> Iterator[Check]:
             wide = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
             truth = {name: np.asarray(array) for name, array in call.attend("reference", wide).items()}
         allowed = 8 * float(jnp.finfo(call.dtype).eps) + 64 * float(np.finfo(np.float32).eps)
-        for name in accepting(arrays):
+        for name in accepting({**arrays, **call.options()}):
             try:
                 got = call.attend(name, {key: jnp.asarray(array) for key, array in arrays.items()})
                 got = {result: np.asarray(array, np.float64) for result, array in got.items()}

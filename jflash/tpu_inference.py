@@ -32,7 +32,7 @@ _LANES = 128
 def get_kv_cache_shape(
     total_num_pages: int, page_size: int, actual_num_kv_heads: int, actual_head_dim: int, kv_dtype: Any
 ) -> tuple[int, int, int, int, int]:
-    """The shape of a cache, `(P, page_size, 2 K / p, p, H)`, as the function of this name in tpu-inference gives it.
+    """Return the shape of a cache, `(P, page_size, 2 K / p, p, H)`, as tpu-inference's function of this name does.
 
     Example:
       >>> import jax.numpy as jnp, jflash.tpu_inference
@@ -80,7 +80,7 @@ def ragged_paged_attention(
     disable_semaphore_checks: bool = True,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "tokens N H"], Float[Array, "P page_size heads p lanes"]]:
-    """Writes a step's keys and values into the cache, and attends to it: tpu-inference's function, with its arguments.
+    """Write a step's keys and values into the cache, and attend to it, with the arguments of tpu-inference.
 
     The cache is donated: outside `jax.jit` the array that is given is no more. All but `implementation` is as in
     tpu-inference; there is no derivative.
@@ -179,7 +179,7 @@ def ragged_paged_attention(
 
 
 def _check(queries: Any, keys: Any, values: Any, kv_cache: Any) -> None:
-    """Shapes and dtypes of what is in the cache, and of what goes there."""
+    """Check shapes and dtypes of what is in the cache, and of what goes there."""
     for name, array in dict(queries=queries, keys=keys, values=values).items():
         _arguments.array(name, array)
         if array.ndim != 3:
@@ -212,7 +212,7 @@ def _check(queries: Any, keys: Any, values: Any, kv_cache: Any) -> None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _step(static: Static, update: bool, kv_cache: Array, arrays: dict[str, Any]) -> tuple[Array, Array]:
-    """In the cache heads are as many and as wide as its layout has them. Queries are 0 in what that adds."""
+    """Return output and cache. Heads are as many and as wide as in the cache; queries are 0 in the rest."""
     queries, keys, values, batch = (arrays[name] for name in ("queries", "keys", "values", "batch"))
     _, heads, head_dim = queries.shape
     pages = kv_cache.reshape(*kv_cache.shape[:2], -1, kv_cache.shape[-1])

@@ -1,8 +1,9 @@
 """The backend for Apple GPUs: Metal shaders, run as XLA custom calls on JAX's cpu platform.
 
-Apple's GPUs share their memory with the CPU, so the arrays of JAX's CPU platform are read and written in place. Where
-the native library is built without Metal (`_ffi.host()`), the same shaders run in an emulator: slowly, and watched for
-races and for accesses out of bounds.
+Apple's GPUs share their memory with the CPU, so the arrays of JAX's CPU platform are read and written in place. On
+jax-graft's platform `mtl`, whose custom calls are not told of the work before them, the same kernels run in a host
+callback (`_launch`). Where the native library is built without Metal (`_ffi.host()`), the same shaders run in an
+emulator: slowly, and watched for races and for accesses out of bounds.
 
 A call is planned from its `Spec` (`_plan`), its arrays are prepared and its kernels launched (`_launch`, by way of
 `_ffi`), and `finish` makes the gradients from what the kernels wrote. shaders/ has the algorithms.
@@ -20,10 +21,10 @@ from jflash._platform import Platform
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash_metal import _ffi
-from jflash_metal._launch import launch, prepare
+from jflash_metal._launch import BY_CALLBACK, launch, prepare
 from jflash_metal._plan import SCALARS, copies, plan_backward, plan_forward
 
-__all__ = ["ONLY_BY_NAME", "backward", "describe", "forward", "unsupported"]
+__all__ = ["ONLY_BY_NAME", "backward", "describe", "forward", "program", "unsupported"]
 
 ONLY_BY_NAME = True
 """Until the shaders have run on an Apple GPU, `implementation=None` does not choose them."""
@@ -36,15 +37,15 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
     if platform.name == "METAL":
         return (
             "jax-metal's platform METAL runs two custom calls of its own and has no FFI, so no library can run a "
-            "shader there. JAX's cpu platform on the same Mac can: JAX_PLATFORMS=cpu."
+            "shader there. On the same Mac JAX's cpu platform can (JAX_PLATFORMS=cpu), and jax-graft's mtl."
         )
     if platform.name == "mps":
         return (
-            "jax-mps's platform mps has no FFI, so no library can run a shader there. JAX's cpu platform on the same "
-            "Mac can: JAX_PLATFORMS=cpu."
+            "jax-mps's platform mps has no FFI, so no library can run a shader there. On the same Mac JAX's cpu "
+            "platform can (JAX_PLATFORMS=cpu), and jax-graft's mtl."
         )
-    if platform.name != "cpu":
-        return f"its kernels are for Apple GPUs, by way of JAX's cpu platform; this is {platform}."
+    if platform.name not in ("cpu", *BY_CALLBACK):
+        return f"its kernels are for Apple GPUs, by way of JAX's cpu platform or jax-graft's mtl; this is {platform}."
     if spec.pages is not None:
         return "it takes no paged cache (`page_table`)."
     if spec.dtype.name not in SCALARS:
@@ -56,6 +57,11 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
     if spec.score_mod is not None:
         return "it has no score_mod: a Python function cannot become part of a Metal shader."
     return _ffi.available()
+
+
+def program(platform: Platform) -> str:
+    """Return the platform's name: there are custom calls on the cpu platform, and host callbacks on `mtl`."""
+    return platform.name
 
 
 def describe(spec: Spec, platform: Platform) -> str:

@@ -121,6 +121,49 @@ def launch(
     )
 
 
+class _Buffer(ctypes.Structure):
+    """`Buffer` of csrc/launch.h: a piece of memory, and the bytes of one of its elements."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("element_bytes", ctypes.c_size_t))
+
+
+def run(
+    source: str,
+    entry: str,
+    grid: tuple[int, int, int],
+    threads: tuple[int, int, int],
+    parameters: bytes,
+    operands: Sequence[Shaped[np.ndarray, "..."]],
+    results: Sequence[Shaped[np.ndarray, "..."]],
+) -> None:
+    """Run one kernel at once, over arrays in the CPU's memory, and writes its results: `launch` outside of XLA.
+
+    Args: those of `launch`; `results` are arrays that are written, every byte of them. All arrays are contiguous.
+
+    Raises:
+      RuntimeError: what `launch` raises, with the same words.
+    """
+    buffers = [_Buffer(array.ctypes.data, array.nbytes, array.itemsize) for array in (*operands, *results)]
+    message = ctypes.create_string_buffer(4096)
+    function = _library().jflash_metal_run
+    function.restype = ctypes.c_size_t
+    failure: int = function(
+        source.encode(),
+        entry.encode(),
+        (ctypes.c_int32 * 3)(*grid),
+        (ctypes.c_int32 * 3)(*threads),
+        parameters,
+        ctypes.c_size_t(len(parameters)),
+        (_Buffer * len(buffers))(*buffers),
+        ctypes.c_size_t(len(operands)),
+        ctypes.c_size_t(len(results)),
+        message,
+        ctypes.c_size_t(len(message)),
+    )
+    if failure:
+        raise RuntimeError(message.raw[:failure].decode(errors="replace"))
+
+
 def counters() -> tuple[Counters, ...]:
     """Return the counts of this process's last launches in the emulator (up to 256), oldest first."""
     function = _emulator().metal_emulator_counters

@@ -6,14 +6,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32
 
-from jflash import _mesh
+from jflash import _mesh, _platform
 from jflash._semantics.spec import Operands, Residuals
 from jflash_metal import _ffi
 from jflash_metal._blocks import THREADS
 from jflash_metal._parameters import with_batch_strides
 from jflash_metal._plan import OPERANDS, Plan
+
+BY_CALLBACK = ("mtl",)
+"""Platforms whose custom calls are not told of the work before them, and which have host callbacks in its order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,8 @@ def prepare(plan: Plan, operands: Operands, residuals: Residuals | None = None) 
 
 def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:
     """Return every result of the plan's kernels by its name."""
+    if _platform.current().name in BY_CALLBACK:
+        return _by_callback(plan, arrays)
     source = plan.source()
     results: dict[str, Array] = {}
     for kernel in plan.kernels:
@@ -52,6 +58,31 @@ def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:
         written = _mesh.varying_alike(written, like=bound)
         results |= {result.name: array for result, array in zip(kernel.results, written, strict=True)}
     return results
+
+
+def _by_callback(plan: Plan, arrays: Arrays) -> dict[str, Array]:
+    """Return what `launch` does, from one host callback, which the platform runs when the work before it is done.
+
+    Operands are read where the callback is given them. What one kernel writes for the next is copied nowhere; results
+    are copied once, by the platform, to where it wants them.
+    """
+    source = plan.source()
+    results = {result.name: result for kernel in plan.kernels for result in kernel.results}
+    operands = {
+        name: arrays.by_name[name] for kernel in plan.kernels for name in kernel.operands if name not in results
+    }
+
+    def run(given: dict[str, Array]) -> dict[str, np.ndarray]:
+        written = {name: np.empty(result.shape, result.dtype) for name, result in results.items()}
+        available = {name: np.ascontiguousarray(array) for name, array in given.items()} | written
+        for kernel in plan.kernels:
+            bound = [available[name] for name in kernel.operands]
+            own = [written[result.name] for result in kernel.results]
+            _ffi.run(source, kernel.entry, kernel.grid, (THREADS, 1, 1), arrays.parameters, bound, own)
+        return written
+
+    shapes = {name: jax.ShapeDtypeStruct(result.shape, result.dtype) for name, result in results.items()}
+    return _mesh.varying_alike(jax.pure_callback(run, shapes, operands), like=operands)
 
 
 def _ranges(segments: Int32[Array, "#B L"]) -> Int32[Array, "#B L8 2"]:

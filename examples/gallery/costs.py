@@ -32,6 +32,7 @@ import packed_documents
 import paged_cache
 import per_example_gradients
 import prefix_lm
+import qk_clip
 import ragged_batch
 import relative_bias
 import score_mods
@@ -221,6 +222,7 @@ CASES: Mapping[tuple[str, str], Callable[[], Case]] = {
     ("paged_cache", "decode"): _paged_cache,
     ("ragged_batch", "attend"): _ragged_batch,
     ("merging", "attend"): lambda: beside_full(merging.attend, CAUSAL),
+    ("qk_clip", "output"): lambda: beside_full(qk_clip.output, CAUSAL),
     ("per_example_gradients", "attend"): _per_example_gradients,
     ("hessian_vector_product", "attend"): _hessian_vector_product,
 }

@@ -1,8 +1,9 @@
 """Prefill and decode in one call: sequences with one token or many in this step, all with their keys in one cache.
 
-The queries of all sequences stand one after the other; `cu_q_lens` says where each begins. A sequence that decodes
-has one, one whose prompt is computed has a piece of it; each token sees its sequence up to itself. Shapes are static
-and contents are not, so one compiled program serves every step. The arguments are those of JAX's kernel for TPUs.
+The queries of all sequences stand one after the other, and `cu_q_lens` says where each sequence begins. A sequence that
+decodes has one query, one whose prompt is computed has a piece of it. Each token sees its sequence up to itself. Shapes
+are static and contents are not, so one compiled program serves every step. The arguments are those of JAX's kernel for
+TPUs.
 
 Source: ragged paged attention, jax.experimental.pallas.ops.tpu.ragged_paged_attention.
 """

@@ -20,7 +20,7 @@ from jflash._semantics.tile import Corner, TileShape, cut
 def load(
     spec: Spec, operands: Operands, corner: Corner, shape: TileShape
 ) -> tuple[Float[Array, "b k j H"], Float[Array, "b k j D"]]:
-    """A tile's keys and values in the query's dtype, scaled if the cache is."""
+    """Return a tile's keys and values, scaled if the cache is, in the query's dtype."""
     pages, table, lengths = spec.pages, operands.page_table, operands.key_lengths
     assert pages is not None
     assert table is not None
@@ -46,7 +46,7 @@ def load(
 def _take(
     array: Array, row: Int32[Array, "#b j"], corner: Corner, shape: TileShape, first: int, features: int
 ) -> Array:
-    """Rows of an array `[#B, #rows, #K, features]`, of the tile's key heads, as `[#b, #k, #j, features]`."""
+    """Return rows of an array `[#B, #rows, #K, features]`, for the tile's key heads, as `[#b, #k, #j, features]`."""
     zero = jnp.zeros((1, 1), jnp.int32)
     entry = zero if array.shape[0] == 1 else corner.batch + jnp.arange(shape.batch, dtype=jnp.int32)[:, None]
     row = zero if array.shape[1] == 1 else row
@@ -61,7 +61,7 @@ def _take(
 
 
 def gathered(spec: Spec, operands: Operands) -> Operands:
-    """The operands of the same call with keys and values `[B, S, K, ...]`."""
+    """Return the operands of the same call with keys and values `[B, S, K, ...]` instead of pages."""
     whole = TileShape(spec.batch, spec.key_heads, spec.query_length, spec.key_length)
     key, value = (jnp.moveaxis(array, 1, 2) for array in load(spec, operands, Corner(0, 0, 0, 0), whole))
     return operands._replace(key=key, value=value, page_table=None, k_scale=None, v_scale=None)

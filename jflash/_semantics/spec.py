@@ -15,10 +15,10 @@ from jflash._semantics.score_mod import ScoreMod
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """How a paged cache lies in the arrays of a call."""
+    """The layout of a paged cache in the arrays of a call."""
 
     size: int
-    """Keys in a page."""
+    """The number of keys in a page."""
     dtype: np.dtype[Any]
     """The dtype of the cache: the query's, or one of 8 bits."""
     interleaved: bool
@@ -35,8 +35,8 @@ class Operands(NamedTuple):
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
-    """Of a paged call the rows of all pages, one after the other: `[#B, P * page_size, K, H]`, or, interleaved,
-    `[#B, P * page_size, K, 2 H]`, which is `value` too."""
+    """The keys; for a paged call the rows of all pages, one after the other, `[#B, P * page_size, K, H]`. Where keys
+    and values are interleaved, one array `[#B, P * page_size, K, 2 H]` is both `key` and `value`."""
     value: Float[Array, "B S K D"]
     bias: Float[Array, "#B #N #T #S"] | None = None
     mask: Bool[Array, "#B #N #T #S"] | None = None
@@ -120,6 +120,8 @@ class Spec:
     """Names of the operands that the call has."""
     undifferentiated: frozenset[str] = frozenset()
     """Names of the operands whose gradient is not asked for; the backward may leave it out."""
+    lse_has_cotangent: bool = False
+    """Whether a backward's cotangent of the log-sum-exp may be other than 0."""
     scale: float | None = None
     """The scale; `None` if it is an operand."""
     query_offset: int | None = None

@@ -176,15 +176,29 @@ def test_cudnn_by_name_and_unknown_arguments_are_left(monkeypatch: pytest.Monkey
         assert jax.nn.dot_product_attention is newer
     assert replaced.served == 1
     words = "query float32[2, 5, 2, 4], key float32[2, 5, 2, 4], value float32[2, 5, 2, 4]"
+    named = "`implementation` names cuDNN, and `replacing_jax_nn` was not called with cudnn=True"
     assert replaced.left == [
-        (f"{words}, implementation='cudnn'", "`implementation` names cuDNN", 1),
+        (f"{words}, implementation='cudnn'", named, 1),
         (f"{words}, mask_value=-1000000000.0", "jflash does not know the argument `mask_value`", 1),
     ]
     assert str(replaced).startswith(
         "jflash served 1 call of jax.nn.dot_product_attention and left 2.\n"
-        f"  1 call left, because `implementation` names cuDNN: {words}, implementation='cudnn'.\n"
+        f"  1 call left, because {named}: {words}, implementation='cudnn'.\n"
         f"  1 call left, because jflash does not know the argument `mask_value`: {words}, mask_value=-1000000000.0.\n"
     )
+
+
+def test_cudnn_by_name_is_served_if_asked() -> None:
+    """In the innermost block that asks; jax.nn itself would need a cuDNN."""
+    want = ORIGINAL(PLAIN, PLAIN, PLAIN, is_causal=True)
+    with jflash.replacing_jax_nn() as outer, jflash.replacing_jax_nn(cudnn=True) as replaced:
+        got = by_attribute(PLAIN, PLAIN, PLAIN, is_causal=True, implementation="cudnn")
+        by_attribute(PLAIN, PLAIN, PLAIN)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert (replaced.served, replaced.left) == (2, [])
+    assert (outer.served, outer.left) == (0, [])
+    with pytest.raises(TypeError, match="`cudnn`"):
+        jflash.replacing_jax_nn(cudnn="yes")  # pyright: ignore[reportArgumentType]
 
 
 def test_symbolic_sizes_are_left() -> None:

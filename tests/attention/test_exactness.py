@@ -23,8 +23,8 @@ EMULATED_FEWER, EMULATED_QUICK, EMULATED_SHORT, EMULATED_LONG = map(
 )
 CASES = list(dict.fromkeys([*FEWER, *QUICK, *SHORT, *LONG]))
 EMULATED = list(dict.fromkeys([*EMULATED_FEWER, *EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]))
-# The definition has no tiles.
-IN_FULL = dict.fromkeys(_dispatch.BACKENDS, CASES) | {"metal": EMULATED, "reference": [*FEWER, *QUICK]}
+# The definition has no tiles; cuDNN takes few of these cases, and has tests of its own.
+IN_FULL = dict.fromkeys(_dispatch.BACKENDS, CASES) | {"metal": EMULATED, "reference": [*FEWER, *QUICK], "cudnn": []}
 IN_SHORT_RUN = {
     "xla": {*FEWER, *cases.once(SHORT, ["dims"]), *cases.once(LONG, ["dtype"])},
     # Each option once, and each width: how two of them meet is tested on xla.
@@ -37,6 +37,7 @@ IN_SHORT_RUN = {
     "reference": set(cases.once(FEWER)),
     "mosaic_gpu": set(cases.once(FEWER)),
     "mosaic_gpu_mma": set(cases.once(FEWER)),
+    "cudnn": set[Case](),
 }
 NOTHING = [
     dict(query_length=0),

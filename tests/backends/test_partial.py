@@ -35,6 +35,7 @@ IN_SHORT_RUN = {
     "reference": [],
     "mosaic_gpu": HALVED[:1],
     "mosaic_gpu_mma": HALVED[3:4],
+    "cudnn": [],
 }
 IN_INTERPRETER = {"mosaic_gpu": kernel_families.HOPPER, "mosaic_gpu_mma": kernel_families.mma("8.0")}
 """The interpreter takes ten seconds for most."""

@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ SHARES = {
     "neighborhood": (0.0291, 0.22),
     "packed_documents": (0.2471, 0.53),
     "prefix_lm": (0.6385, 0.8),
+    "qk_clip": (0.5005, 0.75),
     "relative_bias": (1, 1),
     "score_mods": (0.5020, 1),
     "sliding_window": (0.1528, 0.25),
@@ -67,3 +69,52 @@ def test_table_has_every_recipe():
     rows = re.findall(r'^\| .*?\]\((\w+)\.py "([\w ]+)"\)', (GALLERY / "README.md").read_text(), re.MULTILINE)
     assert {file for file, _ in rows} == set(RECIPES)
     assert set(rows) == set(importlib.import_module("costs").CASES)
+
+
+def logits_of(kind: str) -> tuple[Any, Any]:
+    """Queries and keys of 4 heads on 2: of normal numbers, with one key that stands out, or with logits all alike."""
+    numbers = np.random.default_rng(0)
+    query, key = (numbers.standard_normal((2, 256, heads, 16)).astype(np.float32) for heads in (4, 2))
+    if kind == "peaked":
+        key[:, 100] = 60 * query[:, 200, ::2]
+    if kind == "alike":
+        query[:], key[:] = 5, 5
+    return query * 4, key
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked", "alike"])
+def test_qk_clip_holds_the_true_maximum(kind):
+    """By the bound that the log-sum-exp is, and by the sharper one; neither clips less than the threshold asks for."""
+    qk_clip = importlib.import_module("qk_clip")
+    query, key = logits_of(kind)
+    exact = np.asarray(qk_clip.plain_largest(query, key), np.float64)
+    # The sum of 16 products, and the logarithm, are rounded relative to the largest logit.
+    rounding = 32 * np.finfo(np.float32).eps * exact
+    loose, sharp = qk_clip.attend(query, key, key)[1], qk_clip.largest_logits(query, key)
+    for bound, beta in ((loose, 1), (sharp, 16)):
+        above = np.asarray(bound, np.float64) - exact
+        assert np.all(above >= -rounding)
+        assert np.all(above <= np.log(256) / beta + rounding)
+    if kind == "peaked":
+        # Where one key has all the weight the bound is the maximum.
+        assert np.all((loose - exact)[::2] <= rounding[::2])
+    if kind == "alike":
+        # Here it is as loose as it can be.
+        assert np.all(loose - exact >= np.log(256) - 1e-3)
+
+    threshold = float(exact.min()) / 2
+    for bound in (loose, sharp):
+        # Each head's weights are its queries and keys themselves: one token for each feature.
+        flat = [array.reshape(-1, *array.shape[2:]) for array in (query, key)]
+        clipped = [array.reshape(2, 256, -1, 16) for array in qk_clip.clip(*flat, bound, threshold)]
+        left = np.asarray(qk_clip.plain_largest(*clipped), np.float64)
+        assert np.all(left <= threshold + rounding)
+        assert np.all(left >= threshold * exact / (exact + np.log(256)) - rounding)
+
+
+def test_qk_clip_leaves_small_logits():
+    qk_clip = importlib.import_module("qk_clip")
+    query, key = logits_of("normal")
+    weights = query[0], key[0]
+    for before, after in zip(weights, qk_clip.clip(*weights, np.full(4, 50.0)), strict=True):
+        np.testing.assert_array_equal(before, after)

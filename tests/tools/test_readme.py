@@ -27,15 +27,15 @@ PAGES = [
     *(page for part in (".github", "csrc", "examples") for page in (ROOT / part).rglob("*.md")),
 ]
 
-SINCE_AMPERE = [
-    Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.7", "8.9", "10.0", "12.0")
-]
+SINCE_AMPERE = [Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.7", "8.9", "12.0")]
+BLACKWELL = [Platform("gpu", "NVIDIA", capability, 148) for capability in ("10.0", "10.3")]
 COLUMNS = {
     "NVIDIA Hopper": (None, [Platform("gpu", "NVIDIA H200", "9.0", 132)]),
-    "NVIDIA since Ampere": (None, SINCE_AMPERE),
+    "NVIDIA Blackwell (10.x)": (None, BLACKWELL),
+    "other NVIDIA since Ampere": (None, SINCE_AMPERE),
     "other GPUs": (None, [Platform("gpu", "NVIDIA", "7.5"), Platform("gpu", "AMD", "gfx942")]),
-    "Apple GPUs, by name": (("metal", "xla"), [Platform("cpu", "cpu", None)]),
-    "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "METAL", "mps")]),
+    "Apple GPUs, by name": (("metal", "xla"), [Platform(name, name, None) for name in ("cpu", "mtl")]),
+    "CPU, TPU, others": (None, [Platform(name, name, None) for name in ("cpu", "tpu", "mtl", "METAL", "mps")]),
 }
 """For each column the `implementation` that is asked for, and machines that are all served alike."""
 
@@ -55,6 +55,7 @@ WHOLE = dict(
     sinks=ZEROS,
     precision="high",
 )
+IN_CUDNN = ("scale", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size", "precision")
 CLOSED = dict(score_mod=lambda logit, batch, head, query, key: logit * jnp.asarray(ZEROS)[head])
 TABLE = dict(score_mod=lambda logit, batch, head, query, key: logit + jnp.asarray(ZEROS)[(query - key) & 1])
 REFUSED_BY_XLA = dict(**CLOSED, deterministic=True)
@@ -74,12 +75,21 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         dict(dtype=jnp.float32, precision="highest", logits_soft_cap=2.0),
     ],
     "float64": [dict(dtype=jnp.float64)],
-    "masks, windows, padding, segments, biases, sinks, any option without a row": [
+    "causality, windows to the left, padding, grouped heads, heads of a multiple of 8 up to 128": [
+        *({name: WHOLE[name]} for name in IN_CUDNN),
+        dict(is_causal=True, query_seq_lengths=WHOLE["query_seq_lengths"], local_window_size=(2, 1)),
+        *(dict(head_dim=size, value_dim=size) for size in (80, 128)),
+        dict(key_heads=2),
+    ],
+    "masks, other windows, segments, biases, sinks, other heads up to 256, odd lengths, any option without a row": [
         WHOLE,
         dict(deterministic=True),
-        *({name: value} for name, value in WHOLE.items()),
+        *({name: value} for name, value in WHOLE.items() if name not in (*IN_CUDNN, "query_offset")),
+        dict(query_offset=1, is_causal=True),
+        dict(local_window_size=(2, 1)),
         *(dict(head_dim=size) for size in (1, 80, 256)),
-        dict(key_heads=2),
+        *(dict(head_dim=size, value_dim=size) for size in (4, 136, 256)),
+        dict(length=5),
     ],
     "`dropout_rate`": [DROPOUT],
     "`score_mod`": [dict(score_mod=lambda logit, batch, head, query, key: logit * 2)],
@@ -128,11 +138,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 """The calls of each row of the whole table: what they have besides bfloat16 and heads of 8."""
 SUMMARY: dict[str, list[str]] = {
-    "bfloat16, float16 or float32, any mask, window or bias, its gradient, sequences split over devices": [
+    "bfloat16 or float16, causal or with a window to the left, padded, heads up to 128, its gradient": [
         "bfloat16 or float16",
-        "float32",
-        "masks, windows, padding, segments, biases, sinks, any option without a row",
+        "causality, windows to the left, padding, grouped heads, heads of a multiple of 8 up to 128",
         "a gradient",
+    ],
+    "float32, any mask, window or bias, sequences split over devices": [
+        "float32",
+        "masks, other windows, segments, biases, sinks, other heads up to 256, odd lengths, any option without a row",
         "sequences split over devices",
     ],
     "`dropout_rate` or `score_mod`": ["`dropout_rate`", "`score_mod`", "`score_mod` that closes over arrays"],
@@ -145,7 +158,7 @@ SUMMARY: dict[str, list[str]] = {
     ],
 }
 """The rows of README's table: each sums up rows of the whole one."""
-ORDER = ("mosaic_gpu", "mosaic_gpu_mma", "metal", "xla", "reference")
+ORDER = ("mosaic_gpu", "cudnn", "mosaic_gpu_mma", "metal", "xla", "reference")
 
 
 @pytest.fixture(autouse=True)
@@ -161,11 +174,13 @@ def spec_of(
     head_dim: int = 8,
     value_dim: int = 8,
     key_heads: int = 1,
+    length: int = 4,
     sequence_axis: str | None = None,
     sequence_strategy: str | None = None,
     **options: Any,
 ) -> Spec:
-    shapes = dict(query=(2, 4, 2, head_dim), key=(2, 4, key_heads, head_dim), value=(2, 4, key_heads, value_dim))
+    heads = dict(query=(2, head_dim), key=(key_heads, head_dim), value=(key_heads, value_dim))
+    shapes = {name: (2, length, *sizes) for name, sizes in heads.items()}
     arrays = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
     spec, *_ = _canonical.canonicalize(**_api._with_score_mod_traced({**arrays, **options}))
     if sequence_axis is None:

@@ -103,7 +103,7 @@ there are few keys.
 
 
 _CPU_PAGES, _GPU_PAGES = Blocks(512, 512, 2**20), Blocks(1024, 1024, 2**26)
-"""Of paged calls: `logits` bounds what a tile takes out of the pages too."""
+"""The tiles of paged calls. `logits` also bounds the numbers that a tile takes out of the pages."""
 
 
 def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
@@ -158,8 +158,11 @@ def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
 
 
 def _of_pages(spec: Spec, blocks: Blocks) -> Tiles:
-    """Tiles of so few keys that a walk ends soon after the longest length, and of all key heads first, as a row of the
-    cache has them all. In a window each batch entry sees other keys, and walks alone."""
+    """Return tiles of so few keys that a walk ends soon after the longest length.
+
+    A tile takes all key heads first, as a row of the cache has them all. With a window each batch entry sees other
+    keys, so it walks alone.
+    """
     queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
     keys = _even(_seen(spec, queries), blocks.keys)
     taken = keys * max(spec.group * queries, spec.head_dim + spec.value_dim)

@@ -115,7 +115,7 @@ class _TileSum:
         # Only the shapes of the linear arguments are asked for.
         given = tree.unflatten([jnp.zeros(x.shape, x.dtype) if l else x for x, l in zip(leaves, linear, strict=True)])
         function = _Transposed(self.function, arguments.counts, linear)
-        sums = tile_sum(self.spec, self.shape, function, operands, given.joined(cotangents))
+        sums = tile_sum(self.spec, self.shape, function, operands, given.joined(_primitive.with_zeros(cotangents)))
         found = [
             total.astype(x.dtype) if l else None
             for x, total, l in zip(leaves, tree.flatten_up_to(sums), linear, strict=True)

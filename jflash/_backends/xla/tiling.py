@@ -176,7 +176,7 @@ def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
 def load_keys_and_values(
     spec: Spec, operands: Operands, corner: Corner, shape: TileShape
 ) -> tuple[Float[Array, "b k j H"], Float[Array, "b k j D"]]:
-    """The tile's part of the keys and of the values, out of their pages if the call has them there."""
+    """Return the tile's part of the keys and of the values, taken out of their pages where the call has pages."""
     if spec.pages is not None:
         return pages.load(spec, operands, corner, shape)
     return load_keys(operands.key, corner, shape), load_keys(operands.value, corner, shape)
