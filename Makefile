@@ -23,7 +23,7 @@ PYTEST := JFLASH_METAL_EMULATOR=1 $(VENV_PYTHON) -m pytest -n auto --dist workst
 # What XLA compiled is kept for the next run: what takes it longest, and what was used last, up to 1 GiB.
 test test-rest: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.venv/compiled
 test test-rest: export JAX_COMPILATION_CACHE_MAX_SIZE := 1073741824
-test test-rest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.5
+test test-rest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
 
 .PHONY: quickstart test test-rest test-all
 
