@@ -5,6 +5,7 @@ jflash.explain(query, key, value, ...)       which implementation would serve su
 jflash.ragged_paged_attention(...)           prefill and decode of many sequences that share a paged cache
 jflash.update_pages(...)                     a step's keys and values into the pages of a cache, in place
 jflash.replacing_jax_nn()                    a block in which calls of jax.nn.dot_product_attention are served
+jflash.RESIDUAL_CHECKPOINT_NAMES             what policies of jax.checkpoint call the output and the log-sum-exp
 jflash.flax, jflash.equinox, jflash.keras    the layers of these libraries
 python -m jflash.doctor | jflash.bench       what runs on this machine | how fast it is
 """
@@ -12,12 +13,21 @@ python -m jflash.doctor | jflash.bench       what runs on this machine | how fas
 from typing import Any
 
 from jflash._api import attention, explain
+from jflash._autodiff import RESIDUAL_CHECKPOINT_NAMES
 from jflash._hints import AttentionWarning
 from jflash._ragged_attention import ragged_paged_attention
 from jflash._replacing import replacing_jax_nn
 from jflash._update_pages import update_pages
 
-__all__ = ["AttentionWarning", "attention", "explain", "ragged_paged_attention", "replacing_jax_nn", "update_pages"]
+__all__ = [
+    "RESIDUAL_CHECKPOINT_NAMES",
+    "AttentionWarning",
+    "attention",
+    "explain",
+    "ragged_paged_attention",
+    "replacing_jax_nn",
+    "update_pages",
+]
 
 __version__: str
 

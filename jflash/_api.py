@@ -8,11 +8,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash import _arguments, _autodiff, _canonical, _dispatch, _hints, _mesh, _pages, _platform, _split
+from jflash._semantics.dtypes import widened
 from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
 from jflash._semantics.spec import Spec
 
@@ -23,6 +23,7 @@ Window = int | tuple[int, int]
 Offset = int | Int[Array, "*#B"]
 SequenceStrategy = Literal["ring", "all_to_all", "gather"]
 PageScale = float | Float[Array, "*#PK"]
+CheckpointName = str | tuple[str, str]
 Segments = Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]]
 
 
@@ -51,6 +52,7 @@ class Options(TypedDict, total=False):
     page_table: Int[Array, "*B pages"] | None
     k_scale: PageScale | None
     v_scale: PageScale | None
+    residual_checkpoint_name: CheckpointName
 
 
 @overload
@@ -105,6 +107,7 @@ def attention(
     page_table: Int[Array, "*B pages"] | None = None,
     k_scale: PageScale | None = None,
     v_scale: PageScale | None = None,
+    residual_checkpoint_name: CheckpointName = _autodiff.RESIDUAL_CHECKPOINT_NAMES,
 ) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
     r"""Compute exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
@@ -180,6 +183,10 @@ def attention(
         rounded to the query's dtype.
       v_scale: multiplies paged values; a number, or a floating array that broadcasts to `[P, K]`. The product is
         rounded to the query's dtype.
+      residual_checkpoint_name: the name of what the backward needs besides the arguments, the output and the
+        log-sum-exp, for policies of `jax.checkpoint` that save or offload by name; a pair names the two apart. A policy
+        that keeps both spares the backward the forward. Default `jflash.RESIDUAL_CHECKPOINT_NAMES`, the pair
+        "jflash_out" and "jflash_lse".
 
     Returns:
       The output `[*B, T, N, D]` in the query's dtype. With `return_residual`, a pair of the output and the log-sum-exp
@@ -224,6 +231,7 @@ def attention(
     """
     names = _dispatch.candidates(implementation)
     return_residual = _arguments.static_bool("return_residual", return_residual)
+    checkpoint_names = _arguments.residual_checkpoint_name(residual_checkpoint_name)
     arguments: dict[str, Any] = dict(
         query=query, key=key, value=value, bias=bias, mask=mask, scale=scale, is_causal=is_causal,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
@@ -235,7 +243,7 @@ def attention(
         page_table=page_table, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     arguments = _with_score_mod_traced(arguments)
-    arrays, call = _of_leaves(arguments, jax.Array, lambda arguments: _compute(names, arguments))
+    arrays, call = _of_leaves(arguments, jax.Array, lambda arguments: _compute(names, arguments, checkpoint_names))
     mesh = _mesh.explicit_mesh(arrays)
     if mesh is not None:
         automatic: Any = jax.sharding.auto_axes(call, out_sharding=_mesh.following(query, mesh))
@@ -255,7 +263,7 @@ def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
             "`score_mod` inside jax.shard_map needs jax.shard_map(..., check_vma=False): its program is written for "
             "values that do not differ between devices."
         )
-    dtype = np.dtype(jnp.promote_types(arguments["query"].dtype, jnp.float32))
+    dtype = widened(arguments["query"].dtype)
     return {**arguments, "score_mod": trace_score_mod(arguments["score_mod"], dtype)}
 
 
@@ -274,7 +282,9 @@ def _of_leaves[Result](
     return [leaf for t, leaf in zip(taken, leaves, strict=True) if t], of_taken
 
 
-def _compute(names: _dispatch.Names, arguments: dict[str, Any]) -> tuple[Array, Array]:
+def _compute(
+    names: _dispatch.Names, arguments: dict[str, Any], checkpoint_names: tuple[str, str]
+) -> tuple[Array, Array]:
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     targets = _platform.lowering_targets(jax.tree.leaves(operands))
     choice = _dispatch.select(spec, names, targets)
@@ -285,7 +295,7 @@ def _compute(names: _dispatch.Names, arguments: dict[str, Any]) -> tuple[Array, 
         out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
         lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
     else:
-        out, lse = _autodiff.attend(choice, spec, operands)
+        out, lse = _autodiff.attend(choice, spec, operands, checkpoint_names)
     lse = jnp.swapaxes(lse, 1, 2)
     return out.reshape(*batch_axes, *out.shape[1:]), lse.reshape(*batch_axes, *lse.shape[1:])
 
@@ -340,6 +350,7 @@ def explain(
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     names = _dispatch.candidates(options.pop("implementation", None))
     return_residual = _arguments.static_bool("return_residual", return_residual)
+    _arguments.residual_checkpoint_name(options.pop("residual_checkpoint_name", _autodiff.RESIDUAL_CHECKPOINT_NAMES))
     verbose = _arguments.static_bool("verbose", verbose)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     found: list[Spec] = []

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jflash import (
@@ -31,26 +33,44 @@ from jflash import (
 from jflash._choice import Choice
 from jflash._dispatch import Functions
 from jflash._ring import SequenceSplit
+from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
+RESIDUAL_CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
+"""What policies of `jax.checkpoint` call the output and the log-sum-exp of calls that give no names of their own."""
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def attend(choice: Choice, spec: Spec, operands: Operands) -> tuple[Array, Array]:
-    """Return (out, lse) of the chosen backends, under every transform."""
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def attend(choice: Choice, spec: Spec, operands: Operands, names: tuple[str, str]) -> tuple[Array, Array]:
+    """Return (out, lse) of the chosen backends, under every transform; `names` are theirs for `jax.checkpoint`."""
     sequence = _ring.in_shard_map(spec)
     if sequence is not None:
         operands = _mesh.varying_over(operands, spec.sequence_axes)
         strategy, _ = _sequence_strategy.choose(sequence, spec.heads, spec.key_heads)
         if strategy != "ring":
             redistribute = _redistribute.all_to_all if strategy == "all_to_all" else _redistribute.gather
-            return redistribute(functools.partial(attend, choice), sequence, operands)
+            local = lambda spec, operands: attend(choice, spec, operands, names)
+            return redistribute(local, sequence, operands)
     first, *others = choice.programs
     backend = _dispatch.BACKENDS[first.backend]
     by_jax = getattr(backend, "DIFFERENTIATED_BY_JAX", False) and spec.pages is None
     if not others and sequence is None and by_jax:
         with _platform.lowered_for(first.platform):
-            return backend.forward(spec, operands)
-    return _primitive.perform(_Attention(_Devices(choice), spec), operands)
+            return _named(Results(*backend.forward(spec, operands)), names)
+    return _attention(_Devices(choice), spec, operands, names)
+
+
+def _attention(where: _Devices | _OneDevice, spec: Spec, operands: Operands, names: tuple[str, str]) -> Results:
+    """Return out and lse, named where the forward ends and the derivatives begin.
+
+    So `jax.checkpoint` can keep them, and if it does, nothing that the backward reads needs the forward again.
+    """
+    results = _named(_primitive.perform(_Attention(where, spec), operands), names)
+    return _primitive.perform(_Differentiable(where, spec), operands, results)
+
+
+def _named(results: Results, names: tuple[str, str]) -> Results:
+    return Results(*map(checkpoint_name, results, names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +87,10 @@ class _Devices:
             if sequence is not None:
                 name = _dispatch.serving_split(program, part.spec, self.choice.names)
             with _platform.lowered_for(program.platform):
-                return part.of(_dispatch.functions(name, part.spec), sequence, *args)
+                found = part.of(_dispatch.functions(name, part.spec), sequence, *args)
+            # A loop keeps what its steps give in arrays of all steps. On a GPU, XLA has a kernel write there at once
+            # (its dynamic slice fusion), and where something else reads the result too, runs it a second time.
+            return found if name == "xla" else lax.optimization_barrier(found)
 
         return _sharding.shard(local, part.spec, part.like(args[0]))(*args)
 
@@ -148,12 +171,32 @@ class _Attention(_Part):
         return _sequence.forward(backend, sequence, operands)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
+        """Return none: they are `_Differentiable`'s."""
+        return _nothing(results)
+
+    def transpose(self, args: Any, cotangents: Any) -> Any:
+        raise AssertionError("Attention is not linear.")
+
+
+class _Differentiable(_Part):
+    """The operation that gives out and lse of some operands back, as functions of the operands."""
+
+    @property
+    def choice(self) -> None:
+        """No backend: there is nothing to compute."""
+        return
+
+    def __call__(self, program: Any, args: Any) -> Results:
+        _, results = args
+        return results
+
+    def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
         if self.spec.pages is not None:
             raise NotImplementedError(
                 "A call with `page_table` has no derivative. For one, gather the keys and values, and leave out "
                 "`page_table`: key[page_table].reshape(*B, pages * page_size, K, H)."
             )
-        (operands,), (pushed,) = args, tangents
+        (operands, _), (pushed, _) = args, tangents
         return _primitive.perform(_Tangent(self.where, self.spec), operands, results, pushed)
 
     def transpose(self, args: Any, cotangents: Any) -> Any:
@@ -167,7 +210,7 @@ class _Tangent(_Part):
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
         _, tangents = others
-        attend = lambda spec, part: _primitive.perform(_Attention(_OneDevice(backend), spec), part)
+        attend = lambda spec, part: _attention(_OneDevice(backend), spec, part, RESIDUAL_CHECKPOINT_NAMES)
         return _sequence.tangent(attend, sequence, operands, tangents)
 
     def tangents(self, args: Any, results: Results, tangents: Any) -> Results:
@@ -188,7 +231,8 @@ class _Tangent(_Part):
             undifferentiated=self.spec.operands.difference(asked),
             lse_has_cotangent=not _primitive.is_zero(cotangents.lse),
         )
-        residuals = Residuals(results.out, results.lse, *_primitive.with_zeros(cotangents))
+        cotangents = _of_seeing_rows(spec, results, _primitive.with_zeros(cotangents))
+        residuals = Residuals(results.out, results.lse, *cotangents)
         gradients = _primitive.perform(_Backward(self.where, spec), operands, residuals)
         return _nothing(operands), _nothing(results), _where_linear(pushed, gradients)
 
@@ -242,6 +286,16 @@ class _Backward(_Part):
         moving = jax.tree.map(lambda cotangent: None if _primitive.is_zero(cotangent) else cotangent, cotangents)
         pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, moving)
         return _nothing(operands), _where_linear(residuals, residuals._replace(d_out=pushed.out, d_lse=pushed.lse))
+
+
+def _of_seeing_rows(spec: Spec, results: Results, cotangents: Results) -> Results:
+    """Return the cotangents with 0 for queries that see no key: theirs have nowhere to go, and 0 * NaN is NaN."""
+    if not visibility.some_row_may_see_nothing(spec):
+        return cotangents
+    sees = results.lse > -jnp.inf
+    return Results(
+        jnp.where(jnp.swapaxes(sees, 1, 2)[..., None], cotangents.out, 0), jnp.where(sees, cotangents.lse, 0)
+    )
 
 
 def _is_none(leaf: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, Int, Int32
 
 from jflash import _arguments, _pages
 from jflash._semantics import dropout, score_mod_as_cap
+from jflash._semantics.dtypes import widened
 from jflash._semantics.spec import Operands, Spec, shape_facts
 
 
@@ -60,7 +62,7 @@ def canonicalize(
     batch_axes, key_length = tuple(batch_axes), key.shape[-3] if pages is None else cache.places
     whole_query, whole_key = query_length * devices, key_length * devices
     pair_shape = (*batch_axes, heads, query_length, whole_key)
-    accumulator = np.dtype(jnp.promote_types(query.dtype, jnp.float32))
+    accumulator = widened(query.dtype)
     static: dict[str, Any] = dict(
         is_causal=_arguments.static_bool("is_causal", is_causal),
         window=_arguments.window(local_window_size),
@@ -213,7 +215,12 @@ def _lengths(lengths: Any, most: int) -> Int[Array, "B"] | None:
 
 def _narrow(array: Any, least: int, most: int) -> Int[Array, "..."]:
     """Return an integer array clamped to a range and made int32, in the order that does not wrap."""
-    array = jnp.asarray(array)
+    return _clamped(jnp.asarray(array), least, most)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _clamped(array: Int[Array, "..."], least: int, most: int) -> Int32[Array, "..."]:
+    """Clamp an array, compiled: else numbers are sent to the device, which `jax.transfer_guard` may forbid."""
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.int32)
     if jnp.issubdtype(array.dtype, jnp.unsignedinteger):

@@ -116,11 +116,18 @@ def ask(spec: Spec, names: Names, platform: Platform) -> tuple[str | None, dict[
     """Return the first backend that can serve `spec`, and why each one before it cannot."""
     refusals: dict[str, str] = {}
     for name in in_order(names, platform):
-        reason = BACKENDS[name].unsupported(spec, platform)
+        reason = _unsupported(name, spec, platform)
         if reason is None:
             return name, refusals
         refusals[name] = reason
     return None, refusals
+
+
+def _unsupported(name: str, spec: Spec, platform: Platform) -> str | None:
+    """Why a backend cannot serve a call; only the definition has no tiles to plan."""
+    if spec.symbolic_size is not None and BACKENDS[name] is not reference:
+        return f"it plans tiles for sizes that are known, and {spec.symbolic_size} is symbolic."
+    return BACKENDS[name].unsupported(spec, platform)
 
 
 def derivatives(name: str, spec: Spec) -> str:

@@ -225,12 +225,17 @@ _NOT_THE_CALLERS = (*jax.__path__, os.path.dirname(__file__))
 """The folders in which no line of a caller is. JAX's is one: it stands between jflash's own functions too."""
 
 
+def _hints(call: Call) -> tuple[Hint, ...]:
+    """Those that may look at a call: none can be compared with a size that is symbolic."""
+    return HINTS if call.spec.symbolic_size is None else ()
+
+
 def give(call: Call) -> None:
     """Say every hint that this call gives and that was not said before.
 
     A warning that a filter turns into an exception does not count as said: the next such call raises it again.
     """
-    for hint in HINTS:
+    for hint in _hints(call):
         if hint.kind in _given or not (hint.warns or _log.isEnabledFor(logging.INFO)):
             continue
         message = hint.message(call)
@@ -245,7 +250,7 @@ def give(call: Call) -> None:
 
 def lines(call: Call) -> Iterator[str]:
     """Yield every hint that this call gives as a note, for `explain`."""
-    for hint in HINTS:
+    for hint in _hints(call):
         message = hint.message(call)
         if message is not None:
             yield f"note: {message}"

@@ -11,6 +11,7 @@ shares the array. A `vmap` axis is folded into it, so that a kernel never sees o
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from jaxtyping import Array
 
 from jflash._choice import Choice, Program
 from jflash._mesh import in_mesh, varying_alike
+from jflash._platform import lowering_targets
+from jflash._semantics.dtypes import widened
 
 OWN = frozenset({"query", "key", "value", "out", "lse", "d_out", "d_lse"})
 """The fields of operands, results and residuals of which each entry of the batch has an array of its own."""
@@ -138,16 +141,35 @@ def _lower(
     if index < len(jaxprs):
         function: Callable[..., Any] = jaxpr_as_fun(jaxprs[index])
     else:
-        assert choice is not None
-        run = functools.partial(_run, operation=operation, program=choice.programs[index], tree=tree)
-        function = lambda *leaves: jax.tree.leaves(run(*leaves))
+        function = _serving(operation, platform, tree)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
 
 
+def _serving(operation: Operation, platform: str, tree: Any) -> Callable[..., list[Array]]:
+    """What serves on a platform, by JAX's name for lowering: of leaves, and not traced yet."""
+    choice = operation.choice
+    program = None if choice is None else choice.programs[choice.serving(platform)]
+    run = functools.partial(_run, operation=operation, program=program, tree=tree)
+    return lambda *leaves: jax.tree.leaves(run(*leaves))
+
+
+_computing: contextvars.ContextVar[bool] = contextvars.ContextVar("computing", default=False)
+
+
 def _compute(*leaves: Any, **params: Any) -> Any:
-    """Compute the results outside of any `jit`, by way of one: only a lowering knows the platform."""
-    with jax.disable_jit(False):
-        return _compiled(*leaves, **params)
+    """Compute the results outside of any `jit`, by way of one: only a lowering knows the platform.
+
+    Where `jax_debug_nans` or `jax_debug_infs` has found something in the results, JAX calls the compiled function again
+    without compiling it, to find the step that made it, and so comes back to here: not to compile the same again.
+    """
+    if _computing.get():
+        return _serving(params["operation"], next(iter(lowering_targets(leaves))), params["tree"])(*leaves)
+    token = _computing.set(True)
+    try:
+        with jax.disable_jit(False):
+            return _compiled(*leaves, **params)
+    finally:
+        _computing.reset(token)
 
 
 @functools.partial(jax.jit, static_argnames=("operation", "tree", "result_tree", "jaxprs"))
@@ -208,7 +230,7 @@ def _batch(
     def unfold(array: Array, result: Any) -> Array:
         array = array.reshape(size, batch, *array.shape[1:])
         if result.shape[0] == 1 and batch > 1:
-            array = array.astype(jnp.promote_types(array.dtype, jnp.float32)).sum(axis=1, keepdims=True)
+            array = array.astype(widened(array.dtype)).sum(axis=1, keepdims=True)
         return array.astype(result.dtype)
 
     folded = perform(operation, *tree.unflatten(map(fold, places, arrays, mapped)))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jflash import _api, _arguments, _dispatch, _mesh, _pages
 from jflash._api import Implementation, PageScale, Scale
 from jflash._ragged import Ragged
+from jflash._semantics.dtypes import widened
 
 DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
 """That of JAX's TPU kernel, whose default it is."""
@@ -200,7 +201,7 @@ def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
     q, batch, (key, *value) = arrays["q"], arrays["batch"], arrays["pages"]
     tokens, seqs = q.shape[0], len(batch.kv_lens)
     if 0 in (tokens, seqs):
-        wide = jnp.promote_types(q.dtype, jnp.float32)
+        wide = widened(q.dtype)
         width = value[0].shape[3] if value else q.shape[2]
         return jnp.zeros((*q.shape[:2], width), q.dtype), jnp.full(q.shape[:2], -jnp.inf, wide)
     rows = min(_MOST_ROWS, 2 ** (-(-tokens // seqs) - 1).bit_length())

@@ -18,10 +18,22 @@ import numpy as np
 
 from jflash import _arguments
 from jflash._api import attention
+from jflash._semantics.dtypes import widened
 
 _ARRAYS = ("query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 _STATIC = ("is_causal", "local_window_size", "implementation", "return_residual")
 _KNOWN = (*_ARRAYS, *_STATIC, "scale")
+
+
+_UNSEEN = (
+    "Programs that were traced before it, and code that imported the function by name, are out of its reach: "
+    "jax.clear_caches() before the block has them traced again, also those that a model keeps by a jit of its own, as "
+    "flax.linen.jit does."
+)
+_NO_CALL = (
+    "Many models compute attention by einsums: call jflash.attention in their place. So do the layers of flax.linen, "
+    "and those of flax.nnx with dropout: make them with attention_fn=jflash.flax.attention_fn."
+)
 
 
 class LeftCall(NamedTuple):
@@ -116,14 +128,11 @@ class Replacement(contextlib.ContextDecorator):
         """Return the counts in a sentence, and a line for each kind of call that was left."""
         left = self.left
         many = sum(each.times for each in left)
-        unseen = (
-            "Programs that were traced before it, and code that imported the function by name, are out of its reach."
-        )
         if not self.served + many:
-            return f"No call of jax.nn.dot_product_attention was made in the block. {unseen}"
+            return f"No call of jax.nn.dot_product_attention was made in the block. {_NO_CALL} {_UNSEEN}"
         lines = [f"jflash served {_calls(self.served)} of jax.nn.dot_product_attention and left {many or 'none'}."]
         lines += [f"  {_calls(each.times)} left, because {each.reason}: {each.call}." for each in left]
-        return "\n".join([*lines, f"These are the calls that the block saw. {unseen}"])
+        return "\n".join([*lines, f"These are the calls that the block saw. {_UNSEEN}"])
 
     def __str__(self) -> str:
         return self.report()
@@ -272,7 +281,7 @@ def _serve(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     want = _results(original, shapes, tuple((name, given[name]) for name in arguments if name in _STATIC))
 
     query, key, value = (_four_axes(arrays[name]) for name in ("query", "key", "value"))
-    accumulator = jnp.promote_types(query.dtype, jnp.float32)
+    accumulator = widened(query.dtype)
     bias, mask = arrays.get("bias"), arrays.get("mask")
     if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
         bias = bias.astype(accumulator)

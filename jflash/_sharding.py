@@ -21,6 +21,7 @@ from jaxtyping import Array
 from jflash import _mesh, _ring, _split
 from jflash._locations import without_locations
 from jflash._ring import SequenceSplit
+from jflash._semantics.dtypes import widened
 from jflash._semantics.spec import HEADS_AXIS, KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
 from jflash._split import Named
 
@@ -73,7 +74,7 @@ def shard(function: Callable[..., Any], spec: Spec, like: Any) -> Callable[..., 
                 shared = split.missing(array) if of_operands else ()
                 if not shared:
                     return part
-                wide = part.astype(jnp.promote_types(part.dtype, jnp.float32))
+                wide = part.astype(widened(part.dtype))
                 return lax.psum(wide, shared).astype(part.dtype)
 
             shardings = lambda arrays: tuple(map(split.sharding, arrays))

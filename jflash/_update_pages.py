@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jflash import _arguments, _pages
 from jflash._api import PageScale
 from jflash._ragged import Ragged
+from jflash._semantics.dtypes import widened
 from jflash._semantics.spec import Pages
 
 Both = Float[Array, "P page_size 2*K H"]
@@ -183,7 +184,7 @@ def _quantized(
     """Return the numbers as pages of `dtype` hold them: divided by the scale, rounded, within the dtype's range."""
     if array.dtype == dtype and scale is None:
         return array
-    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    wide = array.astype(widened(array.dtype))
     if scale is not None:
         each = jnp.asarray(scale, wide.dtype)
         each = each.reshape(*[1] * (2 - each.ndim), *each.shape)

@@ -8,9 +8,9 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from jflash._api import Implementation, Scale, SequenceStrategy, Window, attention
+from jflash._api import CheckpointName, Implementation, Scale, SequenceStrategy, Window, attention
 from jflash._semantics.score_mod import ScoreModFunction
 
 try:
@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     precision: Any
     sequence_axis: str | tuple[str, ...] | None
     sequence_strategy: SequenceStrategy | None
+    residual_checkpoint_name: CheckpointName
 
 
 class MultiheadAttention(equinox.nn.MultiheadAttention):
@@ -60,7 +61,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "T S"] | Bool[Array, "N T S"] | None = None,
+        mask: Shaped[Array, "T S"] | Shaped[Array, "N T S"] | None = None,
         *,
         key: Array | None = None,
         inference: bool | None = None,
@@ -78,7 +79,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
           query: `[T, query_size]`.
           key_: `[S, key_size]`.
           value: `[S, value_size]`.
-          mask: bool `[T, S]`, or `[N, T, S]` with one for each of the N heads; True where the query may attend.
+          mask: `[T, S]`, or `[N, T, S]` with one for each of the N heads; True where the query may attend, or of
+            numbers, of which 0 hides the key and any other shows it.
           key: a JAX random key, needed for dropout.
           inference: True turns dropout off; None for what the layer was set to.
           deterministic: Equinox's deprecated name for `inference`. The `deterministic` of `jflash.attention` is
@@ -126,7 +128,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
             query_heads,
             key_heads,
             value_heads,
-            mask=mask,
+            mask=None if mask is None else jnp.asarray(mask).astype(bool),
             dropout_rate=dropout_rate,
             dropout_key=key,
             deterministic=reproducible,

@@ -15,7 +15,18 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jflash._api import Implementation, Lengths, Offset, Scale, Segments, SequenceStrategy, Window, attention
+from jflash._api import (
+    CheckpointName,
+    Implementation,
+    Lengths,
+    Offset,
+    Scale,
+    Segments,
+    SequenceStrategy,
+    Window,
+    attention,
+)
+from jflash._autodiff import RESIDUAL_CHECKPOINT_NAMES
 from jflash._semantics.score_mod import ScoreModFunction
 
 try:
@@ -60,6 +71,7 @@ def attention_fn(
     reproducible: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_strategy: SequenceStrategy | None = None,
+    residual_checkpoint_name: CheckpointName = RESIDUAL_CHECKPOINT_NAMES,
 ) -> Float[Array, "*B T N D"]:
     """Attend as the `attention_fn` of `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
 
@@ -102,6 +114,7 @@ def attention_fn(
       reproducible: the `deterministic` of `jflash.attention`: the same bits on every run.
       sequence_axis: where a `jax.shard_map` splits T and S; bound to the layer that is called inside it.
       sequence_strategy: "ring", "all_to_all" or "gather".
+      residual_checkpoint_name: what policies of `jax.checkpoint` call the output and the log-sum-exp.
 
     Returns:
       `[*B, T, N, D]` in the dtype that the arguments were cast to.
@@ -145,6 +158,7 @@ def attention_fn(
         score_mod=score_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
         dropout_rate=dropout_rate, dropout_key=dropout_rng, broadcast_dropout=broadcast_dropout, precision=precision,
         deterministic=reproducible, sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
+        residual_checkpoint_name=residual_checkpoint_name,
     )  # fmt: skip
 
 

@@ -44,6 +44,14 @@ class _Visible(NamedTuple):
     window: int | None
 
 
+def _of_pairs(mask: Any) -> Bool[Array, "*#B #N #T #S"] | None:
+    """A mask [B, T, S], or with heads, of any dtype."""
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask).astype(bool)
+    return mask[:, None] if mask.ndim == 3 else mask
+
+
 def _segments(query: Any, value: Any, query_mask: Any, key_masks: list[Any]) -> Any:
     """Return padding as segments, which take no [T, S] array: 1 is a token, 0 a padded key, -1 a padded query."""
     key_masks = [mask for mask in key_masks if mask is not None]
@@ -62,7 +70,8 @@ def _attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K D"],
-    visible: _Visible,
+    visible: _Visible | Shaped[Array, "..."] | None,
+    use_causal_mask: bool,
     dropout: Any,
     training: Any,
     return_attention_scores: bool,
@@ -76,6 +85,9 @@ def _attend(
         raise NotImplementedError(
             f"jflash's layers attend over one axis, of inputs [B, T, features]. Got heads of shape {query.shape}."
         )
+    if not isinstance(visible, _Visible):
+        # Who calls `_compute_attention` directly, or gives it a mask of their own, has the layer's window in that.
+        visible = _Visible(_of_pairs(visible), None, False, None)
     dtype = jnp.result_type(query, key, value)
     query, key, value = (array.astype(dtype) for array in (query, key, value))
     rate = float(dropout.rate) if training else 0.0
@@ -84,7 +96,7 @@ def _attend(
         query, key, value,
         mask=visible.mask,
         segment_ids=visible.segment_ids,
-        is_causal=visible.is_causal,
+        is_causal=visible.is_causal or use_causal_mask,
         # Keras counts the query's own position in its window.
         local_window_size=None if window is None else window - 1,
         dropout_rate=rate,
@@ -103,8 +115,7 @@ class _MasksAsOptions:
     _window_name: str
     """The name of the attribute that has the layer's window, since Keras 3.15."""
 
-    # Keras lets subclasses override this method. It then calls `_compute_attention_mask` and passes the result on
-    # unread, so `_compute_attention` receives no other mask.
+    # Keras calls this method wherever `_compute_attention` is overridden, and passes the result on unread.
     def _compute_attention_mask(
         self,
         query: Shaped[Array, "B T ..."],
@@ -115,11 +126,9 @@ class _MasksAsOptions:
         attention_mask: Any = None,
         use_causal_mask: bool = False,
     ) -> _Visible:
-        mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
-        if mask is not None and mask.ndim == 3:  # [B, T, S]
-            mask = mask[:, None]
         segments = _segments(query, value, query_mask, [value_mask, key_mask])
-        return _Visible(mask, segments, bool(use_causal_mask), getattr(self, self._window_name, None))
+        window = getattr(self, self._window_name, None)
+        return _Visible(_of_pairs(attention_mask), segments, bool(use_causal_mask), window)
 
 
 @keras.saving.register_keras_serializable(package="jflash")
@@ -153,12 +162,13 @@ class MultiHeadAttention(_MasksAsOptions, keras.layers.MultiHeadAttention):
         query: Float[Array, "B T N H"],
         key: Float[Array, "B S N H"],
         value: Float[Array, "B S N D"],
-        attention_mask: _Visible,
+        attention_mask: _Visible | Shaped[Array, "B #T #S"] | Shaped[Array, "B #N #T #S"] | None = None,
         training: bool | None = None,
         return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
     ) -> tuple[Float[Array, "B T N D"], None]:
-        out = _attend(query, key, value, attention_mask, self._dropout_layer, training, return_attention_scores)
-        return out, None
+        visible, dropout, scores = attention_mask, self._dropout_layer, return_attention_scores
+        return _attend(query, key, value, visible, use_causal_mask, dropout, training, scores), None
 
 
 @keras.saving.register_keras_serializable(package="jflash")
@@ -187,11 +197,12 @@ class GroupedQueryAttention(_MasksAsOptions, keras.layers.GroupQueryAttention):
         query: Float[Array, "B T N H"],
         key: Float[Array, "B S K H"],
         value: Float[Array, "B S K H"],
-        attention_mask: _Visible,
+        attention_mask: _Visible | Shaped[Array, "B #T #S"] | Shaped[Array, "B #N #T #S"] | None = None,
         training: bool | None = None,
+        use_causal_mask: bool = False,
     ) -> tuple[Float[Array, "B T N H"], None]:
-        scores = self._return_attention_scores
-        return _attend(query, key, value, attention_mask, self._dropout_layer, training, scores), None
+        visible, dropout, scores = attention_mask, self._dropout_layer, self._return_attention_scores
+        return _attend(query, key, value, visible, use_causal_mask, dropout, training, scores), None
 
 
 GroupQueryAttention = GroupedQueryAttention

@@ -21,6 +21,7 @@ from jflash import _arguments, _dispatch
 from jflash._api import Implementation
 from jflash._ragged import Ragged
 from jflash._ragged_attention import Static, attend, say_not_used
+from jflash._semantics.dtypes import widened
 from jflash._update_pages import update_pages
 
 __all__ = ["get_kv_cache_shape", "ragged_paged_attention"]
@@ -234,7 +235,7 @@ def _step(static: Static, update: bool, kv_cache: Array, arrays: dict[str, Any])
             q=queries,
             pages=(pages,),
             batch=batch,
-            scale=jnp.asarray(scale, jnp.promote_types(queries.dtype, jnp.float32)),
+            scale=jnp.asarray(scale, widened(queries.dtype)),
             k_scale=arrays["k_scale"],
             v_scale=arrays["v_scale"],
             sinks=None,

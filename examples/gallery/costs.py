@@ -35,6 +35,7 @@ import prefix_lm
 import qk_clip
 import ragged_batch
 import relative_bias
+import rematerialization
 import score_mods
 import sliding_window
 import soft_cap
@@ -199,6 +200,14 @@ def _hessian_vector_product() -> Case:
     return Case(hessian_vector_product.attend, arrays, CAUSAL, with_gradients(full), arrays[:3], "gradients")
 
 
+def _rematerialization() -> Case:
+    """Beside the same layers, of which nothing is kept."""
+    layers, width = 2, HEAD_DIM
+    inputs, weights = normal((1, TOKENS, HEADS, width), (layers, 3, HEADS, width, width))
+    arrays = inputs, weights / width**0.5
+    return Case(rematerialization.attend, arrays, CAUSAL, rematerialization.forget, arrays, "gradients")
+
+
 WINDOW, FIRST = sliding_window.WINDOW, streaming.FIRST
 CASES: Mapping[tuple[str, str], Callable[[], Case]] = {
     ("causal", "attend"): lambda: beside_full(causal.attend, CAUSAL),
@@ -225,6 +234,7 @@ CASES: Mapping[tuple[str, str], Callable[[], Case]] = {
     ("qk_clip", "output"): lambda: beside_full(qk_clip.output, CAUSAL),
     ("per_example_gradients", "attend"): _per_example_gradients,
     ("hessian_vector_product", "attend"): _hessian_vector_product,
+    ("rematerialization", "attend"): _rematerialization,
 }
 """The cases by file and function."""
 

@@ -74,11 +74,11 @@ def elementwise(
     """
     operands = list(others)
     for axis in reversed(range(logits.ndim)):
-        mapped = [operand.ndim > 0 and operand.shape[axis] > 1 for operand in operands]
+        mapped = [operand.ndim > 0 and operand.shape[axis] != 1 for operand in operands]
         operands = [x if m or x.ndim == 0 else x.squeeze(axis) for x, m in zip(operands, mapped, strict=True)]
-        array_axes = tuple(0 if axis == 0 and array.shape[0] > 1 else None for array in arrays)
+        array_axes = tuple(0 if axis == 0 and array.shape[0] != 1 else None for array in arrays)
         function = jax.vmap(function, in_axes=(0, *(0 if m else None for m in mapped), array_axes))
-    arrays = tuple(array if array.shape[0] > 1 else array.squeeze(0) for array in arrays)
+    arrays = tuple(array if array.shape[0] != 1 else array.squeeze(0) for array in arrays)
     return function(logits, *operands, arrays)
 
 

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import jax.export
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from jflash._semantics.dtypes import widened
 from jflash._semantics.score_mod import ScoreMod
 
 
@@ -151,6 +152,13 @@ class Spec:
     """The layout of a paged cache; `None` where keys and values are arrays of the call's own."""
 
     @property
+    def symbolic_size(self) -> Any:
+        """The first of the sizes that `jax.export` leaves open, or `None`."""
+        lengths = (self.batch, self.query_length, self.key_length)
+        sizes = (*lengths, self.heads, self.key_heads, self.head_dim, self.value_dim)
+        return next((size for size in sizes if jax.export.is_symbolic_dim(size)), None)
+
+    @property
     def group(self) -> int:
         """The number of query heads that share one key head."""
         return self.heads // self.key_heads
@@ -158,7 +166,7 @@ class Spec:
     @property
     def accumulator(self) -> np.dtype[Any]:
         """The dtype of logits, softmax, sums and the log-sum-exp."""
-        return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+        return widened(self.dtype)
 
     @property
     def result_dtype(self) -> np.dtype[Any]:
@@ -167,7 +175,7 @@ class Spec:
 
     def gradient_dtype(self, dtype: Any) -> np.dtype[Any]:
         """Return the dtype of the gradient of an operand of `dtype`."""
-        return np.dtype(jnp.promote_types(dtype, self.accumulator) if self.partial else dtype)
+        return widened(dtype, self.accumulator) if self.partial else np.dtype(dtype)
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

@@ -59,6 +59,12 @@ def every_row_sees(spec: Spec) -> bool:
     return (right is None or first + right >= 0) and (left is None or last - left < spec.key_length)
 
 
+def some_row_may_see_nothing(spec: Spec) -> bool:
+    """Whether a row may see no key, by who sees whom or by logits of -inf, as far as is known at trace time."""
+    by_array = {"mask", "bias"} & spec.operands
+    return not every_row_sees(spec) or bool(by_array) or spec.score_mod is not None
+
+
 class Spans(NamedTuple):
     """Four numbers in order: 0 <= start <= full_start <= full_stop <= stop <= the number of keys, or of queries."""
 

@@ -251,3 +251,43 @@ def test_another_backend_is_refused(backend: str) -> None:
         check=False,
     )
     assert "ImportError: jflash.keras needs Keras' JAX backend: set KERAS_BACKEND=jax" in ran.stderr
+
+
+class Inside(keras.layers.Layer):
+    """A model's own layer, whose shapes Keras infers by calling it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs, inputs, use_causal_mask=True)
+
+
+@both_kinds
+@pytest.mark.parametrize("shape", [(LENGTH, FEATURES), (None, FEATURES)], ids=["open batch", "open length"])
+def test_shapes_that_are_open(kind: str, shape: tuple[int | None, int]) -> None:
+    inner = ADAPTED[kind](**SIZES[kind])
+    inputs = keras.Input(shape)
+    model = keras.Model(inputs, Inside(inner)(inputs))
+    assert model.output_shape == (None, *shape)
+    np.testing.assert_array_equal(model(SELF[0]), inner(*SELF, use_causal_mask=True))
+
+
+@both_kinds
+@pytest.mark.parametrize("heads", [False, True], ids=["mask", "mask for each head"])
+def test_attention_that_a_subclass_calls(kind: str, heads: bool) -> None:
+    """`_compute_attention` is where Keras lets subclasses in: with a mask of theirs, or none, and causal."""
+    case = Case(kind)
+    own, adapted = made(OWN[kind], case), made(ADAPTED[kind], case)
+    query, key = normal(1, (BATCH, LENGTH, 4, 6)), normal(2, (BATCH, LENGTH, 4, 6))
+    seen = np.tri(LENGTH, dtype=bool) & ((normal(4, (BATCH, 4, LENGTH, LENGTH)) > 0) | np.eye(LENGTH, dtype=bool))
+    seen = seen if heads else seen[:, 0]
+    arrays = tuple(map(jnp.asarray, (query, key, key)))
+    want = own._compute_attention(*arrays, attention_mask=jnp.asarray(seen))[0]
+    for mask in (seen, seen.astype(np.int32)):
+        got = adapted._compute_attention(*arrays, attention_mask=jnp.asarray(mask))[0]
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    causal = adapted._compute_attention(*arrays, use_causal_mask=True)[0]
+    want = own._compute_attention(*arrays, attention_mask=jnp.tri(LENGTH, dtype=bool)[None])[0]
+    np.testing.assert_allclose(causal, want, atol=1e-5)

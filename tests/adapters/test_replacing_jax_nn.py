@@ -288,6 +288,8 @@ def test_a_decorated_function() -> None:
 
     assert attend.__doc__ == "Of itself, twice."
     assert replacing.report().startswith("No call")
+    for remedy in ("einsums", "attention_fn=jflash.flax.attention_fn", "jax.clear_caches()"):
+        assert remedy in replacing.report()
     attend(1)
     attend(0)
     first, last = replacing.report().splitlines()

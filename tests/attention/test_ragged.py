@@ -101,7 +101,7 @@ def test_what_the_tpu_kernel_means(options: dict[str, Any]):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=cover(0))])
 def test_heads_over_devices(serving: str, axis_type: AxisType):
     step = paged.ragged(MIXED, 16, sinks=np.linspace(-2, 3, 4).astype(np.float32))
     mesh = jax.make_mesh((2,), ("h",), axis_types=(axis_type,))

@@ -37,7 +37,7 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(jflash.attention).parameters.items()
-        if name not in ("implementation", "return_residual")
+        if name not in ("implementation", "return_residual", "residual_checkpoint_name")
     }
     spec, operands, _ = _canonical.canonicalize(**_api._with_score_mod_traced(defaults | arguments))
     return spec, operands

@@ -13,8 +13,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jflash"
 PUBLIC = ["jflash", "jflash.bench.__main__", *sorted(f"jflash.{path.stem}" for path in PACKAGE.glob("[a-z]*.py"))]
-NAMES = [(module, name) for module in PUBLIC for name in getattr(importlib.import_module(module), "__all__", ["main"])]
-"""The public names; a module that is called by its name has `main`."""
+MODULES = {module: importlib.import_module(module) for module in PUBLIC}
+NAMES = [
+    (module, name)
+    for module, contents in MODULES.items()
+    for name in getattr(contents, "__all__", ["main"])
+    if callable(getattr(contents, name))
+]
+"""The public names; a module that is called by its name has `main`. A constant has no docstring that Python finds."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -22,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=map(".".join, NAMES))
 def test_examples_in_docstrings(module: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = doctest.DocTestParser()
-    text = getattr(importlib.import_module(module), name).__doc__
+    text = getattr(MODULES[module], name).__doc__
     example = parser.get_doctest(text, {}, f"{module}.{name}", None, None)
     assert example.examples, "a public name needs an example"
     if jax.default_backend() != "cpu":

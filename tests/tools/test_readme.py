@@ -232,7 +232,8 @@ def test_readme_table() -> None:
 
 def test_support_table_has_every_option() -> None:
     named = functools.reduce(operator.or_, (set(call) for calls in ROWS.values() for call in calls))
-    assert {*_api.Options.__annotations__, "bias", "mask"} - {"implementation"} <= named
+    of_every_backend = {"implementation", "residual_checkpoint_name"}
+    assert {*_api.Options.__annotations__, "bias", "mask"} - of_every_backend <= named
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -251,7 +252,7 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) < 150
 
 
-@pytest.mark.parametrize("page", ["README.md", "examples/derivatives.md"])
+@pytest.mark.parametrize("page", ["README.md", "examples/derivatives.md", "examples/rematerialization.md"])
 def test_code_runs(page: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks

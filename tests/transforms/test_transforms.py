@@ -48,28 +48,6 @@ def test_value_and_gradients(backend: str, wrap: Callable[..., Any], operands: O
     assert_same(got, reference(operands))
 
 
-STRICT = {
-    "ranks": lambda: jax.numpy_rank_promotion("raise"),
-    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
-    "NaN": lambda: jax.debug_nans(True),
-    "keys": lambda: jax.legacy_prng_key("error"),
-    "no jit": jax.disable_jit,
-}
-
-
-@cover(1)
-@pytest.mark.parametrize(
-    "mode", ["ranks", "no jit", *(pytest.param(mode, marks=cover(0)) for mode in ("dtypes", "NaN", "keys"))]
-)
-def test_strict_modes_of_jax(backend: str, mode: str) -> None:
-    """Calls work for people who let JAX reject what is often a mistake, or look at what it does step by step."""
-    operands = served(ALL, backend)
-    want = reference(operands)
-    with STRICT[mode]():
-        got = attend_and_pull_back(operands, implementation=backend)
-    assert_same(got, want)
-
-
 @cover(1)
 @pytest.mark.parametrize(
     ("result", "names"),

@@ -159,7 +159,7 @@ def edges(operands: Operands, arrays: Mapping[str, Float[Array, "B L N H"]]) -> 
         lengths = getattr(operands, LENGTHS[name])
         if lengths is not None:
             first = edge_row(jnp.broadcast_to(lengths, array.shape[:1]))
-            rows = first[:, None] + jnp.arange(LARGEST_TILE + 8)
+            rows = first[:, None] + jnp.arange(LARGEST_TILE + 8)[None]
             tile = array.at[jnp.arange(len(array))[:, None], rows].get(mode="clip")
             found[f"{name}_edge"] = zero_padding(tile, lengths - first)
     return found

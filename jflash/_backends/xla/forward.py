@@ -25,6 +25,7 @@ from jflash._backends.xla import plans, tiling
 from jflash._backends.xla.plans import Tiles
 from jflash._backends.xla.tiling import Block, Span
 from jflash._semantics import dropout, online_softmax
+from jflash._semantics.dtypes import widened
 from jflash._semantics.logits import may_end_in_rounding, modify_logits
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, cut, load_tile, paste, split_heads
@@ -127,7 +128,7 @@ def _may_be_bounded(spec: Spec, shape: Tiles) -> bool:
 
 
 def _norms(vectors: Float[Array, "... H"]) -> Float[Array, "..."]:
-    wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
+    wide = vectors.astype(widened(vectors.dtype))
     return jnp.sqrt(jnp.sum(wide * wide, axis=-1))
 
 

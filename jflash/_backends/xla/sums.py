@@ -19,6 +19,7 @@ from jflash._backends.xla import tiling
 from jflash._backends.xla.plans import Tiles
 from jflash._backends.xla.tiling import Block, Span
 from jflash._choice import Program
+from jflash._semantics.dtypes import widened
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import (
     Corner,
@@ -225,7 +226,7 @@ class _Walk:
                 return None
             # A bias whose every element is met once, in this call and besides it, needs no wider sum than itself.
             alone = whole.shape == (spec.batch, spec.heads, spec.query_length, spec.key_length) and not spec.partial
-            return jnp.zeros(whole.shape, whole.dtype if alone else jnp.promote_types(whole.dtype, dtype))
+            return jnp.zeros(whole.shape, whole.dtype if alone else widened(whole.dtype, dtype))
 
         def of_parameters(parts: Parameters) -> Parameters:
             whole = tile_parameters(self.operands)

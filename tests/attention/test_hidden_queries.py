@@ -1,0 +1,54 @@
+"""What comes back to a query that sees no key goes nowhere, also where it is NaN."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operands import PLAIN, assert_same
+from refusals import skip_refused
+from short_run import cover
+
+import jflash
+
+ROW = 2
+"""The query that sees nothing."""
+HIDE: dict[str, dict[str, Any]] = {
+    "mask": dict(mask=np.arange(5)[:, None] != np.full(7, ROW)),
+    "bias": dict(bias=np.where(np.arange(5)[:, None] == ROW, -np.inf, np.zeros(7)).astype(np.float32)),
+    "score_mod": dict(score_mod=lambda logit, batch, head, query, key: jnp.where(query == ROW, -jnp.inf, logit)),
+    "window": dict(is_causal=True, query_offset=np.array([-1 - ROW, 0], np.int32)),
+    "key lengths": dict(key_value_seq_lengths=np.array([0, 7])),
+    "query lengths": dict(query_seq_lengths=np.array([ROW, 5])),
+    "segments": dict(segment_ids=(np.array([[0, 0, 9, 0, 0]] * 2), np.zeros((2, 7), int))),
+}
+
+
+@cover(1)
+@pytest.mark.parametrize("hide", [*HIDE])
+@pytest.mark.parametrize("derivative", ["gradient", "gradient of gradient"])
+def test_cotangent_of_a_query_that_sees_nothing(backend: str, hide: str, derivative: str) -> None:
+    options = HIDE[hide]
+    skip_refused(backend, **PLAIN, **options)
+    arrays = {**PLAIN, **{name: array for name, array in options.items() if name == "bias"}}
+    rest = {name: option for name, option in options.items() if name != "bias"}
+
+    def attend(arrays: Any) -> Any:
+        return jflash.attention(**arrays, **rest, implementation=backend, return_residual=True)
+
+    def gradients(cotangents: Any) -> Any:
+        if derivative == "gradient":
+            return jax.vjp(attend, arrays)[1](cotangents)[0]
+        squared = lambda arrays: sum(jnp.vdot(g, g) for g in jax.vjp(attend, arrays)[1](cotangents)[0].values())
+        return jax.grad(squared)(arrays)
+
+    unseeing = np.asarray(attend(arrays)[1]) == -np.inf
+    assert unseeing[0, ROW].all()
+    cotangents = tuple(jnp.ones_like(result) for result in attend(arrays))
+    of_hidden = lambda value: tuple(
+        jnp.where(unseeing.reshape(*unseeing.shape, *[1] * (c.ndim - 3)), value, c) for c in cotangents
+    )
+    got, want = (gradients(of_hidden(value)) for value in (jnp.nan, 0))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(want))
+    assert_same(got, want)

@@ -1,0 +1,55 @@
+"""Compiles the gradient of a scan over attention for an H200, without one, and prints how often it calls each kernel.
+
+python scan_compile.py
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jflash
+from jflash import _platform
+from jflash._platform import Platform
+
+TOKENS, HEADS, HEAD_DIM, LAYERS = 512, 2, 64, 3
+
+
+def layer(inputs: jax.Array, weights: jax.Array) -> tuple[jax.Array, None]:
+    """What attention gives is read by the backward of attention, and by that of the product behind it."""
+    attended = jflash.attention(inputs, inputs, inputs, is_causal=True, implementation="mosaic_gpu")
+    return inputs + (attended.reshape(TOKENS, -1) @ weights).reshape(inputs.shape), None
+
+
+def main() -> None:
+    """Count the calls in the compiled program."""
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    _platform.lowering_targets = lambda _: {"cuda": Platform("gpu", "NVIDIA H200", "9.0", 132)}
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+    width = HEADS * HEAD_DIM
+
+    def loss(inputs: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.square(lax.scan(layer, inputs, weights)[0].astype(jnp.float32)).mean()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    text = step.lower(array(TOKENS, HEADS, HEAD_DIM), array(LAYERS, width, width)).compile().as_text()
+    calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+    names = [re.search(r"/jflash_([a-z_]+?)_\d", line) for line in calls]
+    print(json.dumps(collections.Counter("unknown" if name is None else name[1] for name in names)))
+
+
+if __name__ == "__main__":
+    main()
