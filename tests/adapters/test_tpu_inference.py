@@ -40,7 +40,7 @@ def arguments(dtype: str, heads: tuple[int, int], head_dim: int, stored: str, **
     return (given["q"], *new, cache.reshape(shape), *batch), step
 
 
-@cover(1)
+@cover(every=4)
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_dim", "stored", "options"),
     [

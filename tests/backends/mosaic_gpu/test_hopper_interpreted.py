@@ -159,7 +159,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, t
     assert [one.head_groups for one in planned] == [3]
 
 
-@cover(every=7)
+@cover(every=100)
 @pytest.mark.parametrize(
     ("query_length", "processors", "key_length", "heads", "batch", "options"),
     [
@@ -281,7 +281,7 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@cover(every=4)
+@cover(0)
 @pytest.mark.parametrize("options", [{}, dict(alibi=True), dict(bias="keys"), dict(bias="full")], ids=str)
 def test_weights_of_large_logits(options: dict):
     """In base 2 they are rounded: what is summed of one tile must not drift from the next one's.
@@ -301,7 +301,7 @@ def test_long_sums_of_float32(queries: int, keys: int):
     oracle.assert_right(hopper_kernels.run(call, precision="highest"), call)
 
 
-@cover(1)
+@cover(every=4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "options",
