@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before `-m` is looked at."""
+    """Mark what the short run leaves out, before `-m` is looked at."""
     plain = [jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.float32)] * 3
     explain = functools.partial(jflash.explain, *plain)
     refusing = {name for name in _dispatch.BACKENDS if "serves" not in explain(implementation=name)}
