@@ -244,7 +244,7 @@ DEFECTS = [
         "DkvCta.make_dk",
         "self._store(acc_dk * ",
         "self._store(acc_dk + 0 * ",
-        f"{INTERPRETED}::test_several_items_a_cta",
+        f"{INTERPRETED}::test_any_tiles",
     ),
     Defect(
         "mosaic_gpu: dS^T takes the place of gradients that are still being stored",
