@@ -20,16 +20,25 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each worker begins at its own end of the list, so that modules stay together, and idle ones take from others.
 PYTEST := JFLASH_METAL_EMULATOR=1 $(VENV_PYTHON) -m pytest -n auto --dist worksteal
 
+# What XLA compiled is kept for the next run: what takes it longest, and what was used last, up to 1 GiB.
+test test-rest: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.venv/compiled
+test test-rest: export JAX_COMPILATION_CACHE_MAX_SIZE := 1073741824
+test test-rest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
+
 .PHONY: quickstart test test-rest test-all
 
 quickstart: .venv/installed-examples
 	$(VENV_PYTHON) examples/quickstart.py
 
+# Types are checked beside the tests, and what is found is shown after them.
 test: .venv/installed-test
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
-	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
-	$(PYTEST) -m "not slow"
+	@echo '$(VENV_PYTHON) -m pyright, beside the tests'; \
+	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON) >.venv/types.txt 2>&1 & types=$$!; \
+	$(PYTEST) -m "not slow"; tests=$$?; \
+	wait $$types; types=$$?; cat .venv/types.txt; \
+	test $$tests -eq 0 -a $$types -eq 0
 
 test-rest: .venv/installed-test
 	$(PYTEST) -m "slow or hypothesis"

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import pytest
 import short_run
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 from jflash import _dispatch, _settings
@@ -55,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before `-m` is looked at."""
+    """Mark what the short run leaves out, before `-m` is looked at."""
     plain = [jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.float32)] * 3
     explain = functools.partial(jflash.explain, *plain)
     refusing = {name for name in _dispatch.BACKENDS if "serves" not in explain(implementation=name)}
@@ -81,7 +82,7 @@ def resident_bytes() -> int:
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.slow if name == "reference" else ()) for name in _dispatch.BACKENDS]
+    params=[pytest.param(name, marks=cover(0) if name == "reference" else ()) for name in _dispatch.BACKENDS]
 )
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of each backend in turn; the short run has no more of the definition than others are held against."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layers import Apply, assert_same_layer, assert_same_output, filled, normal
-from short_run import sampled
+from short_run import cover
 
 import jflash
 import jflash.equinox
@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     own, parameters = as_function(OWN, case.call, **case.options)
@@ -71,6 +71,7 @@ def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     assert_same_layer(adapted, own, own, parameters, case.inputs)
 
 
+@cover(0)
 def test_a_batch_by_vmap() -> None:
     masks = (normal(5, (3, LENGTH, LENGTH)) > 0) | np.eye(LENGTH, dtype=bool)
     inputs = tuple(normal(seed, (3, LENGTH, SIZE)) for seed in (1, 2, 3))
@@ -104,7 +105,7 @@ OPTIONS = {
 }
 
 
-@sampled(2)
+@cover(0)
 @pytest.mark.parametrize(("options", "mask"), OPTIONS.values(), ids=OPTIONS)
 def test_an_option_is_the_mask_it_stands_for(options: dict[str, Any], mask: jax.Array) -> None:
     own, parameters = as_function(OWN, {"mask": mask})
@@ -140,6 +141,7 @@ def test_every_argument_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> No
     }
 
 
+@cover(0)
 def test_dropout_drops_at_the_rate_and_for_each_head_anew() -> None:
     """The output is, with equal logits and identities for projections, the probabilities of both heads side by side."""
     rate, length = 0.25, 96
@@ -156,6 +158,7 @@ def test_dropout_drops_at_the_rate_and_for_each_head_anew() -> None:
         assert abs(drawn.mean() - expected) < 5 * np.sqrt(expected * (1 - expected) / drawn.size)
 
 
+@cover(0)
 def test_dropout_of_the_layer() -> None:
     layer = ADAPTED(HEADS, SIZE, dropout_p=0.25, key=jax.random.key(0))
     draw = equinox.filter_jit(lambda key, **call: layer(*SELF, CAUSAL, key=key, **call))
@@ -194,6 +197,7 @@ def test_what_is_wrong_is_refused(options: Any, call: Any, error: type[Exception
         apply(parameters, SELF)
 
 
+@cover(0)
 def test_equinox_is_imported_by_its_adapter_only_and_its_absence_explained() -> None:
     script = """
 import sys

@@ -27,7 +27,7 @@ from flax_layers import (
     self_attention,
 )
 from layers import assert_same_layer, assert_same_output, normal
-from short_run import sampled
+from short_run import cover
 
 import jflash
 import jflash.flax
@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-@sampled(5)
+@cover(every=5)
 @pytest.mark.parametrize(("make", "case"), CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_the_layers_own_attention(make: Callable[..., Layer], case: Case) -> None:
     own, parameters = make(case.inputs, **case.options)
@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_the_layers_own_attention(make: Callab
     assert_same_layer(adapted, own, own, parameters, case.inputs)
 
 
-@sampled(4)
+@cover(0)
 @both_frameworks
 @pytest.mark.parametrize("low", ["dtype", "param_dtype"])
 def test_bfloat16(make: Callable[..., Layer], low: str) -> None:
@@ -116,7 +116,7 @@ BOUND = {
 }
 
 
-@sampled(2)
+@cover(0)
 @pytest.mark.parametrize(
     ("make", "options", "mask"),
     [
@@ -157,6 +157,7 @@ def test_every_argument_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(called) == set(inspect.signature(jflash.attention).parameters) - positional - of_pages
 
 
+@cover(0)
 @both_frameworks
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
 def test_what_a_mask_hides_has_no_influence(make: Callable[..., Layer], dtype: Any) -> None:
@@ -170,6 +171,7 @@ def test_what_a_mask_hides_has_no_influence(make: Callable[..., Layer], dtype: A
     assert jnp.all(jnp.any(before[:, 7:] != after[:, 7:], axis=-1))
 
 
+@cover(0)
 @pytest.mark.parametrize("broadcast_dropout", [False, True])
 def test_dropout_drops_at_the_rate(broadcast_dropout: bool) -> None:
     """Dropout drops for each head anew, or the same for all.
@@ -195,6 +197,7 @@ def test_dropout_drops_at_the_rate(broadcast_dropout: bool) -> None:
     assert jnp.array_equal(draw(deterministic=True), attention_fn(queries, queries, values))
 
 
+@cover(0)
 @both_frameworks
 def test_dropout_of_the_layers(make: Callable[..., Layer]) -> None:
     inputs = self_attention(2)
@@ -236,6 +239,7 @@ def test_dropout_without_a_key_is_refused() -> None:
         attention_fn(array, array, array, dropout_rate=0.1)
 
 
+@cover(0)
 def test_flax_is_imported_by_its_adapter_only_and_its_absence_explained() -> None:
     script = """
 import sys

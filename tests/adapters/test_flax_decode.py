@@ -22,6 +22,7 @@ from flax_layers import (
     self_attention,
 )
 from layers import assert_within_rule, compiled, filled, float64
+from short_run import cover
 
 from jflash.flax import attention_fn
 
@@ -74,6 +75,7 @@ def all_at_once(make: Callable[..., Layer], inputs: Any, mask: jax.Array) -> np.
         return np.asarray(compiled(apply)(float64(parameters), float64(inputs), mask=mask))
 
 
+@cover(0)
 @pytest.mark.parametrize(("make", "decode", "own_attention"), DECODERS)
 def test_decoding_step_by_step_is_the_causal_run(make: Callable[..., Layer], decode: Any, own_attention: Any) -> None:
     (inputs,) = self_attention(2, 3)
@@ -83,6 +85,7 @@ def test_decoding_step_by_step_is_the_causal_run(make: Callable[..., Layer], dec
     assert_within_rule(ours, theirs, all_at_once(make, (inputs,), causal_mask(2, 3, dtype=bool) & mask))
 
 
+@cover(0)
 @pytest.mark.parametrize(("make", "decode", "own_attention"), DECODERS)
 def test_decoding_in_a_window_needs_the_position(make: Callable[..., Layer], decode: Any, own_attention: Any) -> None:
     (inputs,) = self_attention(2)

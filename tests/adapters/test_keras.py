@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 from layers import assert_same_layer, filled, normal
-from short_run import sampled
+from short_run import cover
 
 import jflash
 import jflash.keras
@@ -105,7 +105,7 @@ def known(case: Case) -> bool:
     return case.options.keys() <= {*inspect.signature(OWN[case.kind].__init__).parameters, "dtype"}
 
 
-@sampled(13)
+@cover(every=13)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if known(case)])
 def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     own, adapted = made(OWN[case.kind], case), made(ADAPTED[case.kind], case)
@@ -118,7 +118,7 @@ def test_values_and_gradients_are_those_of_the_base_class(case: Case) -> None:
     assert_same_layer(*functions, weights, inputs)
 
 
-@pytest.mark.slow
+@cover(0)
 @both_kinds
 def test_padding_that_keras_hands_on(kind: str) -> None:
     """`Masking` hides padded keys, and padded queries take no part in the sums."""
@@ -138,7 +138,8 @@ def test_padding_that_keras_hands_on(kind: str) -> None:
     assert jnp.abs(masked(adapted)(weights, (inputs,)) - plain)[0, :9].max() > 0.1, "the mask came"
 
 
-@pytest.mark.parametrize("kind", ["mha", pytest.param("gqa", marks=pytest.mark.slow)])
+@cover(0)
+@pytest.mark.parametrize("kind", ["mha", pytest.param("gqa", marks=cover(0))])
 def test_dropout_of_the_layers(kind: str) -> None:
     layer = made(ADAPTED[kind], Case(kind, options={"dropout": 0.25, "seed": 1}))
     same_seed = made(ADAPTED[kind], Case(kind, options={"dropout": 0.25, "seed": 1}))
@@ -167,7 +168,8 @@ def model(layer: Any) -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(7)(layer(embedded, embedded, use_causal_mask=True)))
 
 
-@pytest.mark.parametrize("kind", ["mha", pytest.param("gqa", marks=pytest.mark.slow)])
+@cover(0)
+@pytest.mark.parametrize("kind", ["mha", pytest.param("gqa", marks=cover(0))])
 def test_a_model_is_trained_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(1, 7, (16, LENGTH), np.int32)
     tokens[:8, 9:] = 0
@@ -190,6 +192,7 @@ def test_a_model_is_trained_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@cover(0)
 @both_kinds
 def test_keys_and_values_are_not_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called = {}
@@ -214,6 +217,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         ADAPTED["mha"](**SIZES["mha"])(images, images)
 
 
+@cover(0)
 def test_a_layer_of_keras_is_served_by_replacing_jax_nn() -> None:
     layer = made(OWN["mha"], Case("mha"))
     theirs = layer(*SELF, use_causal_mask=True)
@@ -223,7 +227,7 @@ def test_a_layer_of_keras_is_served_by_replacing_jax_nn() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_keras_is_imported_by_its_adapter_only_and_its_absence_explained() -> None:
     script = """
 import sys
@@ -236,7 +240,7 @@ import jflash.keras
     assert "ModuleNotFoundError: jflash.keras needs Keras: pip install 'jflash[keras]'" in ran.stderr
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("backend", ["numpy", "torch", "tensorflow"])
 def test_another_backend_is_refused(backend: str) -> None:
     ran = subprocess.run(

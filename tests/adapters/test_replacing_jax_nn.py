@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from layers import compiled, normal
 from oracle import Call, assert_within, exact, tolerances
-from short_run import sampled
+from short_run import cover
 
 import jflash
 from jflash import _replacing
@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@sampled(5)
+@cover(every=9)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_values_and_gradients_are_those_of_jax_nn(options: dict[str, Any]) -> None:
     """Against float64, as near as plain attention; and in everything but roundings as jax.nn."""
@@ -333,7 +333,7 @@ def test_the_signature_is_that_of_jax_nn() -> None:
     assert known <= set(_replacing._KNOWN), "jax.nn has an argument that jflash does not know yet"
 
 
-@pytest.mark.slow
+@cover(0)
 def test_a_layer_of_flax_is_served() -> None:
     """Flax's own attention function calls jax.nn's where no dropout is drawn."""
     layer = nnx.MultiHeadAttention(HEADS, 16, 16, decode=False, rngs=nnx.Rngs(0))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import paged
 import pytest
+from short_run import cover
 
 import jflash
 from jflash import tpu_inference
@@ -39,11 +40,12 @@ def arguments(dtype: str, heads: tuple[int, int], head_dim: int, stored: str, **
     return (given["q"], *new, cache.reshape(shape), *batch), step
 
 
+@cover(every=4)
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_dim", "stored", "options"),
     [
         ("float32", (4, 2), 16, "float32", dict(sm_scale=0.25)),
-        pytest.param("bfloat16", (3, 3), 128, "bfloat16", dict(sm_scale=0.1, sliding_window=7), marks=pytest.mark.slow),
+        pytest.param("bfloat16", (3, 3), 128, "bfloat16", dict(sm_scale=0.1, sliding_window=7), marks=cover(0)),
         ("bfloat16", (4, 1), 64, "float8_e4m3fn", dict(soft_cap=3.0)),
     ],
     ids=["float32", "bfloat16", "8 bits, a head that fills a half"],
@@ -84,7 +86,7 @@ def test_a_cache_that_is_shared_is_read_alone():
     np.testing.assert_array_equal(kept, held)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_queries_of_8_bits():
     """As if the caller had rounded them."""
     given, _ = arguments("bfloat16", (4, 2), 64, "float8_e4m3fn")

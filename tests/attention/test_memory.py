@@ -60,17 +60,15 @@ def gradient_of_jvp(attention: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(scalar, range(6))
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), dict(is_causal=True)], ids=["full", "causal"]
-)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=cover(0)), dict(is_causal=True)], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("part", "arrays", "most"),
     [
         (forward, 3, 1),
         (forward_and_backward, 4, 3),
         (jvp, 6, 2),
-        pytest.param(hessian_vector_product, 6, 6, marks=pytest.mark.slow),
-        pytest.param(gradient_of_jvp, 6, 6, marks=pytest.mark.slow),
+        pytest.param(hessian_vector_product, 6, 6, marks=cover(0)),
+        pytest.param(gradient_of_jvp, 6, 6, marks=cover(0)),
     ],
     ids=["forward", "backward", "jvp", "hessian_vector_product", "gradient_of_jvp"],
 )

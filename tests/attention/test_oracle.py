@@ -11,6 +11,7 @@ import oracle
 import pytest
 from cases import Case
 from plain_attention import Call, PlainAttention, Precision, Results
+from short_run import cover
 
 SMALL = Case(query_length=13, key_length=17, heads=(4, 2), dims=(5, 3), batch=(2,))
 AS_JAX_NN = SMALL._replace(dims=(8, 8), scale="static", bias="full", mask="keys", causal=True, offset=None)
@@ -46,7 +47,7 @@ def test_truth_is_jax_nn():
     oracle.assert_right(by_jax_nn(call), call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_yardstick_is_as_exact_as_jax_nn(dtype: str):
     """Neither stricter than plain attention as JAX does it nor laxer: within a factor of two, over all of an array."""

@@ -16,12 +16,13 @@ from cases import Case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plain_attention import Results
+from short_run import cover
 
 import jflash
 from jflash._backends import xla
 from jflash._semantics import pages
 
-SERVING = [pytest.param("reference", marks=pytest.mark.slow), "xla"]
+SERVING = [pytest.param("reference", marks=cover(0)), "xla"]
 SMALL = Case(query_length=5, key_length=48, heads=(4, 2), dims=(24, 24), batch=(2, 3))
 CASES: dict[str, tuple[Case, int]] = {
     "plain": (SMALL, 3),
@@ -85,12 +86,12 @@ SCALES: dict[str, Callable[[int, int], Any]] = {
     [
         ("bfloat16", "int8", False, "both"),
         ("bfloat16", "float8_e4m3fn", True, "number"),
-        pytest.param("bfloat16", "float8_e5m2", False, "none", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "float8_e5m2", False, "none", marks=cover(0)),
         ("bfloat16", "bfloat16", True, "pages"),
         ("float16", "float8_e4m3fn", False, "heads"),
-        pytest.param("float16", "int8", True, "traced", marks=pytest.mark.slow),
+        pytest.param("float16", "int8", True, "traced", marks=cover(0)),
         ("float32", "float8_e4m3fn", False, "both"),
-        pytest.param("float32", "int8", False, "number", marks=pytest.mark.slow),
+        pytest.param("float32", "int8", False, "number", marks=cover(0)),
     ],
 )
 def test_scaled_and_8_bits(serving: str, dtype: str, stored: str, interleaved: bool, scale: str):

@@ -14,7 +14,7 @@ import oracle
 import pytest
 from operands import normal
 from plain_attention import Call, Results
-from short_run import sampled
+from short_run import cover
 
 Attention = Callable[..., Any]
 T, S = 13, 19
@@ -57,7 +57,7 @@ visibility = st.fixed_dictionaries(
 )
 
 
-@sampled(2)
+@cover(every=2)
 @hypothesis.given(seed=seeds, dtype=st.sampled_from([jnp.float32, jnp.bfloat16]), where=positions, seen=visibility)
 def test_as_jax_nn(attention: Attention, seed: int, dtype: Any, where: dict, seen: dict):
     """Wherever the two mean the same. They differ
@@ -91,7 +91,7 @@ def jax_nn(**options: Any) -> Any:
     return out, lse.astype(jnp.float32)
 
 
-@sampled(2)
+@cover(every=2)
 @hypothesis.given(seed=seeds, cut=st.sampled_from([7, 1, S - 1]), where=positions, seen=visibility)
 def test_keys_in_two_calls_merged_by_lse(attention: Attention, seed: int, cut: int, where: dict, seen: dict):
     whole = call(seed, alibi_slopes=SLOPES, **where, **seen)
@@ -117,7 +117,7 @@ def test_keys_in_two_calls_merged_by_lse(attention: Attention, seed: int, cut: i
     assert_close((out, lse), (one.out, one.lse), (allowed.out, allowed.lse))
 
 
-@sampled(2)
+@cover(every=2)
 @hypothesis.given(seed=seeds, seen=visibility)
 def test_the_order_of_keys_does_not_matter(attention: Attention, seed: int, seen: dict):
     order = np.random.default_rng(seed).permutation(S)
@@ -139,7 +139,7 @@ def test_the_order_of_keys_does_not_matter(attention: Attention, seed: int, seen
     assert_close(got._replace(gradients=gradients), want, oracle.tolerances(one))
 
 
-@sampled(2)
+@cover(every=2)
 @hypothesis.given(seed=seeds, cuts=st.sampled_from([(1, 12), (6, 7)]), where=positions)
 def test_packed_sequences_are_sequences_apart(attention: Attention, seed: int, cuts: tuple[int, int], where: dict):
     ids = np.digitize(np.arange(S), cuts)[None]
@@ -213,7 +213,7 @@ def test_what_padding_holds(
     assert np.all(want.lse[query_padding] == -np.inf)
 
 
-@sampled(2)
+@cover(every=2)
 @hypothesis.given(seed=seeds, rows=st.sampled_from([8, 1]), where=positions, traced=st.booleans())
 def test_query_offset_gives_the_last_rows(attention: Attention, seed: int, rows: int, where: dict, traced: bool):
     """The last rows and the keys' gradients are those of the whole problem, where only these rows have cotangents."""
@@ -283,7 +283,7 @@ def test_a_sink_is_a_key_without_a_value(attention: Attention, seed: int, where:
     assert_close(got, want._replace(gradients=gradients), oracle.tolerances(with_sink))
 
 
-@sampled(2)
+@cover(every=2)
 @hypothesis.given(seed=seeds, where=positions)
 def test_grouped_heads_are_repeated_keys(attention: Attention, seed: int, where: dict):
     grouped = call(seed, **where)
@@ -295,8 +295,8 @@ def test_grouped_heads_are_repeated_keys(attention: Attention, seed: int, where:
     assert_close(got, want._replace(gradients=gradients), oracle.tolerances(grouped))
 
 
-@sampled(2)
-@pytest.mark.parametrize("batch", [pytest.param((3,), marks=pytest.mark.slow), (2, 3)], ids=str)
+@cover(every=2)
+@pytest.mark.parametrize("batch", [pytest.param((3,), marks=cover(0)), (2, 3)], ids=str)
 def test_batch_axes_are_loops(attention: Attention, batch: tuple[int, ...]):
     options = dict(
         bias=normal(9, *batch, 4, 1, S),

@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as for_tpus
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from short_run import cover
 
 import jflash
 from jflash import _ragged_attention
@@ -34,7 +35,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[pytest.param("reference", marks=pytest.mark.slow), "xla"])
+@pytest.fixture(params=[pytest.param("reference", marks=cover(0)), "xla"])
 def serving(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -88,7 +89,7 @@ def test_arguments_are_those_of_the_tpu_kernel():
     assert simple(own)[: len(theirs)] == simple(theirs)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("options", [dict(sliding_window=9), dict(soft_cap=5.0)], ids=str)
 def test_what_the_tpu_kernel_means(options: dict[str, Any]):
     """By the reference of jax itself, which has no rows for what belongs to no sequence."""
@@ -100,7 +101,7 @@ def test_what_the_tpu_kernel_means(options: dict[str, Any]):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=cover(0))])
 def test_heads_over_devices(serving: str, axis_type: AxisType):
     step = paged.ragged(MIXED, 16, sinks=np.linspace(-2, 3, 4).astype(np.float32))
     mesh = jax.make_mesh((2,), ("h",), axis_types=(axis_type,))

@@ -12,6 +12,7 @@ import oracle
 import pytest
 from operands import normal
 from plain_attention import Call
+from short_run import cover
 
 import jflash
 from jflash import _platform, _settings, _tuning
@@ -126,7 +127,7 @@ def test_search_from_a_checkout_that_was_never_installed(nothing_installed, fold
     assert "from a folder on the path" in tune.store([]).read_text()
 
 
-@pytest.mark.slow
+@cover(0)
 def test_command_tunes_this_machine(monkeypatch, folder):
     monkeypatch.setattr(plans, "CPU", BLOCKS)
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)

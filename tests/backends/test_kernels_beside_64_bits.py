@@ -12,6 +12,7 @@ from cases import Case
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from kernel_families import HOPPER, Family, mma
 from plain_attention import Call
+from short_run import cover
 
 FAMILIES = {"hopper": HOPPER, "mma": mma("8.0")}
 BASE = Case("bfloat16", 131, 200, heads=(2, 1), dims=(64, 64), batch=(2,))
@@ -36,6 +37,7 @@ def programs(family: Family, call: Call) -> list[ClosedJaxpr]:
     return [*hopper_kernels.traced(call, family=family), *tangents]
 
 
+@cover(every=5)
 @pytest.mark.parametrize(
     "options",
     [
@@ -56,6 +58,7 @@ def test_programs_are_the_same(family: Family, options: dict[str, Any]):
         assert list(map(str, programs(family, call))) == want
 
 
+@cover(every=2)
 def test_programs_lower(family: Family):
     """The programs are lowered, for which no GPU is needed."""
     call = cases.build(BASE._replace(causal=True, lengths="both", segments="far apart", score_mod="indices"))
@@ -75,9 +78,10 @@ ROWS = [
 ]
 
 
+@cover(every=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "options", [ROWS[0], *(pytest.param(options, marks=pytest.mark.slow) for options in ROWS[1:])], ids=str
+    "options", [ROWS[0], *(pytest.param(options, marks=cover(0)) for options in ROWS[1:])], ids=str
 )
 def test_right(family: Family, options: dict[str, Any]):
     """The kernels are right in the interpreter, where whatever may have 64 bits has them."""
@@ -87,7 +91,7 @@ def test_right(family: Family, options: dict[str, Any]):
     oracle.assert_right(got, call, as_tf32=call.query.dtype == "float32")
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.usefixtures("x64")
 def test_tangents_right():
     call = cases.build(BASE._replace(causal=True, bias="keys", score_mod="indices", segments="far apart", sinks=True))

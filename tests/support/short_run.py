@@ -1,4 +1,4 @@
-"""The part of a product of values that the short run of the tests, `make test`, takes; the rest is marked `slow`."""
+"""The part of the tests that the short run, `make test`, takes; conftest marks the rest `slow`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import pytest
 Row = Mapping[str, Any]
 
 
-def cover(strength: int) -> pytest.MarkDecorator:
-    """Above a test: the short run takes so many of its rows that any `strength` values of different parameters that
-    are together in some row are together in one of those."""
-    return pytest.mark.cover(strength)
+def cover(strength: int | None = None, *, every: int = 1) -> pytest.MarkDecorator:
+    """Say which rows of a test the short run takes; without this mark it takes all.
 
-
-def sampled(step: int) -> pytest.MarkDecorator:
-    """Above a test: the short run takes the first of every `step` rows. For rows that are dear and much alike."""
-    return pytest.mark.sampled(step)
+    It takes so many of the first of every `every` rows that any `strength` values of different parameters that are
+    together in some of them are together in one that is taken. Without a strength it takes all of those, and with 0
+    none: then the mark may also stand at a single row.
+    """
+    return pytest.mark.cover(strength, every)
 
 
 def covering(rows: Sequence[Row], strength: int) -> set[int]:
@@ -35,27 +34,37 @@ def covering(rows: Sequence[Row], strength: int) -> set[int]:
 
 
 def mark_slow(items: Iterable[Any], is_refused: Callable[[Any], bool]) -> None:
-    """Mark what `cover` and `sampled` leave out.
+    """Mark what the short run leaves out.
 
     A backend that refuses every call on this machine covers nothing; one of its rows says so.
     """
     tests: dict[str, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("cover") or item.get_closest_marker("sampled"):
+        if item.get_closest_marker("cover"):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for rows in tests.values():
-        refused = [row for row in rows if any(map(is_refused, row.callspec.params.values()))]
-        served = [row for row in rows if row not in refused and not row.get_closest_marker("slow")]
+        wanted = [row for row in rows if all(mark.args[0] != 0 for mark in row.iter_markers("cover"))]
+        refused = [row for row in wanted if any(map(is_refused, _parameters(row).values()))]
+        served = [row for row in wanted if row not in refused]
         kept = {*(_kept(served) if served else []), *refused[:1]}
         for row in rows:
             if row not in kept:
                 row.add_marker(pytest.mark.slow)
 
 
+def _parameters(row: Any) -> Row:
+    return row.callspec.params if hasattr(row, "callspec") else {}
+
+
 def _kept(rows: Sequence[Any]) -> list[Any]:
-    """Return the rows of one test that the short run takes."""
-    if sample := rows[0].get_closest_marker("sampled"):
-        return list(rows[:: sample.args[0]])
+    """Return the rows of one test that the short run takes, of those that it may take."""
+    mark = rows[0].get_closest_marker("cover")
+    if mark is None:
+        return list(rows)
+    strength, every = mark.args
+    rows = rows[::every]
+    if strength is None:
+        return list(rows)
     # A parameter's value is the same object in all rows that share it, and often not hashable.
-    values = [{name: id(value) for name, value in row.callspec.params.items()} for row in rows]
-    return [rows[index] for index in covering(values, *rows[0].get_closest_marker("cover").args)]
+    values = [{name: id(value) for name, value in _parameters(row).items()} for row in rows]
+    return [rows[index] for index in covering(values, strength)]

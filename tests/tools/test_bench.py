@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import profiler
+from short_run import cover
 
 import jflash
 from jflash.bench import __main__ as bench
@@ -92,7 +93,7 @@ def test_run_records_every_case_and_peer(run):
         assert forward["tflops"] == pytest.approx(2 * (16 + 16) * pairs * 2 / forward["ms"] / 1e9)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_first(monkeypatch):
     """A GPU's clock depends on what it did just before. What a case has given is kept before the next one begins."""
     done: list[tuple[str, str, str]] = []
@@ -114,6 +115,7 @@ def test_peers_do_the_same_work_one_after_the_other_and_take_turns_at_being_firs
         assert (first[2], second[2]) == (("jflash", "jax.nn"), ("jax.nn", "jflash"))[number // 2 % 3 % 2]
 
 
+@cover(0)
 def test_a_run_that_was_cut_off_goes_on_with_what_it_has(monkeypatch):
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
     monkeypatch.setattr(clocks, "REST_S", 0)
@@ -148,6 +150,7 @@ def test_a_run_that_was_cut_off_goes_on_with_what_it_has(monkeypatch):
         measure.measure(grid, ["jflash"], True, 1, lambda _: None, earlier=other)
 
 
+@cover(0)
 def test_forward_mode(monkeypatch):
     """It has columns of its own where it is asked for, and a peer that has none says so."""
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
@@ -256,6 +259,7 @@ def test_kernel_times_are_those_of_every_iteration_after_the_first(monkeypatch):
     assert max(samples) < 9
 
 
+@cover(0)
 def test_pictures_are_drawn_again_from_a_record(run, tmp_path):
     drawn = {path.name: path.read_bytes() for path in run[0].glob("*.png")}
     assert set(drawn) == {"bench-forward.png", "bench-backward.png"}

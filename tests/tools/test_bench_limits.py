@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from short_run import cover
 
 from jflash.bench import __main__ as bench
 from jflash.bench import cases, limits, measure, record
@@ -93,7 +94,7 @@ def test_a_case_of_many_short_steps_has_the_same_limit():
     assert number > 0
 
 
-@pytest.mark.slow
+@cover(0)
 def test_what_hangs_or_crashes_is_refused_and_the_run_goes_on(tmp_path):
     path, heard = tmp_path / "bench.json", []
     found = limits.measured(functools.partial(measuring, path), path, False, 1.0, works, heard.append)
@@ -112,7 +113,7 @@ def test_what_hangs_or_crashes_is_refused_and_the_run_goes_on(tmp_path):
         limits.measured(ending, path, False, 1.0, works, heard.append)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_a_run_within_limits_is_like_any_other(tmp_path, monkeypatch):
     options = {"lengths": 64, "widths": 32, "head-dims": "16/8", "tokens": 64, "masks": "full", "rounds": 1}
     command = [*(f"--{name}={value}" for name, value in options.items()), "--peers", "jflash", f"--output={tmp_path}"]

@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import profiler
+from short_run import cover
 
 from jflash import _platform
 from jflash.bench import cases, clocks, measure, peers, score_mods
+
+pytestmark = cover(0)
 
 FLASH = peers.PEERS["FlashAttention-4"]
 CASES = cases.Grid((64,), (64,), ("16",), ("full", "causal"), tokens=64, dtype="bfloat16", features=()).cases()

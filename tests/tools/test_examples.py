@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from operands import PLAIN
 from refusals import skip_refused
-from short_run import sampled
+from short_run import cover
 
 import jflash
 from jflash import _platform, doctor
@@ -43,7 +43,7 @@ def numbers(pattern: str, printed: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-@pytest.mark.slow
+@cover(0)
 def test_quickstart():
     printed = run("quickstart.py", "--tokens", 300, "--heads", 2, "--head-dim", 16, "--repeats", 1)
     assert "serves this call on" in printed
@@ -55,7 +55,7 @@ def test_quickstart():
         numbers(rf"{row}[^\d]*{NUMBER}[^\d]*{NUMBER}", printed)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("framework", ["flax", "equinox"])
 def test_training_agrees_with_the_layers_own_attention(framework, tmp_path):
     picture = tmp_path / "curves.png"
@@ -74,7 +74,7 @@ def train_transformer(monkeypatch) -> Any:
     return importlib.import_module("train_transformer")
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_beside_jax_nn(train_transformer, dtype, tmp_path, capsys):
     """The same weights and batches: losses agree within rounding, and the record holds all that was printed."""
@@ -98,7 +98,7 @@ def test_training_beside_jax_nn(train_transformer, dtype, tmp_path, capsys):
     assert_is_picture(paths["picture"])
 
 
-@pytest.mark.slow
+@cover(0)
 def test_training_leaves_out_what_does_not_fit(train_transformer, monkeypatch, tmp_path, capsys):
     """A step that needs more than the device has beside the other runs is not run, and the table says so."""
     options = {**SHORT_TRAINING, "length": 512, "attention": ("xla", "jflash"), "picture": tmp_path / "curves.png"}
@@ -170,7 +170,7 @@ def assert_is_picture(path: pathlib.Path) -> None:
     assert len(image) > 10_000
 
 
-@pytest.mark.slow
+@cover(0)
 def test_meanflow_learns_the_same_from_plain_attention(tmp_path):
     """Three steps of training differ by rounding between the tangent through the tiles and through the definition."""
     losses = []
@@ -185,7 +185,7 @@ def test_meanflow_learns_the_same_from_plain_attention(tmp_path):
     assert losses[0][0] != losses[0][1]
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize(
     ("context", "heads", "travels", "stays"),
     [(8, 4, "collective-permute", "all-to-all"), (4, 4, "all-to-all", "collective-permute")],
@@ -214,7 +214,7 @@ def test_long_context_gathers_nothing(context, heads, travels, stays):
         assert row(name) == [0, 0]
 
 
-@pytest.mark.slow
+@cover(0)
 def test_long_context_on_paper():
     """No strategy is better than ideal, and beyond a host all-to-all inside hosts and a ring of hosts are best."""
     printed = run("benchmarks/long_context.py")
@@ -229,7 +229,7 @@ def test_long_context_on_paper():
     assert all(fractions[key] == best[key] for key in fractions if key[2] in ("both", "all_to_all"))
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("framework", ["flax", "equinox"])
 def test_training_notices_a_wrong_attention(train_transformer, framework, tmp_path, monkeypatch):
     """The comparison can fail."""
@@ -243,7 +243,7 @@ def test_training_notices_a_wrong_attention(train_transformer, framework, tmp_pa
         train_transformer.main(settings)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_cpu_benchmark(tmp_path):
     output = tmp_path / "cpu.json"
     printed = run("benchmarks/cpu.py", "--lengths", 64, "--long", 64, "--rounds", 1, "--output", output)
@@ -289,7 +289,7 @@ def test_ladder_backward_without_atomics_owns_what_it_writes():
     assert not any("atomic_" in path.read_text() for path in shaders.iterdir())
 
 
-@sampled(3)
+@cover(every=3)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("setting", range(3), ids=["plain", "causal, segments", "bias"])
 def test_metal_costs_are_those_of_the_tiling(monkeypatch, setting):
@@ -337,7 +337,7 @@ def test_doctor_on_machines_with_a_gpu(capsys, monkeypatch):
     assert printed.count("with heads of 64 and no options") == 2
 
 
-@pytest.mark.slow
+@cover(0)
 def test_selfcheck(capsys):
     assert doctor.main(["--selfcheck"]) == 0
     printed = capsys.readouterr().out
@@ -347,7 +347,7 @@ def test_selfcheck(capsys):
     assert re.search(r"(\d+) of \1 are ok", printed)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
     attention = jflash.attention
     wrong = lambda query, **options: attention(query * (1 + 0.01 * (options["implementation"] == "xla")), **options)
@@ -356,7 +356,7 @@ def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
     assert "WRONG xla, float32 d32 causal: out" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@cover(0)
 def test_doctor_goes_on_after_a_failure(capsys, monkeypatch):
     attention = jflash.attention
 

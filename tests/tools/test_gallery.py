@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from short_run import cover
 
 import jflash
 
@@ -41,7 +42,7 @@ def _in_gallery(monkeypatch):
     monkeypatch.syspath_prepend(GALLERY)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RECIPES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else cover(0)) for n in RECIPES])
 def test_recipe(name):
     found = importlib.import_module(name).main()
     assert found.errors
@@ -57,7 +58,7 @@ def test_recipe(name):
             assert found.seen <= found.computed <= most
 
 
-@pytest.mark.slow
+@cover(0)
 def test_wrong_attention_is_noticed(monkeypatch):
     """The comparison can fail."""
     attention = jflash.attention

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from short_run import cover
 
 import jflash
 from jflash import _api
@@ -149,7 +150,7 @@ def test_wheel_without_a_compiler(tmp_path: Path) -> None:
     assert built_with_the_emulator(tmp_path, CXX=str(tmp_path / "none"), CC=str(tmp_path / "none")) == set()
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.skipif(os.environ.get("JFLASH_METAL_EMULATOR") != "1", reason="the emulator was not asked for")
 def test_wheel_with_the_emulator(tmp_path: Path) -> None:
     """The library, and the headers that it compiles shaders with."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from short_run import cover
 
 import jflash
 
@@ -39,7 +40,7 @@ def test_same_text(capsys: pytest.CaptureFixture[str]):
     assert 0 < shared < used <= of == free == 20
 
 
-@pytest.mark.slow
+@cover(0)
 def test_what_was_trained(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     serve, train_transformer = example("serve"), example("train_transformer")
     path = tmp_path / "weights.npz"
@@ -51,7 +52,7 @@ def test_what_was_trained(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
         serve.main(serve.Settings(**SHORT | dict(width=64), weights=path))
 
 
-@pytest.mark.slow
+@cover(0)
 def test_pages_that_are_mixed_up_are_noticed(monkeypatch: pytest.MonkeyPatch):
     """The comparison can fail."""
     serve, update = example("serve"), jflash.update_pages

@@ -1,11 +1,13 @@
 """Tests of what the short run takes of a product, and that the planted defects still have their places."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import planted_defects
 import pytest
-from planted_defects import Defect
-from short_run import covering
+from planted_defects import ROOT, Defect
+from short_run import cover, covering, mark_slow
 
 AXES = {"dtype": "abc", "heads": "de", "mask": "fghi"}
 ROWS = [dict(zip(AXES, row, strict=True)) for row in itertools.product(*AXES.values())]
@@ -22,6 +24,41 @@ def test_every_combination_is_in_some_row(strength: int, fewest: int) -> None:
 def test_rows_that_do_not_exist_are_not_asked_for() -> None:
     rows = [dict(heads=1, mask=None), dict(heads=2, mask="full")]
     assert covering(rows, 2) == {0, 1}
+
+
+class Item:
+    """A row of a test, with the part of pytest's interface that is asked."""
+
+    nodeid = "test.py::test[row]"
+
+    def __init__(self, number: int, *marks: pytest.MarkDecorator) -> None:
+        self.callspec = SimpleNamespace(params=dict(number=number, parity=(False, True)[number % 2]))
+        self.marks = [decorator.mark for decorator in marks]
+
+    def iter_markers(self, name: str) -> Any:
+        return (mark for mark in self.marks if mark.name == name)
+
+    def get_closest_marker(self, name: str) -> Any:
+        return next(self.iter_markers(name), None)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.mark)
+
+
+@pytest.mark.parametrize(
+    ("mark", "taken"), [(cover(0), []), (cover(every=2), [1, 3]), (cover(1), [1, 2, 3, 5]), (cover(1, every=3), [1, 5])]
+)
+def test_rows_that_are_taken(mark: pytest.MarkDecorator, taken: list[int]) -> None:
+    """A row that has 0 itself, as the first and the fifth have here, is not counted."""
+    rows = [Item(number, mark, *[cover(0)] * (number in (0, 4))) for number in range(6)]
+    mark_slow(rows, lambda value: False)
+    assert [row.callspec.params["number"] for row in rows if row.get_closest_marker("slow") is None] == taken
+
+
+def test_nothing_but_cover_decides() -> None:
+    folders = ROOT / "tests"
+    marked = [path.name for path in folders.rglob("*.py") if "pytest.mark." + "slow" in path.read_text()]
+    assert marked == ["short_run.py"]
 
 
 @pytest.mark.parametrize("defect", planted_defects.DEFECTS, ids=lambda defect: defect.name)

@@ -17,6 +17,7 @@ import pytest
 from derivatives import DEVICES, EAGER, ROWS, Arrays, Attention
 from interpreter import Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from short_run import cover
 
 import jflash
 from jflash import _dispatch
@@ -74,9 +75,9 @@ def assert_near(got: Any, want: Any, allowed: Callable[[np.ndarray], Any]) -> No
 @pytest.mark.parametrize(
     ("implementation", "row"),
     [
-        *(pytest.param("xla", row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in ROWS),
+        *(pytest.param("xla", row, marks=() if row in IN_SHORT_RUN[:3] else cover(0)) for row in ROWS),
         # JAX alone takes its derivatives.
-        *(pytest.param("reference", row, marks=pytest.mark.slow) for row in (*IN_SHORT_RUN, *DEVICES)),
+        *(pytest.param("reference", row, marks=cover(0)) for row in (*IN_SHORT_RUN, *DEVICES)),
     ],
 )
 def test_every_derivative(implementation: str, row: str) -> None:
@@ -85,7 +86,7 @@ def test_every_derivative(implementation: str, row: str) -> None:
     assert_near(got, truth(row), lambda want: ROUNDED * np.max(np.abs(want), initial=1e-3))
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("row", ALSO_EAGER)
 def test_eager(row: str) -> None:
     with jax.enable_x64(True):
@@ -143,9 +144,8 @@ THROUGH_KERNELS = (
 the backend."""
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row == "jvp" else pytest.mark.slow) for row in THROUGH_KERNELS]
-)
+@cover(0)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=() if row == "jvp" else cover(0)) for row in THROUGH_KERNELS])
 def test_every_derivative_of_the_kernels(interpreted: str, row: str) -> None:
     """Derivatives are as exact as plain attention's under the same transform, by the rule for numbers; `xla` makes what
     is lacking."""

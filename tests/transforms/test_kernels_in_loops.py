@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import compilers_wheels
-import pytest
+from short_run import cover
 
 
-@pytest.mark.slow
+@cover(0)
 def test_a_kernel_whose_result_a_loop_keeps_runs_once(tmp_path: Path) -> None:
     found = compilers_wheels.run("scan_compile.py", tmp_path)
     assert found["forward"] == 1

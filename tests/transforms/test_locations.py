@@ -12,6 +12,7 @@ from equations import equations
 from jax.experimental import pallas as pl
 from operands import assert_same
 from sharded_compile import SPLITS
+from short_run import cover
 
 from jflash._locations import without_locations
 
@@ -19,7 +20,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "sharded_compile.py"
 
 
 @pytest.mark.parametrize(
-    "split", [pytest.param(name, marks=() if name == "two_key_heads" else pytest.mark.slow) for name in SPLITS]
+    "split", [pytest.param(name, marks=() if name == "two_key_heads" else cover(0)) for name in SPLITS]
 )
 def test_compiles_within_30_seconds(split: str) -> None:
     """Every call compiles soon; where each device's program had locations, the compilation of some never ended."""

@@ -164,7 +164,7 @@ IN_SHORT_RUN = ("jit", "export", "shard_map")
 
 
 @pytest.mark.parametrize(
-    "transform", [pytest.param(name, marks=() if name in IN_SHORT_RUN else pytest.mark.slow) for name in TRANSFORMS]
+    "transform", [pytest.param(name, marks=() if name in IN_SHORT_RUN else cover(0)) for name in TRANSFORMS]
 )
 def test_cpu_arrays_never_meet_a_gpu_kernel(cuda_only: CudaOnly, gpu_machine: None, transform: str) -> None:
     """Though the backend is the first to serve on the machine's first device, and its program is traced."""
@@ -271,14 +271,14 @@ def test_derivatives_where_another_platform_is_refused() -> None:
     assert "stablehlo" in lowered(second("xla"), ALL["query"], platform="cpu")
 
 
-@pytest.mark.slow
+@cover(0)
 def test_backend_without_backward_beside_one_with(cuda_only: CudaOnly, gpu_machine: None) -> None:
     assert_same(
         jit(functools.partial(attend_and_pull_back, implementation=("cuda_only", "reference")))(ALL), reference(ALL)
     )
 
 
-@pytest.mark.parametrize("other", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("other", ["xla", pytest.param("reference", marks=cover(0))])
 def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_machine: None, other: str) -> None:
     """Second derivatives are those of `xla`; on each platform, the first are its own backend's."""
 

@@ -119,7 +119,7 @@ def checkpointed(policy: Any, **options: Any) -> Layer:
     return jax.checkpoint(functools.partial(layer, **{"implementation": "xla", **options}), policy=policy)
 
 
-NEXT_REMAT = pytest.mark.parametrize("next_remat", [False, pytest.param(True, marks=pytest.mark.slow)])
+NEXT_REMAT = pytest.mark.parametrize("next_remat", [False, pytest.param(True, marks=cover(0))])
 
 
 @pytest.mark.parametrize("policy", [*KEPT, *FORGOTTEN])
@@ -188,7 +188,7 @@ def test_kernels_of_a_backend(policy: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("policy", ["saved", pytest.param("offloaded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["saved", pytest.param("offloaded", marks=cover(0))])
 def test_gradients_are_the_same(implementation: str, policy: str) -> None:
     def gradients(wrap: Callable[[Layer], Layer]) -> Any:
         wrapped = wrap(functools.partial(layer, implementation=implementation))

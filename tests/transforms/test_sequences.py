@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from operands import collectives, jit
 from refusals import skip_refused
 from sequences import CONTEXT, LINE, OPTIONS, WAYS, Way, spec_in_jit
-from short_run import sampled
+from short_run import cover
 
 import jflash
 
@@ -24,20 +24,23 @@ P = PartitionSpec
 
 IN_SHORT_RUN = [
     ("causal", "ring"),
+    ("bias and mask", "ring, odd chunks"),
+    ("soft cap, sinks, traced scale", "keys alone"),
+    ("dropout", "ring"),
+    ("everything", "batch, heads and sequence"),
+]
+IN_BOTH = [
+    *IN_SHORT_RUN,
     ("causal, each its offset", "heads of one key head"),
     ("window", "both axes"),
     ("documents", "an axis each"),
     ("lengths", "queries alone"),
-    ("bias and mask", "ring, odd chunks"),
-    ("soft cap, sinks, traced scale", "keys alone"),
     ("dropout", "all to all"),
-    ("dropout", "ring"),
-    ("everything", "batch, heads and sequence"),
 ]
 ROWS = [
     row
     for row in itertools.product(OPTIONS, WAYS)
-    if row in IN_SHORT_RUN
+    if row in IN_BOTH
     or row[0] in ("causal", "everything")
     or row[1] in ("ring", "keys alone", "heads and sequence")
     or hypothesis.settings.get_current_profile_name() == "deep"
@@ -46,7 +49,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("option", "way"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else pytest.mark.slow) for row in ROWS]
+    ("option", "way"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else cover(0)) for row in ROWS]
 )
 def test_sharded_jit(option: str, way: str) -> None:
     """Every second row on a mesh with explicit axes."""
@@ -69,12 +72,12 @@ BY_HAND = [
     ("dropout", "all_to_all"),
     ("score_mod", "gather"),
 ]
-BY_HAND_IN_SHORT_RUN = [("causal", "ring"), ("soft cap, sinks, traced scale", "all_to_all"), ("lengths", "gather")]
+BY_HAND_IN_SHORT_RUN = [("soft cap, sinks, traced scale", "all_to_all"), ("lengths", "gather")]
 
 
 @pytest.mark.parametrize(
     ("option", "strategy"),
-    [pytest.param(*row, marks=() if row in BY_HAND_IN_SHORT_RUN else pytest.mark.slow) for row in BY_HAND],
+    [pytest.param(*row, marks=() if row in BY_HAND_IN_SHORT_RUN else cover(0)) for row in BY_HAND],
 )
 def test_shard_map(option: str, strategy: str) -> None:
     """The caller splits, and says by which axes. `score_mod` needs `check_vma=False`."""
@@ -108,15 +111,15 @@ def test_shard_map(option: str, strategy: str) -> None:
         sequences.assert_near(got, sequences.on_one_device(option, way.heads, way.lengths))
 
 
-@sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize(
     ("way", "option", "dtype"),
     [
         ("ring", "causal", "bfloat16"),
-        pytest.param("ring", "full", "float32", marks=pytest.mark.slow),
-        pytest.param("ring", "everything", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("keys alone", "causal", "float16", marks=pytest.mark.slow),
-        pytest.param("an axis each", "soft cap, sinks, traced scale", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("ring", "full", "float32", marks=cover(0)),
+        pytest.param("ring", "everything", "bfloat16", marks=cover(0)),
+        pytest.param("keys alone", "causal", "float16", marks=cover(0)),
+        pytest.param("an axis each", "soft cap, sinks, traced scale", "bfloat16", marks=cover(0)),
     ],
 )
 def test_numbers_are_right(split_backend: str, way: str, option: str, dtype: str) -> None:
@@ -158,9 +161,9 @@ def gradients(attention: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=cover(0)),
         dict(is_causal=True),
-        pytest.param(dict(local_window_size=(100, 20)), marks=pytest.mark.slow),
+        pytest.param(dict(local_window_size=(100, 20)), marks=cover(0)),
     ],
     ids=str,
 )
@@ -232,7 +235,7 @@ PARTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("part", PARTS)
 def test_memory_falls_with_the_number_of_devices(part: str, is_causal: bool) -> None:
@@ -280,7 +283,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 @pytest.mark.parametrize(
     ("transform", "by_hand"),
     [
-        pytest.param(*row, marks=() if row == ("vmap of gradients", True) else pytest.mark.slow)
+        pytest.param(*row, marks=() if row == ("vmap of gradients", True) else cover(0))
         for row in itertools.product(TRANSFORMS, (False, True))
     ],
 )

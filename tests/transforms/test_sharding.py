@@ -27,7 +27,7 @@ from operands import (
     reference,
     served,
 )
-from short_run import cover, sampled
+from short_run import cover
 
 import jflash
 
@@ -89,7 +89,7 @@ def mesh(kind: AxisType = AxisType.Auto) -> Mesh:
 
 def marked(*short: Any, slow: Iterable[Any]) -> list[Any]:
     """Values of which the short run takes the first."""
-    return [*short, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+    return [*short, *(pytest.param(value, marks=cover(0)) for value in slow)]
 
 
 def put(operands: Operands, layout: Layout, mesh: Mesh) -> Operands:
@@ -133,7 +133,7 @@ def test_all_operands(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
 
 
-@sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize("layout", marked("multi_query_batch", slow=["batch_heads"]))
 def test_inside_set_mesh(split_backend: str, layout: str) -> None:
     with jax.set_mesh(mesh()):
@@ -151,7 +151,7 @@ def gradients(function: Callable[..., jax.Array], *arrays: jax.Array) -> tuple[j
     return jax.grad(lambda *arrays: jnp.sin(function(*arrays)).sum(), argnums=tuple(range(len(arrays))))(*arrays)
 
 
-@sampled(2)
+@cover(every=2)
 def test_several_batch_axes(split_backend: str) -> None:
     """Each over its own mesh axis, as for data-parallel groups."""
     operands = LAYOUTS["batch"].draw(PLAIN)
@@ -171,8 +171,8 @@ def test_several_batch_axes(split_backend: str) -> None:
         ((8, 2), (P(None, None, "y"), P(), P())),
         ((8, 4), (P(None, None, ("x", "y")), P(), P())),
         ((12, 6), (P("x", None, "y"), P("x"), P("x"))),
-        pytest.param((8, 2), (P("y", None, "x"), P("x", None, None, "y"), P("y")), marks=pytest.mark.slow),
-        pytest.param((8, 4), (P(), P(None, None, "y"), P(None, None, "y")), marks=pytest.mark.slow),
+        pytest.param((8, 2), (P("y", None, "x"), P("x", None, None, "y"), P("y")), marks=cover(0)),
+        pytest.param((8, 4), (P(), P(None, None, "y"), P(None, None, "y")), marks=cover(0)),
     ],
     ids=["more_devices_than_key_heads", "on_two_axes", "indivisible_key_heads", "head_dims", "keys_alone"],
 )
@@ -205,7 +205,7 @@ def test_constraints_inside(split_backend: str, spec: PartitionSpec) -> None:
     assert_same(*results)
 
 
-@sampled(2)
+@cover(every=2)
 def test_vmap_of_a_split_axis(split_backend: str) -> None:
     """The mapped axis is split like a batch axis; what it shares is not gathered."""
     operands = LAYOUTS["batch"].draw(PLAIN)
@@ -249,7 +249,7 @@ def test_score_mod_in_shard_map_says_what_it_needs(split_backend: str) -> None:
         mapped(layout, operands, split_backend)(operands)
 
 
-@sampled(2)
+@cover(every=2)
 def test_shard_map_over_some_axes(split_backend: str) -> None:
     """The batch split by hand, the heads by the compiler."""
     operands = LAYOUTS["batch"].draw(ALL.keys() - {"dropout_key", "modulation"})

@@ -41,7 +41,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @cover(1)
-@pytest.mark.parametrize("mode", ["dtypes", "ranks", pytest.param("leaks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["dtypes", "ranks", pytest.param("leaks", marks=cover(0))])
 def test_when_traced(backend: str, mode: str) -> None:
     """Every dtype and option, and derivatives of both orders and modes."""
     skip_refused(backend, **PLAIN)
@@ -82,7 +82,7 @@ KERNEL_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("mode", ["dtypes", "ranks"])
 @pytest.mark.parametrize("family", [HOPPER, mma("8.0")], ids=["hopper", "mma"])
 def test_kernels_when_traced(family: Family, mode: str) -> None:
@@ -112,7 +112,7 @@ def test_when_run(backend: str, mode: str) -> None:
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("wrap", [lambda function: function, pytest.param(jax.jit, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wrap", [lambda function: function, pytest.param(jax.jit, marks=cover(0))])
 def test_nothing_is_sent_to_the_device(backend: str, wrap: Callable[..., Any]) -> None:
     """Neither forward nor backward, of arrays that are there."""
     operands = served(draw(), backend)

@@ -27,7 +27,7 @@ from operands import (
     stack,
 )
 from refusals import skip_refused
-from short_run import cover, sampled
+from short_run import cover
 
 import jflash
 
@@ -52,8 +52,8 @@ def test_value_and_gradients(backend: str, wrap: Callable[..., Any], operands: O
 @pytest.mark.parametrize(
     ("result", "names"),
     [
-        pytest.param(0, ("query",), marks=pytest.mark.slow),
-        pytest.param(0, ("bias",), marks=pytest.mark.slow),
+        pytest.param(0, ("query",), marks=cover(0)),
+        pytest.param(0, ("bias",), marks=cover(0)),
         (0, ("value", "sinks")),
         (1, ("modulation", "scale")),
     ],
@@ -78,7 +78,7 @@ def test_gradient_of_some(backend: str, result: int, names: tuple[str, ...]) -> 
     "policy",
     [
         None,
-        pytest.param(jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow),
+        pytest.param(jax.checkpoint_policies.dots_saveable, marks=cover(0)),
         jax.checkpoint_policies.save_only_these_names("projected"),
     ],
     ids=["nothing", "dots", "names"],
@@ -97,7 +97,7 @@ def test_checkpoint(backend: str, policy: Any) -> None:
     assert_same(gradients(backend), gradients("reference"))
 
 
-@pytest.mark.slow
+@cover(0)
 def test_checkpoint_after_gradients_of_others(backend: str) -> None:
     """One differentiation leaves undone what was not asked for; another must not, though JAX has traced it."""
     everything = {name: array for name, array in ALL.items() if name not in ("modulation", "dropout_key")}
@@ -134,7 +134,7 @@ def layer_parameters(seed: int, count: int = 3) -> dict[str, jax.Array]:
     return {**weights, "slopes": jax.random.uniform(keys[3], (count, 2))}
 
 
-@sampled(2)
+@cover(every=2)
 def test_scan_over_layers(backend: str) -> None:
     parameters = layer_parameters(0)
     got = jit(jax.value_and_grad(functools.partial(layers, implementation=backend, scanned=True)))(parameters, INPUTS)
@@ -142,7 +142,7 @@ def test_scan_over_layers(backend: str) -> None:
     assert_same(got, expected(parameters, INPUTS))
 
 
-@sampled(2)
+@cover(every=2)
 def test_jit_vmap_grad_checkpoint_scan(backend: str) -> None:
     """A gradient for each example and each of two sets of parameters, through checkpointed layers in a scan."""
     parameters = [layer_parameters(seed) for seed in (0, 1)]
@@ -152,7 +152,7 @@ def test_jit_vmap_grad_checkpoint_scan(backend: str) -> None:
     assert_same(got, stack([stack([plain(own, example) for example in INPUTS]) for own in parameters]))
 
 
-@sampled(2)
+@cover(every=2)
 def test_scan_over_a_growing_cache(backend: str) -> None:
     """Decoding token by token with a traced offset is causal attention, row by row."""
     tokens, caches = (jax.random.normal(jax.random.key(seed), (2, 6, 2, 8)) for seed in (0, 1))
@@ -255,7 +255,7 @@ def test_second_call_does_not_compile(backend: str, form: Any, caplog: pytest.Lo
     assert compilations(caplog, call, ALL["query"]) == 0
 
 
-@sampled(2)
+@cover(every=2)
 def test_second_gradient_does_not_compile(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     operands = {name: array for name, array in served(ALL, backend).items() if name != "modulation"}
     gradient = jax.grad(lambda query: attend({**operands, "query": query}, backend)[0].sum())
@@ -265,7 +265,7 @@ def test_second_gradient_does_not_compile(backend: str, caplog: pytest.LogCaptur
 
 
 # Every nesting without other operands is in test_derivatives.
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize("order", ["forward of reverse", "reverse of reverse", "forward", "reverse of forward"])
 def test_other_modes(backend: str, order: str) -> None:
     """Other modes work for all operands at once, and mapped over directions."""
@@ -290,7 +290,7 @@ def test_other_modes(backend: str, order: str) -> None:
     assert_same(got, want)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_no_tracer_outlives_its_trace(backend: str) -> None:
     operands = served({name: ALL[name] for name in (*PLAIN, "modulation")}, backend)
     with jax.checking_leaks():

@@ -71,10 +71,10 @@ call without the other."""
     "axes",
     [
         *HALVES,
-        *(pytest.param({name: 0}, marks=pytest.mark.slow) for name in ALL),
-        pytest.param(dict(query=0, dropout_key=0, bias=0), marks=pytest.mark.slow),
-        pytest.param(dict(key=0, value=0, key_value_seq_lengths=0, key_segments=0), marks=pytest.mark.slow),
-        pytest.param(dict.fromkeys(ALL, 0), marks=pytest.mark.slow),
+        *(pytest.param({name: 0}, marks=cover(0)) for name in ALL),
+        pytest.param(dict(query=0, dropout_key=0, bias=0), marks=cover(0)),
+        pytest.param(dict(key=0, value=0, key_value_seq_lengths=0, key_segments=0), marks=cover(0)),
+        pytest.param(dict.fromkeys(ALL, 0), marks=cover(0)),
         dict(query=1, key=2, value=-1),
         dict(bias=-1, mask=2, modulation=1, sinks=1, query_segments=0),
     ],
@@ -98,7 +98,7 @@ def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
     "axes",
     [
         dict(key=0, bias=0, query_offset=0),
-        pytest.param(dict(dropout_key=0, scale=0, modulation=0), marks=pytest.mark.slow),
+        pytest.param(dict(dropout_key=0, scale=0, modulation=0), marks=cover(0)),
         dict.fromkeys(ALL, 0),
     ],
     ids=named,
@@ -119,7 +119,7 @@ def test_gradient_of_vmap(backend: str, axes: dict[str, int]) -> None:
     assert_same(gradients_of_vmap(smooth, rest), expected)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_nested_vmap(backend: str) -> None:
     """Two mapped axes, over different operands and one over both, with the new axes in odd places."""
     inner = dict(query=1, modulation=0, dropout_key=0)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import short_run
 from cases import Case
 from equations import equations
 from operands import PLAIN
 from refusals import skip_refused
+from short_run import cover
 
 import jflash
 import jflash_metal
@@ -141,7 +141,7 @@ def test_sums_that_cancel() -> None:
     oracle.assert_right(oracle.run(attention, one), one)
 
 
-@short_run.sampled(4)
+@cover(every=4)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 75, 100), (1, 4, 75, 100), (4, 1, 100), (1, 75, 1), (75, 100)], ids=str)
@@ -167,7 +167,7 @@ def test_gradient_of_a_shared_bias(batch: tuple[int, ...], shape: tuple[int, ...
 
 
 @pytest.mark.usefixtures("emulated")
-@short_run.sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize("name", ["bias", "scale", "alibi_slopes", "key"])
 def test_unused_gradients_are_not_computed(name: str) -> None:
     one = cases.build(EVERYTHING)

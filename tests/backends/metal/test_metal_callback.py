@@ -16,6 +16,7 @@ import pytest
 from cases import Case
 from equations import equations
 from operands import ALL, PLAIN, assert_same, attend_and_pull_back, jit, served, stack
+from short_run import cover
 
 import jflash
 from jflash import _platform
@@ -74,7 +75,7 @@ def test_the_same_bits_as_by_custom_calls(monkeypatch: pytest.MonkeyPatch) -> No
     jax.tree.map(np.testing.assert_array_equal, by_callback, jit(in_custom_calls)(operands))
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.usefixtures("mtl")
 def test_transforms() -> None:
     several = [PLAIN, jax.tree.map(jnp.cos, PLAIN)]

@@ -11,6 +11,7 @@ import metal_shader
 import numpy as np
 import pytest
 from metal_shader import MISSING, run
+from short_run import cover
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -178,7 +179,7 @@ ENDLESS = {
     "name",
     [
         "alone",
-        pytest.param("waiting_for_another", marks=pytest.mark.slow),
+        pytest.param("waiting_for_another", marks=cover(0)),
         *(["together"] if hypothesis.settings.get_current_profile_name() == "deep" else []),
     ],
 )

@@ -20,7 +20,7 @@ import oracle
 import pytest
 from cases import Case
 from metal_shader import MISSING, SCHEDULES
-from short_run import sampled
+from short_run import cover
 
 import jflash
 from jflash_metal import _ffi, _source
@@ -109,13 +109,13 @@ MASKS = breaks(r"result = result && .*;", ";", "visibility.h") + breaks(
 INDICES = breaks(r"(?<=\w)\[([^\[\]\n]+)\](?! *\))(?!;)", r"[(\1) + 1]", "*.h")
 
 
-@sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_unbroken(name: str) -> None:
     assert outcome(name) is None
 
 
-@sampled(6)
+@cover(every=6)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_schedule_gives_the_same_bits(name: str) -> None:
     call = call_of(name)
@@ -137,35 +137,35 @@ def test_there_is_something_to_break() -> None:
     assert len(INDICES) > 50
 
 
-@sampled(12)
+@cover(every=12)
 @pytest.mark.parametrize("one", BARRIERS, ids=str)
 def test_missing_barrier(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match(r"rejected: INTERNAL: Metal emulator, kernel \w+: (race|uninitialised read)", found), found
 
 
-@sampled(24)
+@cover(every=24)
 @pytest.mark.parametrize("one", OVERSIZED, ids=str)
 def test_too_much_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.search(r"the kernel holds \d+ bytes of it; the limit is 32768", found), found
 
 
-@sampled(8)
+@cover(every=8)
 @pytest.mark.parametrize("one", some(UNDERSIZED), ids=str)
 def test_too_little_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match("rejected: INTERNAL: Metal emulator, kernel .* out of bounds", found), found
 
 
-@sampled(8)
+@cover(every=8)
 @pytest.mark.parametrize("one", MASKS, ids=str)
 def test_missing_mask(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert found.startswith(("wrong", "rejected")), found
 
 
-@sampled(8)
+@cover(every=8)
 @pytest.mark.parametrize("one", some(INDICES), ids=str)
 def test_wrong_index(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")

@@ -8,6 +8,7 @@ import pytest
 from cases import Case
 from kernel_families import plan_of
 from on_hardware import with_nan_in_padding
+from short_run import cover
 
 from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
@@ -23,7 +24,7 @@ OPTIONS = [
 
 
 def slow(*row: object):
-    return pytest.param(*row, marks=pytest.mark.slow)
+    return pytest.param(*row, marks=cover(0))
 
 
 def built(query_length: int, key_length: int, heads: tuple[int, int], **options):

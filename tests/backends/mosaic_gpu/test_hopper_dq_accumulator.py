@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from short_run import sampled
+from short_run import cover
 
 from jflash._backends.mosaic_gpu import dq_accumulator
 from jflash._backends.mosaic_gpu.dq_accumulator import (
@@ -109,7 +109,7 @@ class Places:
         return (place,)
 
 
-@sampled(5)
+@cover(every=5)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [
@@ -178,7 +178,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
     _assert_whole(rounded, batch, heads, rows)
 
 
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [
@@ -275,7 +275,7 @@ def test_accumulators_of_a_part_are_its_gradient(heads: int, key_heads: int, bat
         assert own.tolist() == [place * schedule.heads + head for head in range(schedule.heads)]
 
 
-@sampled(4)
+@cover(every=4)
 @pytest.mark.parametrize("processors", [1, 3, 7])
 @pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2), (3, 2, 9)])
 def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):

@@ -15,7 +15,7 @@ from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kernel_families import plan_of
 from kernel_values import INTERPRETED
-from short_run import cover, sampled
+from short_run import cover
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import forward_schedule, plan
@@ -35,9 +35,12 @@ FUSED_CASES, SPLIT_CASES = (
 
 
 def forms(case: Case) -> dict[str, object]:
-    """What decides the form of a case's logits; a bias of keys is an operand of products, any other an array beside."""
+    """What decides the loop: the form of the forward's logits, where a bias comes from, and how many kernels there are.
+
+    What a backward makes of a tile is tested as array code (test_backward_tile).
+    """
     bias = case.bias if case.bias in (None, "keys") else "other"
-    features = {name: bool(getattr(case, name)) for name in ("soft_cap", "score_mod", "mask", "segments", "dropout")}
+    features = {name: bool(getattr(case, name)) for name in ("soft_cap", "alibi", "mask")}
     return features | dict(fused=case in FUSED_CASES, bias=bias)
 
 
@@ -48,11 +51,11 @@ IN_SHORT_RUN += [next(case for case in FUSED_CASES if case.dtype == "float32" an
 
 
 def marked(some: list[Case]) -> list:
-    return [pytest.param(case, marks=() if case in IN_SHORT_RUN else pytest.mark.slow) for case in some]
+    return [pytest.param(case, marks=() if case in IN_SHORT_RUN else cover(0)) for case in some]
 
 
 def slow(*row: object):
-    return pytest.param(*row, marks=pytest.mark.slow)
+    return pytest.param(*row, marks=cover(0))
 
 
 @pytest.mark.parametrize("case", marked(FUSED_CASES), ids=str)
@@ -67,7 +70,7 @@ def test_split(case: Case):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, deterministic=True), call)
 
 
-@sampled(3)
+@cover(every=3)
 @pytest.mark.parametrize(
     ("processors", "lengths", "heads", "dims", "options"),
     [
@@ -99,7 +102,7 @@ def test_dq_in_shared_memory(
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
-@sampled(20)
+@cover(every=20)
 @pytest.mark.parametrize(("items", "entries"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -136,7 +139,7 @@ def test_several_items_a_cta(
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
-@sampled(2)
+@cover(every=9)
 @pytest.mark.parametrize(
     ("dim", "tile"),
     [
@@ -156,7 +159,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, t
     assert [one.head_groups for one in planned] == [3]
 
 
-@sampled(7)
+@cover(every=100)
 @pytest.mark.parametrize(
     ("query_length", "processors", "key_length", "heads", "batch", "options"),
     [
@@ -193,7 +196,7 @@ def test_accumulators_of_few_heads_at_a_time(
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors, detect_races=False), call)
 
 
-@sampled(8)
+@cover(every=8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (132, 1100)])
 @pytest.mark.parametrize("query_length", [1, 3])
@@ -204,6 +207,7 @@ def test_decoding(query_length: int, processors: int, key_length: int, dtype: st
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
+@cover(every=2)
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
 def test_queries_in_registers(dims: tuple[int, int]):
     """Where nothing is masked, products take some columns of wide heads' queries from registers."""
@@ -212,7 +216,7 @@ def test_queries_in_registers(dims: tuple[int, int]):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_weight_on_keys_past_the_end(deterministic: bool):
     """A tile of keys is read as zeros there; sums over it are not cut off as dK is."""
@@ -221,7 +225,7 @@ def test_no_weight_on_keys_past_the_end(deterministic: bool):
     oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("scale", [1e-30, 1e-18])
 @pytest.mark.parametrize("mask", [None, "full"])
 def test_small_scales(scale: float, mask: str | None):
@@ -231,7 +235,7 @@ def test_small_scales(scale: float, mask: str | None):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("large", [128, 192])
 def test_large_biases_in_a_window(large: int):
     """A tile's biases may be large in some part of it."""
@@ -239,7 +243,7 @@ def test_large_biases_in_a_window(large: int):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("scale", [2.0**-40, 1e-18, 0.3, 1.0, 2.0])
 def test_bias_of_keys_by_scale(scale: float):
     """The forward divides it by the scale."""
@@ -248,14 +252,14 @@ def test_bias_of_keys_by_scale(scale: float):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_soft_cap_of_few_large_products():
     case = Case("bfloat16", 199, 17, (2, 1), (8, 8), (), soft_cap=40.0, bias="heads", causal=True, window=40)
     call = cases.with_large_products(cases.build(case))
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@sampled(27)
+@cover(every=27)
 @pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("bfloat16", 1e5), ("float16", 64.0)])
 @pytest.mark.parametrize("steps", cases.STEPS)
 def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
@@ -265,7 +269,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize(
     ("dtype", "kind", "dim"),
     [("bfloat16", "keys", 64), ("float16", "keys", 80), ("float16", "full", 64)],
@@ -277,7 +281,7 @@ def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
 
 
-@sampled(4)
+@cover(0)
 @pytest.mark.parametrize("options", [{}, dict(alibi=True), dict(bias="keys"), dict(bias="full")], ids=str)
 def test_weights_of_large_logits(options: dict):
     """In base 2 they are rounded: what is summed of one tile must not drift from the next one's.
@@ -289,6 +293,7 @@ def test_weights_of_large_logits(options: dict):
     oracle.assert_right(hopper_kernels.run(call, processors=1, precision="highest"), call)
 
 
+@cover(0)
 @pytest.mark.parametrize(("queries", "keys"), [(640, 64), slow(64, 640)])
 def test_long_sums_of_float32(queries: int, keys: int):
     """Where the matrix unit adds, what is below the last place is cut off: sums over many tiles must not drift."""
@@ -296,7 +301,7 @@ def test_long_sums_of_float32(queries: int, keys: int):
     oracle.assert_right(hopper_kernels.run(call, precision="highest"), call)
 
 
-@cover(1)
+@cover(every=4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -318,7 +323,7 @@ def test_nothing_but_a_function_of_the_operands(options: dict, deterministic: bo
         assert not closed.effects
 
 
-@cover(1)
+@cover(every=8)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("options", [dict(bias="keys"), dict(bias="queries"), dict(alibi=True), dict(scale="traced")])
 def test_kernels_know_no_mesh(options: dict, deterministic: bool):
@@ -333,7 +338,7 @@ def test_kernels_know_no_mesh(options: dict, deterministic: bool):
         assert not re.search(r"reshape\[[^]]*sharding=(?!None)", str(closed))
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("segments", [None, "sorted"])
 def test_parts_that_get_no_keys(segments: str | None):
     """33 tiles in 8 parts are 5 each: the last part has none, and must weigh nothing and read nothing past the end."""
@@ -342,7 +347,7 @@ def test_parts_that_get_no_keys(segments: str | None):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_groups_that_do_not_fill_a_block():
     """16 queries of 12 heads: a block of 128 rows would end amid a query's heads."""
     case = Case("bfloat16", 16, 262, heads=(12, 1), dims=(80, 80), batch=(), causal=True, offset="end")
@@ -350,7 +355,7 @@ def test_groups_that_do_not_fill_a_block():
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@sampled(10)
+@cover(every=20)
 @pytest.mark.parametrize(
     ("dims", "options", "place", "deterministic"),
     [
@@ -372,7 +377,7 @@ def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
     assert max(map(len, trial.asked.values())) > place
 
 
-@sampled(5)
+@cover(every=5)
 @pytest.mark.parametrize(
     ("processors", "lengths", "dims", "options"),
     [

@@ -9,12 +9,12 @@ import hopper_kernels
 import pytest
 from cases import Case
 from equations import equations
-from short_run import sampled
+from short_run import cover
 
 from jflash._backends.mosaic_gpu import array_shapes, plan
 
 
-@sampled(10)
+@cover(every=100)
 @pytest.mark.parametrize(
     ("lengths", "heads", "dims", "options"),
     [
@@ -51,7 +51,7 @@ def test_right(lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, **deterministic), call)
 
 
-@sampled(2)
+@cover(every=2)
 @pytest.mark.parametrize("lengths", [(133, 77), (64, 131)], ids=str)
 def test_values_are_padded_where_many_queries_see_them(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]):
     monkeypatch.setattr(array_shapes, "_FEW_ROWS", 0)
@@ -60,6 +60,7 @@ def test_values_are_padded_where_many_queries_see_them(monkeypatch: pytest.Monke
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
+@cover(1)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (32, 128), (80, 80), (72, 88)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(lengths="both"), dict(deterministic=True)], ids=str)
 def test_nothing_is_copied(dims: tuple[int, int], options: dict[str, Any]):

@@ -8,11 +8,12 @@ import oracle
 import parts
 import pytest
 from cases import Case
+from short_run import cover
 
 from jflash._backends.mosaic_gpu import forward_schedule
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize(
     ("dtype", "dims", "options"),
     [
@@ -39,7 +40,7 @@ def test_several_items_a_cta_of_a_part(
     hopper_kernels.assert_right(run, call)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_keys_of_a_part_in_several_splits():
     case = Case("bfloat16", 2, 2200, heads=(4, 2), dims=(24, 24), batch=(2,), lengths="keys")
     call = cases.of_forward(cases.build(case))

@@ -10,7 +10,7 @@ import pytest
 from interpreter import CommonInterpreter, Interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mma_interpreter import MmaInterpreter
-from short_run import cover, sampled
+from short_run import cover
 
 from jflash._backends.mosaic_gpu import bf16_columns
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
@@ -85,7 +85,7 @@ def test_pieces_of_a_bias_of_keys():
     np.testing.assert_array_equal(pieces[-3:, 1:], 0)
 
 
-@sampled(2)
+@cover(every=6)
 @pytest.mark.parametrize(("queries", "value_dim"), [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)])
 def test_delta(queries: int, value_dim: int):
     """delta, columns that are lse and delta, and zeros; for queries that see nothing, and behind the last one."""

@@ -15,7 +15,7 @@ import parts
 import pytest
 from cases import Case
 from kernel_values import INTERPRETED
-from short_run import sampled
+from short_run import cover
 
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan, smem
@@ -51,20 +51,21 @@ IN_SHORT_RUN = next(case for case in CASES if case.dims == (64, 512) and case.qu
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == IN_SHORT_RUN else pytest.mark.slow) for case in CASES], ids=str
+    "case", [pytest.param(case, marks=() if case == IN_SHORT_RUN else cover(0)) for case in CASES], ids=str
 )
 def test_wide(case: Case):
     call = cases.build(case)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
+@cover(0)
 def test_two_pieces():
     """The other cases of float32 are dearer."""
     call = cases.build(Case("float32", 40, 40, (1, 1), (32, 288), (1,), causal=True))
     oracle.assert_right(hopper_kernels.run(call), call, as_tf32=True)
 
 
-@sampled(3)
+@cover(every=9)
 @pytest.mark.parametrize(
     ("dtype", "dims", "heads", "query_length", "processors"),
     [
@@ -72,7 +73,7 @@ def test_two_pieces():
         # More heads than rows of a block: two blocks.
         ("bfloat16", (576, 512), (128, 1), 1, 8),
         ("bfloat16", (512, 512), (24, 2), 3, 1),
-        pytest.param("float32", (256, 256), (16, 1), 1, 8, marks=pytest.mark.slow),
+        pytest.param("float32", (256, 256), (16, 1), 1, 8, marks=cover(0)),
     ],
     ids=str,
 )
@@ -91,9 +92,9 @@ def test_decoding(dtype: str, dims: tuple[int, int], heads: tuple[int, int], que
     ("dims", "options"),
     [
         ((512, 512), dict(causal=True)),
-        pytest.param((576, 512), dict(causal=True, segments="sorted", lengths="both"), marks=pytest.mark.slow),
-        pytest.param((320, 320), {}, marks=pytest.mark.slow),
-        pytest.param((576, 576), dict(causal=True), marks=pytest.mark.slow),
+        pytest.param((576, 512), dict(causal=True, segments="sorted", lengths="both"), marks=cover(0)),
+        pytest.param((320, 320), {}, marks=cover(0)),
+        pytest.param((576, 576), dict(causal=True), marks=cover(0)),
     ],
     ids=str,
 )
@@ -112,9 +113,9 @@ def test_blocks_that_grow_go_in_pairs(dims: tuple[int, int], options: dict):
     ("dtype", "dims", "options"),
     [
         ("bfloat16", (512, 512), {}),
-        pytest.param("bfloat16", (320, 512), dict(offset="end", bias="full"), marks=pytest.mark.slow),
-        pytest.param("float16", (576, 576), dict(dropout=True, sinks=True), marks=pytest.mark.slow),
-        pytest.param("float32", (256, 256), {}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", (320, 512), dict(offset="end", bias="full"), marks=cover(0)),
+        pytest.param("float16", (576, 576), dict(dropout=True, sinks=True), marks=cover(0)),
+        pytest.param("float32", (256, 256), {}, marks=cover(0)),
     ],
     ids=str,
 )
@@ -132,7 +133,7 @@ def test_blocks_are_dealt_out(dtype: str, dims: tuple[int, int], options: dict):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, 4), call)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_fewest_chunks():
     """Tiles of a float32 bias leave room for no more."""
     case = Case("float16", 131, 131, heads=(2, 1), dims=(576, 512), bias="full", mask="full", window=(40, 10))
@@ -152,7 +153,7 @@ def test_registers():
         assert all(count % 8 == 0 for count in (weights, weigh, copy))
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("moving", [None, ("value",)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "dims"),
@@ -166,7 +167,7 @@ def test_tangents(dtype: str, dims: tuple[int, int], moving: tuple[str, ...] | N
     hopper_kernels.assert_tangents_right(call, {name: every[name] for name in moving or every})
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize(
     ("dtype", "dims", "options"),
     [
@@ -182,7 +183,7 @@ def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
     hopper_kernels.assert_right(run, call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize(
     ("dtype", "dims"),
     [("bfloat16", (512, 512)), ("bfloat16", (576, 576)), ("bfloat16", (8, 512)), ("float32", (256, 256))],
@@ -203,7 +204,7 @@ def spec_of(head_dim: int, value_dim: int, **options: object) -> Spec:
     return hopper_kernels.canonical_arguments(**arrays, **options)[0]
 
 
-@pytest.mark.parametrize("bias", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("bias", [jnp.bfloat16, *(pytest.param(bias, marks=cover(0)) for bias in (None, jnp.float32))])
 def test_every_size_fits(bias: Any):
     """Tiles of every kernel are found for all H and D up to 576, one of them above 256; with tiles of a bias to 544."""
     options = {} if bias is None else dict(bias=jnp.zeros((1, 1, 300, 200), bias))
@@ -221,6 +222,7 @@ def test_every_size_fits(bias: Any):
             assert smem.fits(kernel.plan.launch.smem), (head_dim, value_dim, kernel)
 
 
+@cover(every=6)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("precision", "most", "beside_bias"),

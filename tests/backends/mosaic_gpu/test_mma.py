@@ -13,6 +13,7 @@ import score_mod_tables
 from cases import Case
 from kernel_values import ON_HARDWARE, drawn
 from on_hardware import PLAIN, poison, with_nan_in_padding
+from short_run import cover
 
 import jflash
 from jflash import _platform
@@ -26,7 +27,7 @@ REFUSAL = mosaic_gpu_mma.unsupported(PLAIN, _platform.current())
 PRODUCT = list(cases.product(ON_HARDWARE, 2)) if REFUSAL is None else [{}]
 CASES = [
     *(Case(**row) for row in PRODUCT),
-    *(pytest.param(drawn(ON_HARDWARE, seed), marks=pytest.mark.slow) for seed in range(400 if REFUSAL is None else 0)),
+    *(pytest.param(drawn(ON_HARDWARE, seed), marks=cover(0)) for seed in range(400 if REFUSAL is None else 0)),
 ]
 
 

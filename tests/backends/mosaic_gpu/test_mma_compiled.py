@@ -8,6 +8,7 @@ from pathlib import Path
 
 import compilers_wheels
 import pytest
+from short_run import cover
 
 from jflash._backends.mosaic_gpu_mma import SHARED_MEMORY
 
@@ -76,7 +77,7 @@ EMULATED = [
 ]
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_spills(capability: str, tmp_path: Path):
     reports = compilers_wheels.run("mma_compile.py", tmp_path, capability)
@@ -94,7 +95,7 @@ def test_spills(capability: str, tmp_path: Path):
     assert not over
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0"])
 def test_emulated(capability: str, tmp_path: Path):
     """Three budgets of shared memory; four numbers are added at once on the last."""

@@ -14,7 +14,7 @@ import short_run
 from cases import Case
 from kernel_values import INTERPRETED
 from on_hardware import with_nan_in_padding
-from short_run import cover, sampled
+from short_run import cover
 
 from jflash import _tuning
 from jflash._backends import mosaic_gpu_mma
@@ -31,9 +31,8 @@ FUSED_TILES = TILES["backward"][1]
 
 
 def forms(case: Case) -> dict[str, object]:
-    """What decides the form of a case's logits, and how its tiles are loaded."""
-    features = "soft_cap", "score_mod", "mask", "segments", "dropout", "lengths"
-    return {name: bool(getattr(case, name)) for name in features} | dict(bias=case.bias)
+    """What decides how a case's tiles are loaded; what is made of them is tested as array code (test_backward_tile)."""
+    return dict(soft_cap=bool(case.soft_cap), mask=case.mask == "full", bias=case.bias == "full")
 
 
 # float32 has several products for one, so one of its cases is enough.
@@ -55,16 +54,17 @@ def assert_right(call: cases.Call, *place: object, given: cases.Call | None = No
 
 
 def slow(*row: object):
-    return pytest.param(*row, marks=pytest.mark.slow)
+    return pytest.param(*row, marks=cover(0))
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in IN_SHORT_RUN else pytest.mark.slow) for case in CASES], ids=str
+    "case", [pytest.param(case, marks=() if case in IN_SHORT_RUN else cover(0)) for case in CASES], ids=str
 )
 def test_right(case: Case):
     assert_right(cases.build(case))
 
 
+@cover(every=2)
 @pytest.mark.parametrize(
     "options", [dict(causal=True, sinks=True, heads=(2, 1)), slow(dict(lengths="both", segments="sorted"))], ids=str
 )
@@ -74,6 +74,7 @@ def test_output_in_pairs(options: dict):
     oracle.assert_right(run(call), call)
 
 
+@cover(0)
 def test_bias_of_32_bits():
     """Such a bias comes from device memory, and none of its bits is lost; one of 16 bits through shared memory."""
     call = cases.build(Case("bfloat16", 70, 131, heads=(2, 1), dims=(64, 64), bias="full", causal=True, batch=()))
@@ -81,6 +82,7 @@ def test_bias_of_32_bits():
     oracle.assert_right(run(call), call)
 
 
+@cover(0)
 @pytest.mark.parametrize(("queries", "keys"), [(640, 64), slow(64, 640)])
 def test_long_sums_of_float32(queries: int, keys: int):
     """Where the matrix unit adds, what is below the last place is cut off: sums over many tiles must not drift."""
@@ -88,7 +90,7 @@ def test_long_sums_of_float32(queries: int, keys: int):
     oracle.assert_right(run(call, precision="highest"), call)
 
 
-@sampled(12)
+@cover(every=100)
 @pytest.mark.parametrize("case", OF_16_BITS[::2], ids=str)
 def test_deterministic(case: Case):
     """By kernels of which every CTA owns what it sums; float32 has no others."""
@@ -96,7 +98,7 @@ def test_deterministic(case: Case):
     oracle.assert_right(run(call, deterministic=True), call)
 
 
-@sampled(12)
+@cover(every=100)
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,7 +119,7 @@ def test_fused_tiles(dim: int, tile: FusedTile, options: dict):
     assert key in trial.asked
 
 
-@sampled(4)
+@cover(every=12)
 @pytest.mark.parametrize("capability", ["8.0", "8.6"])
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -142,7 +144,7 @@ def test_budgets(dims: tuple[int, int], options: dict, capability: str):
     assert_right(call, capability, given=with_nan_in_padding(call))
 
 
-@sampled(6)
+@cover(every=8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (108, 1100)])
 @pytest.mark.parametrize("query_length", [1, 3])
@@ -152,7 +154,7 @@ def test_decoding(query_length: int, processors: int, key_length: int, dtype: st
     assert_right(cases.of_forward(cases.build(case)), "8.0", processors)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("options", [dict(causal=True, offset="end"), dict(bias="keys", lengths="keys")], ids=str)
 def test_sums_of_head_groups(options: dict):
     """On a device with many multiprocessors, heads that share keys form several groups, whose dK and dV are summed."""
@@ -160,7 +162,7 @@ def test_sums_of_head_groups(options: dict):
     oracle.assert_right(run(call), call)
 
 
-@sampled(9)
+@cover(0)
 @pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("float16", 64.0)])
 @pytest.mark.parametrize("steps", cases.STEPS)
 def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
@@ -170,7 +172,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(run(call), call)
 
 
-@pytest.mark.slow
+@cover(0)
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str):
     call = cases.build(Case("bfloat16", 70, 200, heads=(1, 1), dims=(64, 64), batch=(), bias="keys"))
@@ -209,7 +211,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=pytest.mark.slow) for row in TABLES[1:])])
+@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=cover(0)) for row in TABLES[1:])])
 def test_tables(row):
     """That a score_mod reads by position, with their gradients; padding holds NaN, which must reach nothing."""
     case, kind, dtype, processors = row
@@ -217,7 +219,7 @@ def test_tables(row):
     assert_right(call, "8.6", processors, given=with_nan_in_padding(call))
 
 
-@pytest.mark.slow
+@cover(0)
 def test_forward_alone():
     case = Case("bfloat16", 131, 4000, heads=(2, 2), dims=(64, 64), batch=(), causal=True, offset="end")
     call = cases.of_forward(cases.build(case))

@@ -18,6 +18,7 @@ from cases import Case
 from lanes import Warpgroup
 from on_hardware import with_nan_in_padding
 from plain_attention import Call
+from short_run import cover
 
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.nvidia.threads.builder import THREADS, as_tree
@@ -185,7 +186,8 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", [ROWS[0], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[1:])])
+@cover(0)
+@pytest.mark.parametrize("row", [ROWS[0], *(pytest.param(row, marks=cover(0)) for row in ROWS[1:])])
 def test_numbers_of_heads(row):
     """With their gradients, and in both modes."""
     case, score_mod, arrays, options = row
@@ -210,7 +212,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=pytest.mark.slow) for row in TABLES[1:])])
+@pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=cover(0)) for row in TABLES[1:])])
 def test_tables(row):
     """Read by position, with their gradients; padding holds NaN, which must reach nothing."""
     case, kind, dtype, options = row
@@ -221,7 +223,7 @@ def test_tables(row):
     hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))
 
 
-@pytest.mark.slow
+@cover(0)
 def test_a_table_for_each_batch_entry():
     """As from `jax.vmap`: their gradients are not added up."""
     call = score_mod_tables.call(NARROW, "clipped distance")
@@ -242,6 +244,7 @@ def test_a_table_for_each_batch_entry():
     np.testing.assert_allclose(got, jnp.stack(results), rtol=1e-5, atol=1e-5)
 
 
+@cover(1)
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256), (512, 512)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("lengths", [(100, 100), (4096, 4096), (4096, 77)], ids=str)

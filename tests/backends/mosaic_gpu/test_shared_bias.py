@@ -10,7 +10,7 @@ import kernel_families
 import oracle
 import pytest
 from cases import Case
-from short_run import sampled
+from short_run import cover
 
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 
@@ -29,7 +29,7 @@ def schedule(call: cases.Call, family: kernel_families.Family, processors: int) 
     return family.plans(spec, processors)[1][-1].plan.schedule
 
 
-@sampled(3)
+@cover(every=3)
 @pytest.mark.parametrize(
     ("entries", "heads", "splits", "options"),
     [

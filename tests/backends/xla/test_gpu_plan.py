@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import oracle
 import pytest
 from cases import Case
-from short_run import sampled
+from short_run import cover
 
 import jflash
 from jflash import _canonical, _dispatch, _platform
@@ -88,7 +88,7 @@ OPTIONS = {
 }
 
 
-@sampled(7)
+@cover(every=7)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("blocks", [Blocks(48, 48, 2**13), Blocks(64, 131, 2**15)], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
@@ -147,7 +147,7 @@ def test_products_of_16_bits_are_written_before_they_are_used(dtype: str, writte
     assert not barriers["cpu"]
 
 
-@pytest.mark.parametrize("part", [both, pytest.param(tangents, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [both, pytest.param(tangents, marks=cover(0))])
 def test_memory_is_a_constant_besides_the_arrays(monkeypatch: pytest.MonkeyPatch, part: Any):
     """Memory is planned by the compiler, with smaller tiles than the true ones. It is a CPU's, and writes more of
     them."""
