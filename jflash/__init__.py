@@ -2,6 +2,7 @@
 
 jflash.attention(query, key, value, ...)     the function, with the arguments of jax.nn.dot_product_attention and more
 jflash.explain(query, key, value, ...)       which implementation would serve such a call, and why
+jflash.tile_map(mask_mod, ...)               which tiles a mask function leaves, made once for many calls
 jflash.ragged_paged_attention(...)           prefill and decode of many sequences that share a paged cache
 jflash.update_pages(...)                     a step's keys and values into the pages of a cache, in place
 jflash.replacing_jax_nn()                    a block in which calls of jax.nn.dot_product_attention are served
@@ -17,15 +18,18 @@ from jflash._autodiff import RESIDUAL_CHECKPOINT_NAMES
 from jflash._hints import AttentionWarning
 from jflash._ragged_attention import ragged_paged_attention
 from jflash._replacing import replacing_jax_nn
+from jflash._tile_map import TileMap, tile_map
 from jflash._update_pages import update_pages
 
 __all__ = [
     "RESIDUAL_CHECKPOINT_NAMES",
     "AttentionWarning",
+    "TileMap",
     "attention",
     "explain",
     "ragged_paged_attention",
     "replacing_jax_nn",
+    "tile_map",
     "update_pages",
 ]
 

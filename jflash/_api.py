@@ -11,10 +11,23 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash import _arguments, _autodiff, _canonical, _dispatch, _hints, _mesh, _pages, _platform, _split
+from jflash import (
+    _arguments,
+    _autodiff,
+    _canonical,
+    _coverage,
+    _dispatch,
+    _hints,
+    _mesh,
+    _pages,
+    _platform,
+    _split,
+    _tile_map,
+)
 from jflash._semantics.dtypes import widened
 from jflash._semantics.score_mod import ScoreModFunction, trace_score_mod
 from jflash._semantics.spec import Spec
+from jflash._tile_map import MaskModArgument
 
 Implementation = str | Sequence[str] | None
 Scale = float | Float[Array, ""]
@@ -39,6 +52,7 @@ class Options(TypedDict, total=False):
     logits_soft_cap: float | None
     alibi_slopes: Float[Array, "N"] | None
     score_mod: ScoreModFunction | None
+    mask_mod: MaskModArgument | None
     query_offset: Offset | None
     segment_ids: Segments | None
     sinks: Float[Array, "N"] | None
@@ -94,6 +108,7 @@ def attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Float[Array, "N"] | None = None,
     score_mod: ScoreModFunction | None = None,
+    mask_mod: MaskModArgument | None = None,
     query_offset: Offset | None = None,
     segment_ids: Segments | None = None,
     sinks: Float[Array, "N"] | None = None,
@@ -112,7 +127,7 @@ def attention(
     r"""Compute exact softmax attention in O(T + S) memory per head, with derivatives of every order in both modes.
 
     The output of every batch entry and head is :math:`\mathrm{softmax}(\mathrm{logits}) V`, where the logits are made
-    from :math:`Q K^T` in this order: scale, soft cap, bias, ALiBi, `score_mod`, mask. The arguments of
+    from :math:`Q K^T` in this order: scale, soft cap, bias, ALiBi, `score_mod`, masks. The arguments of
     `jax.nn.dot_product_attention` keep its names, layout and order. Axes: any number of batch axes B, T queries,
     S keys, N query heads, K key heads, head dimensions H and D.
 
@@ -147,6 +162,12 @@ def attention(
         Python's numbers have 32 bits beside a float32 logit, with `jax_enable_x64` too. Where neither bias, slopes nor
         a cap come before it, c * tanh(logit / c) alone is computed as `logits_soft_cap=c`.
         Reuse one function object: outside `jax.jit` a new one compiles anew.
+      mask_mod: `f(batch, head, query_index, key_index) -> bool` on scalars, any traceable function: True where
+        the query may attend, as far as all other masks let it. Indices as in `score_mod`. Arrays that it closes over
+        have no gradient. Tiles of 128 queries and 128 keys that it hides are not visited, and those that it shows whole
+        carry no mask: which they are is found out from its program, without a look at each pair where that allows it,
+        and `explain` says which operations do not. `tile_map` makes that once for many calls, and its result may be
+        given in the function's place.
       query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. The default 0
         aligns the first query with the first key, as jax.nn does; S - T aligns the last query with the last key. In
         decoding it is the number of keys before query 0: the cache's length before this step. It matters only
@@ -236,7 +257,7 @@ def attention(
         query=query, key=key, value=value, bias=bias, mask=mask, scale=scale, is_causal=is_causal,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
-        score_mod=score_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
+        score_mod=score_mod, mask_mod=mask_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
         dropout_rate=dropout_rate, dropout_key=dropout_key, broadcast_dropout=broadcast_dropout, precision=precision,
         deterministic=deterministic,
         sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
@@ -253,18 +274,21 @@ def attention(
 
 
 def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the same arguments, with the arrays that `score_mod` closes over among them."""
+    """Return the same arguments, with the arrays that `score_mod` and `mask_mod` close over among them."""
     cache = _pages.Cache(**{name: arguments.get(name) for name in _pages.Cache.__annotations__})
     cache.check(*map(arguments.get, ("query", "key_value_seq_lengths", "sequence_axis")))
-    if arguments.get("score_mod") is None:
-        return arguments
-    if jax.typeof(arguments["query"]).manual_axis_type.varying:
-        raise NotImplementedError(
-            "`score_mod` inside jax.shard_map needs jax.shard_map(..., check_vma=False): its program is written for "
-            "values that do not differ between devices."
-        )
-    dtype = widened(arguments["query"].dtype)
-    return {**arguments, "score_mod": trace_score_mod(arguments["score_mod"], dtype)}
+    given = {name: arguments[name] for name in ("score_mod", "mask_mod") if arguments.get(name) is not None}
+    for name in given:
+        if jax.typeof(arguments["query"]).manual_axis_type.varying:
+            raise NotImplementedError(
+                f"`{name}` inside jax.shard_map needs jax.shard_map(..., check_vma=False): its program is written for "
+                "values that do not differ between devices."
+            )
+    if "score_mod" in given:
+        given["score_mod"] = trace_score_mod(given["score_mod"], widened(arguments["query"].dtype))
+    if "mask_mod" in given:
+        given["mask_mod"] = _tile_map.traced(given["mask_mod"])
+    return {**arguments, **given}
 
 
 def _of_leaves[Result](
@@ -288,6 +312,7 @@ def _compute(
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     targets = _platform.lowering_targets(jax.tree.leaves(operands))
     choice = _dispatch.select(spec, names, targets)
+    spec, operands = _coverage.with_coverage(choice, spec, operands)
     # An array that is made here is traced inside jax.jit, but not inside jax.grad or jax.vmap.
     is_traced = isinstance(operands.batch_index, Tracer)
     _hints.give(_hints.Call(arguments, spec, names, next(iter(targets.values())), is_traced))
@@ -328,7 +353,8 @@ def explain(
     Returns:
       Lines of text: the choice, or that there is none, and an indented line for each implementation that was asked
       before it and refused. If the sequences are split over devices, the strategy for that and its reason follow, and
-      the implementation that serves if the choice cannot; then notes of what is probably not meant, or could be faster;
+      the implementation that serves if the choice cannot; then what intervals do not see through in a `mask_mod`, and
+      notes of what is probably not meant, or could be faster;
       then the description.
 
     Raises: explain raises what `attention` raises for arguments that are wrong.
@@ -367,6 +393,7 @@ def explain(
         whose, others = (None, {}) if chosen is None else _dispatch.ask_split(spec, names, platform, chosen)
         lines.append(f"sequences: {sequences}{f'; by {whose}' if others and whose else ''}")
         lines += [_dispatch.listing(others)] if others else []
+    lines += _coverage.lines(spec)
     lines += _hints.lines(_hints.Call(arguments, spec, names, platform, is_traced=True))
     if verbose and chosen is not None and not _is_empty(spec):
         describe = getattr(_dispatch.BACKENDS[chosen], "describe", None)

@@ -287,6 +287,27 @@ def precision(value: Any) -> Any:
     )
 
 
+def size(name: str, value: Any) -> int:
+    """A positive integer."""
+    static = _integer(name, value, "a positive integer")
+    if static < 1:
+        raise ValueError(f"`{name}` must be a positive integer. Got {static}.")
+    return static
+
+
+def mask_mod_shape(made_for: tuple[int, ...], looks_at: Sequence[bool], call: tuple[int, ...]) -> None:
+    """That a `jflash.tile_map` is for calls of this size; batch entries and heads only matter if it looks at them."""
+    names = "batch", "heads", "query_length", "key_length"
+    wanted = dict(zip(names, call, strict=True))
+    matters = (*looks_at[:2], True, True)
+    if any(m and have != want for m, have, want in zip(matters, made_for, call, strict=True)):
+        written = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"`mask_mod` is a map that was made for calls of another size; for this one it is "
+            f"jflash.tile_map(f, {written(wanted)}). Got {written(dict(zip(names, made_for, strict=True)))}."
+        )
+
+
 def sequence_axes(value: Any) -> tuple[str, ...]:
     """Return the names of mesh axes; they must be axes of the `jax.shard_map` around the call."""
     if value is None:

@@ -263,7 +263,7 @@ class _Backward(_Part):
             return jnp.zeros_like(like) if gradient is None else gradient
 
         arrays = results.score_mod_arrays or (None,) * len(operands.score_mod_arrays)
-        results = results._replace(score_mod_arrays=arrays)
+        results = results._replace(score_mod_arrays=arrays, mask_mod_arrays=(None,) * len(operands.mask_mod_arrays))
         return jax.tree.map(full, self.like(operands), results, is_leaf=_is_none)
 
     def tangents(self, args: Any, results: Operands, tangents: Any) -> Operands:

@@ -33,6 +33,7 @@ def canonicalize(
     logits_soft_cap: Any = None,
     alibi_slopes: Any = None,
     score_mod: Any = None,
+    mask_mod: Any = None,
     query_offset: Any = None,
     segment_ids: Any = None,
     sinks: Any = None,
@@ -49,7 +50,7 @@ def canonicalize(
 ) -> tuple[Spec, Operands, tuple[int, ...]]:
     """Return the call's static facts, its arrays, and the batch axes that the results get back.
 
-    `score_mod` must be what `trace_score_mod` returned.
+    `score_mod` must be what `trace_score_mod` returned, and `mask_mod` what `trace_mask_mod` did.
 
     Raises:
       ValueError, TypeError: as `attention`, all of them before the first array is touched.
@@ -99,8 +100,12 @@ def canonicalize(
         if static["logits_soft_cap"] is not None:
             traced_score_mod, captured = None, ()
 
+    if mask_mod is not None and mask_mod.shape is not None:
+        sizes = math.prod(batch_axes), heads, whole_query, whole_key
+        _arguments.mask_mod_shape(mask_mod.shape, mask_mod.mask_mod.looks_at, sizes)
+
     batch_index = head_index = seed = None
-    if traced_score_mod is not None or dropout_rate > 0:
+    if traced_score_mod is not None or mask_mod is not None or dropout_rate > 0:
         batch_index = jnp.arange(math.prod(batch_axes), dtype=jnp.int32)
         head_index = jnp.arange(heads, dtype=jnp.int32)[None]
         if dropout_rate > 0:
@@ -129,6 +134,8 @@ def canonicalize(
         head_index=head_index,
         dropout_seed=seed,
         score_mod_arrays=tuple(array[None] for array in captured),
+        mask_mod_arrays=() if mask_mod is None else tuple(array[None] for array in mask_mod.arrays),
+        coverage=None if mask_mod is None else mask_mod.coverage,
     )
     spec = Spec(
         **shape_facts(operands, pages),
@@ -137,6 +144,7 @@ def canonicalize(
         scale=None if scale_is_array else head_dim**-0.5 if scale is None else float(scale),
         query_offset=None if offset_is_array else int(query_offset),
         score_mod=traced_score_mod,
+        mask_mod=None if mask_mod is None else mask_mod.mask_mod,
     )
     return spec, operands, batch_axes
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from jflash import _dispatch
 from jflash._platform import Platform
+from jflash._semantics import mask_mod_as_options
 from jflash._semantics.spec import Spec
 
 
@@ -209,6 +210,29 @@ def _float32(call: Call) -> str | None:
     )
 
 
+def _mask_mod_as_options(call: Call) -> str | None:
+    """Name the options that say the same, which need no map and which the kernels of every backend have."""
+    spec = call.spec
+    if spec.mask_mod is None or call.arguments.get("query_offset") is not None:
+        return None
+    options = mask_mod_as_options.options_of(spec.mask_mod, spec.key_length)
+    if not options:
+        return None
+    return (
+        f"`mask_mod` says what {options} says, which is faster: no map of tiles is made for it, and the kernels of "
+        f"every implementation have it. Got T={spec.query_length} and S={spec.key_length}."
+    )
+
+
+def _mask_mod_without_offset(call: Call) -> str | None:
+    if call.spec.mask_mod is None or call.arguments.get("query_offset") is None:
+        return None
+    return (
+        "`query_offset` does not move the indices that `mask_mod` gets: its query_index counts the rows of `query` "
+        "from 0. To look at positions, close over the offset and add it there. Got both."
+    )
+
+
 HINTS = (
     Hint("heads first", True, _heads_first),
     Hint("heads not split", True, _heads_not_split),
@@ -216,6 +240,8 @@ HINTS = (
     Hint("new score_mod", True, _new_score_mod),
     Hint("bias as mask", False, _bias_as_mask),
     Hint("mask of padding", False, _mask_of_padding),
+    Hint("mask_mod as options", False, _mask_mod_as_options),
+    Hint("mask_mod without offset", False, _mask_mod_without_offset),
     Hint("float32", False, _float32),
 )
 

@@ -198,6 +198,9 @@ def _transpose(
     return tree.flatten_up_to(operation.transpose(args, result_tree.unflatten(given)))
 
 
+_WITHOUT_GRADIENT = ("mask_mod_arrays",)
+
+
 def _batch(
     leaves: Any, axes: Any, *, operation: Operation, tree: Any, jaxprs: Sequence[ClosedJaxpr], **_: Any
 ) -> tuple[list[Array], list[int]]:
@@ -219,8 +222,9 @@ def _batch(
     spread = {place for place, m in zip(places, mapped, strict=True) if m}
 
     def fold(place: Any, array: Array, mapped: bool) -> Array:
-        whole = place in spread or getattr(place[0], "name", "") in operation.own
-        whole = whole or (operation.sums and jnp.issubdtype(array.dtype, jnp.inexact))
+        name = getattr(place[0], "name", "")
+        is_summed = operation.sums and jnp.issubdtype(array.dtype, jnp.inexact) and name not in _WITHOUT_GRADIENT
+        whole = place in spread or name in operation.own or is_summed
         if not whole and array.shape[0] == 1:
             return array
         rest = array.shape[mapped + 1 :]

@@ -173,7 +173,7 @@ def part_of(
     if not static:
         assert offset is not None
         offset = jnp.reshape(offset + (first_query - first_key), -1)
-    indexed = spec.score_mod is not None or spec.dropout_rate > 0
+    indexed = spec.score_mod is not None or spec.mask_mod is not None or spec.dropout_rate > 0
     part = operands._replace(
         **{name: queries[name] for name in ("query", "query_segments") if name in queries},
         **keys,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jflash._api import CheckpointName, Implementation, Scale, SequenceStrategy, Window, attention
 from jflash._semantics.score_mod import ScoreModFunction
+from jflash._tile_map import MaskModArgument
 
 try:
     import equinox
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     logits_soft_cap: float | None
     alibi_slopes: Float[Array, " N"] | None
     score_mod: ScoreModFunction | None
+    mask_mod: MaskModArgument | None
     query_offset: int | Int[Array, ""]
     segment_ids: Int[Array, " T"] | tuple[Int[Array, " T"], Int[Array, " S"]] | None
     sinks: Float[Array, " N"] | None

@@ -28,6 +28,7 @@ from jflash._api import (
 )
 from jflash._autodiff import RESIDUAL_CHECKPOINT_NAMES
 from jflash._semantics.score_mod import ScoreModFunction
+from jflash._tile_map import MaskModArgument
 
 try:
     from flax.linen.dtypes import promote_dtype
@@ -65,6 +66,7 @@ def attention_fn(
     logits_soft_cap: float | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: ScoreModFunction | None = None,
+    mask_mod: MaskModArgument | None = None,
     query_offset: Offset | None = None,
     segment_ids: Segments | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -106,9 +108,10 @@ def attention_fn(
       logits_soft_cap: c in c * tanh(x / c).
       alibi_slopes: `[N]`.
       score_mod: a function of one logit and its indices.
+      mask_mod: a function of indices that says who sees whom, or what `jflash.tile_map` made of it.
       query_offset: where query 0 stands among the keys; None for 0. Flax does not say where a decoding step
         stands: with `decode=True` it must be bound to the layer's cache index, step by step, if `is_causal`,
-        `local_window_size`, `alibi_slopes` or `score_mod` is bound.
+        `local_window_size`, `alibi_slopes`, `score_mod` or `mask_mod` is bound.
       segment_ids: `[*B, T]` or a pair.
       sinks: `[N]`.
       reproducible: the `deterministic` of `jflash.attention`: the same bits on every run.
@@ -148,6 +151,7 @@ def attention_fn(
             "local_window_size": local_window_size is not None,
             "alibi_slopes": alibi_slopes is not None,
             "score_mod": score_mod is not None,
+            "mask_mod": mask_mod is not None,
         }
         _refuse_unknown_position(query, key, [f"`{name}`" for name, used in positional.items() if used])
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
@@ -155,7 +159,7 @@ def attention_fn(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
         implementation=implementation, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
-        score_mod=score_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
+        score_mod=score_mod, mask_mod=mask_mod, query_offset=query_offset, segment_ids=segment_ids, sinks=sinks,
         dropout_rate=dropout_rate, dropout_key=dropout_rng, broadcast_dropout=broadcast_dropout, precision=precision,
         deterministic=reproducible, sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
         residual_checkpoint_name=residual_checkpoint_name,

@@ -56,6 +56,8 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
         return "it has no dropout."
     if spec.score_mod is not None:
         return "it has no score_mod: a Python function cannot become part of a Metal shader."
+    if spec.mask_mod is not None:
+        return "it has no mask_mod: a Python function cannot become part of a Metal shader."
     return _ffi.available()
 
 

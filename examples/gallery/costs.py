@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import math
 import pathlib
 import re
@@ -19,12 +20,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import alibi
+import block_table
 import causal
 import cross_attention
 import decoding
 import hessian_vector_product
 import jax
 import jax.numpy as jnp
+import mask_mods
 import merging
 import neighborhood
 import numpy as np
@@ -40,6 +43,7 @@ import score_mods
 import sliding_window
 import soft_cap
 import streaming
+import tree_attention
 import triangle_attention
 import tyro
 from _report import Attention, normal, with_gradients
@@ -115,6 +119,31 @@ def _neighborhood() -> Case:
     side = math.isqrt(TOKENS)
     wide = lambda query, key, value: neighborhood.attend(query, key, value, side)
     return beside_full(wide, neighborhood.mask(side, side).mean().item())
+
+
+def _mask_function(make: Callable[[int], mask_mods.MaskMod]) -> Case:
+    """With as many batch entries as a function looks at."""
+    batch = 2 if make is mask_mods.prefix else 1
+    index = jnp.ix_(*map(jnp.arange, (batch, HEADS, TOKENS, TOKENS)))
+    seen = float(np.mean(np.asarray(make(TOKENS)(*index))))
+    recipe = lambda query, key, value: mask_mods.attend(query, key, value, make)
+    return beside_full(recipe, seen, shape=(batch, TOKENS, HEADS, HEAD_DIM))
+
+
+def _block_table() -> Case:
+    arrays = normal(*[(1, TOKENS, HEADS, HEAD_DIM)] * 3)
+    blocks = np.asarray(block_table.choose(*arrays[:2])).sum(axis=(2, 3)).mean()
+    own = TOKENS / block_table.BLOCK
+    seen = ((blocks - own / 2) * block_table.BLOCK**2 + own * block_table.BLOCK / 2) / TOKENS**2
+    return beside_full(block_table.attend, float(seen))
+
+
+def _tree_attention() -> Case:
+    nodes = tree_attention.NODES
+    parent = tree_attention.parents(nodes)
+    hidden = nodes**2 - np.asarray(tree_attention.ancestors(parent)).sum().item()
+    arrays = normal(*[(1, length, HEADS, HEAD_DIM) for length in (nodes, TOKENS, TOKENS)])
+    return Case(tree_attention.attend, (*arrays, parent), 1 - hidden / (nodes * TOKENS), full, tuple(arrays), "forward")
 
 
 def _cross_attention() -> Case:
@@ -215,9 +244,13 @@ CASES: Mapping[tuple[str, str], Callable[[], Case]] = {
     ("streaming", "attend"): lambda: beside_full(streaming.attend, _windowed(WINDOW) + FIRST / TOKENS),
     ("packed_documents", "attend"): _packed_documents,
     ("prefix_lm", "attend"): lambda: _prefix_lm(prefix_lm.attend),
+    ("prefix_lm", "with_mask_mod"): lambda: _prefix_lm(prefix_lm.with_mask_mod),
     ("prefix_lm", "with_mask"): lambda: _prefix_lm(prefix_lm.with_mask),
     ("prefix_lm", "with_score_mod"): lambda: _prefix_lm(prefix_lm.with_score_mod),
     ("neighborhood", "attend"): _neighborhood,
+    **{("mask_mods", make.__name__): functools.partial(_mask_function, make) for make in mask_mods.MASKS},
+    ("block_table", "attend"): _block_table,
+    ("tree_attention", "attend"): _tree_attention,
     ("cross_attention", "attend"): _cross_attention,
     ("alibi", "attend"): lambda: beside_full(alibi.attend, CAUSAL, alibi.paper_slopes(HEADS)),
     ("relative_bias", "attend"): lambda: beside_full(relative_bias.attend, 1.0, *normal((BUCKETS, HEADS))),

@@ -61,6 +61,7 @@ def _reasons(spec: Spec, platform: Platform) -> Iterator[str]:
     for argument, has in (
         ("logits_soft_cap", spec.logits_soft_cap is not None),
         ("score_mod", spec.score_mod is not None),
+        ("mask_mod", spec.mask_mod is not None),
         ("dropout_rate", spec.dropout_rate > 0),
     ):
         if has:

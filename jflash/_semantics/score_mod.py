@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Int
 
+from jflash._semantics import tracing
+from jflash._semantics.tracing import equations, values_of_64_bits
 from jflash._semantics.wide_arrays import is_narrower, widened
 
 ScoreModFunction = Callable[[Array, Array, Array, Array, Array], Array]
 """A function `f(logit, batch, head, query_index, key_index) -> logit` on scalars."""
+_ARGUMENTS = "logit", "batch", "head", "query_index", "key_index"
+
+__all__ = ["ScoreMod", "ScoreModFunction", "elementwise", "equations", "trace_score_mod", "values_of_64_bits"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,29 +95,10 @@ def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[S
       TypeError: if `function` is not callable, or its result is not one floating-point array.
       ValueError: if its result is not a scalar.
     """
-    if not callable(function):
-        raise TypeError(f"`score_mod` must be a function. Got {type(function).__name__}.")
-    try:
-        inspect.signature(function).bind(*[None] * 5)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`score_mod` is called as f(logit, batch, head, query_index, key_index). Got {function!r}: {error}."
-        ) from None
-    try:
-        closed, shape = _traced(function, dtype)
-        if dtype.itemsize <= 4 and _may_have_32_bits(closed):
-            with jax.enable_x64(False):
-                closed, shape = _traced(function, dtype)
-    except Exception as error:
-        error.add_note(f"This happened while `score_mod` was traced: {function!r}.")
-        if isinstance(error, jax.errors.ConcretizationTypeError):
-            error.add_note("Its arguments are not known then: write jnp.where in the place of `if`.")
-        raise
+    dtypes = [dtype, *[jnp.int32] * 4]
+    closed, shape = tracing.trace("score_mod", function, _ARGUMENTS, dtypes, narrow=dtype.itemsize <= 4)
     if not isinstance(shape, jax.ShapeDtypeStruct) or not jnp.issubdtype(shape.dtype, jnp.floating):
-        raise TypeError(
-            "`score_mod` must return one floating-point logit. "
-            f"Got {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', shape)}."
-        )
+        raise TypeError(f"`score_mod` must return one floating-point logit. Got {tracing.described(shape)}.")
     if shape.shape != ():
         raise ValueError(
             "`score_mod` is called on one logit and must return one: the shape must stay (). "
@@ -121,53 +106,9 @@ def trace_score_mod(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[S
         )
     arrays = tuple(jnp.asarray(constant) for constant in closed.consts)
     if any(is_narrower(array.dtype, dtype) for array in arrays):
-        closed, _ = _traced(widened(closed, dtype), dtype)
+        closed, _ = tracing.traced(widened(closed, dtype), dtypes)
         arrays = tuple(closed.consts)
-    # A jaxpr holds on to the constants it was made with: their shapes take their place.
-    shapes: Any = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    jaxpr = ClosedJaxpr(closed.jaxpr, shapes)
-    return ScoreMod(_reference(function), str(closed.jaxpr), jaxpr), arrays
-
-
-def _traced(function: ScoreModFunction, dtype: np.dtype[Any]) -> tuple[ClosedJaxpr, Any]:
-    """Return the program of `function`, and the shape of what it returns."""
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    # A new function each time: JAX keeps what it traced, with the arrays closed over, as long as the function.
-    once = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
-    # A jaxpr remembers the mesh that it was traced under, and this one is run under others.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return once(jax.ShapeDtypeStruct((), dtype), *[index] * 4)
-
-
-def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield the equations of a program, and of the programs inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
-def values_of_64_bits(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield the 64-bit values, variables and literals, of a program and of the programs inside it."""
-    for equation in equations(jaxpr):
-        values: list[Any] = [*equation.invars, *equation.outvars]
-        yield from (value for value in values if value.aval.dtype.itemsize > 4)
-
-
-def _may_have_32_bits(closed: ClosedJaxpr) -> bool:
-    """Return whether a program has 64 bits only because Python's numbers do, with `jax_enable_x64`.
-
-    Then they get as many bits as the logit: `0.5 * (query - key)` is float32 beside a float32 logit, as without the
-    setting.
-    """
-
-    def of_python(value: Any) -> bool:
-        aval, number = value.aval, value.val if isinstance(value, Literal) else 0
-        largest = 2**31 - 1 if jnp.issubdtype(aval.dtype, jnp.integer) else float(np.finfo(np.float32).max)
-        return aval.weak_type and not largest < abs(number) < np.inf
-
-    wide = list(values_of_64_bits(closed.jaxpr))
-    return len(wide) > 0 and all(map(of_python, wide))
+    return ScoreMod(_reference(function), str(closed.jaxpr), tracing.without_constants(closed)), arrays
 
 
 def _reference(function: Any) -> weakref.ref[Any]:

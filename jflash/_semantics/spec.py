@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int8, Int32, UInt32
 
 from jflash._semantics.dtypes import widened
+from jflash._semantics.mask_mod import MaskMod
 from jflash._semantics.score_mod import ScoreMod
 
 
@@ -57,13 +58,21 @@ class Operands(NamedTuple):
     first_query: Int32[Array, "#B"] | None = None
     """The index in its sequence of the first of these queries; `None` is 0.
 
-    Only `score_mod` and dropout count from it. Offsets and lengths already count from these queries and keys.
+    Only `score_mod`, `mask_mod` and dropout count from it. Offsets and lengths already count from these queries and
+    keys.
     """
     first_key: Int32[Array, "#B"] | None = None
-    """The index in its sequence of the first of these keys; `None` is 0. Only `score_mod` and dropout count from it."""
+    """The index in its sequence of the first of these keys; `None` is 0.
+
+    Only `score_mod`, `mask_mod` and dropout count from it.
+    """
     dropout_seed: UInt32[Array, "B 2"] | None = None
     score_mod_arrays: tuple[Array, ...] = ()
     """The arrays that `score_mod` closes over, each `[#B, *its own shape]`."""
+    mask_mod_arrays: tuple[Array, ...] = ()
+    """The arrays that `mask_mod` closes over, each `[#B, *its own shape]`; they have no gradient."""
+    coverage: Int8[Array, "#B #N I J"] | None = None
+    """How much of each tile of the whole sequences `mask_mod` shows, as `Coverage.encoded`; `None`: not known."""
     page_table: Int32[Array, "#B pages"] | None = None
     """The page that holds each entry's next `Pages.size` keys; past its length, anything."""
     k_scale: Float[Array, "#B #P #K"] | None = None
@@ -90,7 +99,7 @@ class Residuals(NamedTuple):
 
 HEADS_AXIS: dict[str, int] = {
     "query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 1, "sinks": 1, "head_index": 1,
-    "out": 2, "lse": 1, "d_out": 2, "d_lse": 1, "k_scale": 2, "v_scale": 2,
+    "coverage": 1, "out": 2, "lse": 1, "d_out": 2, "d_lse": 1, "k_scale": 2, "v_scale": 2,
 }  # fmt: skip
 """The heads' axis of each array that has one."""
 QUERIES_AXIS: dict[str, int] = {
@@ -131,6 +140,7 @@ class Spec:
     window: tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
     score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
     dropout_rate: float = 0.0
     """The rate, as `dropout.possible_rate` rounds it."""
     broadcast_dropout: bool = False

@@ -49,6 +49,8 @@ class Tile(NamedTuple):
     query_segments: Int[Array, "#b 1 1 i 1"] | None
     key_segments: Int[Array, "#b 1 1 1 j"] | None
     dropout_seed: UInt32[Array, "b 2"] | None
+    mask_mod_arrays: tuple[Array, ...] = ()
+    """The arrays that `mask_mod` closes over, each `[#b, *its own shape]`."""
     distance_override: Float[Array, "#b 1 1 i j"] | None = None
     """The `distance` of a backend that does not compute it from `position` and `key`."""
     key_minus_query_override: Int[Array, "#b 1 1 i j"] | None = None
@@ -156,6 +158,10 @@ def _by_batch(array: Array, corner: Corner, shape: TileShape) -> _Part:
     return _Part((*array.shape, 1, 1, 1, 1), (corner.batch, 0, 0, 0, 0), (shape.batch, 1, 1, 1, 1))
 
 
+def _whole(array: Array, corner: Corner, shape: TileShape) -> _Part:
+    return _Part(array.shape, (corner.batch, *[0] * (array.ndim - 1)), (shape.batch, *array.shape[1:]))
+
+
 def _by_head(spec: Spec, array: Array, corner: Corner, shape: TileShape) -> _Part:
     view = (*split_heads(array, 1, spec).shape, 1, 1)
     return _Part(view, (corner.batch, corner.key_head, 0, 0, 0), (shape.batch, shape.key_heads, spec.group, 1, 1))
@@ -176,8 +182,7 @@ def _take(array: Array, part: _Part) -> Array:
 def _parameter_parts(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
     """Return the parameters with a `_Part` in the place of each array."""
     part: Any = lambda of, array: None if array is None else of(array)
-    whole_array = lambda a: _Part(a.shape, (corner.batch, *[0] * (a.ndim - 1)), (shape.batch, *a.shape[1:]))
-    captured: Any = [part(whole_array, a) for a in whole.score_mod_arrays]
+    captured: Any = [part(lambda a: _whole(a, corner, shape), a) for a in whole.score_mod_arrays]
     return Parameters(
         part(lambda a: _by_batch(a, corner, shape), whole.scale),
         part(lambda a: _by_pair(spec, a, corner, shape), whole.bias),
@@ -234,4 +239,5 @@ def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) 
         query_segments=query_segments,
         key_segments=key_segments,
         dropout_seed=None if seed is None else cut(seed, (b, 0), (shape.batch, 2)),
+        mask_mod_arrays=tuple(_take(array, _whole(array, corner, shape)) for array in operands.mask_mod_arrays),
     )

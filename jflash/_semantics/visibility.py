@@ -41,18 +41,25 @@ def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
         conditions.append(tile.query_segments == tile.key_segments)
     if tile.mask is not None:
         conditions.append(tile.mask)
+    if spec.mask_mod is not None:
+        assert tile.batch is not None
+        assert tile.head is not None
+        query, key = tile.indices
+        conditions.append(spec.mask_mod(tile.batch, tile.head, query, key, tile.mask_mod_arrays))
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
 def limited(spec: Spec) -> bool:
     """Return whether anything keeps some query from some key."""
     names = {"mask", "query_lengths", "key_lengths", "query_segments"}
-    return spec.bounds != (None, None) or not names.isdisjoint(spec.operands)
+    return spec.bounds != (None, None) or spec.mask_mod is not None or not names.isdisjoint(spec.operands)
 
 
 def every_row_sees(spec: Spec) -> bool:
     """Return whether every row sees some key, masks aside, as far as is known when a call is traced."""
-    if spec.query_offset is None or not {"query_lengths", "key_lengths", "query_segments"}.isdisjoint(spec.operands):
+    if not {"query_lengths", "key_lengths", "query_segments"}.isdisjoint(spec.operands):
+        return False
+    if spec.query_offset is None or spec.mask_mod is not None:
         return False
     left, right = spec.bounds
     first, last = spec.query_offset, spec.query_offset + spec.query_length - 1
@@ -171,7 +178,7 @@ def key_spans(
         unbroken = jnp.sum(every) == every_stop - every_start
         full_start = jnp.maximum(full_start, every_start)
         full_stop = jnp.where(unbroken, jnp.minimum(full_stop, every_stop), start)
-    if operands.mask is not None:
+    if operands.mask is not None or spec.mask_mod is not None:
         full_stop = start
     stop = jnp.clip(stop, 0, spec.key_length)
     start = jnp.clip(start, 0, stop)

@@ -41,6 +41,19 @@ LONG = shapes(2, 2048, 2, 8)
 PADDING = jax.ShapeDtypeStruct((2, 1, 1, 2048), bool)
 HEADS_FIRST, NOT_SPLIT = same(2, 2, 129, 8), same(2, 6, 257)
 
+IDS = np.arange(4096).reshape(2, 2048)
+AS_OPTIONS: list[tuple[str, Callable[..., Any]]] = [
+    ("is_causal=True", lambda b, h, q, k: k <= q),
+    ("is_causal=True", lambda b, h, q, k: q - k > -1),
+    ("is_causal=True, local_window_size=(255, 0)", lambda b, h, q, k: (q - k >= 0) & (q - k < 256)),
+    ("local_window_size=(7, 7)", lambda b, h, q, k: jnp.abs(k - q) <= 7),
+    ("local_window_size=(2048, 3)", lambda b, h, q, k: k <= q + 3),
+    ("segment_ids=ids", lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k]),
+    (
+        "is_causal=True, segment_ids=ids",
+        lambda b, h, q, k: (jnp.asarray(IDS)[0, k] == jnp.asarray(IDS)[0, q]) & (k <= q),
+    ),
+]
 WARNINGS = [
     pytest.param(HEADS_FIRST, "swapaxes(x, -3, -2)", "T=2, S=2, N=129 and K=129", id="heads first"),
     pytest.param(
@@ -67,8 +80,33 @@ NOTES = [
         {**shapes(1, 300, 1, 8), "bias": additive("float32", -np.inf, 300)}, "is_causal=True", "[300, 300]", id="large"
     ),
     pytest.param({**LONG, "mask": PADDING}, "`key_value_seq_lengths`", "mask [2, 1, 1, 2048]", id="padding"),
+    *(
+        pytest.param(
+            {**LONG, "mask_mod": function}, f"says what {options} says", "T=2048 and S=2048", id=f"mask_mod {n}"
+        )
+        for n, (options, function) in enumerate(AS_OPTIONS)
+    ),
+    pytest.param(
+        {**LONG, "mask_mod": lambda b, h, q, k: k <= q, "query_offset": 3},
+        "add it there",
+        "both",
+        id="offset, mask_mod",
+    ),
 ]
 RIGHT = {
+    **{
+        f"mask_mod {n}": {**LONG, "mask_mod": function}
+        for n, function in enumerate(
+            [
+                lambda b, h, q, k: (k <= q) | (k < 5),
+                lambda b, h, q, k: k + 1 <= q,
+                lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k + 1],
+                lambda b, h, q, k: jnp.asarray(IDS)[h, q] == jnp.asarray(IDS)[h, k],
+                lambda b, h, q, k: 2 * k <= q,
+                lambda b, h, q, k: jnp.abs(q - k) > 3,
+            ]
+        )
+    },
     "many heads, decoding": qkv((2, 1, 256, 8), (2, 6, 256, 8)),
     "many heads, one key head": qkv((2, 2, 256, 8), (2, 2, 1, 8)),
     "few tokens, 128 heads": same(2, 8, 128, 8),

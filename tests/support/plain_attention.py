@@ -21,8 +21,8 @@ from jax import lax
 class Call:
     """One call of `jflash.attention`, its arguments by their own names and shapes, in NumPy.
 
-    `score_mod` takes `score_mod_arrays` and returns the function of one logit. `keep` is the dropout mask,
-    `[*B, N, T, S]`. `d_out` and `d_lse` are the cotangents of both results.
+    `score_mod` takes `score_mod_arrays` and returns the function of one logit. `mask_mod` is the function itself.
+    `keep` is the dropout mask, `[*B, N, T, S]`. `d_out` and `d_lse` are the cotangents of both results.
     """
 
     query: np.ndarray
@@ -39,6 +39,7 @@ class Call:
     alibi_slopes: np.ndarray | None = None
     score_mod: Callable[..., Callable[..., Any]] | None = None
     score_mod_arrays: tuple[np.ndarray, ...] = ()
+    mask_mod: Callable[..., Any] | None = None
     query_offset: int | np.ndarray = 0
     segment_ids: np.ndarray | tuple[np.ndarray, np.ndarray] | None = None
     sinks: np.ndarray | None = None
@@ -149,6 +150,10 @@ class PlainAttention:
             visible = visible & (queries[..., None] == keys[..., None, :])
         if call.mask is not None:
             visible = visible & self._pairs(call.mask)
+        if call.mask_mod is not None:
+            sizes = (self.B, self.N, self.T, self.S)
+            indices = [np.arange(n, dtype=np.int32).reshape(-1, *[1] * (3 - axis)) for axis, n in enumerate(sizes)]
+            visible = visible & np.asarray(jax.jit(jnp.vectorize(call.mask_mod))(*indices))
         return np.broadcast_to(visible, (self.B, self.N, self.T, self.S))
 
     def _softmax(self) -> None:

@@ -74,7 +74,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     'float32 with `precision="highest"` and a soft cap': [
         dict(dtype=jnp.float32, precision="highest", logits_soft_cap=2.0),
     ],
-    "float64": [dict(dtype=jnp.float64)],
+    "float64, or a `mask_mod`": [
+        dict(dtype=jnp.float64),
+        dict(mask_mod=lambda batch, head, query, key: key <= query),
+        dict(mask_mod=lambda batch, head, query, key: jnp.asarray(ZEROS)[head] < key, dtype=jnp.bfloat16),
+    ],
     "causality, windows to the left, padding, grouped heads, heads of a multiple of 8 up to 128": [
         *({name: WHOLE[name]} for name in IN_CUDNN),
         dict(is_causal=True, query_seq_lengths=WHOLE["query_seq_lengths"], local_window_size=(2, 1)),
@@ -150,8 +154,9 @@ SUMMARY: dict[str, list[str]] = {
     ],
     "`dropout_rate` or `score_mod`": ["`dropout_rate`", "`score_mod`", "`score_mod` that closes over arrays"],
     "a head dimension of 257 to 576, or `jax.jvp`": ["a head dimension of 257 to 576", "`jax.jvp`"],
-    "float64, a paged cache (`page_table`), a head dimension above 576, derivatives of second and higher order": [
-        "float64",
+    "float64, a `mask_mod`, a paged cache (`page_table`), a head dimension above 576, derivatives of second and higher "
+    "order": [
+        "float64, or a `mask_mod`",
         "`page_table`: a paged cache, without derivatives",
         next(label for label in ROWS if label.startswith("a head dimension above 576")),
         "derivatives of second and higher order",

@@ -1,8 +1,7 @@
 """Hopper kernels in Pallas (Mosaic GPU): the default on NVIDIA GPUs of compute capability 9.0.
 
-`plan` chooses kernels, tiles and schedules from the Spec; `call` prepares operands, launches and finishes. A kernel of
-`kernels` reads what `inputs` prepared, is scheduled by `schedule`, and is written in the operations of `hardware`.
-`logits` has the forms of a forward's logits, and their derivatives.
+`plan` chooses kernels, tiles and schedules from the Spec; `run` prepares operands, launches and finishes. A kernel's
+plan says what it is launched with, its `Cta` what each warpgroup does, in the operations of `ops`.
 
 Pallas is imported with the first call that the kernels serve: not every machine has it.
 """
@@ -18,14 +17,16 @@ from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
-    """Only Hopper runs these kernels."""
+    """Return why a call cannot run on a platform, in words for the user; `None`: it can."""
     if platform.compute_capability != "9.0":
         return f"it needs an NVIDIA Hopper GPU (compute capability 9.0), and this is {platform}."
     return unsupported_call(spec)
 
 
 def unsupported_call(spec: Spec) -> str | None:
-    """What the kernels cannot do on any machine."""
+    """Return why the kernels cannot serve a call on any machine; `None`: they can."""
+    if spec.mask_mod is not None:
+        return "it has no mask_mod yet."
     if spec.pages is not None:
         return "it takes no paged cache yet (`page_table`)."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -33,30 +34,13 @@ def unsupported_call(spec: Spec) -> str | None:
     widest, dims = max(spec.head_dim, spec.value_dim), f"H={spec.head_dim} and D={spec.value_dim}"
     if widest > 576:
         return f"H and D must be at most 576. Got {dims}."
-    if (reason := unsupported_score_mod(spec)) is not None:
-        return reason
-    return _unsupported_operands(spec, dims)
-
-
-def unsupported_score_mod(spec: Spec) -> str | None:
-    """Kernels take what a score_mod closes over number by number."""
-    if spec.score_mod is None:
-        return None
-    from jflash._semantics import score_mod_reads
-
-    return score_mod_reads.unsupported(spec)
-
-
-def _unsupported_operands(spec: Spec, dims: str) -> str | None:
-    """float32 has products of some precisions, and takes the room of as many operands of 16 bits as they ask for."""
     from jflash._backends.mosaic_gpu import plan
     from jflash._backends.nvidia import bias_and_mask
     from jflash._backends.nvidia.tile import operand_pieces
 
-    if (reason := operand_pieces.unsupported(spec)) is not None:
+    reason = unsupported_score_mod(spec) or operand_pieces.unsupported(spec)
+    if reason is not None or plan.fits(spec):
         return reason
-    if plan.fits(spec):
-        return None
     such = f"with {dims}" + " and such a bias" * bias_and_mask.has_bias_tiles(spec)
     if spec.dtype != jnp.float32:
         return f"{such} its tiles do not fit in shared memory."
@@ -64,8 +48,15 @@ def _unsupported_operands(spec: Spec, dims: str) -> str | None:
     return f"it takes float32 as {pieces} bfloat16 pieces; {such} their tiles do not fit in shared memory."
 
 
+def unsupported_score_mod(spec: Spec) -> str | None:
+    """Return why kernels cannot read what a score_mod closes over, number by number; `None`: they can."""
+    from jflash._semantics import score_mod_reads
+
+    return None if spec.score_mod is None else score_mod_reads.unsupported(spec)
+
+
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Output in the results' dtype and log-sum-exp in float32."""
+    """Return output in the results' dtype and log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu import plan, run
     from jflash._backends.mosaic_gpu.ops import HOPPER
 
@@ -73,7 +64,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
 
 def unsupported_tangent(spec: Spec) -> str | None:
-    """Of a call that `forward` serves: why `tangent` cannot, in words for the user; `None`: it can."""
+    """Return why `tangent` cannot serve a call that `forward` serves, in words for the user; `None`: it can."""
     from jflash._backends.mosaic_gpu import tangent_kernel
 
     return None if tangent_kernel.fits(spec) else "its tiles do not fit in shared memory beside those of their tangents"
@@ -89,7 +80,7 @@ def tangent(spec: Spec, operands: Operands, results: Results, tangents: Operands
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
-    """Gradients of all operands that have one, in their shapes."""
+    """Return the gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu import plan, run
     from jflash._backends.mosaic_gpu.ops import HOPPER
 
@@ -98,7 +89,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
 
 
 def describe(spec: Spec, platform: Platform) -> str:
-    """The plans of a call's forward, tangent and backward, in words."""
+    """Return the plans of a call's forward, tangent and backward, in words."""
     from jflash._backends.mosaic_gpu import plan
 
     return plan.describe(spec, platform.processors)

@@ -29,7 +29,7 @@ from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
@@ -46,7 +46,7 @@ from jflash._semantics.spec import Spec
 
 
 def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+    """Return the kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
     all_done = smem.barriers(1, arrivals=tile.warpgroups)
     operand = CallTiles.of(spec).operand
@@ -88,29 +88,26 @@ class DbiasPlan(KernelPlan):
         _, _, rows, keys = schedule.shape
         return Launch(
             name=f"jflash_d_bias_{head_dim}_{value_dim}",
-            grid=dict(part=pl.cdiv(schedule.tiles, self.tiles_per_cta), block=schedule.blocks) | schedule.grid,
+            grid=dict(tiles=pl.cdiv(schedule.tiles, self.tiles_per_cta), block=schedule.blocks) | schedule.grid,
             results=dict(d_bias=schedule.stored(spec, round_up(rows, 8), round_up(keys, 64))),
             smem=shared_memory(spec, self.tile, schedule.splits),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
-def body(plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class DbiasCta(Cta[DbiasPlan]):
+    """A CTA that makes tiles of the bias's gradient."""
 
-
-class _Cta(Cta[DbiasPlan]):
     def __init__(self, plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         self.block = lax.axis_index("block")
-        self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("part") * plan.tiles_per_cta
+        self.first_row, self.first_tile = self.block * plan.tile.rows, lax.axis_index("tiles") * plan.tiles_per_cta
         self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
         self.first_visit, self.visits = plan.schedule.own_visits()
-        self.own_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        self.query_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
-        """A batch entry and head that share the bias, their tile as a range, and whether anything in it is seen."""
+        """Return a batch entry and head that share the bias, their tile as a range, and whether any of it is seen."""
         tile = self.plan.tile
         batch, head = self.plan.schedule.sharing(step)
         tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.keys)
@@ -123,7 +120,7 @@ class _Cta(Cta[DbiasPlan]):
         pipeline.release(shared.bias.empty, shared.qk_empty, shared.vo_empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
 
-        def own_tile(number: Array, _: None) -> None:
+        def make_tile(number: Array, _: None) -> None:
             slot, index = lax.rem(number, tile.stages), self.first_tile + number
             plgpu.barrier_wait(shared.bias.full.at[slot])
             bias = shared.bias.tiles.at[slot]
@@ -135,36 +132,36 @@ class _Cta(Cta[DbiasPlan]):
             shared.d_bias[self.warpgroup_rows] = total.astype(shared.d_bias.dtype)
             plgpu.commit_smem()
             keys = pl.ds(index * tile.keys, tile.keys)
-            place = *self.plan.schedule.place(), self.own_rows, keys
+            place = *self.plan.schedule.place(), self.query_rows, keys
             plgpu.copy_smem_to_gmem(shared.d_bias.at[self.warpgroup_rows], self.refs.results["d_bias"].at[place])
 
-        lax.fori_loop(0, self.count, own_tile, None)
+        lax.fori_loop(0, self.count, make_tile, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _add_head(self, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
-        """Add one head's part to a tile of the gradient."""
+        """Return a tile of the gradient with what one head adds to it."""
         batch, head, tiles, seen = self.sharing_head(step, first_key)
-        own = self.warpgroup_rows
+        rows = self.warpgroup_rows
         if max(self.smem.q.shape[1], self.smem.do.shape[1]) > 256:
             # The compiler would spill the addresses of all these columns.
-            own = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        add = lambda total: total + self._part((batch, head), tiles, bias, own)
+            rows = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        add = lambda total: total + self._of_head((batch, head), tiles, bias, rows)
         return add(total) if tiles.whole is None else lax.cond(seen, add, lambda total: total, total)
 
-    def _part(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref, own: Any) -> Array:
-        at = TileCoord(*place, self.own_rows.start, tiles.first)
+    def _of_head(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref, rows: Any) -> Array:
+        at = TileCoord(*place, self.query_rows.start, tiles.first)
         shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.plan.tile.keys)
         pieces = functools.partial(piece_products.of_tile, spec)
-        rows = at.batch, at.head, self.own_rows
-        lse, delta = (ops.load(self.refs.arrays[name].at[rows], 0) for name in ("lse", "delta"))
+        queries = at.batch, at.head, self.query_rows
+        lse, delta = (ops.load(self.refs.arrays[name].at[queries], 0) for name in ("lse", "delta"))
         packed_mask = self.inputs.load_packed_mask(at, shape)
 
         def differentiate(acc_dp: Any, acc_s: Any) -> Array:
             plgpu.barrier_wait(shared.qk_full)
-            piece_products.mma(acc_s, pieces(shared.q.at[own]), operand_pieces.transposed(pieces(shared.k)), ops)
+            piece_products.mma(acc_s, pieces(shared.q.at[rows]), operand_pieces.transposed(pieces(shared.k)), ops)
             plgpu.barrier_wait(shared.vo_full)
             v = operand_pieces.transposed(pieces(shared.v))
-            piece_products.mma(acc_dp, pieces(shared.do.at[own]), v, ops)
+            piece_products.mma(acc_dp, pieces(shared.do.at[rows]), v, ops)
             s = ops.read(acc_s, pending=piece_products.issued(v))
             loaded = {"bias": ops.load(bias.at[self.warpgroup_rows])} | packed_mask
             plgpu.barrier_arrive(shared.qk_empty)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -27,19 +27,17 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
-from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.cta import KeysCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
-from jflash._backends.mosaic_gpu.query_producer import QueryProducer
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import bias_and_mask
-from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import backward_tile, base2, dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
-from jflash._backends.nvidia.tile.gradient_sums import ParameterSums
+from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
@@ -52,18 +50,17 @@ QUERIES = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class DkvPlan(KernelPlan):
-    """The kernel for dK and dV, before any array."""
+class DkvPlan(SummingPlan):
+    """The kernel for dK and dV, before any array. It sums the gradient of a bias that has one number for each key."""
 
+    name: ClassVar = "d_key_value"
     stages: int
     """Tiles of queries that are in shared memory together."""
     schedule: BackwardSchedule
-    sums: ParameterSums
-    """The bias, if it has one number for each key, whose gradient the kernel sums over queries."""
 
     @property
     def score_mod_of_bias(self) -> tuple[str, ...]:
-        """The bias, if `score_mod` stands between it and the logits, so that its gradient has a slope of its own."""
+        """The bias, if `score_mod` stands between it and the logits: its gradient has another slope than dS."""
         return self.sums.names if self.spec.score_mod is not None else ()
 
     @property
@@ -73,31 +70,29 @@ class DkvPlan(KernelPlan):
 
     @property
     def smem(self) -> Buffers:
-        """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-        spec, stages, (head_dim, value_dim) = self.spec, self.stages, whole_dims(self.spec)
-        columns, value_columns = tile_dims(spec)
-        has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
-        tiles, rows = CallTiles.of(spec), WARPGROUP_ROWS
+        """The kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+        spec, stages, rows = self.spec, self.stages, WARPGROUP_ROWS
+        (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
+        has_bias_tiles, tiles = bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
         ring = functools.partial(tiles.ring, readers=2)
         k, v = tiles.operand((rows, columns), head_dim), tiles.operand((rows, value_columns), value_dim)
-
-        def with_gradient(own: Any, dim: int) -> Any:
-            """Return keys or values, whose gradient takes their place. Sums leave from registers."""
-            result = tiles.result((rows, tile_dims(spec)[own is v]), dim)
-            return smem.reused(own, None if self.schedule.stores_sums else result)
-
+        dk, dv = tiles.result((rows, columns), head_dim), tiles.result((rows, value_columns), value_dim)
+        if self.schedule.stores_sums:
+            # Sums leave from registers.
+            dk = dv = None
+        p = smem.tile((rows, QUERIES), spec.dtype)
         return Buffers(
-            k_dk=with_gradient(k, head_dim),
-            v_dv=with_gradient(v, value_dim),
+            k_dk=smem.reused(k, dk),
+            v_dv=smem.reused(v, dv),
             kv_full=smem.barriers(1, arrivals=smem.copies(k, v)),
             q=ring((stages, QUERIES, columns), head_dim, others=1 + has_bias_tiles),
             do=ring((stages, QUERIES, value_columns), value_dim, others=1),
             # Tiles of the bias come and go with the queries.
-            bias=smem.tile((stages, QUERIES, WARPGROUP_ROWS), spec.bias_dtype) if has_bias_tiles else None,
+            bias=smem.tile((stages, QUERIES, rows), spec.bias_dtype) if has_bias_tiles else None,
             # First lse of all tiles, then delta.
             statistics=smem.vectors(2 * stages, QUERIES),
-            p=smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype),
-            slopes=[smem.tile((WARPGROUP_ROWS, QUERIES), spec.dtype) for _ in range(self.slopes)],
+            p=p,
+            slopes=[p] * self.slopes,
             p_full=smem.barriers(1),
             p_empty=smem.barriers(1),
             finished=smem.barriers(1, arrivals=2),
@@ -107,43 +102,42 @@ class DkvPlan(KernelPlan):
         return call.tiles | call.rows | call.around_keys | call.ranges(WARPGROUP_ROWS, of_keys=True)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
-        return made | self.schedule.summed(self.spec, made, whole_dims(self.spec))
+        return super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
 
     @property
     def launch(self) -> Launch:
-        """The launch, with a CTA for each block of 64 keys."""
         spec, schedule = self.spec, self.schedule
-        dims, keys = whole_dims(spec), schedule.blocks * WARPGROUP_ROWS
-        names = ("d_key", "d_value")
-        every = zip(names, dims, tile_dims(spec), strict=True)
-        rows = whole_rows(spec, spec.key_length)
-        results = {name: schedule.gradient(spec, (rows, dim), (keys, columns)) for name, dim, columns in every}
+        (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
+        rows, keys = whole_rows(spec, spec.key_length), schedule.blocks * WARPGROUP_ROWS
         return Launch(
-            name=f"jflash_d_key_value_{dims[0]}_{dims[1]}",
+            name=f"jflash_{self.name}_{head_dim}_{value_dim}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
-            results=results | self.sums.results(spec.batch, spec.heads, keys),
+            results=dict(
+                d_key=schedule.gradient(spec, (rows, head_dim), (keys, columns)),
+                d_value=schedule.gradient(spec, (rows, value_dim), (keys, value_columns)),
+                **self.sums.results(spec.batch, spec.heads, keys),
+            ),
             smem=self.smem,
             warpgroups=3,
         )
 
 
-def body(plan: DkvPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    DkvCta(plan, refs, ops).run()
+class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
+    """A CTA that has a block of 64 keys."""
 
-
-class DkvCta[Plan: DkvPlan](Cta[Plan]):
-    """A CTA that has a block of keys."""
+    block_size = WARPGROUP_ROWS
 
     def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
         wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
-        self.own_keys = pl.ds(self.first_key, WARPGROUP_ROWS)
         (self.k, self.dk), (self.v, self.dv) = refs.smem.k_dk, refs.smem.v_dv
-        self.key_tile = GmemTile(self.item.batch, self.first_key, WARPGROUP_ROWS, self.item.key_head)
         tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
+
+    @property
+    def sum_rows(self) -> Any:
+        return self.key_rows
 
     @property
     def p(self) -> Ref:
@@ -155,12 +149,11 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
             pl.when(self.warpgroup == index)(body)
 
     def make_dv(self) -> None:
-        """The first warpgroup makes P and dV; it copies keys and values."""
+        """Make P and dV: the first warpgroup, which copies keys and values."""
         shared = self.smem
         pipeline.release(shared.q.empty, shared.do.empty)
         pipeline.split_registers(2, copies=False)
-        self.inputs.copy_rows("key", self.key_tile, self.k, shared.kv_full)
-        self.inputs.copy_rows("value", self.key_tile, self.v, shared.kv_full)
+        self.copy_rows(self.key_tile, shared.kv_full, key=self.k, value=self.v)
         plgpu.barrier_wait(shared.kv_full)
         zeros = self.ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
@@ -171,7 +164,7 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         shared, ops, spec = self.smem, self.ops, self.plan.spec
         opaque_index, shape = ops.opaque_zero(step), (WARPGROUP_ROWS, QUERIES)
         slot = pipeline.slot(step, self.plan.stages, opaque_index)
-        at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+        at = self.place(head, index)
         plgpu.barrier_wait(shared.q.full.at[slot])
         s = self._product(self.k, shared.q.tiles.at[slot], opaque_index)
         lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
@@ -196,26 +189,19 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         return self.add_matmul(acc_dv, kept, do, free, at, opaque_index)
 
     def make_dk(self) -> None:
-        """The second warpgroup makes dS and dK."""
+        """Make dS and dK: the second warpgroup."""
         shared, ops = self.smem, self.ops
         pipeline.release(shared.q.empty, shared.do.empty)
         plgpu.barrier_arrive(shared.p_empty)
         pipeline.split_registers(2, copies=False)
         plgpu.barrier_wait(shared.kv_full)
 
-        def finish_head(head: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            acc_dk, *sums = carry
-            place = self.item.batch, self.item.first_head + head, self.own_keys
-            self.plan.sums.store(self.refs.results, tuple(sums), *place)
-            return acc_dk, *(total * 0 for total in sums)
-
-        zeros = self.plan.sums.zeros(ops)
-        start = (ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), *zeros)
-        acc_dk, *_ = self.order.each(self._add_dk, start, finish_head)
+        start = ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), self.plan.sums.zeros(ops)
+        acc_dk, _ = self.order.each(self._add_dk, start, self.finish_head)
         self._store(acc_dk * base2.sums_scale(self.plan.spec), "d_key", self.dk)
 
-    def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        acc_dk, *sums = carry
+    def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, Sums]) -> tuple[Array, Sums]:
+        acc_dk, sums = carry
         shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, QUERIES)
         opaque_index = ops.opaque_zero(step)
         slot = pipeline.slot(step, self.plan.stages, opaque_index)
@@ -228,13 +214,13 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         d_logits = backward_tile.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
         slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
         d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
-        sums = [total + d_bias.sum(axis=1) for total in sums]
+        sums = tuple(total + d_bias.sum(axis=1) for total in sums)
         ds = d_logits * slopes[0] if slopes else d_logits
         pieces = self.hand_over(ds, shared.q.full.at[slot])
         q = piece_products.of_tile(spec, shared.q.tiles.at[slot])
-        at = TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+        at = self.place(head, index)
         free = lambda: plgpu.barrier_arrive(shared.q.empty.at[slot])
-        return self.add_matmul(acc_dk, pieces, q, free, at, opaque_index), *sums
+        return self.add_matmul(acc_dk, pieces, q, free, at, opaque_index), sums
 
     def hand_over(self, ds: Float[Array, "keys queries"], q_full: Any) -> Pieces:
         """Signal that this warpgroup has read P, wait for the tile of queries, and return dS^T as an operand."""
@@ -245,22 +231,26 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
     def add_matmul(
         self, acc: Array, a: Pieces, b: Pieces, free: Callable[[], None], at: TileCoord, opaque_index: Array
     ) -> Float[Array, "keys columns"]:
-        """acc + a @ b for the tile `at`. Calls `free` when the product has read b. `still` as for `_product`."""
+        """Return acc + a @ b for the tile `at`, and call `free` when the product has read b."""
         acc = piece_products.add_matmul(self.plan.spec, acc, a, b, self.ops)
         free()
         return acc
 
-    def _product(self, own: Ref, of_queries: Ref, opaque_index: Array) -> Float[Array, "keys queries"]:
-        """S^T of keys and queries, or dP^T of values and d_out. `still` is the step's `opaque_zero`."""
-        own = own.at[pl.ds(opaque_index * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-        a, b = (piece_products.of_tile(self.plan.spec, tile) for tile in (own, of_queries))
+    def place(self, head: Any, index: Any) -> TileCoord:
+        """Return where a tile of queries and the block's keys are, for a head of the group."""
+        return TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+
+    def _product(self, fixed: Ref, walked: Ref, opaque_index: Array) -> Float[Array, "keys queries"]:
+        """Return S^T from keys and queries, or dP^T from values and dO."""
+        fixed = fixed.at[pl.ds(opaque_index * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+        a, b = (piece_products.of_tile(self.plan.spec, tile) for tile in (fixed, walked))
         return piece_products.matmul(a, operand_pieces.transposed(b), (WARPGROUP_ROWS, QUERIES), self.ops)
 
     def _store(self, acc: Float[Array, "keys columns"], name: str, staged: Ref) -> None:
-        """An accumulator into device memory: in float32, or through shared memory that both warpgroups have read."""
+        """Store a sum in float32, or through shared memory that both warpgroups have read."""
         result, item = self.refs.results[name], self.item
         if self.plan.schedule.stores_sums:
-            result[item.batch, item.head_group, self.own_keys] = acc
+            result[item.batch, item.head_group, self.key_rows] = acc
             return
         plgpu.barrier_arrive(self.smem.finished)
         plgpu.barrier_wait(self.smem.finished)
@@ -268,7 +258,7 @@ class DkvCta[Plan: DkvPlan](Cta[Plan]):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
-        """Copy queries."""
+        """Copy tiles of queries."""
         pipeline.split_registers(2, copies=True)
-        QueryProducer(self.inputs, self.order, self.item, self.own_keys).copy_all(self.smem)
+        self.copy_queries(early=1)
         pipeline.drain(self.smem.q.empty, self.smem.do.empty)

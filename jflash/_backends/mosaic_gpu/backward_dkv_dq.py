@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -23,12 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, smem
-from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.array_shapes import tile_dims
 from jflash._backends.mosaic_gpu.backward_dkv import QUERIES, DkvCta, DkvPlan
-from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
-from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
@@ -51,9 +49,11 @@ def suits(spec: Spec) -> bool:
 class DkvDqPlan(DkvPlan):
     """The kernel, before any array."""
 
+    name: ClassVar = "d_query_key_value"
+
     @property
     def smem(self) -> Buffers:
-        """Those of `backward_dkv`, with dS^T in the place of P^T."""
+        """The buffers of `backward_dkv`, with dS^T in the place of P^T."""
         others = vars(super().smem)
         p, ds = others.pop("p"), CallTiles.of(self.spec).operand((WARPGROUP_ROWS, QUERIES))
         handed = dict(p_ds=smem.reused(p, ds), p_empty=smem.barriers(1, arrivals=_WARPGROUPS), ds_full=smem.barriers(1))
@@ -71,30 +71,20 @@ class DkvDqPlan(DkvPlan):
         return super().finish(made, changed) | dict(d_query=d_query)
 
     @property
-    def launch(self) -> Launch:
-        """The launch of `backward_dkv` by another name."""
-        dims = whole_dims(self.spec)
-        return dataclasses.replace(super().launch, name=f"jflash_d_query_key_value_{dims[0]}_{dims[1]}")
-
-    @property
     def dq_width(self) -> int:
         """Columns of a tile's dQ that a warpgroup makes."""
         return tile_dims(self.spec)[0] // _WARPGROUPS
 
     @property
     def dq_acc(self) -> tuple[int, ...]:
-        """The shape of dQ's accumulators: of each head and warpgroup, with room for a tile that begins at the last
-        query."""
+        """The shape of dQ's accumulators, with room for a tile that begins at the last query."""
         rows = round_up(self.spec.query_length, sums.ROWS) + QUERIES
         return self.spec.batch, self.spec.heads, _WARPGROUPS, rows, self.dq_width
 
 
-def body(plan: DkvDqPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class DkvDqCta(DkvCta[DkvDqPlan]):
+    """A CTA that has a block of keys, and adds to dQ."""
 
-
-class _Cta(DkvCta[DkvDqPlan]):
     @property
     def p(self) -> Ref:
         """P^T of a tile, until dS^T takes its place."""
@@ -121,7 +111,7 @@ class _Cta(DkvCta[DkvDqPlan]):
     def add_matmul(
         self, acc: Array, a: Pieces, b: Pieces, free: Callable[[], None], at: TileCoord, opaque_index: Array
     ) -> Float[Array, "keys columns"]:
-        """acc + a @ b; and add this warpgroup's part of the tile's dQ to device memory.
+        """Return acc + a @ b, and add this warpgroup's columns of the tile's dQ to device memory.
 
         Both products run at once, unless products begin at zero in an accumulator of their own: then registers have no
         room for both.
@@ -133,17 +123,17 @@ class _Cta(DkvCta[DkvDqPlan]):
                 piece_products.mma(ref, a, b, ops)
                 return ops.accumulators(lambda acc_dq: self._make_dq(acc_dq, opaque_index, free), shape)
 
-            part, (acc,) = piece_products.accumulate(spec, add, acc, like=ops.full(shape, 0), ops=ops)
+            dq, (acc,) = piece_products.accumulate(spec, add, acc, like=ops.full(shape, 0), ops=ops)
         else:
             acc = super().add_matmul(acc, a, b, free, at, opaque_index)
-            part = ops.accumulators(lambda acc_dq: self._make_dq(acc_dq, opaque_index, lambda: None), shape)
+            dq = ops.accumulators(lambda acc_dq: self._make_dq(acc_dq, opaque_index, lambda: None), shape)
         plgpu.barrier_arrive(self.smem.p_empty)
         acc_dq = self.refs.arrays["dq_acc"].at[at.batch, at.head, self.warpgroup]
-        ops.add_to_sums(acc_dq.at[pl.ds(at.query, QUERIES)], part)
+        ops.add_to_sums(acc_dq.at[pl.ds(at.query, QUERIES)], dq)
         return acc
 
     def _make_dq(self, acc_dq: Any, opaque_index: Array, free: Callable[[], None]) -> Float[Array, "queries columns"]:
-        """dS K, for this warpgroup's columns of K. Calls `free` when earlier products are made."""
+        """Return dS K, for this warpgroup's columns of K, and call `free` when earlier products are made."""
         plgpu.barrier_wait(self.smem.ds_full)
         spec, width = self.plan.spec, self.plan.dq_width
         k = self.k.at[pl.ds(opaque_index * WARPGROUP_ROWS, WARPGROUP_ROWS)]

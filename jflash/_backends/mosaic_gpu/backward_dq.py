@@ -9,7 +9,7 @@
     the producer warpgroup copies tiles of keys and values ahead of them into shared memory
 
 A CTA alone owns what it sums, so every sum has one order. So have the sums over keys of a bias that has only a query
-axis; the fused backward (`backward`) would have to add them up in device memory.
+axis; the fused backward would have to add them up in device memory.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with the loops exchanged.
 """
@@ -22,17 +22,15 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
-from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.cta import QueryRowsCta, QueryRowsPlan, Walked, in_place_of_queries
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
-from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import DqTiles
 from jflash._backends.nvidia import bias_and_mask
@@ -44,7 +42,6 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
 
@@ -58,13 +55,9 @@ def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
     tiles, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
     ring = functools.partial(tiles.ring, readers=tile.warpgroups)
-    q, dq = tiles.operand((*rows, columns), head_dim), tiles.result((*rows, columns), head_dim)
-    q_dq = smem.reused(q, None if spec.partial else dq)
-    do = tiles.operand((*rows, value_columns), value_dim)
+    q, do = tiles.operand((*rows, columns), head_dim), tiles.operand((*rows, value_columns), value_dim)
     return Buffers(
-        # dQ takes the place of the queries. A partial call's leaves from registers.
-        q_dq=q_dq,
-        q_empty=None if q_dq.is_one_layout else smem.barriers(1, arrivals=tile.warpgroups),
+        **in_place_of_queries(spec, q, tiles.result((*rows, columns), head_dim), tile.warpgroups),
         do=do,
         rows_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q, do)),
         k=ring((tile.stages, tile.keys, columns), head_dim),
@@ -86,60 +79,39 @@ class DqPlan(SummingPlan, QueryRowsPlan):
     @property
     def launch(self) -> Launch:
         """The launch, whose results have whole blocks of rows in a partial call."""
-        spec, schedule, shape = self.spec, self.schedule, jax.ShapeDtypeStruct
-        (head_dim, value_dim), all_rows = whole_dims(spec), schedule.blocks * self.tile.rows
-        rows, columns = whole_rows(spec, spec.query_length), head_dim
-        if spec.partial:
-            # Registers are stored whole.
-            rows, columns = all_rows, tile_dims(spec)[0]
-        d_query = shape((spec.batch, rows, spec.heads, columns), spec.result_dtype)
+        spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
         return Launch(
             name=f"jflash_d_query_{head_dim}_{value_dim}",
             grid=self.grid,
-            results=dict(d_query=d_query, **self.sums.results(spec.batch, spec.heads, all_rows)),
+            results=dict(
+                d_query=self.result(spec, spec.heads, 0), **self.sums.results(spec.batch, spec.heads, self.all_rows)
+            ),
             smem=shared_memory(spec, self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
 
 
-def body(plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class DqCta(QueryRowsCta[DqPlan]):
+    """A CTA that makes rows of dQ."""
 
-
-class _Cta(QueryRowsCta[DqPlan]):
     def __init__(self, plan: DqPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        schedule = plan.schedule
-        item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
-        # With a head of keys for each query head, a head group is a query head.
-        self.batch, self.head = item.batch, item.head_group
-        block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
-        self.q, self.dq = refs.smem.q_dq
-        self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
-        self.first_row = block * plan.tile.rows
-        self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, block, self.warpgroup)
+        self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, self.block, self.warpgroup)
 
     def walked(self) -> Sequence[Walked]:
-        tile, shared = self.plan.tile, self.smem
+        shared = self.smem
         bias = {} if shared.bias is None else dict(bias=shared.bias)
-        values = bias | dict(value=shared.v.tiles)
-        return Walked(shared.k, tile.stages, dict(key=shared.k.tiles)), Walked(shared.v, tile.value_stages, values)
+        return (shared.k, dict(key=shared.k.tiles)), (shared.v, bias | dict(value=shared.v.tiles))
 
     def compute(self) -> None:
         """Copy this warpgroup's rows, and walk over the tiles of keys."""
-        shared, ops, results = self.smem, self.ops, self.refs.results
-        pipeline.release(shared.k.empty, shared.v.empty)
-        pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
-        rows, full = pl.ds(self.own_row, WARPGROUP_ROWS), shared.rows_full.at[self.warpgroup]
-        self.copy_own(dict(query=self.q, d_out=shared.do), full)
-        statistics = [ops.load(self.refs.arrays[name].at[self.batch, self.head, rows], 0) for name in ("lse", "delta")]
-        plgpu.barrier_wait(full)
-        start = ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), self.plan.sums.zeros(ops)
+        spec, sums, results = self.plan.spec, self.plan.sums, self.refs.results
+        statistics = self.begin(dict(query=self.q, d_out=self.smem.do), "lse", "delta")
+        start = self.ops.full((WARPGROUP_ROWS, tile_dims(spec)[0]), 0), sums.zeros(self.ops)
         visit = lambda index, carry: self._visit(index, statistics, carry)
-        acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
-        self.plan.sums.store(results, sums, self.batch, self.head, rows)
-        self.store_in_place(acc_dq * base2.sums_scale(self.plan.spec), self.dq, results["d_query"], self.head)
+        acc_dq, totals = lax.fori_loop(0, self.tiles.count, visit, start)
+        sums.store(results, totals, self.batch, self.head, self.query_rows)
+        self.store_in_place(acc_dq * base2.sums_scale(spec), results["d_query"], self.head)
 
     def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
         """Add what one tile gives to dQ and to the sums of parameters' gradients."""
@@ -150,17 +122,17 @@ class _Cta(QueryRowsCta[DqPlan]):
         key_slot, value_slot = (
             pipeline.slot(index, stages, opaque_index) for stages in (tile.stages, tile.value_stages)
         )
-        at = TileCoord(self.batch, self.head, self.own_row, self.tiles.start(index))
+        at = TileCoord(self.batch, self.head, self.warpgroup_row, self.tiles.start(index))
         pieces = functools.partial(piece_products.of_tile, spec)
         k, v = pieces(shared.k.tiles.at[key_slot]), pieces(shared.v.tiles.at[value_slot])
         loaded = self.inputs.load_packed_mask(at, shape)
         plgpu.barrier_wait(shared.k.full.at[key_slot])
 
         def differentiate(acc_s: Any, acc_dp: Any) -> tuple[Pieces, tuple[Array, ...]]:
-            own = warpgroup + opaque_index
-            piece_products.mma(acc_s, pieces(self.q.at[own]), operand_pieces.transposed(k), ops)
+            place = warpgroup + opaque_index
+            piece_products.mma(acc_s, pieces(self.q.at[place]), operand_pieces.transposed(k), ops)
             plgpu.barrier_wait(shared.v.full.at[value_slot])
-            piece_products.mma(acc_dp, pieces(shared.do.at[own]), operand_pieces.transposed(v), ops)
+            piece_products.mma(acc_dp, pieces(shared.do.at[place]), operand_pieces.transposed(v), ops)
             if shared.bias is not None:
                 loaded["bias"] = ops.load(shared.bias.at[value_slot, self.warpgroup_rows])
             s = ops.read(acc_s, pending=piece_products.issued(v))

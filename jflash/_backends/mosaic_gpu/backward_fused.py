@@ -21,20 +21,8 @@ from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
-from jflash._backends.mosaic_gpu.query_producer import QueryProducer
-from jflash._backends.mosaic_gpu.query_walk import (
-    Accumulators,
-    FusedCta,
-    QueryWalkPlan,
-    Step,
-    as_columns,
-    dq_width,
-    ds,
-    gradients,
-    keys_and_values,
-    walked,
-)
+from jflash._backends.mosaic_gpu.query_walk import Accumulators, QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
@@ -48,15 +36,16 @@ from jflash._semantics.spec import Spec
 
 def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
     """Return the kernel's buffers and barriers."""
-    (k, v), (dk, dv) = keys_and_values(spec, tile), gradients(spec, tile)
-    dq = (tile.warpgroups, WARPGROUP_ROWS, dq_width(spec, tile))
+    walk = WalkBuffers(spec, tile)
+    (k, v), (dk, dv) = walk.keys_and_values(), walk.gradients()
+    dq = (tile.warpgroups, WARPGROUP_ROWS, walk.dq_width)
     return Buffers(
         # Their gradients take the place of keys and values.
         k_dk=smem.reused(k, dk),
         v_dv=smem.reused(v, dv),
-        kv_full=smem.barriers(1, arrivals=smem.copies(k, v) + as_columns(spec, tile)),
-        **walked(spec, tile),
-        ds=ds(spec, tile),
+        kv_full=smem.barriers(1, arrivals=smem.copies(k, v) + walk.as_columns),
+        **walk.walked(),
+        ds=walk.ds(),
         # What copies add from.
         dq=None if tile.adds_registers else smem.tile(dq, jnp.float32, block_dims(spec)[0]),
         # The CTA's place in the order in which CTAs begin, and for each warpgroup in which those of its work item end.
@@ -125,19 +114,16 @@ class FusedPlan(QueryWalkPlan):
         return made | dict(d_query=dq_accumulator.unrounded(self.schedule, acc) * sums_scale(self.spec))
 
 
-def body(plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class FusedCta(QueryWalkCta[FusedPlan]):
+    """A CTA that has one block of keys."""
 
-
-class _Cta(FusedCta[FusedPlan]):
     first_sum: Any
     """The row of device memory at which the CTA's sums of dK and dV begin."""
     dq_columns: Any
     """The columns of dQ that this warpgroup makes, known from `compute` on."""
 
     def __init__(self, plan: FusedPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        super().__init__(plan, refs, ops, keys_first=True)
+        super().__init__(plan, refs, ops)
         (self.k, dk), (self.v, dv) = refs.smem.k_dk, refs.smem.v_dv
         self.ds, self.gradients = refs.smem.ds, (dk, dv)
         place = wave, block, item = self._take_ticket()
@@ -169,17 +155,13 @@ class _Cta(FusedCta[FusedPlan]):
         # No ticket is negative. The compiler divides with fewer instructions if it knows.
         ticket = lax.bitwise_and(shared.numbers[0], jnp.int32(0x7FFFFFFF))
         items, blocks = schedule.items, schedule.blocks
-        wave, block, item = (
-            lax.div(ticket, items * blocks),
-            lax.rem(lax.div(ticket, items), blocks),
-            lax.rem(ticket, items),
-        )
-        return Place(wave, block, item)
+        wave = lax.div(ticket, items * blocks)
+        return Place(wave, lax.rem(lax.div(ticket, items), blocks), lax.rem(ticket, items))
 
     def compute(self) -> None:
         """Round some of dQ, and walk over the tiles of queries."""
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
-        width = self.plan.dq_width
+        width = self.plan.buffers.dq_width
         self.dq_columns = pl.ds(self.warpgroup * width, width)
         if self.plan.tile.adds_registers:
             self.dq_columns = pl.ds(0, self.plan.acc_columns)
@@ -208,9 +190,9 @@ class _Cta(FusedCta[FusedPlan]):
         """Store dK and dV, in float32 where they are summed on."""
         if self.plan.schedule.stores_sums:
             results = self.refs.results["d_key"], self.refs.results["d_value"]
-            own = pl.ds(self.first_sum + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            rows = pl.ds(self.first_sum + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             for result, gradient in zip(results, self.scaled(acc), strict=True):
-                result[self.item.batch, self.item.head_group, own] = gradient
+                result[self.item.batch, self.item.head_group, rows] = gradient
             plgpu.wait_smem_to_gmem(0)
             self.dq.finish(self.warpgroup)
             return
@@ -226,9 +208,7 @@ class _Cta(FusedCta[FusedPlan]):
 
         @pl.when(self.dq.adds)
         def _() -> None:
-            keys = pl.ds(self.first_key, self.plan.tile.keys)
-            producer = QueryProducer(self.inputs, self.order, self.item, keys, row_statistics.early(self.plan.spec))
-            producer.copy_all(self.smem, self.dq.after_copy, self.dq.spare)
+            self.copy_queries(row_statistics.early(self.plan.spec), self.dq.after_copy, self.dq.spare)
             pipeline.drain(self.smem.q.empty, self.smem.do.empty)
             self.dq.finish_copies()
 

@@ -1,6 +1,6 @@
 """Backward, fused, of short sequences: a CTA has all queries and keys of a head, and dQ stays in shared memory.
 
-    dQ = 0                                            each thread's own numbers
+    dQ = 0                                            by the threads that add to it
     for each block of keys:
       dK, dV, dQ += ...                               as `query_walk` has them
       store dK, dV                                    while the next block's keys are copied
@@ -25,11 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import pipeline, query_walk, row_statistics, smem
+from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.query_producer import QueryProducer
-from jflash._backends.mosaic_gpu.query_walk import FusedCta, QueryWalkPlan, Step
+from jflash._backends.mosaic_gpu.query_walk import QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
 from jflash._backends.nvidia.launch import Launch, Refs
@@ -53,50 +52,38 @@ class ShortPlan(QueryWalkPlan):
     ctas: int
 
     @property
-    def heads(self) -> int:
-        """Query heads of a work item."""
-        return self.spec.group
-
-    @property
     def items(self) -> int:
         """Work items: each key head of each batch entry."""
         return self.spec.batch * self.spec.key_heads
 
     @property
-    def dq_parts(self) -> int:
-        """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
-        return dq_parts(self.spec, self.tile)
-
-    @property
     def blocks(self) -> int:
-        """Of keys, that a work item has."""
+        """Blocks of keys that a work item has."""
         return pl.cdiv(self.spec.key_length, self.tile.keys)
 
     @property
     def tiles(self) -> int:
-        """Of queries, that a head has."""
+        """Tiles of queries that a head has."""
         return pl.cdiv(self.spec.query_length, self.tile.queries)
 
     def item(self, number: Any) -> WorkItem:
-        """A work item by its number. Neighbours are heads of one entry: in device memory those are side by side."""
+        """Return a work item by its number. Neighbours are heads of one entry, side by side in device memory."""
         batch, head = lax.div(number, self.spec.key_heads), lax.rem(number, self.spec.key_heads)
-        return WorkItem(batch, head, head, head * self.heads)
+        return WorkItem(batch, head, head, head * self.spec.group)
 
     @property
     def launch(self) -> Launch:
-        """A CTA for each multiprocessor, or each work item."""
-        spec, dims = self.spec, whole_dims(self.spec)
-
-        def array(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((spec.batch, whole_rows(spec, length), heads, dim), spec.dtype)
-
+        spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
+        array = lambda length, heads, dim: jax.ShapeDtypeStruct(
+            (spec.batch, whole_rows(spec, length), heads, dim), spec.dtype
+        )
         return Launch(
-            name=f"jflash_backward_short_{dims[0]}_{dims[1]}",
+            name=f"jflash_backward_short_{head_dim}_{value_dim}",
             grid=dict(cta=self.ctas),
             results=dict(
-                d_query=array(spec.query_length, spec.heads, dims[0]),
-                d_key=array(spec.key_length, spec.key_heads, dims[0]),
-                d_value=array(spec.key_length, spec.key_heads, dims[1]),
+                d_query=array(spec.query_length, spec.heads, head_dim),
+                d_key=array(spec.key_length, spec.key_heads, head_dim),
+                d_value=array(spec.key_length, spec.key_heads, value_dim),
                 **self.sums.results(spec.batch, spec.heads, self.blocks * self.tile.keys),
             ),
             smem=shared_memory(spec, self.tile),
@@ -104,31 +91,28 @@ class ShortPlan(QueryWalkPlan):
         )
 
 
-def dq_parts(spec: Spec, tile: ShortTiles) -> int:
-    """Parts of a work item's dQ that warpgroups make: tiles, or halves of them."""
+def dq_shares(spec: Spec, tile: ShortTiles) -> int:
+    """Return how many shares of a work item's dQ warpgroups make: tiles, or halves of them."""
     return (tile.warpgroups if tile.halves else 1) * spec.group * pl.cdiv(spec.query_length, tile.queries)
 
 
 def shared_memory(spec: Spec, tile: ShortTiles) -> Buffers:
-    """The kernel's buffers, and barriers."""
-    k, v = query_walk.keys_and_values(spec, tile, tile.key_stages)
-    dk, dv = query_walk.gradients(spec, tile)
-    width, dim = query_walk.dq_width(spec, tile), whole_dims(spec)[0]
-    ds = query_walk.ds(spec, tile)
-    # Parts of dQ that are stored at once: as many as have the size of dS.
-    slots = max(1, 2 * tile.keys // (tile.warpgroups * width))
-    shape = tile.warpgroups, slots, WARPGROUP_ROWS, width
-    rounded_dq = CallTiles.of(spec).result(shape, dim)
+    """Return the kernel's buffers and barriers."""
+    walk, dim = WalkBuffers(spec, tile), whole_dims(spec)[0]
+    k, v = walk.keys_and_values(tile.key_stages)
+    # Shares of dQ that are stored at once: as many as have the size of dS.
+    slots = max(1, 2 * tile.keys // (tile.warpgroups * walk.dq_width))
+    rounded_dq = CallTiles.of(spec).result((tile.warpgroups, slots, WARPGROUP_ROWS, walk.dq_width), dim)
     return Buffers(
         k=k,
         v=v,
         kv_full=smem.barriers(tile.key_stages, arrivals=smem.copies(k, v)),
         kv_empty=smem.barriers(tile.key_stages, arrivals=tile.warpgroups),
         ones_full=smem.barriers(1),
-        **query_walk.walked(spec, tile),
+        **walk.walked(),
         # What is stored takes the place of dS^T, so that keys and values are copied meanwhile.
-        ds_gradients=Overlaid.of(ds, (dk, dv), rounded_dq),
-        acc_dq=smem.tile((dq_parts(spec, tile), WARPGROUP_ROWS, width), jnp.float32, dim),
+        ds_gradients=Overlaid.of(walk.ds(), walk.gradients(), rounded_dq),
+        acc_dq=smem.tile((dq_shares(spec, tile), WARPGROUP_ROWS, walk.dq_width), jnp.float32, dim),
     )
 
 
@@ -146,24 +130,17 @@ def suits(spec: Spec, processors: int | None) -> bool:
     return not spec.partial and pl.cdiv(items, at_once) * at_once <= _GAIN * items
 
 
-def fits(spec: Spec, tile: ShortTiles) -> bool:
-    """Whether shared memory has room for dQ beside these tiles."""
-    return smem.fits(shared_memory(spec, tile))
+class ShortCta(QueryWalkCta[ShortPlan]):
+    """A CTA that takes one work item after the other, block by block."""
 
-
-def body(plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
-
-
-class _Cta(FusedCta[ShortPlan]):
+    axis = "cta"
     first_step: Any
     """Blocks of keys before the work item."""
     slot: Any
     """The place of a block's keys and values."""
 
     def __init__(self, plan: ShortPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        super().__init__(plan, refs, ops, keys_first=True)
+        super().__init__(plan, refs, ops)
         self.ds, self.gradients, self.rounded_dq = refs.smem.ds_gradients
 
     def compute(self) -> None:
@@ -202,7 +179,7 @@ class _Cta(FusedCta[ShortPlan]):
             self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
             sizes = plan.tile.keys, plan.tile.queries
             tiles = tile_range.visited(self.inputs, self.item.batch, block, *sizes, alignment=WARPGROUP_ROWS)
-            self.order = TileOrder(plan.spec, tiles, plan.heads, block, by_head=bool(plan.sums))
+            self.order = TileOrder(plan.spec, tiles, plan.spec.group, block, by_head=bool(plan.sums))
             visit()
 
         lax.fori_loop(0, plan.blocks, take, None)
@@ -210,17 +187,16 @@ class _Cta(FusedCta[ShortPlan]):
     def _copy_block(self) -> None:
         plgpu.barrier_wait(self.smem.kv_empty.at[self.slot])
         pl.when(self.order.tiles.count > 0)(lambda: self.copy_keys(self.smem.kv_full.at[self.slot]))
-        keys, early = pl.ds(self.first_key, self.plan.tile.keys), row_statistics.early(self.plan.spec)
-        QueryProducer(self.inputs, self.order, self.item, keys, early, axis="cta").copy_all(self.smem)
+        self.copy_queries(row_statistics.early(self.plan.spec))
 
     def _compute_item(self) -> None:
-        self._each_part(self._zero)
+        self._each_share(self._zero)
         self._each_block(self._compute_block)
         self._wait_for_copies()
-        self._each_part(self._store_part)
+        self._each_share(self._store_share)
 
     def _wait_for_copies(self) -> None:
-        """Until what both warpgroups store has left shared memory, where something else takes its place."""
+        """Wait until what both warpgroups store has left shared memory, where something else takes its place."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.smem.finished)
         plgpu.barrier_wait(self.smem.finished)
@@ -235,45 +211,45 @@ class _Cta(FusedCta[ShortPlan]):
         self.store_rounded(acc)
 
     def turn(self, step: Any, at: Step) -> Any:
-        """From tile to tile: each block of keys adds to what the same warpgroup's threads have."""
+        # From tile to tile: each block of keys adds to what the same warpgroup's threads have.
         return self._tile(at)
 
     def dq_target(self, at: Step) -> Any:
-        """This warpgroup's part of the step's tile."""
         tile, every = self._tile(at), self.plan.tile.warpgroups
         return self.smem.acc_dq.at[tile * every + self.warpgroup if self.plan.tile.halves else tile]
 
     def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
-        """Each thread to its own numbers, as it alone reads them."""
+        # Each thread adds to numbers that it alone reads.
         target[...] = self.ops.load(target) + dq
 
     def _tile(self, at: Step) -> Any:
-        """The number of a step's tile, among those of all heads."""
+        """Return the number of a step's tile, among those of all heads."""
         return at.head * self.plan.tiles + lax.div(at.eighth, WARPGROUP_ROWS // 8)
 
-    def _each_part(self, visit: Callable[[Any, Any], None]) -> None:
-        """`visit(number, part)` for this warpgroup's parts of dQ, every other one."""
+    def _each_share(self, visit: Callable[[Any, Any], None]) -> None:
+        """Call `visit(number, share)` for this warpgroup's shares of dQ, every other one."""
         every = self.plan.tile.warpgroups
-        number, more = divmod(self.plan.dq_parts, every)
+        number, more = divmod(dq_shares(self.plan.spec, self.plan.tile), every)
         if more:
             number = jnp.where(self.warpgroup < more, number + 1, number)
         lax.fori_loop(0, number, lambda number, _: visit(number, number * every + self.warpgroup), None)
 
-    def _zero(self, _: Any, part: Any) -> None:
-        acc = self.smem.acc_dq.at[part]
+    def _zero(self, _: Any, share: Any) -> None:
+        acc = self.smem.acc_dq.at[share]
         acc[...] = self.ops.full(acc.shape, 0)
 
-    def _store_part(self, number: Any, part: Any) -> None:
-        """Issue a copy of it."""
+    def _store_share(self, number: Any, share: Any) -> None:
+        """Issue a copy of a share of dQ, rounded."""
         plan, result = self.plan, self.refs.results["d_query"]
         slots = self.rounded_dq.shape[1]
         rounded = self.rounded_dq.at[self.warpgroup, lax.rem(number, slots)]
-        dq = self.ops.load(self.smem.acc_dq.at[part]) * sums_scale(plan.spec)
+        dq = self.ops.load(self.smem.acc_dq.at[share]) * sums_scale(plan.spec)
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         rounded[...] = dq.astype(result.dtype)
         plgpu.commit_smem()
-        tile, columns = part, pipeline.columns(plan.dq_width, result, self.item.batch)
+        tile, width = share, plan.buffers.dq_width
+        columns = pipeline.columns(width, result, self.item.batch)
         if plan.tile.halves:
-            tile, columns = number, pl.ds(self.warpgroup * plan.dq_width, plan.dq_width)
+            tile, columns = number, pl.ds(self.warpgroup * width, width)
         head, rows = self.item.first_head + lax.div(tile, plan.tiles), lax.rem(tile, plan.tiles) * WARPGROUP_ROWS
         pipeline.copy_out(rounded, result.at[self.item.batch, pl.ds(rows, WARPGROUP_ROWS), head, columns])

@@ -1,4 +1,4 @@
-"""Backward of wide heads (`widths`): a kernel for each gradient, in which a CTA owns 64 rows of it.
+"""Backward of wide heads (`plan.is_wide`): a kernel for each gradient, in which a CTA owns 64 rows of it.
 
     the gradient     its rows have     and walk over
     dQ = dS K        Q, dO             K, V
@@ -20,9 +20,6 @@ than dP has; each warpgroup splits it. The second one is a tile ahead with dP.
 What is walked over and not weighed, as V here, comes in chunks (`column_chunks`). A few are enough, so that there is
 room for two tiles of what is weighed: with one, S of a tile waits until dQ of the last one is made and K was copied.
 
-Counted: eight products of a tile, where the two kernels of narrow heads make seven. With H = D = 512, for 32 keys a CTA
-of dQ copies 64 KiB and makes 3.1 million multiply-adds, 48 for each byte, one of dK likewise, and one of dV 32.
-
 A CTA alone owns what it sums, so every sum has one order.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, with a loop for each gradient.
@@ -40,7 +37,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import piece_products, pipeline
 from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
-from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import Refs
@@ -54,28 +51,27 @@ from jflash._backends.nvidia.walk.tile_order import TileOrder
 from jflash._backends.nvidia.walk.tile_range import TileContext
 
 
-def body(plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
+class WideCta(WalkingCta[WidePlan]):
+    """A CTA that makes 64 rows of a gradient."""
 
-
-class _Cta(Cta[WidePlan]):
     def __init__(self, plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
         kind, wave, number = plan.kind, lax.axis_index("wave"), lax.axis_index("item")
         super().__init__(plan, refs, ops, keys_first=kind.keys_first)
-        item, block = plan.schedule.item(wave, number), lax.axis_index("block")
+        self.item, block = plan.schedule.item(wave, number), lax.axis_index("block")
         if not kind.keys_first:
             # Later queries may see more keys: the longest blocks begin first.
             block = plan.schedule.blocks - 1 - block
-        self.batch, self.first_head, self.group = item.batch, item.first_head, item.head_group
-        self.key_head = item.key_head if kind.keys_first else lax.div(item.first_head, plan.spec.group)
+        self.batch, self.first_head = self.item.batch, self.item.first_head
+        self.key_head = self.item.key_head if kind.keys_first else lax.div(self.first_head, plan.spec.group)
+        self.head = self.key_head if kind.keys_first else self.first_head
+        """The head of the CTA's rows."""
         self.first_row = block * WARPGROUP_ROWS
-        self.own_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
-        tiles = tile_range.visited(self.inputs, item.batch, block, WARPGROUP_ROWS, plan.tile.size)
+        self.cta_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
+        tiles = tile_range.visited(self.inputs, self.batch, block, WARPGROUP_ROWS, plan.tile.size)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.first_head, block, 0)
         self.shape = WARPGROUP_ROWS, plan.tile.size
-        self.parts = ChunkRing(plan.parts, refs.smem.parts)
+        self.chunks = ChunkRing(plan.chunks, refs.smem.chunks)
         dp, self.weights = refs.smem.dp_weights
         self.dp = dp if kind.makes_dp else None
 
@@ -83,36 +79,33 @@ class _Cta(Cta[WidePlan]):
         for index, body in enumerate((self.make_weights, self.make_dp, self.copy)):
             pl.when(self.warpgroup == index)(body)
 
+    @property
+    def sum_rows(self) -> Any:
+        return self.cta_rows
+
     def place(self, head: Any, index: Any) -> TileCoord:
-        """Where the tile is that a head's walk visits after `index` others."""
+        """Return where the tile is that a head's walk visits after `index` others."""
         queries, keys = self.first_row, self.order.tiles.start(index)
         if self.plan.kind.keys_first:
             queries, keys = keys, queries
         return TileCoord(self.batch, self.first_head + head, queries, keys)
 
     def make_weights(self) -> None:
-        """The first warpgroup makes P or dS; it copies the CTA's own rows."""
+        """Make P or dS, and half of the gradient: the first warpgroup, which copies the CTA's rows."""
         plan, shared = self.plan, self.smem
-        pipeline.release(shared.weighed.empty, *[shared.parts.empty] * (not plan.kind.makes_dp))
+        pipeline.release(shared.weighed.empty, *[shared.chunks.empty] * (not plan.kind.makes_dp))
         pipeline.split_registers(2, copies=False)
-        head = self.key_head if plan.kind.keys_first else self.first_head
-        rows = GmemTile(self.batch, self.first_row, WARPGROUP_ROWS, head)
-        for name, buffer in zip(plan.kind.own, shared.own, strict=True):
-            self.inputs.copy_rows(name, rows, buffer.at[0], shared.own_full)
-        plgpu.barrier_wait(shared.own_full)
-
-        def finish_head(head: Any, carry: Any) -> Any:
-            plan.sums.store(self.refs.results, carry[1], self.batch, self.first_head + head, self.own_rows)
-            return carry[0], plan.sums.zeros(self.ops)
-
+        rows = GmemTile(self.batch, self.first_row, WARPGROUP_ROWS, self.head)
+        buffers = (buffer.at[0] for buffer in shared.cta_rows)
+        self.copy_rows(rows, shared.rows_full, **dict(zip(plan.kind.cta_rows, buffers, strict=True)))
+        plgpu.barrier_wait(shared.rows_full)
         start = self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0), plan.sums.zeros(self.ops)
-        acc, _ = self.order.each(self._visit, start, finish_head)
+        acc, _ = self.order.each(self._visit, start, self.finish_head)
         self._store(0, acc)
 
     def _visit(self, step: Any, head: Any, index: Any, carry: tuple[Array, tuple[Array, ...]]) -> Any:
-        """Add one tile's part to the first half of the gradient and to the sums of parameters' gradients."""
-        (acc, sums), plan, spec = carry, self.plan, self.plan.spec
-        shared, inputs, ops = self.smem, self.inputs, self.ops
+        """Add what one tile gives to the first half of the gradient and to the sums of parameters' gradients."""
+        (acc, sums), plan, shared, inputs, ops = carry, self.plan, self.smem, self.inputs, self.ops
         slot, at = lax.rem(step, plan.tile.stages), self.place(head, index)
         loaded = inputs.load_packed_mask(at, self.shape)
         lse, delta = (self._statistic(name, at) for name in ("lse", "delta"))
@@ -134,7 +127,7 @@ class _Cta(Cta[WidePlan]):
             plgpu.commit_smem()
             gradients = tile.differentiate(dp, delta)
         sums = plan.sums.added(sums, gradients.parameters)
-        weights = gradients.ds.astype(spec.dtype)
+        weights = gradients.ds.astype(plan.spec.dtype)
         self.weights[...] = weights
         plgpu.barrier_arrive(shared.weights_full)
         tile.add_to_tables(self.tables, gradients)
@@ -143,11 +136,11 @@ class _Cta(Cta[WidePlan]):
         return self._add(0, acc, weights, slot), sums
 
     def make_dp(self) -> None:
-        """The second warpgroup makes dP, a tile ahead. Where there is none, it says when P may be stored."""
+        """Make dP, a tile ahead, or say when P may be stored, and half of the gradient: the second warpgroup."""
         plan, shared = self.plan, self.smem
-        pipeline.release(shared.weighed.empty, *[shared.parts.empty] * plan.kind.makes_dp)
+        pipeline.release(shared.weighed.empty, *[shared.chunks.empty] * plan.kind.makes_dp)
         pipeline.split_registers(2, copies=False)
-        plgpu.barrier_wait(shared.own_full)
+        plgpu.barrier_wait(shared.rows_full)
 
         steps = self.order.tiles.count * self.order.heads
         pl.when(steps > 0)(lambda: self._hand_dp(self._dp(0)))
@@ -167,8 +160,8 @@ class _Cta(Cta[WidePlan]):
         self._store(1, lax.fori_loop(0, steps, visit, self.ops.full((WARPGROUP_ROWS, plan.columns // 2), 0)))
 
     def _dp(self, step: Any) -> Array | None:
-        """A step's dP, if the kernel needs it."""
-        return self._of_parts(1, step) if self.plan.kind.makes_dp else None
+        """Return a step's dP, if the kernel needs it."""
+        return self._by_chunks(1, step) if self.plan.kind.makes_dp else None
 
     def _hand_dp(self, dp: Array | None) -> None:
         if self.dp is not None:
@@ -183,29 +176,32 @@ class _Cta(Cta[WidePlan]):
         return weights
 
     def _statistic(self, name: str, at: TileCoord) -> Float[Array, "rows columns"]:
-        """lse or delta of a tile's queries."""
+        """Return lse or delta of a tile's queries, repeated."""
         along, axis = (along_columns, 1) if self.plan.kind.keys_first else (along_rows, 0)
         queries = pl.ds(at.query, self.shape[axis])
         return along(self.ops.load(self.refs.arrays[name].at[at.batch, at.head, queries], axis), self.shape)
 
     def _s(self, step: Any, slot: Any) -> Float[Array, "rows columns"]:
-        """A step's S. What it is made of is weighed too if the kernel makes dP. If not, its parts come first: who waits
-        for what is weighed before they are read waits forever, if there is no room for all of them."""
+        """Return a step's S, of what is weighed too if the kernel makes dP.
+
+        If not, its chunks come first: who waits for what is weighed before they are read waits forever, if there is no
+        room for all of them.
+        """
         if not self.plan.kind.makes_dp:
-            return self._of_parts(0, step)
+            return self._by_chunks(0, step)
         plgpu.barrier_wait(self.smem.weighed.full.at[slot])
         opaque_index = self.ops.opaque_zero(step)
-        own, walked = self.smem.own[0].at[opaque_index], self.smem.weighed.tiles.at[slot + opaque_index]
-        own, walked = (piece_products.of_tile(self.plan.spec, tile) for tile in (own, walked))
-        return piece_products.matmul(own, operand_pieces.transposed(walked), self.shape, self.ops)
+        fixed, walked = self.smem.cta_rows[0].at[opaque_index], self.smem.weighed.tiles.at[slot + opaque_index]
+        fixed, walked = (piece_products.of_tile(self.plan.spec, tile) for tile in (fixed, walked))
+        return piece_products.matmul(fixed, operand_pieces.transposed(walked), self.shape, self.ops)
 
-    def _of_parts(self, number: int, step: Any) -> Float[Array, "rows columns"]:
-        """S (number 0) or dP (1), of parts."""
-        own = self.smem.own[number].at[self.ops.opaque_zero(step)]
-        return self.parts.product(self.plan.spec, own, step, self.shape, self.ops)
+    def _by_chunks(self, number: int, step: Any) -> Float[Array, "rows columns"]:
+        """Return a step's S (number 0) or dP (1), from chunks of a tile."""
+        fixed = self.smem.cta_rows[number].at[self.ops.opaque_zero(step)]
+        return self.chunks.product(self.plan.spec, fixed, step, self.shape, self.ops)
 
     def _add(self, half: int, acc: Float[Array, "rows columns"], weights: Array, slot: Any) -> Array:
-        """A warpgroup's half of the gradient, with what a tile adds to it."""
+        """Return a warpgroup's half of the gradient, with what a tile adds to it."""
         ring, width, spec = self.smem.weighed, acc.shape[1], self.plan.spec
         weighed = piece_products.of_tile(spec, ring.tiles.at[slot], half * width, width)
         acc = piece_products.add_matmul(spec, acc, operand_pieces.split(spec, weights, self.ops), weighed, self.ops)
@@ -217,35 +213,31 @@ class _Cta(Cta[WidePlan]):
         spec, columns = plan.spec, pl.ds(half * width, width)
         scaled = dropped.scaled(spec, acc) if plan.gradient == "d_value" else acc * base2.sums_scale(spec)
         if plan.stores_sums:
-            result[self.batch, self.group, self.own_rows, columns] = scaled
-            return
-        head = self.key_head if plan.kind.keys_first else self.first_head
-        result[self.batch, self.own_rows, head, columns] = scaled.astype(result.dtype)
+            result[self.batch, self.item.head_group, self.cta_rows, columns] = scaled
+        else:
+            result[self.batch, self.cta_rows, self.head, columns] = scaled.astype(result.dtype)
 
     def copy(self) -> None:
         """Copy tiles of what is walked over."""
-        plan, shared, inputs, order = self.plan, self.smem, self.inputs, self.order
         pipeline.split_registers(2, copies=True)
-        # The same number for the loop and for its remainders: with one head, they are no divisions then.
-        count = pipeline.opaque(order.tiles.count, "block")
+        self.copy_each(self._copy_tile)
+        pipeline.drain(self.smem.chunks.empty, self.smem.weighed.empty)
 
-        def take(step: Any, _: None) -> None:
-            head, index = order.at(step, count)
-            at = self.place(head, index)
-            first, from_head = order.tiles.start(index), at.head if plan.kind.keys_first else self.key_head
-            tile = GmemTile(self.batch, first, plan.tile.size, from_head)
-            # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
-            for part in range(plan.parts.number):
-                self.parts.copy(inputs, plan.kind.unweighed, tile, step, part)
-            ring, slot = shared.weighed, lax.rem(step, plan.tile.stages)
-            plgpu.barrier_wait(ring.empty.at[slot])
-            inputs.copy_rows(plan.kind.weighed, tile, ring.tiles.at[slot], ring.full.at[slot])
-            if shared.bias is not None:
-                queries, keys = self.own_rows, pl.ds(first, plan.tile.size)
-                if plan.kind.keys_first:
-                    queries, keys = keys, queries
-                source = inputs.part("bias", self.batch, at.head).at[queries, keys]
-                plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], ring.full.at[slot])
-
-        lax.fori_loop(0, count * order.heads, take, None)
-        pipeline.drain(shared.parts.empty, shared.weighed.empty)
+    def _copy_tile(self, step: Any, count: Any) -> None:
+        plan, shared, inputs = self.plan, self.smem, self.inputs
+        head, index = self.order.at(step, count)
+        at = self.place(head, index)
+        first, from_head = self.order.tiles.start(index), at.head if plan.kind.keys_first else self.key_head
+        tile = GmemTile(self.batch, first, plan.tile.size, from_head)
+        # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
+        for chunk in range(plan.chunks.number):
+            self.chunks.copy(inputs, plan.kind.unweighed, tile, step, chunk)
+        ring, slot = shared.weighed, lax.rem(step, plan.tile.stages)
+        plgpu.barrier_wait(ring.empty.at[slot])
+        inputs.copy_rows(plan.kind.weighed, tile, ring.tiles.at[slot], ring.full.at[slot])
+        if shared.bias is not None:
+            queries, keys = self.cta_rows, pl.ds(first, plan.tile.size)
+            if plan.kind.keys_first:
+                queries, keys = keys, queries
+            source = inputs.part("bias", self.batch, at.head).at[queries, keys]
+            plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], ring.full.at[slot])

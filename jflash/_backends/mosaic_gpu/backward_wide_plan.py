@@ -12,70 +12,62 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash import _tuning
 from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WalkedTiles
 from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, SummingPlan, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._semantics.spec import Spec
-from jflash._tuning import TuningKey
 
-_PARTS_IN_FLIGHT = 24 * 1024
-"""Bytes of parts that are enough: products of as many take as long as a copy."""
+_BYTES_IN_FLIGHT = 24 * 1024
+"""Bytes of chunks that are enough: products of as many take as long as a copy."""
 
 _MOST_COLUMNS = 320
-"""Of a tile of logits and a warpgroup's half of the sum together: what registers hold."""
+"""Columns that registers hold of a tile of logits and of a warpgroup's half of the sum, together."""
 
 
 class _Kind(NamedTuple):
     """What a gradient's kernel reads."""
 
-    own: tuple[str, ...]
+    cta_rows: tuple[str, ...]
     """Arrays of which a CTA has 64 rows: the left operand of S, and that of dP where it is made."""
-    walked: tuple[str, str]
-    """Arrays whose tiles it walks over, likewise."""
-
-    @property
-    def weighed(self) -> str:
-        """The walked array that P or dS is multiplied with."""
-        return self.walked[0 if self.makes_dp else 1]
-
-    @property
-    def unweighed(self) -> str:
-        """The other one."""
-        return self.walked[1 if self.makes_dp else 0]
+    weighed: str
+    """The array that P or dS is multiplied with, tile by tile: where dP is made, S is made of it too."""
+    unweighed: str
+    """The array whose tiles are only multiplied with the CTA's rows."""
 
     @property
     def keys_first(self) -> bool:
-        return self.own[0] == "key"
+        """Whether a CTA's rows are keys."""
+        return self.cta_rows[0] == "key"
 
     @property
     def makes_dp(self) -> bool:
-        """Whether it makes dP: dS is weighed, not P."""
-        return len(self.own) > 1
+        """Whether the kernel makes dP: dS is weighed, not P."""
+        return len(self.cta_rows) > 1
 
     @property
     def tiles(self) -> Sequence[tuple[int, int]]:
-        """Sizes and stages of tiles, the best first. What is weighed is needed early where S is made of it too: two
-        tiles of 32 are better than one of 64."""
+        """Sizes and stages of tiles, the best first."""
         if self.makes_dp:
+            # What is weighed is needed early, for S: two tiles of 32 are better than one of 64.
             return (64, 2), (32, 2), (64, 1), (32, 1)
         return (64, 2), (64, 1), (32, 2), (32, 1)
 
 
 Gradient = Literal["d_query", "d_key", "d_value"]
 _KINDS: dict[Gradient, _Kind] = {
-    "d_query": _Kind(("query", "d_out"), ("key", "value")),
-    "d_key": _Kind(("key", "value"), ("query", "d_out")),
-    "d_value": _Kind(("key",), ("query", "d_out")),
+    "d_query": _Kind(("query", "d_out"), "key", "value"),
+    "d_key": _Kind(("key", "value"), "query", "d_out"),
+    "d_value": _Kind(("key",), "d_out", "query"),
 }
 
 
@@ -84,41 +76,39 @@ def _dim(spec: Spec, name: str) -> int:
 
 
 def _columns(spec: Spec, name: str) -> int:
-    """Columns of one piece of an array's tiles."""
+    """Return the columns of one piece of an array's tiles."""
     return round_up(_dim(spec, name), 32)
 
 
-def _parts(spec: Spec, gradient: Gradient) -> ColumnChunks:
+def _chunks(spec: Spec, gradient: Gradient) -> ColumnChunks:
     return ColumnChunks.of(spec, _columns(spec, _KINDS[gradient].unweighed))
 
 
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
-    readers are done."""
-    kind, has_bias_tiles, tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
-    weighed, part = _columns(spec, kind.weighed), _parts(spec, gradient).width
-    # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.
-    widths = {kind.weighed: math.gcd(weighed // 2, tile.size), kind.unweighed: part}
+    """Return the kernel's buffers and barriers.
 
-    def own(name: str, factor: str) -> Any:
-        """Rows whose products are made with tiles of `factor`."""
+    A barrier `full` completes a phase when a copy has arrived or something was stored, `empty` when all have read it.
+    """
+    kind, has_bias_tiles, tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
+    weighed, chunks = _columns(spec, kind.weighed), _chunks(spec, gradient)
+    # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.
+    widths = {kind.weighed: math.gcd(weighed // 2, tile.size), kind.unweighed: chunks.width}
+
+    def rows(name: str, factor: str) -> Any:
+        """Return a buffer for rows whose products are made with tiles of `factor`."""
         shape = 1, WARPGROUP_ROWS, _columns(spec, name)
         return tiles.operand(shape, _dim(spec, name), chunk=widths[factor])
 
-    bias = (WARPGROUP_ROWS, tile.size) if not kind.keys_first else (tile.size, WARPGROUP_ROWS)
+    factors = (kind.weighed, kind.unweighed) if kind.makes_dp else (kind.unweighed,)
+    bias = (tile.size, WARPGROUP_ROWS) if kind.keys_first else (WARPGROUP_ROWS, tile.size)
     dp, weights = (smem.tile((WARPGROUP_ROWS, tile.size), dtype) for dtype in (jnp.float32, spec.dtype))
-    owned = list(map(own, kind.own, kind.walked))
+    cta_rows = list(map(rows, kind.cta_rows, factors))
+    shape, dim = (tile.stages, tile.size, weighed), _dim(spec, kind.weighed)
     return Buffers(
-        own=owned,
-        own_full=smem.barriers(1, arrivals=smem.copies(*owned)),
-        weighed=tiles.ring(
-            (tile.stages, tile.size, weighed),
-            _dim(spec, kind.weighed),
-            readers=2,
-            others=int(has_bias_tiles),
-            chunk=widths[kind.weighed],
-        ),
-        parts=_parts(spec, gradient).ring(spec, tile.parts, tile.size, _dim(spec, kind.unweighed)),
+        cta_rows=cta_rows,
+        rows_full=smem.barriers(1, arrivals=smem.copies(*cta_rows)),
+        weighed=tiles.ring(shape, dim, readers=2, others=int(has_bias_tiles), chunk=widths[kind.weighed]),
+        chunks=chunks.ring(spec, tile.chunk_slots, tile.size, _dim(spec, kind.unweighed)),
         # Tiles of the bias come and go with what is weighed.
         bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,
         # What the second warpgroup hands to the first one, and what takes its place on the way back.
@@ -148,14 +138,9 @@ class WidePlan(SummingPlan):
         return _columns(self.spec, self.gradient)
 
     @property
-    def parts(self) -> ColumnChunks:
-        """Those of a tile that is not weighed."""
-        return _parts(self.spec, self.gradient)
-
-    @property
-    def smem(self) -> Buffers:
-        """The kernel's buffers and barriers."""
-        return shared_memory(self.spec, self.gradient, self.tile)
+    def chunks(self) -> ColumnChunks:
+        """The chunks of a tile that is not weighed."""
+        return _chunks(self.spec, self.gradient)
 
     @property
     def stores_sums(self) -> bool:
@@ -184,13 +169,13 @@ class WidePlan(SummingPlan):
             name=f"jflash_wide_{self.gradient}_{dims[0]}_{dims[1]}",
             grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
             results={self.gradient: result} | self.sums.results(spec.batch, spec.heads, rows),
-            smem=self.smem,
+            smem=shared_memory(spec, self.gradient, self.tile),
             warpgroups=3,
         )
 
 
 def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -> tuple[WidePlan, ...]:
-    """The plans of all three gradients; `wanted` are parameters whose gradients are sums along rows."""
+    """Return the plans of all three gradients; `wanted` are parameters whose gradients are sums along rows."""
     by_key = ("bias",) if "bias" in wanted and bias_and_mask.bias_kind(spec) == "column" else ()
     sums = dict(d_query=tuple(name for name in wanted if name not in by_key), d_key=by_key, d_value=())
 
@@ -207,22 +192,21 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
 
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest whole tiles of every kernel."""
-    smallest = lambda gradient: WalkedTiles(32, 1, _parts(spec, gradient).number)
+    smallest = lambda gradient: WalkedTiles(32, 1, _chunks(spec, gradient).number)
     return all(smem.fits(shared_memory(spec, gradient, smallest(gradient))) for gradient in _KINDS)
 
 
-def _fitting(spec: Spec, gradient: Gradient) -> list[WalkedTiles]:
-    """Tiles for which shared memory has room, each with as many parts as fit, of up to two whole tiles."""
-    found, parts, bytes_each = list[WalkedTiles](), _parts(spec, gradient), operand_pieces.dtype(spec).itemsize
-    most = _MOST_COLUMNS - _columns(spec, gradient) // 2
-    for size, stages in (tile for tile in _KINDS[gradient].tiles if tile[0] <= most):
-        in_flight = pl.cdiv(_PARTS_IN_FLIGHT, size * parts.width * bytes_each)
-        least = min(parts.number, max(in_flight, parts.least))
-        tiles = (WalkedTiles(size, stages, count) for count in range(2 * parts.number, least - 1, -1))
-        found += [tile for tile in tiles if smem.fits(shared_memory(spec, gradient, tile))][:1]
-    return found
-
-
 def _choose_tiles(spec: Spec, gradient: Gradient) -> WalkedTiles:
+    """Return the fastest tiles, of those with as many chunks as fit, of up to two whole tiles."""
+    chunks, most = _chunks(spec, gradient), _MOST_COLUMNS - _columns(spec, gradient) // 2
+    room = lambda tile: shared_memory(spec, gradient, tile)
+    candidates = list[WalkedTiles]()
+    for size, stages in (tile for tile in _KINDS[gradient].tiles if tile[0] <= most):
+        in_flight = pl.cdiv(_BYTES_IN_FLIGHT, size * chunks.width * operand_pieces.dtype(spec).itemsize)
+        least = min(chunks.number, max(in_flight, chunks.least))
+        tiles = (WalkedTiles(size, stages, slots) for slots in range(2 * chunks.number, least - 1, -1))
+        candidates += [tile for tile in tiles if smem.fits(room(tile))][:1]
     facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
-    return _tuning.choose(TuningKey(f"mosaic_gpu wide {gradient}", facts), _fitting(spec, gradient))
+    tile = choose(f"mosaic_gpu wide {gradient}", facts, candidates, room, smem.CAPACITY)
+    assert tile is not None, "`fits` says so"
+    return tile

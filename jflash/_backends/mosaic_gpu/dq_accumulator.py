@@ -26,7 +26,7 @@ CTA waits.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -43,9 +43,6 @@ from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, Wor
 _LINE = 32
 """Counters in a line of the cache: CTAs that poll one should not delay those that increment another."""
 
-_SPARE = 3
-"""Shares of a tile that the producer can round while the other warpgroups are at the last tiles."""
-
 
 class DqRefs(NamedTuple):
     """Device memory of all CTAs, and shared memory of this one."""
@@ -61,12 +58,11 @@ class DqRefs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A CTA's place in the grid."""
+    """A CTA's place in the grid; `item` is the number of its work item in the wave."""
 
     wave: Any
     block: Any
     item: Any
-    """The number of its work item in the wave."""
 
 
 class Layout(NamedTuple):
@@ -86,11 +82,14 @@ class DqAccumulator:
     ops: WarpgroupOps
     refs: DqRefs
     scale: float
-    """What is accumulated is multiplied with it when it is rounded."""
+    """The factor between what is accumulated and dQ."""
     place: Place
     copies: Any
     """Tiles of queries that this CTA visits."""
     layout: Layout
+
+    spare: ClassVar = 0
+    """Shares that the producer rounds when there is nothing left to copy."""
 
     @staticmethod
     def lag(schedule: BackwardSchedule) -> int:
@@ -116,11 +115,6 @@ class DqAccumulator:
     def adds(self) -> Any:
         """Whether this CTA has keys."""
         return self.lag(self.schedule) == 0 or self.place.wave < self.schedule.waves
-
-    @property
-    def spare(self) -> int:
-        """Shares that the producer rounds when there is nothing left to copy."""
-        return 0
 
     def target(self, head: Any, rows: Any, columns: Any) -> Ref:
         """Return rows and columns of the accumulator of one of the head group's heads."""
@@ -151,15 +145,15 @@ class DqAccumulator:
     def _round_rows(self, item: WorkItem, wave: Any, head: Any, rows: Any) -> None:
         """Round rows of what this CTA's place accumulated in a wave, for one of the work item's heads."""
         columns, in_order_of_sums = self.layout
-        acc = self._acc(wave, head).at[rows, pl.ds(0, columns)]
+        dq, acc = self.refs.dq, self._acc(wave, head).at[rows, pl.ds(0, columns)]
         total = self.ops.load_strided(acc)
-        rounded = (total * self.scale).astype(self.refs.dq.dtype)
+        rounded, query_head = (total * self.scale).astype(dq.dtype), item.first_head + head
         if in_order_of_sums:
-            self.ops.store_sums(self.refs.dq.at[item.batch, :, item.first_head + head], rounded, rows.start)
-        elif self.refs.dq.shape[1] % WARPGROUP_ROWS or self.refs.dq.shape[3] < columns:
-            self.ops.store_strided(self.refs.dq.at[item.batch, :, item.first_head + head], rounded, rows.start)
+            self.ops.store_sums(dq.at[item.batch, :, query_head], rounded, rows.start)
+        elif dq.shape[1] % WARPGROUP_ROWS or dq.shape[3] < columns:
+            self.ops.store_strided(dq.at[item.batch, :, query_head], rounded, rows.start)
         else:
-            self.refs.dq[item.batch, rows, item.first_head + head] = rounded
+            dq[item.batch, rows, query_head] = rounded
         if self.waves_with_room(self.schedule) < self.schedule.waves:
             # Each thread overwrites what it has read.
             acc[...] = self.ops.zeros_strided(total.shape)
@@ -190,25 +184,26 @@ class RoundedByLast(DqAccumulator):
 
     def finish(self, warpgroup: Any) -> None:
         """Wait for the other warpgroup's additions; the work item's last CTA then rounds every other tile."""
-        finished = self.refs.smem.finished
-        plgpu.barrier_arrive(finished)
-        plgpu.barrier_wait(finished)
-        own_number = self.refs.smem.numbers.at[pl.ds(1 + warpgroup, 1)]
-        number = self.ops.take_number(self._counter(self.place.wave, warpgroup), own_number)
+        self._wait_for_other()
+        wave, heads, every = self.place.wave, self.schedule.heads, FusedTiles.warpgroups
+        number_of_warpgroup = self.refs.smem.numbers.at[pl.ds(1 + warpgroup, 1)]
+        number = self.ops.take_number(self._counter(wave, warpgroup), number_of_warpgroup)
 
         @pl.when(number == self.schedule.blocks - 1)
         def _() -> None:
-            wave, every = self.place.wave, FusedTiles.warpgroups
-            item = self.schedule.item(wave, self.place.item)
-            tiles = self._row_tiles * self.schedule.heads
+            item, tiles = self.schedule.item(wave, self.place.item), self._row_tiles * heads
 
             def round_tile(index: Any, _: None) -> None:
                 tile = warpgroup + index * every
-                rows = pl.ds(lax.div(tile, self.schedule.heads) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                self._round_rows(item, wave, lax.rem(tile, self.schedule.heads), rows)
+                rows = pl.ds(lax.div(tile, heads) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+                self._round_rows(item, wave, lax.rem(tile, heads), rows)
 
             lax.fori_loop(0, lax.div(tiles - warpgroup + every - 1, every), round_tile, None)
-            self.ops.signal(self._counter(wave, FusedTiles.warpgroups))
+            self.ops.signal(self._counter(wave, every))
+
+    def _wait_for_other(self) -> None:
+        plgpu.barrier_arrive(self.refs.smem.finished)
+        plgpu.barrier_wait(self.refs.smem.finished)
 
     def _wait(self, wave: Any) -> None:
         """Wait until both warpgroups have rounded what this CTA's place accumulated in a wave."""
@@ -227,6 +222,8 @@ class RoundedLater(DqAccumulator):
     A work item has a counter of the warpgroups that have finished. A tile of 64 rows is rounded in shares.
     """
 
+    spare: ClassVar = 3
+
     @staticmethod
     def lag(schedule: BackwardSchedule) -> int:
         # When a wave begins, the last CTAs of the one before are always still at work.
@@ -239,10 +236,6 @@ class RoundedLater(DqAccumulator):
     @staticmethod
     def counters(schedule: BackwardSchedule) -> int:
         return (1 + schedule.waves * schedule.items) * _LINE
-
-    @property
-    def spare(self) -> int:
-        return _SPARE
 
     def begin(self, warpgroup: Any) -> None:
         """Round what the copies leave no time for."""
@@ -257,7 +250,7 @@ class RoundedLater(DqAccumulator):
         self._round(index, jnp.minimum(index + 1, self._beside_copies))
 
     def finish(self, warpgroup: Any) -> None:
-        self.ops.signal(self._finished(self.place.wave))
+        self.finish_copies()
 
     def finish_copies(self) -> None:
         self.ops.signal(self._finished(self.place.wave))
@@ -314,15 +307,14 @@ class RoundedLater(DqAccumulator):
 
     def _round(self, first: Any, last: Any, portion: int = 1, every: int = 1) -> None:
         """Round some of this CTA's shares of all heads of an earlier work item, a portion at once."""
-        portions = self._shares // portion
-        first_tile = self.place.block * self._tiles_of_cta
-        size = WARPGROUP_ROWS // portions
+        portions, heads = self._shares // portion, self.schedule.heads
+        first_tile, size = self.place.block * self._tiles_of_cta, WARPGROUP_ROWS // portions
 
         def round_rows(index: Any, _: None) -> None:
             number = first + index * every
             tile = lax.div(number, portions)
-            row = (first_tile + lax.div(tile, self.schedule.heads)) * WARPGROUP_ROWS + lax.rem(number, portions) * size
-            item, head = self.schedule.item(self._earlier_wave, self.place.item), lax.rem(tile, self.schedule.heads)
+            row = (first_tile + lax.div(tile, heads)) * WARPGROUP_ROWS + lax.rem(number, portions) * size
+            item, head = self.schedule.item(self._earlier_wave, self.place.item), lax.rem(tile, heads)
             self._round_rows(item, self._earlier_wave, head, pl.ds(row, size))
 
         lax.fori_loop(0, lax.div(last - first + every - 1, every), round_rows, None)

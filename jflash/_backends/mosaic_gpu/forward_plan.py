@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, forward_schedule, smem, timing_model
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, forward_in_panels, tile_dims, values_in_panels
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
-from jflash._backends.mosaic_gpu.prepared import HopperForward
+from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.timing_model import Visits, block_times

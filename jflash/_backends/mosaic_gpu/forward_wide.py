@@ -1,4 +1,4 @@
-"""Forward of wide heads (`narrow_or_wide`): two warpgroups share the columns of a CTA's 64 rows of the output.
+"""Forward of wide heads (`plan.is_wide`): two warpgroups share the columns of a CTA's 64 rows of the output.
 
     the first warpgroup                                     the second and the third, each with half of V's columns
       S = Q K_j^T

@@ -20,7 +20,7 @@ from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan, visited_tiles
 from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, ForwardSchedule
-from jflash._backends.mosaic_gpu.prepared import HopperForward
+from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
 from jflash._backends.nvidia import bias_and_mask

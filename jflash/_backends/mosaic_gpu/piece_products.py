@@ -16,12 +16,12 @@ from jflash._semantics.spec import Spec
 
 
 def issued(b: Pieces) -> int:
-    """How many a product with this right operand is: each of its panels has its own."""
+    """Return how many products one with this right operand is: each of its panels has its own."""
     return sum(b[right].number if isinstance(b[right], Panels) else 1 for _, right in order(len(b)))
 
 
 def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None) -> Pieces:
-    """The pieces of a tile `[rows, columns]` in shared memory, or some columns of each from `first` on."""
+    """Return the pieces of a tile `[rows, columns]` in shared memory, or some columns of each from `first` on."""
     count = number(spec)
     each = tile.shape[-1] // count
     if first is None:
@@ -33,7 +33,7 @@ def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None
 
 
 def by_width(widths: Sequence[int], tiles: Sequence[Pieces]) -> Pieces:
-    """The one piece of a tile, for products with panels of these widths."""
+    """Return the one piece of a tile, for products with panels of these widths."""
     return (ByWidth({width: tile for width, (tile,) in zip(widths, tiles, strict=True)}),)
 
 
@@ -44,7 +44,7 @@ def mma(accumulator: Any, a: Pieces, b: Pieces, ops: WarpgroupOps) -> None:
 
 
 def matmul(a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps) -> Float[Array, "rows columns"]:
-    """a @ b."""
+    """Return a @ b."""
 
     def multiply(acc: Any) -> Array:
         mma(acc, a, b, ops)
@@ -56,7 +56,7 @@ def matmul(a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps) -> F
 def accumulate[Results](
     spec: Spec, body: Callable[..., Results], *acc: Float[Array, "rows columns"], like: Results, ops: WarpgroupOps
 ) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
-    """`ops.accumulate`, as exact as the call's pieces are.
+    """Return what `ops.accumulate` does, as exact as the call's pieces are.
 
     The matrix unit truncates where it adds, so that a long sum drifts towards zero: with six products and 500 keys by
     3e-6. So the products of three pieces begin at zero in every tile, and registers add them up, which rounds.
@@ -70,6 +70,6 @@ def accumulate[Results](
 def add_matmul(
     spec: Spec, acc: Float[Array, "rows columns"], a: Pieces, b: Pieces, ops: WarpgroupOps
 ) -> Float[Array, "rows columns"]:
-    """acc + a @ b."""
+    """Return acc + a @ b."""
     _, (acc,) = accumulate(spec, lambda ref: mma(ref, a, b, ops), acc, like=None, ops=ops)
     return acc

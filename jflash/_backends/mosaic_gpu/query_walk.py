@@ -33,13 +33,14 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import in_panels, tile_dims, whole_dims
-from jflash._backends.mosaic_gpu.cta import Cta
-from jflash._backends.mosaic_gpu.prepared import HopperBackward
+from jflash._backends.mosaic_gpu.cta import KeysCta
+from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
@@ -48,10 +49,87 @@ from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.walk.backward_schedule import WorkItem
-from jflash._backends.nvidia.walk.tile_order import TileOrder
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class WalkBuffers:
+    """Shared memory of a block of keys, and of the tiles of queries that are walked over."""
+
+    spec: Spec
+    tile: FusedTiles
+
+    @property
+    def as_columns(self) -> bool:
+        """Whether products subtract row statistics."""
+        return self.tile.columns_of_statistics and row_statistics.as_columns(self.spec)
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of tiles of queries and keys, and of dO and values."""
+        head_dim, value_dim = tile_dims(self.spec)
+        return self.tile.columns(head_dim), self.tile.columns(value_dim)
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of a tile's dQ that a warpgroup makes."""
+        return self.columns[0] // 2 if self.tile.halves == "columns" else self.columns[0]
+
+    @property
+    def _chunk(self) -> int | None:
+        """Columns of queries and keys that a product takes, if not all."""
+        return self.dq_width if self.tile.halves == "columns" else None
+
+    def keys_and_values(self, stages: int = 1) -> tuple[Any, Any]:
+        """Return buffers for the keys and the values of `stages` blocks."""
+        return self._of_blocks(CallTiles.of(self.spec).operand, stages)
+
+    def gradients(self) -> tuple[Any, Any]:
+        """Return buffers for dK and dV of a block."""
+        return self._of_blocks(CallTiles.of(self.spec).result, 1)
+
+    def _of_blocks(self, buffer: Callable[..., Any], blocks: int) -> tuple[Any, Any]:
+        (head_dim, value_dim), (columns, value_columns) = whole_dims(self.spec), self.columns
+        rows = blocks, self.tile.keys
+        return buffer((*rows, columns), head_dim, chunk=self._chunk), buffer((*rows, value_columns), value_dim)
+
+    def ds(self) -> tuple[Any, ...]:
+        """Return buffers for dS^T of two steps: one warpgroup may write a step's while the other reads the last one.
+
+        There is one in each swizzle of the keys, with whose columns dS is multiplied.
+        """
+        shape, tiles = (2, self.tile.keys, self.tile.queries), CallTiles(self.spec, in_panels=False)
+        if in_panels(self.spec):
+            panels = smem.panels_of(self.columns[0], self.spec.dtype, self._chunk)
+            return tuple(tiles.operand(shape, chunk=width) for width in panels)
+        return (tiles.operand(shape, whole_dims(self.spec)[0], chunk=self.dq_width),)
+
+    def walked(self) -> dict[str, Any]:
+        """Return buffers and barriers of what is walked over, by name.
+
+        A barrier `full` completes a phase when a copy has arrived, `empty` when all readers are done.
+        """
+        spec, tile, has_bias_tiles = self.spec, self.tile, bias_and_mask.has_bias_tiles(self.spec)
+        (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), self.columns
+        # First lse of all tiles, then delta.
+        vectors = smem.vectors(2 * tile.stages, tile.queries)
+        ring = functools.partial(CallTiles.of(spec).ring, readers=tile.warpgroups)
+        early = 1 if self.as_columns else row_statistics.early(spec)
+        later = 0 if self.as_columns else 2 - early
+        handed = smem.barriers(2, arrivals=tile.warpgroups)
+        return dict(
+            q=ring((tile.stages, tile.queries, columns), head_dim, others=early + has_bias_tiles, chunk=self._chunk),
+            do=ring((tile.stages, tile.queries, value_columns), value_dim, others=later),
+            # Tiles of the bias come and go with the queries.
+            bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
+            statistics=bf16_columns.smem_tile(tile.stages, tile.queries) if self.as_columns else vectors,
+            # What columns of statistics are multiplied with.
+            ones=bf16_columns.smem_tile(2, WARPGROUP_ROWS) if self.as_columns else None,
+            ds_full=handed,
+            ds_empty=handed,
+            finished=smem.barriers(1, arrivals=tile.warpgroups),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,90 +139,19 @@ class QueryWalkPlan(SummingPlan):
     tile: FusedTiles
 
     @property
-    def dq_width(self) -> int:
-        """Columns of a tile's dQ that a warpgroup makes."""
-        return dq_width(self.spec, self.tile)
+    def buffers(self) -> WalkBuffers:
+        """The shared memory of the walk."""
+        return WalkBuffers(self.spec, self.tile)
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
-        made = call.row_sums(as_columns=as_columns(self.spec, self.tile), dq_acc=self.dq_acc(call.ops.margin))
+        made = call.row_sums(as_columns=self.buffers.as_columns, dq_acc=self.dq_acc(call.ops.margin))
         statistics = row_statistics.for_fused(self.spec, call.lse, made["delta"], made.get("columns"))
         return call.around_keys | call.tiles | statistics | call.ranges(self.tile.keys, of_keys=True)
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct | None:
         """Return the accumulators of dQ in device memory, if the kernel has any; copies that add want a margin."""
         return None
-
-
-def dq_width(spec: Spec, tile: FusedTiles) -> int:
-    """Return the columns of a tile's dQ that a warpgroup makes."""
-    columns = tile.columns(tile_dims(spec)[0])
-    return columns // 2 if tile.halves == "columns" else columns
-
-
-def _columns_of_product(spec: Spec, tile: FusedTiles) -> int | None:
-    """Return how many columns of queries and keys a product takes, if not all."""
-    return dq_width(spec, tile) if tile.halves == "columns" else None
-
-
-def as_columns(spec: Spec, tile: FusedTiles) -> bool:
-    """Return whether products subtract row statistics."""
-    return tile.columns_of_statistics and row_statistics.as_columns(spec)
-
-
-def keys_and_values(spec: Spec, tile: FusedTiles, stages: int = 1) -> tuple[Any, Any]:
-    """Return buffers for the keys and the values of `stages` blocks."""
-    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
-    tiles = CallTiles.of(spec)
-    k = tiles.operand((stages, tile.keys, columns), dims[0], chunk=_columns_of_product(spec, tile))
-    return k, tiles.operand((stages, tile.keys, value_columns), dims[1])
-
-
-def gradients(spec: Spec, tile: FusedTiles) -> tuple[Any, Any]:
-    """Return buffers for dK and dV of a block."""
-    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
-    tiles = CallTiles.of(spec)
-    dk = tiles.result((1, tile.keys, columns), dims[0], chunk=_columns_of_product(spec, tile))
-    return dk, tiles.result((1, tile.keys, value_columns), dims[1])
-
-
-def ds(spec: Spec, tile: FusedTiles) -> tuple[Any, ...]:
-    """Return buffers for dS^T of two steps: while one warpgroup still reads a step's, the other may write the next.
-
-    There is one in each swizzle of the keys, with whose columns dS is multiplied.
-    """
-    shape, tiles = (2, tile.keys, tile.queries), CallTiles(spec, in_panels=False)
-    if in_panels(spec):
-        panels = smem.panels_of(tile.columns(tile_dims(spec)[0]), spec.dtype, _columns_of_product(spec, tile))
-        return tuple(tiles.operand(shape, chunk=width) for width in panels)
-    return (tiles.operand(shape, whole_dims(spec)[0], chunk=dq_width(spec, tile)),)
-
-
-def walked(spec: Spec, tile: FusedTiles) -> dict[str, Any]:
-    """Return buffers and barriers of what is walked over, by name.
-
-    A barrier `full` completes a phase when a copy has arrived, `empty` when all readers are done.
-    """
-    dims, columns, value_columns = whole_dims(spec), *map(tile.columns, tile_dims(spec))
-    has_bias_tiles, in_columns = bias_and_mask.has_bias_tiles(spec), as_columns(spec, tile)
-    # First lse of all tiles, then delta.
-    vectors = smem.vectors(2 * tile.stages, tile.queries)
-    ring = functools.partial(CallTiles.of(spec).ring, readers=tile.warpgroups)
-    early = 1 if in_columns else row_statistics.early(spec)
-    handed = smem.barriers(2, arrivals=tile.warpgroups)
-    q = (tile.stages, tile.queries, columns)
-    return dict(
-        q=ring(q, dims[0], others=early + has_bias_tiles, chunk=_columns_of_product(spec, tile)),
-        do=ring((tile.stages, tile.queries, value_columns), dims[1], others=0 if in_columns else 2 - early),
-        # Tiles of the bias come and go with the queries.
-        bias=smem.tile((tile.stages, tile.queries, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
-        statistics=bf16_columns.smem_tile(tile.stages, tile.queries) if in_columns else vectors,
-        # What columns of statistics are multiplied with.
-        ones=bf16_columns.smem_tile(2, WARPGROUP_ROWS) if in_columns else None,
-        ds_full=handed,
-        ds_empty=handed,
-        finished=smem.barriers(1, arrivals=tile.warpgroups),
-    )
 
 
 class Step(NamedTuple):
@@ -167,22 +174,20 @@ _Carry = tuple[Accumulators, Sums, Step]
 """The loop's state: accumulators, the sums of parameters' gradients for one head, and the step before."""
 
 
-class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
-    """A CTA that has a block of keys, or one after the other."""
+class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
+    """A CTA whose warpgroups make dK and dV of a block of keys, and shares of dQ."""
 
-    item: WorkItem
-    first_key: Any
-    order: TileOrder
-    k: Ref
-    v: Ref
-    """Shared memory for the block's keys and values, `[1, keys, columns]`."""
     gradients: tuple[Ref, Ref]
     """Shared memory for dK and dV of the block."""
     ds: tuple[Ref, ...]
     """Shared memory for dS^T of two steps, `[2, keys, queries]`, in each swizzle of the keys."""
 
+    def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
+        super().__init__(plan, refs, ops, keys_first=True)
+        self.block_size = plan.tile.keys
+
     @property
-    def own_keys(self) -> Any:
+    def sum_rows(self) -> Any:
         """The keys of this warpgroup."""
         return pl.ds(self.first_key + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
@@ -208,9 +213,7 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
 
     def copy_keys(self, full: Any) -> None:
         """Copy the block's keys and values."""
-        keys = GmemTile(self.item.batch, self.first_key, self.plan.tile.keys, self.item.key_head)
-        self.inputs.copy_rows("key", keys, self.k.at[0], full)
-        self.inputs.copy_rows("value", keys, self.v.at[0], full)
+        self.copy_rows(self.key_tile, full, key=self.k.at[0], value=self.v.at[0])
 
     def copy_ones(self, full: Any) -> None:
         """Copy what columns of statistics are multiplied with, if the kernel has them."""
@@ -223,30 +226,24 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
 
     def store_rounded(self, acc: Accumulators) -> None:
         """Issue copies of dK and dV, when both warpgroups are done with the block."""
-        shared, item, own = self.smem, self.item, self.warpgroup_rows
+        shared, item, rows = self.smem, self.item, self.warpgroup_rows
         results = self.refs.results["d_key"], self.refs.results["d_value"]
         gradients = self.scaled(acc)
         plgpu.barrier_arrive(shared.finished)
         plgpu.barrier_wait(shared.finished)
         for buffer, gradient in zip(self.gradients, gradients, strict=True):
-            buffer[0, own] = gradient.astype(buffer.dtype)
+            buffer[0, rows] = gradient.astype(buffer.dtype)
         plgpu.commit_smem()
         for buffer, result in zip(self.gradients, results, strict=True):
             columns = pipeline.columns(buffer.shape[-1], result, item.batch)
-            pipeline.copy_out(buffer.at[0, own], result.at[item.batch, self.own_keys, item.key_head, columns])
+            pipeline.copy_out(buffer.at[0, rows], result.at[item.batch, self.sum_rows, item.key_head, columns])
 
     def visit_all(self) -> Accumulators:
         """Return dK and dV after all tiles; the sums of parameters' gradients are stored after each head."""
-        ops, dims, plan_sums = self.ops, [gradient.shape[2] for gradient in self.gradients], self.plan.sums
-
-        def finish_head(head: Array, carry: _Carry) -> _Carry:
-            acc, sums, before = carry
-            plan_sums.store(self.refs.results, sums, self.item.batch, self.item.first_head + head, self.own_keys)
-            return acc, plan_sums.zeros(ops), before
-
+        ops, dims = self.ops, [gradient.shape[2] for gradient in self.gradients]
         acc = Accumulators(*(ops.full((WARPGROUP_ROWS, dim), 0) for dim in dims))
-        start = (acc, plan_sums.zeros(ops), Step(jnp.int32(0), jnp.int32(0)))
-        acc, _, before = self.order.each(self._visit, start, finish_head)
+        start = (acc, self.plan.sums.zeros(ops), Step(jnp.int32(0), jnp.int32(0)))
+        acc, _, before = self.order.each(self._visit, start, self.finish_head)
         steps = self.order.tiles.count * self.order.heads
         last, nothing = steps - 1, lambda: None
         makes_dq = (steps > 0) & self._is_turn(last, before)
@@ -333,7 +330,7 @@ class FusedCta[Plan: QueryWalkPlan](Cta[Plan]):
 
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
         """Make this warpgroup's share of a step's dQ, and call `made` after its products."""
-        halves, ops, width = self.plan.tile.halves, self.ops, self.plan.dq_width
+        halves, ops, width = self.plan.tile.halves, self.ops, self.plan.buffers.dq_width
         target = self.dq_target(at)
         parity = lax.rem(step, 2)
         plgpu.barrier_wait(self.smem.ds_full.at[parity])

@@ -1,7 +1,13 @@
-"""The row statistics that the backward takes from a query's products: lse from S, and delta from dP.
+"""The row statistics of the backward, lse and delta: one pass that makes them, and two ways to subtract them.
 
-Where queries are a tile's columns, every thread needs those of a quarter of them. The fused backward subtracts them
-while products are made, in one of two ways:
+`row_sums` is one pass over the output and its cotangent.
+
+    delta   = sum(dO * O) - d_lse
+    columns = [-lse / scale, -delta]     each in three pieces, for those products that subtract both
+    dq_acc  = 0                          where the fused backward begins to accumulate dQ
+
+Where queries are a tile's columns, every thread needs the statistics of a quarter of them. The fused backward subtracts
+them while products are made, in one of two ways:
 
 Columns: the matrix unit subtracts them, as three more columns of each product.
 
@@ -17,22 +23,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu import bf16_columns, piece_products
+from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline, smem
+from jflash._backends.mosaic_gpu.array_shapes import block_shape, forward_in_panels, panel_dim, tile_dims
 from jflash._backends.mosaic_gpu.bf16_columns import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.panels import panel
 from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns, along_rows
-from jflash._backends.nvidia.prepare import with_margin
+from jflash._backends.nvidia.prepare import MARGIN, with_margin
 from jflash._backends.nvidia.prepared import for_exponent
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._semantics.spec import Spec
+from jflash._semantics.spec import Residuals, Spec
 
 
 def as_columns(spec: Spec) -> bool:
@@ -46,30 +58,25 @@ def begin_at_vectors(spec: Spec) -> tuple[bool, bool]:
 
 
 def early(spec: Spec) -> int:
-    """How many of its vectors the fused backward needs before its first product: both, if both accumulators begin at
-    one."""
+    """How many vectors the fused backward needs before its first product: both, if both accumulators begin at one."""
     return 2 if all(begin_at_vectors(spec)) else 1
 
 
 def for_fused(
     spec: Spec, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"], columns: Array | None
 ) -> dict[str, Array]:
-    """For the fused backward, by name: columns, if it has any; else where its accumulators begin, of which that of S is
-    lse itself in a call that is not plain."""
+    """Return what the fused backward reads, by name: columns, if there are any, or where its accumulators begin."""
     if columns is not None:
         return dict(columns=columns, ones=ones())
-    if base2.is_plain(spec):
-        assert spec.scale is not None
-        first = with_margin(-lse / spec.scale, (2,), -jnp.inf)
-    else:
-        first = for_exponent(spec, lse)
+    plain_scale = spec.scale if base2.is_plain(spec) else None
+    first = with_margin(-lse / plain_scale, (2,), -jnp.inf) if plain_scale else for_exponent(spec, lse)
     return dict(lse=first, delta=with_margin(-delta, (2,)))
 
 
 def columns(
     spec: Spec, lse: Float[Array, "rows"], delta: Float[Array, "rows"], ops: WarpgroupOps
 ) -> Float[Array, "rows 8"]:
-    """Some queries' columns, made in a kernel. `lse` is -inf where there is no query or it sees nothing."""
+    """Return some queries' columns, in a kernel. `lse` is -inf where there is no query or it sees nothing."""
     assert spec.scale is not None
     # Infinity times 0, for the other product, would be NaN.
     least = -float(jnp.finfo(jnp.bfloat16).max)
@@ -83,32 +90,33 @@ def columns(
 
 
 def ones() -> Float[Array, "2 64 16"]:
-    """What columns are multiplied with: 1 for the pieces of lse, and of delta."""
+    """Return what columns are multiplied with: 1 for the pieces of lse, and of delta."""
     # By operations: `custom_partitioning` takes no function that closes over an array.
     number, column = (lax.broadcasted_iota(jnp.int32, (2, WARPGROUP_ROWS, SMEM_COLUMNS), axis) for axis in (0, 2))
     return (lax.div(column, PIECES) == number).astype(jnp.bfloat16)
 
 
-def parts(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
-    """Some queries' columns, or their lse and delta, in device memory."""
+def in_device_memory(inputs: KernelInputs, batch: Any, head: Any, rows: Any) -> list[Ref]:
+    """Return references to some queries' columns, or to their lse and delta."""
     if "columns" in inputs.refs:
         return [bf16_columns.of_rows(inputs.refs["columns"].at[batch, head], rows, batch)]
     return [inputs.refs[name].at[batch, head, rows] for name in ("lse", "delta")]
 
 
 class RowStatistics:
-    """A tile's, in shared memory, when its columns, or its first vector, have arrived."""
+    """The statistics of a tile in shared memory, when its columns, or its first vector, have arrived."""
 
     def __init__(self, inputs: KernelInputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> None:
         """`ones` are for columns."""
         self.inputs, self.shape, self.refs, self.ones = inputs, shape, refs, ones
-        self.lse = None
-        """If it is not subtracted before the exponent."""
-        if not base2.is_plain(inputs.spec):
-            self.lse = along_columns(inputs.ops.load(refs[0], 1), shape)
+        self.lse = None if base2.is_plain(inputs.spec) else self._along_columns(0)
+        """lse, unless the products subtract it."""
+
+    def _along_columns(self, number: int) -> Float[Array, "keys queries"]:
+        return along_columns(self.inputs.ops.load(self.refs[number], 1), self.shape)
 
     def begin(self, *accumulators: Any) -> None:
-        """Before the first product: set those of the accumulators of S and dP that begin at a vector, if it is there.
+        """Set those of the accumulators of S and dP that begin at a vector which is there before the first product.
 
         If dP's were set after S was issued, ptxas would wait for S first.
         """
@@ -132,10 +140,105 @@ class RowStatistics:
 
     def _begin(self, accumulator: Any, number: int) -> None:
         if begin_at_vectors(self.inputs.spec)[number]:
-            accumulator[...] = along_columns(self.inputs.ops.load(self.refs[number], 1), self.shape)
+            accumulator[...] = self._along_columns(number)
 
     def delta(self) -> Float[Array, "keys queries"] | None:
         """delta, unless the products subtract it: with dropout, which stands between dP and delta."""
-        if self.inputs.spec.dropout_rate == 0:
-            return None
-        return -along_columns(self.inputs.ops.load(self.refs[1], 1), self.shape)
+        return None if self.inputs.spec.dropout_rate == 0 else -self._along_columns(1)
+
+
+def row_sums(
+    spec: Spec,
+    residuals: Residuals,
+    ops: WarpgroupOps,
+    *,
+    as_columns: bool = False,
+    dq_acc: jax.ShapeDtypeStruct | None = None,
+) -> dict[str, Array]:
+    """Return delta `[B, N, T]`, 0 for queries that see nothing, by name.
+
+    With it come `columns` `[B, N, L, 8]`, if the fused backward takes the statistics `as_columns`, and zeros `dq_acc`.
+    """
+    out, lse, d_out, d_lse = residuals
+    batch, length, heads, value_dim = out.shape
+    rows = round_up(length, WARPGROUP_ROWS)
+    # Tiles may begin at the last query: what they read behind it is written too.
+    stored_rows = rows + MARGIN if as_columns else rows
+    _, width = tile_dims(spec)
+    chunk = next(columns for columns in (64, 32, 16) if width % columns == 0)
+    factors, panels = dict(out=out, d_out=d_out), forward_in_panels(spec)
+    is_whole = panel_dim(value_dim) == value_dim if panels else block_shape(out.shape) == out.shape
+    tile = smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, chunk=chunk, in_panels=panels)
+    tiles = [tile] * len(factors) if is_whole else []
+    if not tiles or not smem.fits(tiles):
+        # Cheaper than padded copies of both. Of float32 some heads that other kernels serve have no room here.
+        products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+        factors, tiles, d_lse = {}, [], d_lse - products.sum(axis=-1).transpose(0, 2, 1)
+    results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
+    if as_columns:
+        results["columns"] = jax.ShapeDtypeStruct((batch, heads, stored_rows, STORED_COLUMNS), jnp.bfloat16)
+    if dq_acc is not None:
+        results["dq_acc"] = dq_acc
+    launch = Launch(
+        name=f"jflash_delta_{value_dim}",
+        grid=dict(batch=batch, block=stored_rows // WARPGROUP_ROWS, head=heads),
+        results=results,
+        smem=Buffers(factors=tiles, full=smem.barriers(1, arrivals=smem.copies(*tiles) or 1)),
+    )
+    room = [(0, 0), (0, 0), (0, rows - length)]
+    arrays = dict(lse=jnp.pad(lse, room, constant_values=-jnp.inf), d_lse=jnp.pad(d_lse, room)) | factors
+    made = launch.run(lambda refs: _kernel(spec, ops, chunk, refs), arrays, ops)
+    return made | dict(delta=made["delta"][:, :, :length])
+
+
+def _kernel(spec: Spec, ops: WarpgroupOps, chunk: int, refs: Refs) -> None:
+    arrays, results, shared = refs
+    b, block, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
+    rows, length = pl.ds(block * WARPGROUP_ROWS, WARPGROUP_ROWS), results["delta"].shape[2]
+
+    @pl.when(block * WARPGROUP_ROWS < length)
+    def _() -> None:
+        # There are no buffers where the products were summed before.
+        for name, buffer in zip(("out", "d_out"), shared.factors, strict=False):
+            values = pipeline.columns(buffer.shape[1], arrays[name], b)
+            pipeline.copy_in(arrays[name].at[b, rows, head, values], buffer, shared.full)
+        if "dq_acc" in results:
+            _zero(results["dq_acc"], rows, ops)
+        lse, d_lse = (ops.load(arrays[name].at[b, head, rows], 0) for name in ("lse", "d_lse"))
+        products = _products(shared, chunk, ops)
+        delta = jnp.where(lse == -jnp.inf, 0.0, products.sum(axis=1) - d_lse)
+        results["delta"][b, head, rows] = delta
+        if "columns" in results:
+            results["columns"][b, head, rows] = columns(spec, lse, delta, ops)
+
+    if "columns" in results:
+
+        @pl.when(block * WARPGROUP_ROWS >= length)
+        def _() -> None:
+            nothing = ops.full((WARPGROUP_ROWS,), -jnp.inf), ops.full((WARPGROUP_ROWS,), 0)
+            results["columns"][b, head, rows] = columns(spec, *nothing, ops)
+
+
+def _zero(acc: Ref, rows: Any, ops: WarpgroupOps) -> None:
+    """Zero rows of an accumulator: each head's CTAs have one, as far as there are as many."""
+    zeros = ops.zeros_strided((WARPGROUP_ROWS, acc.shape[2]))
+    place = lax.axis_index("batch") * lax.axis_size("head") + lax.axis_index("head")
+
+    @pl.when(place < acc.shape[0])
+    def _() -> None:
+        acc[place, rows] = zeros
+
+
+def _products(shared: Buffers, chunk: int, ops: WarpgroupOps) -> Float[Array, "rows chunk"]:
+    """Return dO * O, summed over chunks of the columns."""
+
+    def multiplied(index: Any, total: Array) -> Array:
+        first = pl.multiple_of(index * chunk, chunk)
+        left, right = (ops.load(panel(tile, first, chunk)).astype(jnp.float32) for tile in shared.factors)
+        return total + left * right
+
+    total = ops.full((WARPGROUP_ROWS, chunk), 0)
+    if shared.factors:
+        plgpu.barrier_wait(shared.full)
+        total = lax.fori_loop(0, shared.factors[0].shape[1] // chunk, multiplied, total)
+    return total

@@ -1,11 +1,12 @@
 """A call through the kernels, in four steps: plan, prepare, launch, finish.
 
-The plan is made before, from the Spec alone. Here operands are put into the form that kernels take, kernels run, and
-what they return is given the call's shapes and dtypes.
+The plan is made before, from the Spec alone. Here operands are put into the form that kernels take, each when the first
+kernel asks for it; kernels run; and what they return is given the call's shapes and dtypes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +14,124 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, row_statistics
+from jflash._backends.mosaic_gpu.array_shapes import in_panels
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.plan import VALUES_ALONE
-from jflash._backends.mosaic_gpu.prepared import HopperBackward, HopperForward, HopperTangent
+from jflash._backends.nvidia import prepare
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.prepare import in_32_bits
+from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent
+from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.online_softmax import sinks_gradient
-from jflash._semantics.spec import Operands, Residuals, Results
+from jflash._semantics.spec import Operands, Residuals, Results, Spec
+
+VALUES_ALONE = frozenset({"value"})
+"""The operands that have a tangent where the forward makes the output's, with those tangents for values."""
+
+
+class HopperForward(Prepared):
+    """What Hopper's forward kernels read."""
+
+    def factors(self, packed_heads: int, value_chunks: int) -> dict[str, Float[Array, "B L N columns"]]:
+        """Return query, key and value in whole tiles, of the values' columns in as many chunks, by name."""
+        spec, operands = self.spec, self.operands
+        panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
+        whole = functools.partial(array_shapes.whole_tiles, spec)
+        query, axis = operands.query, 1
+        if packed_heads > 1:
+            query, axis = prepare.pack_heads(query, packed_heads), 2
+        return dict(
+            query=whole("query", query, axis=axis, in_panels=panels),
+            key=whole("key", operands.key, in_panels=panels),
+            value=whole("value", operands.value, chunks=value_chunks, in_panels=value_panels),
+        )
+
+    def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
+        """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""
+        by_mma = bias_columns_of is not None
+        others = prepare.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.score_mod_arrays
+        columns = bf16_columns.prepare_bias(self.spec, self.operands, bias_columns_of) if by_mma else {}
+        return others | self.packed_mask() | columns
+
+
+class HopperBackward(PreparedBackward):
+    """What Hopper's backward kernels read."""
+
+    _row_sums: dict[str, Array] | None = None
+
+    @functools.cached_property
+    def tiles(self) -> dict[str, Float[Array, "B L N columns"]]:
+        """Query, key, value and d_out in whole tiles, by name."""
+        panels = in_panels(self.spec)
+        whole = functools.partial(array_shapes.whole_tiles, self.spec, in_panels=panels)
+        return {name: whole(name, array) for name, array in self.factors.items()}
+
+    @functools.cached_property
+    def edges(self) -> dict[str, Array]:
+        """The rows of each array with lengths in which padding begins, by name."""
+        return array_shapes.edges(self.operands, self.tiles)
+
+    @property
+    def around_queries(self) -> dict[str, Array]:
+        """What kernels read besides tiles and row statistics if rows are queries, by name."""
+        return self.others | self.packed_mask() | self.edges
+
+    @property
+    def around_keys(self) -> dict[str, Array]:
+        """What kernels read besides tiles and row statistics if rows are keys, by name."""
+        return self.others | self.packed_mask(keys_first=True) | self.edges
+
+    def row_sums(self, **options: Any) -> dict[str, Array]:
+        """Return what `row_statistics.row_sums` makes, with the options of the first kernel that asks."""
+        if self._row_sums is None:
+            ops = self.ops
+            assert isinstance(ops, WarpgroupOps)
+            self._row_sums = row_statistics.row_sums(self.spec, self.residuals, ops, **options)
+        return self._row_sums
+
+    @functools.cached_property
+    def delta(self) -> Float[Array, "B N T"]:
+        return self.row_sums()["delta"]
+
+
+class HopperTangent(Prepared):
+    """What the kernel of the tangent reads."""
+
+    def __init__(self, spec: Spec, operands: Operands, results: Results, tangents: Operands, ops: WarpgroupOps) -> None:
+        super().__init__(spec, operands, ops)
+        self.results, self.tangents = results, tangents
+
+    def factors(self, chunks: int, of_chunk: Spec, names: Sequence[str]) -> dict[str, Float[Array, "B L N columns"]]:
+        """Return arrays and tangents in whole tiles, with `chunks` of the values' columns for heads, by name."""
+        panels = in_panels(of_chunk)
+
+        def tiles(name: str) -> Array:
+            operand = name.removeprefix("t_")
+            array: Array = getattr(self.operands if name == operand else self.tangents, operand)
+            if operand == "value" and chunks > 1:
+                room = [(0, 0)] * 3 + [(0, chunks * of_chunk.value_dim - array.shape[3])]
+                array = jnp.pad(array, room).reshape(*array.shape[:2], -1, of_chunk.value_dim)
+            return array_shapes.whole_tiles(of_chunk, operand, array, in_panels=panels)
+
+        return {name: tiles(name) for name in names}
+
+    @property
+    def moved_others(self) -> dict[str, Array]:
+        """The tangents of operands but query, key and value, by their operands' names with `t_` before them."""
+        moved = prepare.operands_for_kernels(self.spec, self.tangents)
+        if jax.tree.leaves(self.tangents.score_mod_arrays):
+            # Arrays that have tangents, and do not move, have zeros.
+            zeros = lambda array: jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else None
+            both: Any = zip(self.operands.score_mod_arrays, self.tangents.score_mod_arrays, strict=True)
+            moved |= score_mod_reads.prepare([zeros(array) if t is None else t for array, t in both])
+        return {f"t_{name}": array for name, array in moved.items()}
+
+    @property
+    def lse(self) -> PerQuery:
+        """The log-sum-exp in the units of the call's exponent, +inf where a query sees nothing."""
+        lse = jnp.where(self.results.lse == -jnp.inf, jnp.inf, self.results.lse)
+        return for_exponent(self.spec, lse)
 
 
 @in_32_bits
@@ -46,8 +157,10 @@ def tangent(
     if moving(tangents) == VALUES_ALONE:
         out, lse = forward(kernel, operands._replace(value=tangents.value), ops)
         return Results(out, jnp.zeros_like(lse))
-    call = HopperTangent(kernel.plan.spec, operands, results, tangents, ops)
-    return call.finish(kernel)
+    spec = kernel.plan.spec
+    made = kernel.run(HopperTangent(spec, operands, results, tangents, ops))
+    t_out = made["t_out"][..., : spec.value_dim]
+    return Results(t_out.astype(spec.result_dtype), made["t_lse"][:, :, : spec.query_length])
 
 
 @in_32_bits

@@ -34,16 +34,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash import _tuning
 from jflash._backends.mosaic_gpu import array_shapes, piece_products, pipeline, smem
-from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
+from jflash._backends.mosaic_gpu.cta import QueryRowsCta, QueryRowsPlan, Walked, in_place_of_queries
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.prepared import HopperTangent
-from jflash._backends.mosaic_gpu.query_rows import QueryRowsCta, QueryRowsPlan, Walked
+from jflash._backends.mosaic_gpu.run import HopperTangent
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
-from jflash._backends.mosaic_gpu.tma_inputs import TmaInputs
 from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
@@ -51,11 +50,10 @@ from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
 from jflash._backends.nvidia.tile.base2 import LOG2_E
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
-from jflash._tuning import TuningKey
 
 PARAMETERS = ("scale", "alibi_slopes", "bias")
 """Operands that shape logits, whose tangents the kernel takes."""
@@ -74,52 +72,39 @@ class TangentPlan(QueryRowsPlan):
     """A call's tangent, known before any array."""
 
     moving: frozenset[str]
-    """Operands that have a tangent."""
-    parts: int
-    """Parts of the output's columns, of CTAs of their own, which each make the logits again. In device memory a part is
-    a head: columns are split as heads are."""
+    """The operands that have a tangent."""
+    chunks: int
+    """Chunks of the output's columns, of CTAs of their own, which each make the logits again. In device memory a chunk
+    is a head: columns are split as heads are."""
 
-    @property
-    def q(self) -> tuple[str, ...]:
-        """The arrays whose rows are queries."""
-        return "query", *self._tangents("query")
-
-    @property
-    def k(self) -> tuple[str, ...]:
-        """The arrays whose rows are keys, that logits are made of."""
-        return "key", *self._tangents("key")
-
-    @property
-    def v(self) -> tuple[str, ...]:
-        """The arrays whose rows are keys, that are weighed."""
-        return "value", *self._tangents("value")
+    def with_tangent(self, name: str) -> tuple[str, ...]:
+        """Return the names of an array and, if it has one, of its tangent."""
+        return (name, f"t_{name}") if name in self.moving else (name,)
 
     @property
     def biases(self) -> tuple[str, ...]:
         """The arrays whose tiles are copied: the bias, if it has both axes, and its tangent."""
-        return ("bias", *self._tangents("bias")) if bias_and_mask.has_bias_tiles(self.spec) else ()
+        return self.with_tangent("bias") if bias_and_mask.has_bias_tiles(self.spec) else ()
 
-    def _tangents(self, name: str) -> tuple[str, ...]:
-        return (f"t_{name}",) if name in self.moving else ()
+    @property
+    def chunk(self) -> Spec:
+        """The spec in which a chunk's columns are all."""
+        spec = dataclasses.replace(self.spec, value_dim=pl.cdiv(self.spec.value_dim, self.chunks))
+        return dataclasses.replace(spec, value_dim=whole_dims(spec)[1])
 
     @property
     def dims(self) -> tuple[int, int]:
-        """H, and D of a part, as copies of tiles want them."""
-        head_dim, _ = whole_dims(self.spec)
-        return head_dim, _part_columns(self.spec, self.parts)
+        """H, and D of a chunk, as copies of tiles want them."""
+        return whole_dims(self.spec)[0], self.chunk.value_dim
 
     @property
     def columns(self) -> int:
-        """Columns of a part's tiles."""
-        return tile_dims(self.part)[1]
-
-    @property
-    def part(self) -> Spec:
-        """The spec in which a part's columns are all."""
-        return dataclasses.replace(self.spec, value_dim=self.dims[1])
+        """Columns of a chunk's tiles."""
+        return tile_dims(self.chunk)[1]
 
     def arrays(self, call: HopperTangent) -> dict[str, Array]:
-        factors = call.factors(self.parts, self.part, (*self.q, *self.k, *self.v))
+        names = [name for operand in ("query", "key", "value") for name in self.with_tangent(operand)]
+        factors = call.factors(self.chunks, self.chunk, names)
         shaping = call.others | call.moved_others | call.packed_mask() | array_shapes.edges(call.operands, factors)
         return factors | shaping | call.ranges(self.tile.rows) | dict(lse=call.lse)
 
@@ -129,56 +114,47 @@ class TangentPlan(QueryRowsPlan):
 
     @property
     def launch(self) -> Launch:
-        """The launch, whose tangent of the output is `[B, T, N * parts, D]`."""
-        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, self.dims
-        all_rows = schedule.blocks * self.tile.rows
-        rows, columns = whole_rows(self.part, spec.query_length), value_dim
-        if spec.partial:
-            # Registers are stored whole.
-            rows, columns = all_rows, self.columns
-        shape = jax.ShapeDtypeStruct
-        t_out = shape((spec.batch, rows, spec.heads * self.parts, columns), spec.result_dtype)
-        t_lse = shape((spec.batch, spec.heads, all_rows), jnp.float32)
+        """The launch, whose tangent of the output is `[B, T, N * chunks, D]`."""
+        spec, (head_dim, value_dim) = self.spec, self.dims
         return Launch(
             name=f"jflash_tangent_{head_dim}_{value_dim}",
             grid=self.grid,
-            results=dict(t_out=t_out, t_lse=t_lse),
+            results=dict(
+                t_out=self.result(self.chunk, spec.heads * self.chunks, 1),
+                t_lse=jax.ShapeDtypeStruct((spec.batch, spec.heads, self.all_rows), jnp.float32),
+            ),
             smem=self.shared_memory(self.tile),
             warpgroups=self.tile.warpgroups + 1,
         )
 
     def shared_memory(self, tile: RowTiles) -> Buffers:
-        """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
-        spec, (head_dim, value_dim), (columns, value_columns) = self.part, self.dims, tile_dims(self.part)
-        rows = tile.warpgroups, WARPGROUP_ROWS
-        tiles_of = CallTiles.of(spec)
+        """Return the kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all have read it."""
+        spec, (head_dim, value_dim), (columns, value_columns) = self.chunk, self.dims, tile_dims(self.chunk)
+        tiles_of, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
         q, out = tiles_of.operand((*rows, columns), head_dim), tiles_of.result((*rows, value_columns), value_dim)
-        q_out = smem.reused(q, None if spec.partial else out)
 
-        def ring(names: tuple[str, ...], columns: int, dim: int, others: int = 0) -> Buffers:
-            tiles = {name: tiles_of.operand((tile.stages, tile.keys, columns), dim) for name in names}
+        def ring(operand: str, columns: int, dim: int, others: int = 0) -> Buffers:
+            tiles = dict.fromkeys(self.with_tangent(operand), tiles_of.operand((tile.stages, tile.keys, columns), dim))
             full = smem.barriers(tile.stages, arrivals=smem.copies(*tiles.values()) + others)
             return Buffers(tiles=tiles, full=full, empty=smem.barriers(tile.stages, arrivals=tile.warpgroups))
 
         return Buffers(
-            # The output's tangent takes the place of the queries. A partial call's leaves from registers.
-            q_out=q_out,
-            q_empty=None if q_out.is_one_layout else smem.barriers(1, tile.warpgroups),
+            **in_place_of_queries(spec, q, out, tile.warpgroups),
             t_q=q if "query" in self.moving else None,
-            q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q) * len(self.q)),
-            k=ring(self.k, columns, head_dim, len(self.biases)),
-            v=ring(self.v, value_columns, value_dim),
+            rows_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q) * len(self.with_tangent("query"))),
+            k=ring("key", columns, head_dim, len(self.biases)),
+            v=ring("value", value_columns, value_dim),
             # They come and go with the keys.
             biases={name: smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) for name in self.biases},
         )
 
 
 def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> TangentPlan:
-    """The plan of a call's tangent on a device with `processors` multiprocessors; `None` where that is unknown."""
+    """Return the plan of a call's tangent on a device with `processors` multiprocessors; `None` is unknown."""
     plan = _smallest(spec, moving)
     assert plan is not None
     tile = _choose_tile(plan)
-    heads, blocks = spec.heads * plan.parts, pl.cdiv(spec.query_length, tile.rows)
+    heads, blocks = spec.heads * plan.chunks, pl.cdiv(spec.query_length, tile.rows)
     schedule = BackwardSchedule.of_call(spec, heads, heads, blocks, processors)
     return dataclasses.replace(plan, tile=tile, schedule=schedule)
 
@@ -189,21 +165,15 @@ def fits(spec: Spec) -> bool:
 
 
 def _smallest(spec: Spec, moving: frozenset[str]) -> TangentPlan | None:
-    """The plan with the smallest tile, and the fewest parts with which that fits."""
+    """Return the plan with the smallest tile, and the fewest chunks with which that fits."""
     widths = _WIDTHS[1:] if spec.dtype == jnp.float32 else _WIDTHS
     schedule = BackwardSchedule(1, 1, 1, spec.batch, 1, 1)
     every = (TangentPlan(spec, SMALLEST_TILE, schedule, moving, pl.cdiv(spec.value_dim, w)) for w in widths)
     return next((plan for plan in every if smem.fits(plan.launch.smem)), None)
 
 
-def _part_columns(spec: Spec, parts: int) -> int:
-    """A part's columns in device memory."""
-    _, columns = whole_dims(dataclasses.replace(spec, value_dim=pl.cdiv(spec.value_dim, parts)))
-    return columns
-
-
 def _choose_tile(plan: TangentPlan) -> RowTiles:
-    """The fastest tile that fits in shared memory and registers."""
+    """Return the fastest tile that fits in shared memory and registers."""
     spec = plan.spec
     warpgroups = 1 if spec.query_length <= WARPGROUP_ROWS else 2
     is_masked = tile_range.is_limited(spec) or spec.key_length % 128 != 0
@@ -212,22 +182,15 @@ def _choose_tile(plan: TangentPlan) -> RowTiles:
         deep, wide, three = (warpgroups, 64, 4), (warpgroups, 128, 2), (3, 64, 3)
         # Of 128 keys, a tile that needs a mask leaves too few registers.
         sizes = [deep, wide, three, *sizes] if is_masked else [wide, deep, three, *sizes]
-    fitting = [tile for tile in (RowTiles(*size) for size in sizes) if smem.fits(plan.shared_memory(tile))]
     facts = *plan.dims, bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec), int(is_masked)
-    return _tuning.choose(TuningKey("mosaic_gpu tangent", (*facts, *sorted(plan.moving))), fitting)
+    candidates = [RowTiles(*size) for size in sizes]
+    tile = choose("mosaic_gpu tangent", (*facts, *sorted(plan.moving)), candidates, plan.shared_memory, smem.CAPACITY)
+    assert tile is not None, "`fits` says so"
+    return tile
 
 
 Rows = Float[Array, "rows"]
 Tile = Float[Array, "rows keys"]
-
-
-def body(plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel.
-
-    An array's tangent is named as the array with `t_` before it. Values and their tangents have chunks of their columns
-    for heads.
-    """
-    _Cta(plan, refs, ops).run()
 
 
 class _Sums(NamedTuple):
@@ -240,50 +203,43 @@ class _Sums(NamedTuple):
 
     @property
     def mean(self) -> Rows:
-        """Of tS, weighted by P."""
+        """The mean of tS, weighted by P."""
         return self.p_ts / jnp.where(self.l == 0, 1.0, self.l)
 
 
-class _Cta(QueryRowsCta[TangentPlan]):
+class TangentCta(QueryRowsCta[TangentPlan]):
+    """A CTA of the tangent. An array's tangent has its name, with `t_` before it."""
+
     def __init__(self, plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        schedule = plan.schedule
-        item = schedule.item(lax.axis_index("wave"), lax.axis_index("item"))
-        # With a head of keys for each part of a query head, a head group is one of those.
-        self.batch, self.part_head = item.batch, item.head_group
-        self.head, self.part = lax.div(item.head_group, plan.parts), lax.rem(item.head_group, plan.parts)
-        block = schedule.blocks - 1 - lax.axis_index("block")
         super().__init__(plan, refs, ops)
         moving = {name.removeprefix("t_"): ref for name, ref in refs.arrays.items() if name.startswith("t_")}
-        self.tangents = dataclasses.replace(self.inputs, refs=moving)
-        q, self.out = refs.smem.q_out
-        self.q = dict(zip(plan.q, (q, refs.smem.t_q), strict=False))
-        self.tiles = tile_range.visited(self.inputs, item.batch, block, plan.tile.rows, plan.tile.keys)
-        self.first_row = block * plan.tile.rows
-        pairs = [("t_query", "key"), ("query", "t_key")]
-        self.moved_products = [pair for pair in pairs if pair[0] in plan.q and pair[1] in plan.k]
+        self.tangents = self.bias_inputs["t_bias"] = dataclasses.replace(self.inputs, refs=moving)
+        self.queries = dict(query=self.q) | ({} if refs.smem.t_q is None else dict(t_query=refs.smem.t_q))
+        pairs = dict(query=("t_query", "key"), key=("query", "t_key"))
+        self.moved_products = [pair for name, pair in pairs.items() if name in plan.moving]
+
+    def take(self, plan: TangentPlan, item: WorkItem) -> None:
+        # With a head of keys for each chunk of a query head, a head group is one of those.
+        self.batch, self.chunk_head = item.batch, item.head_group
+        self.head, self.chunk = lax.div(item.head_group, plan.chunks), lax.rem(item.head_group, plan.chunks)
 
     def compute(self) -> None:
-        """Copy its own queries, and walk over the tiles of keys."""
-        plan, shared, ops = self.plan, self.smem, self.ops
-        pipeline.release(shared.k.empty, shared.v.empty)
-        pipeline.split_registers(plan.tile.warpgroups, copies=False)
-        own, full = pl.ds(self.own_row, WARPGROUP_ROWS), shared.q_full.at[self.warpgroup]
-        self.copy_own(self.q, full)
-        lse = ops.load(self.refs.arrays["lse"].at[self.batch, self.head, own], 0)
-        plgpu.barrier_wait(full)
+        """Copy this warpgroup's queries, and walk over the tiles of keys."""
+        plan, results = self.plan, self.refs.results
+        (lse,) = self.begin(self.queries, "lse")
         visit = lambda index, sums: self._visit(index, lse, sums)
         sums = lax.fori_loop(0, self.tiles.count, visit, self._start(lse))
 
-        @pl.when(self.part == 0)
+        @pl.when(self.chunk == 0)
         def _() -> None:
-            self.refs.results["t_lse"][self.batch, self.head, own] = sums.mean
+            results["t_lse"][self.batch, self.head, self.query_rows] = sums.mean
 
         factor = dropped.scaled(plan.spec, 1 / jnp.where(sums.l == 0, 1.0, sums.l))
         t_out = sums.t_out * along_rows(factor, sums.t_out.shape)
-        self.store_in_place(t_out, self.out, self.refs.results["t_out"], self.part_head)
+        self.store_in_place(t_out, results["t_out"], self.chunk_head)
 
     def _start(self, lse: Rows) -> _Sums:
-        """Before any key; a sink has part of the weights."""
+        """Return the sums before any key; a sink has a share of the weights."""
         spec, inputs = self.plan.spec, self.inputs
         zeros = lambda: self.ops.full((WARPGROUP_ROWS, self.plan.columns), 0)
         l = self.ops.full((WARPGROUP_ROWS,), 0)
@@ -293,10 +249,10 @@ class _Cta(QueryRowsCta[TangentPlan]):
         return _Sums(zeros(), zeros(), l, l * (0.0 if t_sink is None else t_sink))
 
     def _visit(self, index: Array, lse: Rows, sums: _Sums) -> _Sums:
-        """Add one tile's part to the sums."""
+        """Return the sums with those of one tile."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         slot = lax.rem(index, plan.tile.stages) + pipeline.opaque_zero(index, self.warpgroup)
-        at = TileCoord(self.batch, self.head, self.own_row, self.tiles.start(index))
+        at = TileCoord(self.batch, self.head, self.warpgroup_row, self.tiles.start(index))
         p, ts = self._probabilities(index, slot, at, lse)
         if shared.biases:
             # A copy may overwrite what threads have read.
@@ -324,7 +280,7 @@ class _Cta(QueryRowsCta[TangentPlan]):
         return new._replace(t_out=t_out, out=out)
 
     def _probabilities(self, index: Array, slot: Array, at: TileCoord, lse: Rows) -> tuple[Tile, Tile]:
-        """P and tS."""
+        """Return P and tS of a tile."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         shape, moved = (WARPGROUP_ROWS, plan.tile.keys), self.moved_products
         parameters = [name for name in PARAMETERS if name in plan.moving]
@@ -335,7 +291,7 @@ class _Cta(QueryRowsCta[TangentPlan]):
 
         def make(acc_s: Any, acc_ts: Any = None) -> tuple[Tile, Tile]:
             opaque_index = self.warpgroup + pipeline.opaque_zero(index, self.warpgroup)
-            q = {name: piece_products.of_tile(spec, ref.at[opaque_index]) for name, ref in self.q.items()}
+            q = {name: piece_products.of_tile(spec, ref.at[opaque_index]) for name, ref in self.queries.items()}
             k = {
                 name: operand_pieces.transposed(piece_products.of_tile(spec, ref.at[slot]))
                 for name, ref in shared.k.tiles.items()
@@ -359,12 +315,8 @@ class _Cta(QueryRowsCta[TangentPlan]):
         return ops.accumulators(make, *[shape] * (1 + bool(moved)))
 
     def walked(self) -> Sequence[Walked]:
-        stages, shared = self.plan.tile.stages, self.smem
-        keys = shared.k.tiles | shared.biases
-        return Walked(shared.k, stages, keys), Walked(shared.v, stages, shared.v.tiles)
+        shared = self.smem
+        return (shared.k, shared.k.tiles | shared.biases), (shared.v, shared.v.tiles)
 
     def walked_head(self, name: str, key_head: Any) -> Any:
-        return key_head * self.plan.parts + self.part if name in self.plan.v else key_head
-
-    def bias_inputs(self, name: str) -> TmaInputs | None:
-        return self.tangents if name == "t_bias" else super().bias_inputs(name)
+        return key_head * self.plan.chunks + self.chunk if name in ("value", "t_value") else key_head

@@ -10,13 +10,14 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
-    """Tiles of a kernel whose CTAs own rows of queries."""
+    """Tiles of a kernel whose CTAs own rows of queries, 64 for each warpgroup that computes.
+
+    `stages` are tiles of keys in shared memory together; of the bias, in the kernel that makes its gradient.
+    """
 
     warpgroups: int
-    """Warpgroups that compute, each on 64 rows."""
     keys: int
     stages: int
-    """Tiles of keys that are in shared memory together; of the bias, in the kernel that makes its gradient."""
 
     @property
     def rows(self) -> int:
@@ -24,7 +25,7 @@ class RowTiles:
         return WARPGROUP_ROWS * self.warpgroups
 
     def missing(self, rows: int) -> int:
-        """How many of its rows the first of a head's blocks lacks, of `rows` in all.
+        """Return how many of its rows the first of a head's blocks lacks, of `rows` in all.
 
         Not the last block: where queries see what is before them, the first has least to do.
         """
@@ -33,15 +34,14 @@ class RowTiles:
 
 @dataclasses.dataclass(frozen=True)
 class DqTiles(RowTiles):
-    """Tiles of the kernel that makes dQ alone."""
+    """Tiles of the kernel that makes dQ alone; values are needed for a shorter time than keys."""
 
     value_stages: int
-    """Tiles of values that are in shared memory together: they are needed for a shorter time than keys."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedTiles:
-    """Tiles of the fused backward."""
+    """Tiles of the fused backward, of 64 keys for each of two warpgroups that compute."""
 
     queries: int
     stages: int
@@ -54,7 +54,6 @@ class FusedTiles:
     """Whether dQ is added to device memory from registers, of which a warpgroup has whole rows, or by copies from
     shared memory."""
     warpgroups: ClassVar = 2
-    """Warpgroups that compute, each on 64 keys."""
     keys: ClassVar = 2 * WARPGROUP_ROWS
 
     @property
@@ -65,26 +64,24 @@ class FusedTiles:
         return "rows" if self.queries == 2 * WARPGROUP_ROWS else "columns"
 
     def columns(self, dim: int) -> int:
-        """Columns of tiles of queries, keys and values: they, or half of them, are whole swizzles."""
+        """Return the columns of tiles of queries, keys and values: they, or half of them, are whole swizzles."""
         return round_up(dim, 16 if self.dq_alternates else 32)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShortTiles(FusedTiles):
-    """Tiles of the fused backward of short sequences, of 64 queries."""
+    """Tiles of the fused backward of short sequences, of 64 queries, with some blocks of keys together."""
 
     queries: int = WARPGROUP_ROWS
     stages: int = 2
     key_stages: int = 1
-    """Blocks of keys that are in shared memory together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WideTiles(RowTiles):
-    """Tiles of the forward of wide heads; `stages` are those of values."""
+    """Tiles of the forward of wide heads, with chunks of tiles of keys; `stages` are those of values, of 64 keys."""
 
     value_keys: ClassVar[int] = 64
-    """Keys of a tile of values."""
 
     chunk_slots: int
     """Chunks of tiles of keys that are in shared memory together."""
@@ -97,11 +94,10 @@ class WideTiles(RowTiles):
 
 @dataclasses.dataclass(frozen=True)
 class WalkedTiles:
-    """Tiles of the backward of wide heads, whose CTAs own 64 rows of queries or keys and walk over the others."""
+    """Tiles of the backward of wide heads, of `size` keys or queries, which CTAs with 64 rows of the others visit."""
 
     size: int
-    """Keys or queries of a tile."""
     stages: int
-    """Tiles of what is weighed that are in shared memory together."""
-    parts: int
-    """Parts of tiles of what is not, likewise."""
+    """Tiles that are weighed, and in shared memory together."""
+    chunk_slots: int
+    """Chunks of the other tiles that are in shared memory together."""

@@ -42,6 +42,8 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """Return why no GPU serves a call by these kernels, in words for the user; `None` if some do."""
+    if spec.mask_mod is not None:
+        return "it has no mask_mod yet."
     if spec.pages is not None:
         return "it takes no paged cache yet (`page_table`)."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):

@@ -16,7 +16,7 @@ from jflash._backends.xla.tiling import holds_rows, is_whole
 from jflash._platform import Platform, lowered_for
 from jflash._semantics.spec import Spec
 
-__all__ = ["backward", "describe", "forward", "program", "tangent", "unsupported"]
+__all__ = ["backward", "describe", "forward", "program", "tangent", "unsupported", "visits_lists"]
 
 
 def unsupported(spec: Spec, platform: Platform) -> str | None:
@@ -30,6 +30,13 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
             "of indexed arrays in any order."
         )
     return None
+
+
+def visits_lists(spec: Spec, platform: Platform) -> bool:
+    """Whether blocks have lists of the tiles that they visit, so that a map of them is of use."""
+    with lowered_for(platform):
+        shapes = plan(spec, "forward"), plan(spec, "backward")
+    return any(shape.listed and not is_whole(spec, shape) for shape in shapes)
 
 
 def program(platform: Platform) -> str:
@@ -61,4 +68,5 @@ def describe(spec: Spec, platform: Platform) -> str:
             lines[-1] += ", the forward's if compiled with it"
         else:
             lines[-1] += ", computed again" + ("" if holds_rows(spec, shape) else " from the log-sum-exp")
-    return "\n".join([*lines, "memory: a few tiles, and arrays that grow with T + S; none that grows with T * S"])
+    of_pairs = "none that grows" if spec.mask_mod is None else "a byte for each tile of 128 x 128, no more that grows"
+    return "\n".join([*lines, f"memory: a few tiles, and arrays that grow with T + S; {of_pairs} with T * S"])

@@ -43,6 +43,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     sinks = None if operands.sinks is None else split_heads(operands.sinks, 1, spec)
     divided = whole and shape.by_passes and sinks is None
     key_norms = _largest_key_norms(spec, operands) if _may_be_bounded(spec, shape) else None
+    lists = tiling.tile_lists(spec, operands, shape)
 
     def attend_block(block: Block, results: Results) -> Results:
         queries = tiling.load_rows(spec, query, block, shape)
@@ -74,7 +75,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
                 return step(state, logits, weigh)
 
-            return tiling.for_each_tile(spec, operands, shape, block, attend_tile, state)
+            return tiling.for_each_tile(spec, operands, shape, block, attend_tile, state, lists)
 
         largest = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
         unseen = online_softmax.start(largest, spec.value_dim)

@@ -13,15 +13,17 @@ from typing import Literal
 
 from jflash import _platform, _tuning
 from jflash._platform import Platform
+from jflash._semantics.coverage import TILE
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import TileShape
 from jflash._tuning import TuningKey
 
-Kind = Literal["alike", "masked", "narrow window"]
+Kind = Literal["alike", "masked", "narrow window", "listed"]
 """The kinds of call for which tiles are chosen.
 
 Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all that a few
-rows see: little of it is outside the window, and nothing is rescaled.
+rows see: little of it is outside the window, and nothing is rescaled. Where blocks have lists of tiles, small ones
+leave out more.
 """
 
 
@@ -44,6 +46,8 @@ class Tiles(TileShape):
     held_keys: int | None = None
     """The most keys up to which a row is taken as whole (`tiling.holds_rows`), if one tile is not the call; `None`:
     any."""
+    listed: bool = False
+    """Whether blocks have lists of the tiles that they visit, and not ranges of keys."""
 
 
 _CPU_ROWS, _CPU_WINDOW = 128, 1280
@@ -74,6 +78,14 @@ CPU: Mapping[Kind, Sequence[Blocks]] = {
         Blocks(_CPU_ROWS, _CPU_WINDOW, 2**18),
         Blocks(_CPU_ROWS, 512, 2**18),
     ],
+    "listed": [
+        Blocks(256, 256, 2**18),
+        Blocks(256, 256, 2**19),
+        Blocks(512, 256, 2**19),
+        Blocks(512, 512, 2**20),
+        Blocks(128, 256, 2**18),
+        Blocks(128, 128, 2**18),
+    ],
 }
 """The candidates on a CPU, the default first.
 
@@ -87,6 +99,7 @@ GPU: Mapping[Kind, Sequence[Blocks]] = {
     "alike": [Blocks(4096, 4096, 2**27), Blocks(4096, 4096, 2**28), Blocks(2048, 2048, 2**26)],
     "masked": [Blocks(4096, 4096, 2**27), Blocks(2048, 2048, 2**27), Blocks(2048, 2048, 2**26)],
     "narrow window": [Blocks(_GPU_ROWS, _GPU_WINDOW, 2**27), Blocks(256, _GPU_WINDOW, 2**26)],
+    "listed": [Blocks(2048, 2048, 2**27), Blocks(4096, 4096, 2**27), Blocks(1024, 1024, 2**26)],
 }
 """The candidates on a GPU, the default first.
 
@@ -112,9 +125,10 @@ def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
     if spec.pages is not None:
         return _of_pages(spec, _CPU_PAGES if on_cpu else _GPU_PAGES)
     tables, rows, window = (CPU, _CPU_ROWS, _CPU_WINDOW) if on_cpu else (GPU, _GPU_ROWS, _GPU_WINDOW)
-    kind = _kind(spec, rows, window)
+    kind = _kind(spec, rows, window, on_cpu=on_cpu)
     blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), tables[kind])
-    return _on_cpu(spec, blocks) if on_cpu else _on_gpu(spec, blocks)
+    tiles = _on_cpu if on_cpu else _on_gpu
+    return tiles(spec, blocks, listed=kind == "listed")
 
 
 def is_cpu(platform: Platform) -> bool:
@@ -128,19 +142,31 @@ def seen_at_once(spec: Spec) -> int | None:
     return None if left is None or right is None else left + right
 
 
-def _kind(spec: Spec, rows: int, window: int) -> Kind:
+def _kind(spec: Spec, rows: int, window: int, *, on_cpu: bool) -> Kind:
     seen = seen_at_once(spec)
+    is_narrow = seen is not None and seen + rows <= window
+    if spec.mask_mod is not None or (on_cpu and not is_narrow and _may_be_sparse(spec)):
+        return "listed"
     if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         return "alike"
-    return "narrow window" if seen is not None and seen + rows <= window else "masked"
+    return "narrow window" if is_narrow else "masked"
 
 
-def _on_cpu(spec: Spec, blocks: Blocks) -> Tiles:
-    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16))
-    return Tiles(*_filled(spec, blocks, queries, _even(_seen(spec, queries), blocks.keys)))
+def _may_be_sparse(spec: Spec) -> bool:
+    """Return whether segments, or a mask of both queries and keys, may leave tiles empty where no range says so."""
+    by_pair = spec.mask_shape is not None and min(spec.mask_shape[2:]) > 1
+    return by_pair or "query_segments" in spec.operands
 
 
-def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
+def _on_cpu(spec: Spec, blocks: Blocks, *, listed: bool) -> Tiles:
+    # Listed blocks are made of tiles of the map, which begin at multiples of their size.
+    step = TILE if listed else 16
+    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16), step)
+    keys = _even(spec.key_length if listed else _seen(spec, queries), blocks.keys, step)
+    return Tiles(*_filled(spec, blocks, queries, keys), listed=listed)
+
+
+def _on_gpu(spec: Spec, blocks: Blocks, *, listed: bool) -> Tiles:
     """Return one tile for a call of up to twice `Blocks.logits`: two steps would copy more, and both passes share one
     tile.
 
@@ -152,9 +178,12 @@ def _on_gpu(spec: Spec, blocks: Blocks) -> Tiles:
     larger = max(1, math.isqrt(blocks.logits // (heads * blocks.rows * blocks.keys)))
     rows, keys = larger * blocks.rows, larger * blocks.keys
     allowed = blocks.logits // (spec.group * min(keys, spec.key_length))
-    queries = _even(spec.query_length, max(min(max(rows, rows * keys // spec.key_length), allowed) // 16 * 16, 16))
-    keys = _even(_seen(spec, queries), max(keys, rows * keys // queries))
-    return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS)
+    most = max(min(max(rows, rows * keys // spec.key_length), allowed) // 16 * 16, 16)
+    step = TILE if listed else 16
+    queries = _even(spec.query_length, most, step)
+    seen = spec.key_length if listed else _seen(spec, queries)
+    keys = _even(seen, max(keys, rows * keys // queries), step)
+    return Tiles(*_filled(spec, blocks, queries, keys), True, _GPU_HELD_KEYS, listed)
 
 
 def _of_pages(spec: Spec, blocks: Blocks) -> Tiles:
@@ -186,10 +215,10 @@ def _seen(spec: Spec, queries: int) -> int:
     return spec.key_length if window is None else min(spec.key_length, window + queries)
 
 
-def _even(length: int, most: int) -> int:
+def _even(length: int, most: int, step: int = 16) -> int:
     """Return the block that cuts `length` into the fewest parts of at most about `most`, all nearly alike."""
     parts = -(-length // most)
-    return min(length, -(-length // (16 * parts)) * 16)
+    return min(length, -(-length // (step * parts)) * step)
 
 
 def _divisor(number: int, most: int) -> int:

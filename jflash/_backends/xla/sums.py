@@ -175,6 +175,7 @@ class _Walk:
     def total(self) -> Terms:
         """Return the sums over all tiles."""
         zero = jnp.int32(0)
+        lists = tiling.tile_lists(self.spec, self.operands, self.shape)
         example = jax.eval_shape(
             lambda block: self._terms(block, Corner(zero, zero, zero, zero), None, self._rows(block)),
             Block(zero, zero, zero, None),
@@ -197,7 +198,7 @@ class _Walk:
 
             zeros = jax.tree.map(lambda part: jnp.zeros(part.shape, self.spec.accumulator), example.rows)
             of_block = sums._replace(rows=zeros)
-            found = tiling.for_each_tile(self.spec, self.operands, self.shape, block, add_tile, of_block)
+            found = tiling.for_each_tile(self.spec, self.operands, self.shape, block, add_tile, of_block, lists)
             add = lambda total, part: tiling.add_rows(total, part, block)
             return found._replace(rows=jax.tree.map(add, sums.rows, found.rows))
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash._backends.xla import plans
 from jflash._backends.xla.plans import Tiles
 from jflash._mesh import varying_alike
-from jflash._semantics import pages, visibility
+from jflash._semantics import pages, visibility, visits
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
 
@@ -24,11 +24,23 @@ def is_whole(spec: Spec, shape: TileShape) -> bool:
     return sizes == (spec.batch, spec.key_heads, spec.query_length, spec.key_length)
 
 
-def one_tile_for_a_block(spec: Spec, shape: TileShape) -> bool:
+def one_tile_for_a_block(spec: Spec, shape: Tiles) -> bool:
     """Return whether one tile holds all that a block's rows see."""
+    if shape.listed:
+        return shape.keys == spec.key_length
     window = plans.seen_at_once(spec)
     in_step = "query_offset" not in spec.operands or shape.batch == 1
     return shape.keys == spec.key_length or (in_step and window is not None and window + shape.queries <= shape.keys)
+
+
+def tile_lists(spec: Spec, operands: Operands, shape: Tiles) -> visits.Lists | None:
+    """Return the lists of the tiles that all blocks visit, made before the walk; `None`: blocks have ranges."""
+    if not shape.listed or is_whole(spec, shape):
+        return None
+    queries = visits.cuts(spec.query_length, shape.queries, early=True)
+    keys = visits.cuts(spec.key_length, shape.keys)
+    heads = shape.key_heads * spec.group
+    return visits.list_tiles(spec, operands, queries, keys, batches=shape.batch, heads=heads)
 
 
 def holds_rows(spec: Spec, shape: Tiles) -> bool:
@@ -89,15 +101,17 @@ class Span:
 def for_each_tile[Carry](
     spec: Spec,
     operands: Operands,
-    shape: TileShape,
+    shape: Tiles,
     block: Block,
     body: Callable[[Corner, Span | None, Carry], Carry],
     carry: Carry,
+    lists: visits.Lists | None = None,
 ) -> Carry:
-    """Fold `body` over the tiles of keys that the block can see.
+    """Fold `body` over the tiles of keys that the block can see: those of its list, or all in a range.
 
-    Tiles that every row sees whole come with no span, and need no mask; the others come with theirs. Tiles begin where
-    the visible keys do rather than at multiples of their size, so a window is covered by as few as can be.
+    Tiles that every row sees whole come with no span, and need no mask; the others come with theirs. Without lists
+    tiles begin where the visible keys do rather than at multiples of their size, so a window is covered by as few as
+    can be.
     """
     carry = varying_alike(carry, like=operands.query)
     size, length = shape.keys, spec.key_length
@@ -110,6 +124,8 @@ def for_each_tile[Carry](
 
     if is_whole(spec, shape):
         return body(corner(jnp.int32(0)), Span(), carry)
+    if lists is not None:
+        return _for_each_listed(spec, shape, block, body, carry, lists)
     spans = visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
     if one_tile_for_a_block(spec, shape):
         visit = lambda carry: body(corner(jnp.minimum(spans.start, length - size)), Span(), carry)
@@ -132,6 +148,35 @@ def for_each_tile[Carry](
     if spec.mask_shape is None:
         carry = _loop(whole, unmasked, carry)
     return _loop(left + right, masked, carry)
+
+
+def _for_each_listed[Carry](
+    spec: Spec,
+    shape: TileShape,
+    block: Block,
+    body: Callable[[Corner, Span | None, Carry], Carry],
+    carry: Carry,
+    lists: visits.Lists,
+) -> Carry:
+    """Fold `body` over the tiles of a block's list, first those that are seen whole."""
+    size, length = shape.keys, spec.key_length
+    # The last block begins early.
+    row = (block.first + shape.queries - 1) // shape.queries
+    places = zip((block.batch // shape.batch, block.key_head // shape.key_heads, row), lists.shape, strict=False)
+    own = lists[tuple(jnp.minimum(place, count - 1) for place, count in places)]
+    count, entries = own[0], own[1:]
+    whole = jnp.sum((jnp.arange(entries.size) < count) & ~visits.is_partial(entries), dtype=jnp.int32)
+
+    def unmasked(index: Int[Array, ""], carry: Carry) -> Carry:
+        start = visits.start(entries[index], size)
+        return body(Corner(block.batch, block.key_head, block.first, start), None, carry)
+
+    def masked(index: Int[Array, ""], carry: Carry) -> Carry:
+        start = visits.start(entries[whole + index], size)
+        corner = Corner(block.batch, block.key_head, block.first, jnp.minimum(start, length - size))
+        return body(corner, Span(start, jnp.minimum(start + size, length)), carry)
+
+    return _loop(count - whole, masked, _loop(whole, unmasked, carry))
 
 
 def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g #i #j"] | None:

@@ -10,12 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.rounded_later import SPARE, RoundedLater
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import dq_accumulator
-from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs
+from jflash._backends.mosaic_gpu.dq_accumulator import (
+    DqAccumulator,
+    DqRefs,
+    Layout,
+    Place,
+    RoundedByLast,
+    RoundedLater,
+)
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 
 
@@ -26,16 +31,16 @@ class Recorded(DqAccumulator):
     awaited: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     rounded: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
 
-    def place(self, wave: int, head: int) -> int:
+    def accumulator(self, wave: int, head: int) -> int:
         (place,) = self._acc(wave, head)
         return int(place)
 
     def wait_for(self, wave: int) -> None:
-        item = self.schedule.item(wave, self.item)
+        item = self.schedule.item(wave, self.place.item)
         self.awaited.add((int(item.batch), int(item.head_group)))
 
     def _round_rows(self, item, wave, head, rows):
-        place, query_head = self.place(wave, head), item.first_head + head
+        place, query_head = self.accumulator(wave, head), item.first_head + head
         self.rounded.append((*map(int, (item.batch, query_head)), place, int(rows.start), rows.size))
 
 
@@ -49,7 +54,7 @@ class RecordedLater(Recorded, RoundedLater):
     def visit(self) -> None:
         for warpgroup in range(2):
             self.begin(warpgroup)
-        for index in range(self.copies + SPARE if self.adds else 0):
+        for index in range(self.copies + self.spare if self.adds else 0):
             self.after_copy(index)
 
 
@@ -150,10 +155,10 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
         with jax.disable_jit():
             own_batch, own_group, _, first_head = map(int, schedule.item(wave, item))
             refs, columns = _refs(places, (batch, rows, heads, head_dim)), -(-head_dim // 16) * 16
-            place = wave, block, item
-            taken = RecordedLater(schedule, None, refs, 1.0, *place, copies, columns, in_order_of_sums)
+            place, layout = Place(wave, block, item), Layout(columns, in_order_of_sums)
+            taken = RecordedLater(schedule, None, refs, 1.0, place, copies, layout)
             taken.visit()
-            own_places = [taken.place(wave, head) for head in range(schedule.heads)]
+            own_places = [taken.accumulator(wave, head) for head in range(schedule.heads)]
         for awaited in taken.awaited:
             assert begun.count(awaited) == blocks
         for entry_of, head, place, first, size in taken.rounded:
@@ -205,10 +210,10 @@ def test_the_last_of_an_item_rounds_it_once(heads, group, blocks, batch, rows, h
     for wave, block, item in _places(schedule, RoundedByLast):
         with jax.disable_jit():
             own_batch, own_group, _, first_head = map(int, schedule.item(wave, item))
-            taken = RecordedLast(schedule, counters, refs, 1.0, wave, block, item, 0, head_dim, False)
+            taken = RecordedLast(schedule, counters, refs, 1.0, Place(wave, block, item), 0, Layout(head_dim, False))
             taken.begin(0)
             for head in range(schedule.heads):
-                place, own = taken.place(wave, head), (own_batch, first_head + head)
+                place, own = taken.accumulator(wave, head), (own_batch, first_head + head)
                 before = owners.setdefault(place, own)
                 assert before == own or sum(size for _, size, _ in rounded[before]) == whole
                 owners[place] = own
@@ -295,7 +300,7 @@ def _awaited(schedule: BackwardSchedule, kind: type[Recorded], place: tuple[int,
     """The work items that the CTA of a place waits for."""
     refs = _refs(kind.accumulators(schedule), (schedule.batch, 64, 64, 64), Counters())
     with jax.disable_jit():
-        taken = kind(schedule, None, refs, 1.0, *place, 0, 64, False)
+        taken = kind(schedule, None, refs, 1.0, Place(*place), 0, Layout(64, False))
         taken.begin(0)
     return taken.awaited
 

@@ -13,8 +13,8 @@ from mma_interpreter import MmaInterpreter
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import bf16_columns
-from jflash._backends.mosaic_gpu.delta import delta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.row_statistics import row_sums
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.tile import operand_pieces, soft_cap
@@ -99,7 +99,7 @@ def test_delta(queries: int, value_dim: int):
     ops = Interpreter(plgpu.InterpretGPUParams(detect_races=True))
     dq_acc = jax.ShapeDtypeStruct((4, -(-rows // 64) * 64, 16), jnp.float32)
     residuals = Residuals(out, jnp.asarray(lse), d_out, jnp.asarray(d_lse))
-    results = delta(spec, residuals, ops, as_columns=True, dq_acc=dq_acc)
+    results = row_sums(spec, residuals, ops, as_columns=True, dq_acc=dq_acc)
     made, columns, zeros = (results[name] for name in ("delta", "columns", "dq_acc"))
     assert not hopper_kernels.races_found()
 
@@ -129,6 +129,6 @@ def test_no_columns_where_two_kernels_make_the_gradients():
     numbers = jnp.zeros((1, 1, 8))
     spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out)
     ops = Interpreter(plgpu.InterpretGPUParams())
-    results = delta(spec, Residuals(out, numbers, out, numbers), ops, as_columns=False, dq_acc=None)
+    results = row_sums(spec, Residuals(out, numbers, out, numbers), ops, as_columns=False, dq_acc=None)
     np.testing.assert_array_equal(results["delta"], 16)
     assert results.keys() == {"delta"}

@@ -1,0 +1,181 @@
+"""Says how much of each tile of queries and keys a mask function shows: nothing, a part, or all.
+
+The first pass evaluates the function's program on intervals (`intervals`), over whole tiles, in time that grows with
+their number. What it calls empty or full is so; what it calls partial may be either. It looks at tiles of 32 x 32 where
+those are few enough: they tell apart what lies in aligned blocks, and a tile that has a full one and an empty one is
+partial for sure. A second pass evaluates the function on the pairs of the tiles that are left in doubt, and is exact.
+It runs where those are more than the tiles of one edge that goes through the whole mask (`allowed`). Causal attention,
+a window and sorted documents leave fewer, and what could be gained there is less than the pass costs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int8, Int32
+
+from jflash._semantics.intervals import Blocks, Evaluation, Interval, point
+from jflash._semantics.mask_mod import MaskMod
+
+TILE = 128
+"""The rows, and the columns, of a tile of the map."""
+SMALLER = 32
+"""The rows, and the columns, of the tiles that the first pass looks at."""
+_MOST_SMALLER = 2**22
+"""The most tiles of that size that it looks at; of a larger map it looks at whole tiles."""
+AT_ONCE = 64
+"""The number of tiles whose pairs the second pass evaluates at once: 2**20 pairs."""
+
+
+class Coverage(NamedTuple):
+    """How much tiles show, `[#B, #N, query tiles, key tiles]`, of size 1 along axes that have no part in it."""
+
+    full: Bool[Array, "#B #N I J"]
+    """Whether every query of a tile sees every key."""
+    some: Bool[Array, "#B #N I J"]
+    """Whether some query may see some key."""
+
+    def __and__(self, other: Coverage) -> Coverage:
+        """Return what two masks show together, as far as is known."""
+        return Coverage(self.full & other.full, self.some & other.some)
+
+    @property
+    def partial(self) -> Bool[Array, "#B #N I J"]:
+        """Whether a tile needs a mask."""
+        return self.some & ~self.full
+
+    def encoded(self) -> Int8[Array, "#B #N I J"]:
+        """Return 0, 1 and 2 for empty, partial and full."""
+        return self.some.astype(jnp.int8) + self.full
+
+    @staticmethod
+    def decoded(array: Int8[Array, "#B #N I J"]) -> Coverage:
+        """Return what `encoded` encoded."""
+        return Coverage(array == 2, array > 0)
+
+    def transposed(self) -> Coverage:
+        """Return the map with queries and keys exchanged."""
+        return Coverage(*(jnp.swapaxes(array, 2, 3) for array in self))
+
+    def coarser(self, by: int) -> tuple[Coverage, Bool[Array, "#B #N I J"]]:
+        """Return the map of tiles `by` times as large, and which of them may be partial and need not be."""
+
+        def reduced(array: Array, reduce: Callable[..., Array], beyond: bool) -> Array:
+            *outer, i, j = array.shape
+            array = jnp.pad(array, [(0, 0)] * len(outer) + [(0, -i % by), (0, -j % by)], constant_values=beyond)
+            return reduce(array.reshape(*outer, -(-i // by), by, -(-j // by), by), axis=(3, 5))
+
+        found = Coverage(reduced(self.full, jnp.all, True), reduced(self.some, jnp.any, False))
+        both = reduced(self.full, jnp.any, False) & reduced(~self.some, jnp.any, False)
+        return found, found.partial & ~both
+
+
+class Grid(NamedTuple):
+    """The tiles of a call."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    tile: int = TILE
+    """The rows, and the columns, of a tile."""
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """The number of tiles along queries and keys."""
+        return -(-self.queries // self.tile), -(-self.keys // self.tile)
+
+    @property
+    def times(self) -> int:
+        """The number of them that make a tile of the map, along each axis."""
+        return TILE // self.tile
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
+def of_mask_mod(
+    mask_mod: MaskMod, arrays: tuple[Array, ...], batch: int, heads: int, queries: int, keys: int
+) -> Int8[Array, "#B #N I J"]:
+    """Return how much a function shows of each tile of 128 x 128, encoded; `arrays` have their own shapes."""
+    by_batch, by_head, *_ = mask_mod.looks_at
+    grid = Grid(batch if by_batch else 1, heads if by_head else 1, queries, keys)
+    # XLA would evaluate at compile time, slowly, what is made of a program's own constants.
+    arrays = lax.optimization_barrier(arrays)
+    number = grid.batch * grid.heads * grid.tiles[0] * grid.tiles[1]
+    fine = grid._replace(tile=SMALLER) if number * (TILE // SMALLER) ** 2 <= _MOST_SMALLER else grid
+    found, _ = by_intervals(mask_mod, arrays, fine)
+    found, doubtful = found.coarser(fine.times)
+    enough = doubtful.sum(dtype=jnp.int32) > allowed(grid)
+    return refined(mask_mod, arrays, grid, found, doubtful & enough).encoded()
+
+
+def allowed(grid: Grid) -> int:
+    """Return how many tiles in doubt are too few for a second pass.
+
+    They are as many as one edge has that goes through the whole mask, for each batch entry and head on which it
+    depends.
+    """
+    return sum(grid.tiles) * grid.batch * grid.heads
+
+
+def by_intervals(mask_mod: MaskMod, arrays: Sequence[Array], grid: Grid) -> tuple[Coverage, dict[str, int]]:
+    """Return what intervals know, and how many operations of which name they did not understand."""
+    evaluation = Evaluation()
+    consts = [point(array[None, None, None, None]) for array in arrays]
+    (seen,) = evaluation(mask_mod.jaxpr.jaxpr, consts, indices(grid))
+    shape = jnp.broadcast_shapes(seen.low.shape, (1, 1, *grid.tiles))
+    return Coverage(jnp.broadcast_to(seen.low, shape), jnp.broadcast_to(seen.high, shape)), evaluation.unknown
+
+
+def indices(grid: Grid) -> list[Interval]:
+    """Return the function's arguments, bounded for all tiles."""
+
+    def each(axis: int, count: int) -> Interval:
+        number = jnp.arange(count, dtype=jnp.int32).reshape([count if a == axis else 1 for a in range(4)])
+        return Interval(np.dtype(np.int32), number, number, number, (0, count - 1), 1)
+
+    def along(axis: int, count: int) -> Interval:
+        tiles = -(-count // grid.tile)
+        low = (jnp.arange(tiles, dtype=jnp.int32) * grid.tile).reshape([tiles if a == axis else 1 for a in range(4)])
+        high = jnp.minimum(low + grid.tile, count) - 1
+        return Interval(
+            np.dtype(np.int32), low, high, low if count == 1 else None, (0, count - 1), grid.tile,
+            Blocks(axis, grid.tile, 0),
+        )  # fmt: skip
+
+    return [each(0, grid.batch), each(1, grid.heads), along(2, grid.queries), along(3, grid.keys)]
+
+
+def refined(
+    mask_mod: MaskMod, arrays: Sequence[Array], grid: Grid, found: Coverage, doubtful: Bool[Array, "#B #N I J"]
+) -> Coverage:
+    """Return `found` with the doubtful tiles looked at pair by pair, a few of them at a time."""
+    shape, number = found.some.shape, found.some.size
+    (places,) = jnp.nonzero(doubtful.reshape(-1), size=number, fill_value=number)
+    count = doubtful.sum(dtype=jnp.int32)
+    places = jnp.pad(places.astype(jnp.int32), (0, AT_ONCE), constant_values=number)
+    of_tile = jnp.arange(grid.tile, dtype=jnp.int32)
+    given = tuple(arrays)
+
+    def look(place: Int32[Array, ""]) -> tuple[Array, Array]:
+        batch, head, i, j = jnp.unravel_index(jnp.minimum(place, number - 1), shape)
+        query, key = i.astype(jnp.int32) * grid.tile + of_tile, j.astype(jnp.int32) * grid.tile + of_tile
+        one = lambda q, k: mask_mod.scalar(batch.astype(jnp.int32), head.astype(jnp.int32), q, k, given)
+        seen = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(query, key)
+        inside = (query < grid.queries)[:, None] & (key < grid.keys)
+        return jnp.all(seen | ~inside), jnp.any(seen & inside)
+
+    def step(carry: Any) -> Any:
+        first, full, some = carry
+        mine = lax.dynamic_slice(places, (first,), (AT_ONCE,))
+        every, any_ = jax.vmap(look)(mine)
+        return first + AT_ONCE, full.at[mine].set(every, mode="drop"), some.at[mine].set(any_, mode="drop")
+
+    start = jnp.int32(0), found.full.reshape(-1), found.some.reshape(-1)
+    _, full, some = lax.while_loop(lambda carry: carry[0] < count, step, start)
+    return Coverage(full.reshape(shape), some.reshape(shape))

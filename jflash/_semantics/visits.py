@@ -1,0 +1,203 @@
+"""What a block visits: a list of tiles, in which those that are seen in part are marked.
+
+`visibility.key_spans` says it as a range, which is exact for causality, windows and lengths. A mask function, a dense
+mask and segments leave tiles empty anywhere. Then it is a list of the tiles in the range that no mask hides: a row of
+an int32 array,
+
+    [how many tiles are visited, the first one's entry, the next one's entry, ...]
+
+with as many entries as there are tiles. An entry is twice the tile's number, and one more if the tile is seen in part:
+only then it needs a mask. Tiles that are seen whole come first, and each kind comes in order. Entries behind those of
+visited tiles name a tile past the end, seen in part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32
+
+from jflash._semantics import visibility
+from jflash._semantics.coverage import TILE, Coverage
+from jflash._semantics.spec import Operands, Spec
+
+Lists = Int32[Array, "#B #N blocks entries"]
+
+
+class Cuts(NamedTuple):
+    """Where the blocks of an axis begin. Each has `size` places; those below 0 or past the end have no rows."""
+
+    first: Int[Array, "blocks"]
+    size: int
+
+
+def cuts(length: int, size: int, missing: int = 0, *, early: bool = False) -> Cuts:
+    """Return blocks in a row: the first lacks `missing` rows, or the last begins early rather than end late."""
+    first = jnp.arange(-(-(length + missing) // size), dtype=jnp.int32) * size - missing
+    return Cuts(jnp.minimum(first, length - size) if early else first, size)
+
+
+def list_tiles(
+    spec: Spec,
+    operands: Operands,
+    queries: Cuts,
+    keys: Cuts,
+    *,
+    batches: int = 1,
+    heads: int = 1,
+    of_keys: bool = False,
+) -> Lists:
+    """Return the tiles of keys that each block of queries visits; with `of_keys`, those of queries for a block of keys.
+
+    `batches` entries and `heads` query heads share a list: what any of them sees is visited, and what all see whole is
+    whole. Along batch entries or heads that see alike the result has size 1.
+    """
+    found = coverage(spec, operands, queries, keys, batches, heads)
+    return listed(found.transposed() if of_keys else found)
+
+
+def listed(found: Coverage) -> Lists:
+    """Return the lists of what a map shows."""
+    kind = jnp.where(found.full, 0, jnp.where(found.some, 1, 2)).astype(jnp.int8)
+    order = jnp.argsort(kind, axis=-1, stable=True).astype(jnp.int32)
+    visited = found.some.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    count = order.shape[-1]
+    kind = jnp.take_along_axis(kind, order, axis=-1)
+    entries = jnp.where(kind == 2, 2 * count + 1, 2 * order + kind)
+    return jnp.concatenate([visited, entries], axis=-1)
+
+
+def start(entry: Int32[Array, "..."], size: int) -> Int32[Array, "..."]:
+    """Return where the tile of an entry begins."""
+    return lax.shift_right_logical(entry, jnp.int32(1)) * size
+
+
+def is_partial(entry: Int32[Array, "..."]) -> Bool[Array, "..."]:
+    """Return whether the tile of an entry needs a mask."""
+    return lax.bitwise_and(entry, jnp.int32(1)) == 1
+
+
+def coverage(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches: int, heads: int) -> Coverage:
+    """Return how much all that limits a call shows of its tiles, `[#B, #N, blocks of queries, blocks of keys]`."""
+    found = _in_spans(spec, operands, queries, keys, batches)
+    for part in (_of_mask_mod(operands, queries, keys), _of_mask(spec, operands, queries, keys)):
+        if part is not None:
+            found = found & _shared(part, spec.batch, batches, spec.heads, heads)
+    if operands.query_segments is not None:
+        found = found & _shared(_of_segments(operands, queries, keys), spec.batch, batches, spec.heads, heads)
+    inside = (queries.first >= 0) & (queries.first + queries.size <= spec.query_length)
+    inside = inside[:, None] & (keys.first >= 0) & (keys.first + keys.size <= spec.key_length)
+    return Coverage(found.full & found.some & inside, found.some)
+
+
+def _shared(found: Coverage, batch: int, batches: int, all_heads: int, heads: int) -> Coverage:
+    """Return one map for so many batch entries and heads together."""
+
+    def together(array: Array, reduce: Callable[..., Array]) -> Array:
+        for axis, have, each in ((0, batch, batches), (1, all_heads, heads)):
+            if array.shape[axis] == have > 1:
+                parts = array.reshape(*array.shape[:axis], have // each, each, *array.shape[axis + 1 :])
+                array = reduce(parts, axis=axis + 1)
+        return array
+
+    return Coverage(together(found.full, jnp.all), together(found.some, jnp.any))
+
+
+def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches: int) -> Coverage:
+    """Return what bounds and lengths show, which are ranges. Masks and segments are looked at by tile."""
+    spec = dataclasses.replace(spec, mask_mod=None)
+    operands = operands._replace(query_segments=None, key_segments=None, mask=None)
+    limits = operands.query_offset, operands.query_lengths, operands.key_lengths
+    by_batch = any(array is not None and array.shape[0] > 1 for array in limits)
+    entries = jnp.arange(0, spec.batch if by_batch else 1, batches if by_batch else 1, dtype=jnp.int32)
+    together = batches if by_batch else 1
+    of_block = lambda batch, first: visibility.key_spans(spec, operands, batch, together, first, queries.size)
+    spans = jax.vmap(jax.vmap(of_block, (None, 0)), (0, None))(entries, queries.first)
+    start, full_start, full_stop, stop = (end[:, None, :, None] for end in spans)
+    first, last = keys.first, keys.first + keys.size
+    some = (first < stop) & (last > start) & (stop > start)
+    return Coverage((first >= full_start) & (last <= full_stop), some)
+
+
+def _of_mask_mod(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
+    """Return what `mask_mod` shows, whose map is of the whole sequences."""
+    if operands.coverage is None:
+        return None
+    found = Coverage.decoded(operands.coverage)
+    return covering(found, queries, keys, operands.first_query, operands.first_key)
+
+
+def covering(
+    found: Coverage,
+    queries: Cuts,
+    keys: Cuts,
+    first_query: Int32[Array, "#B"] | None = None,
+    first_key: Int32[Array, "#B"] | None = None,
+) -> Coverage:
+    """Return the map of other tiles than those of 128 x 128: each shows what all that it meets show."""
+    full, some = ~found.full, found.some
+    for axis, cut, moved in ((2, queries, first_query), (3, keys, first_key)):
+        full, some = (_any_within(array, axis, cut, moved) for array in (full, some))
+    return Coverage(~full, some)
+
+
+def _any_within(
+    array: Bool[Array, "..."], axis: int, cut: Cuts, moved: Int32[Array, "#B"] | None
+) -> Bool[Array, "..."]:
+    """Return whether a block meets any True along an axis: a difference of running sums says it."""
+    count = array.shape[axis]
+    zero = jnp.zeros([1 if a == axis else n for a, n in enumerate(array.shape)], jnp.int32)
+    sums = jnp.concatenate([zero, jnp.cumsum(array, axis=axis, dtype=jnp.int32)], axis=axis)
+    first = cut.first[None] if moved is None else cut.first + moved[:, None]
+    begin, end = jnp.clip(first // TILE, 0, count), jnp.clip(-(-(first + cut.size) // TILE), 0, count)
+    take = jax.vmap(lambda sums, places: jnp.take(sums, places, axis=axis - 1), (0 if array.shape[0] > 1 else None, 0))
+    if first.shape[0] == 1:
+        return jnp.take(sums, end[0], axis=axis) > jnp.take(sums, begin[0], axis=axis)
+    sums = sums if array.shape[0] > 1 else sums[0]
+    return take(sums, end) > take(sums, begin)
+
+
+def _of_mask(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
+    """Return what a dense mask shows."""
+    mask = operands.mask
+    if mask is None:
+        return None
+    *_, rows, columns = mask.shape
+    pad = [(0, 0), (0, 0), (0, -rows % TILE if rows > 1 else 0), (0, -columns % TILE if columns > 1 else 0)]
+
+    def reduced(reduce: Callable[..., Array], beyond: bool) -> Array:
+        array = jnp.pad(mask, pad, constant_values=beyond)
+        each = [TILE if n > 1 else 1 for n in (rows, columns)]
+        *outer, i, j = array.shape
+        return reduce(array.reshape(*outer, i // each[0], each[0], j // each[1], each[1]), axis=(3, 5))
+
+    found = Coverage(reduced(jnp.all, True), reduced(jnp.any, False))
+    whole = lambda length: Cuts(jnp.zeros(1, jnp.int32), min(length, TILE))
+    return covering(found, queries if rows > 1 else whole(1), keys if columns > 1 else whole(1))
+
+
+def _of_segments(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage:
+    """Return what segments show: tiles share none if their ids lie apart, or no id's last five bits are in both."""
+    assert operands.query_segments is not None
+    assert operands.key_segments is not None
+    (low_q, high_q, bits_q), (low_k, high_k, bits_k) = map(
+        _ids_of_tiles, (operands.query_segments, operands.key_segments)
+    )
+    rows, columns = (lambda array: array[:, None, :, None]), (lambda array: array[:, None, None, :])
+    low, high = jnp.maximum(rows(low_q), columns(low_k)), jnp.minimum(rows(high_q), columns(high_k))
+    some = (low <= high) & (rows(bits_q) & columns(bits_k) != 0)
+    one = (rows(low_q) == rows(high_q)) & (columns(low_k) == columns(high_k)) & (rows(low_q) == columns(low_k))
+    return covering(Coverage(one, some), queries, keys)
+
+
+def _ids_of_tiles(ids: Int32[Array, "#B L"]) -> tuple[Array, Array, Array]:
+    """Return of each tile the least id, the largest, and a set of all ids by their last five bits."""
+    padded = jnp.pad(ids, [(0, 0), (0, -ids.shape[1] % TILE)], mode="edge").reshape(ids.shape[0], -1, TILE)
+    bit = lax.shift_left(jnp.uint32(1), (padded & 31).astype(jnp.uint32))
+    bits = lax.reduce(bit, jnp.uint32(0), lax.bitwise_or, (2,))
+    return padded.min(axis=2), padded.max(axis=2), bits
