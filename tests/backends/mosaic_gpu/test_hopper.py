@@ -15,8 +15,6 @@ import pytest
 import score_mod_tables
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jflash._backends.mosaic_gpu.rounded_by_last import RoundedByLast
-from jflash._backends.mosaic_gpu.rounded_later import RoundedLater
 from kernel_families import plan_of
 from kernel_values import ON_HARDWARE, drawn
 from on_hardware import PLAIN, poison, with_nan_in_padding
@@ -28,7 +26,7 @@ from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan
 from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu.backward_short import ShortPlan
-from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator
+from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, RoundedByLast, RoundedLater
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 pytestmark = pytest.mark.gpu
