@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from short_run import cover
 
 import jflash
 from jflash._semantics import visibility
@@ -44,14 +45,14 @@ def call_of(name: str, case: Case) -> oracle.Call:
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [pytest.param(name, case, marks=() if name in IN_SHORT_RUN else pytest.mark.slow, id=name) for name, case in CASES],
+    [pytest.param(name, case, marks=() if name in IN_SHORT_RUN else cover(0), id=name) for name, case in CASES],
 )
 def test_exact(attention: Callable[..., Any], name: str, case: Case) -> None:
     call = call_of(name, case)
     oracle.assert_right(oracle.run(attention, call), call)
 
 
-@pytest.mark.parametrize("name", ["block table", pytest.param("causal documents", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["block table", pytest.param("causal documents", marks=cover(0))])
 def test_tangents(name: str) -> None:
     call = call_of(name, LONG._replace(query_length=640))
     along = oracle.draw_tangents(call)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import mask_functions
 import pytest
+from short_run import cover
 
 PAGE = Path(__file__).parents[2] / "examples" / "benchmarks" / "mask-functions.md"
 ROWS = {
@@ -20,7 +21,7 @@ def test_every_function_has_a_row() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("window of frames", "block table") else pytest.mark.slow)
+        pytest.param(name, marks=() if name in ("window of frames", "block table") else cover(0))
         for name in mask_functions.families(128)
     ],
 )

@@ -13,6 +13,7 @@ import sequences
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from operands import jit
+from short_run import cover
 
 import jflash
 
@@ -63,11 +64,11 @@ def placed(mesh: Any, spec: PartitionSpec, arrays: Arrays) -> Arrays:
     ("name", "length", "options", "spec"),
     [
         ("block table", 1024, {}, P(None, "x")),
-        pytest.param("strided", 1040, {}, P(None, "x"), marks=pytest.mark.slow),
-        pytest.param("block table", 1024, {}, P("y", "x"), marks=pytest.mark.slow),
-        pytest.param("window of each head", 1024, {}, P("y", None, "x"), marks=pytest.mark.slow),
+        pytest.param("strided", 1040, {}, P(None, "x"), marks=cover(0)),
+        pytest.param("block table", 1024, {}, P("y", "x"), marks=cover(0)),
+        pytest.param("window of each head", 1024, {}, P("y", None, "x"), marks=cover(0)),
         pytest.param(
-            "prefix of each entry", 1024, dict(sequence_strategy="gather"), P(None, "x"), marks=pytest.mark.slow
+            "prefix of each entry", 1024, dict(sequence_strategy="gather"), P(None, "x"), marks=cover(0)
         ),
     ],
 )  # fmt: skip
@@ -85,9 +86,9 @@ def test_sharded_jit(name: str, length: int, options: Any, spec: PartitionSpec) 
     ("strategy", "name", "options"),
     [
         ("ring", "causal documents", dict(is_causal=True)),
-        pytest.param("ring", "block table", dict(segment_ids=True), marks=pytest.mark.slow),
-        pytest.param("all_to_all", "window of each head", {}, marks=pytest.mark.slow),
-        pytest.param("gather", "strided", {}, marks=pytest.mark.slow),
+        pytest.param("ring", "block table", dict(segment_ids=True), marks=cover(0)),
+        pytest.param("all_to_all", "window of each head", {}, marks=cover(0)),
+        pytest.param("gather", "strided", {}, marks=cover(0)),
     ],
 )
 def test_shard_map(strategy: str, name: str, options: Any) -> None:
@@ -129,7 +130,7 @@ def test_vmap_of_a_closed_over_array() -> None:
     assert_near(got, jit(jax.vmap(functools.partial(one, implementation="reference")))(ids, query, key, value))
 
 
-@pytest.mark.slow
+@cover(0)
 def test_second_order() -> None:
     """The gradient of a product of gradients, and of a tangent."""
     function, given = mask_functions.families(640)["strided"], arrays(640, 1)
@@ -155,7 +156,7 @@ def test_export() -> None:
     assert_near(got, want)
 
 
-@pytest.mark.slow
+@cover(0)
 def test_dropout_drops_the_same() -> None:
     """What is not visited is not counted either."""
     function, given = mask_functions.families(640)["causal documents"], arrays(640)
@@ -164,7 +165,7 @@ def test_dropout_drops_the_same() -> None:
     assert_near(got, by_definition(mask_functions.dense(function, 1, 1, 640, 640), *given, **options))
 
 
-@pytest.mark.slow
+@cover(0)
 def test_checkpoint_and_scan() -> None:
     """A function defined inside of a loop closes over what the loop carries."""
     function, given = mask_functions.families(640)["causal documents"], arrays(640)
