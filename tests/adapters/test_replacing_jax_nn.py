@@ -286,7 +286,7 @@ def test_a_decorated_function() -> None:
         """Call itself, twice."""
         return attend(depth - 1) if depth else by_attribute(PLAIN, PLAIN, PLAIN)
 
-    assert attend.__doc__ == "Of itself, twice."
+    assert attend.__doc__ == "Call itself, twice."
     assert replacing.report().startswith("No call")
     for remedy in ("einsums", "attention_fn=jflash.flax.attention_fn", "jax.clear_caches()"):
         assert remedy in replacing.report()

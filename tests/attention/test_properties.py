@@ -84,7 +84,7 @@ def test_as_jax_nn(attention: Attention, seed: int, dtype: Any, where: dict, see
 
 def jax_nn(**options: Any) -> Any:
     """`jax.nn.dot_product_attention` with jflash's arguments."""
-    for name in ("alibi_slopes", "score_mod", "segment_ids", "sinks", "logits_soft_cap", "dropout_key"):
+    for name in ("alibi_slopes", "score_mod", "mask_mod", "segment_ids", "sinks", "logits_soft_cap", "dropout_key"):
         assert options.pop(name, None) is None
     assert options.pop("query_offset") == options.pop("dropout_rate") == 0
     out, lse = jax.nn.dot_product_attention(**options)

@@ -34,7 +34,7 @@ def operands_of(length: int, heads: tuple[int, int] = (1, 1), dtype: Any = jnp.f
 
 def split_of(device: int, count: int, length: int, **options: Any) -> SequenceSplit:
     """Return the split as `device` sees it, of `length` queries and keys in all."""
-    spec = Spec(**{**shape_facts(operands_of(length)), "scale": 1.0, "query_offset": 0, **options})
+    spec = Spec(**{**shape_facts(operands_of(length), None), "scale": 1.0, "query_offset": 0, **options})
     ring = Device(("x",), count, device)
     return SequenceSplit(spec, ring, ring)
 
