@@ -20,6 +20,7 @@ delta, delta is subtracted after it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -168,8 +169,8 @@ def row_sums(
     chunk = next(columns for columns in (64, 32, 16) if width % columns == 0)
     factors, panels = dict(out=out, d_out=d_out), forward_in_panels(spec)
     is_whole = panel_dim(value_dim) == value_dim if panels else block_shape(out.shape) == out.shape
-    tile = smem.tile((WARPGROUP_ROWS, width), out.dtype, value_dim, chunk=chunk, in_panels=panels)
-    tiles = [tile] * len(factors) if is_whole else []
+    tile = functools.partial(smem.tile, (WARPGROUP_ROWS, width), out.dtype, value_dim, chunk=chunk, in_panels=panels)
+    tiles = [tile() for _ in factors] if is_whole else []
     if not tiles or not smem.fits(tiles):
         # Cheaper than padded copies of both. Of float32 some heads that other kernels serve have no room here.
         products = out.astype(jnp.float32) * d_out.astype(jnp.float32)

@@ -1,6 +1,7 @@
 """What the Hopper kernels are made of, each part by itself: the soft cap, pieces of bfloat16, delta."""
 
 import math
+from typing import Any
 
 import hopper_kernels
 import jax
@@ -86,13 +87,20 @@ def test_pieces_of_a_bias_of_keys():
 
 
 @cover(every=6)
-@pytest.mark.parametrize(("queries", "value_dim"), [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)])
-def test_delta(queries: int, value_dim: int):
+@pytest.mark.parametrize(
+    ("dtype", "queries", "value_dim"),
+    [
+        *((jnp.bfloat16, *size) for size in [(1, 8), (8, 8), (70, 80), (72, 80), (72, 24), (128, 256)]),
+        # No swizzle of float32 has columns that divide these.
+        (jnp.float32, 72, 70),
+    ],
+)
+def test_delta(dtype: Any, queries: int, value_dim: int):
     """delta, columns that are lse and delta, and zeros; for queries that see nothing, and behind the last one."""
     rows = -(-queries // 8) * 8
     generator = np.random.default_rng(0)
     shape = (2, queries, 3, value_dim)
-    out, d_out = (jnp.asarray(generator.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    out, d_out = (jnp.asarray(generator.normal(size=shape), dtype) for _ in range(2))
     lse, d_lse = (generator.normal(size=(2, 3, queries)).astype(np.float32) for _ in range(2))
     lse[0, 1, -1] = -np.inf
     spec, _ = hopper_kernels.canonical_arguments(query=out, key=out, value=out, scale=0.3)
