@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
+from jflash._backends.nvidia.facts import facts_of
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
@@ -35,16 +36,15 @@ def unsupported_call(spec: Spec) -> str | None:
     if widest > 576:
         return f"H and D must be at most 576. Got {dims}."
     from jflash._backends.mosaic_gpu import plan
-    from jflash._backends.nvidia import bias_and_mask
     from jflash._backends.nvidia.tile import operand_pieces
 
     reason = unsupported_score_mod(spec) or operand_pieces.unsupported(spec)
     if reason is not None or plan.fits(spec):
         return reason
-    such = f"with {dims}" + " and such a bias" * bias_and_mask.has_bias_tiles(spec)
-    if spec.dtype != jnp.float32:
+    such = f"with {dims}" + " and such a bias" * facts_of(spec).has_bias_tiles
+    if not facts_of(spec).is_float32:
         return f"{such} its tiles do not fit in shared memory."
-    pieces = operand_pieces.number(spec)
+    pieces = facts_of(spec).pieces
     return f"it takes float32 as {pieces} bfloat16 pieces; {such} their tiles do not fit in shared memory."
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.prepare import LENGTHS
 from jflash._backends.nvidia.smem import round_up
 from jflash._backends.nvidia.tile import operand_pieces
@@ -81,8 +81,8 @@ def in_panels(spec: Spec) -> bool:
 
 def _may_have_panels(spec: Spec) -> bool:
     # Tiles of a bias may leave no room for the kernels of narrow heads.
-    most = 128 if bias_and_mask.has_bias_tiles(spec) else 256
-    return spec.dtype != jnp.float32 and max(_dims(spec)) <= most
+    most = 128 if facts_of(spec).has_bias_tiles else 256
+    return not facts_of(spec).is_float32 and max(_dims(spec)) <= most
 
 
 def _has_whole_lengths(spec: Spec) -> bool:
@@ -114,7 +114,7 @@ def _rows_that_see_a_key(spec: Spec) -> float:
 
 def block_dims(spec: Spec) -> tuple[int, int]:
     """A call's H and D in device memory, where tiles are in blocks; pieces of float32 fill every kernel's tiles."""
-    whole = (lambda dim: round_up(dim, 32)) if spec.dtype == jnp.float32 else block_dim
+    whole = (lambda dim: round_up(dim, 32)) if facts_of(spec).is_float32 else block_dim
     return whole(spec.head_dim), whole(spec.value_dim)
 
 
@@ -174,16 +174,16 @@ def copied(spec: Spec) -> list[str]:
     """The copies that a call costs before its kernels, in words for `explain`."""
     rows, keys = (spec.batch, spec.query_length, spec.heads), (spec.batch, spec.key_length, spec.key_heads)
     shapes = dict(query=(*rows, spec.head_dim), key=(*keys, spec.head_dim), value=(*keys, spec.value_dim))
-    if spec.dtype == jnp.float32:
-        pieces = operand_pieces.number(spec)
+    if facts_of(spec).is_float32:
+        pieces = facts_of(spec).pieces
         copies = [f"{name} is split into bfloat16 pieces, {pieces} of each number" for name in shapes]
     else:
         copies = [text for name, shape in shapes.items() for text in _padded(spec, name, shape)]
-    if spec.bias_shape is not None and bias_and_mask.has_bias_tiles(spec):
+    if spec.bias_shape is not None and facts_of(spec).has_bias_tiles:
         *_, rows, columns = spec.bias_shape
         if rows % 8 or columns % 64:
             copies.append(f"bias is padded from [{rows}, {columns}] to [{round_up(rows, 8)}, {round_up(columns, 64)}]")
-    if bias_and_mask.has_packed_mask(spec):
+    if facts_of(spec).has_packed_mask:
         copies.append("mask is packed into bits, an eighth of its bytes")
     return copies
 

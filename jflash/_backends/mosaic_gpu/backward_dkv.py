@@ -31,11 +31,11 @@ from jflash._backends.mosaic_gpu.cta import KeysCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import backward_tile, base2, dropped, operand_pieces
+from jflash._backends.nvidia.tile import backward_tile, dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
@@ -66,14 +66,14 @@ class DkvPlan(SummingPlan):
     @property
     def slopes(self) -> int:
         """How many derivatives of the logits go through shared memory."""
-        return (not base2.is_plain(self.spec)) + len(self.score_mod_of_bias)
+        return (not facts_of(self.spec).is_plain) + len(self.score_mod_of_bias)
 
     @property
     def smem(self) -> Buffers:
         """The kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
         spec, stages, rows = self.spec, self.stages, WARPGROUP_ROWS
         (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
-        has_bias_tiles, tiles = bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
+        has_bias_tiles, tiles = facts_of(spec).has_bias_tiles, CallTiles.of(spec)
         ring = functools.partial(tiles.ring, readers=2)
         k, v = tiles.operand((rows, columns), head_dim), tiles.operand((rows, value_columns), value_dim)
         dk, dv = tiles.result((rows, columns), head_dim), tiles.result((rows, value_columns), value_dim)
@@ -198,7 +198,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
 
         start = ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), self.plan.sums.zeros(ops)
         acc_dk, _ = self.order.each(self._add_dk, start, self.finish_head)
-        self._store(acc_dk * base2.sums_scale(self.plan.spec), "d_key", self.dk)
+        self._store(acc_dk * facts_of(self.plan.spec).sums_scale, "d_key", self.dk)
 
     def _add_dk(self, step: Array, head: Array, index: Array, carry: tuple[Array, Sums]) -> tuple[Array, Sums]:
         acc_dk, sums = carry

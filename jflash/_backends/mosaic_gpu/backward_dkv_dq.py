@@ -27,11 +27,11 @@ from jflash._backends.mosaic_gpu.array_shapes import tile_dims
 from jflash._backends.mosaic_gpu.backward_dkv import QUERIES, DkvCta, DkvPlan
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.tile import operand_pieces
-from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._semantics.spec import Spec
@@ -42,7 +42,7 @@ _WARPGROUPS = 2
 
 def suits(spec: Spec) -> bool:
     """Whether products are dear, as those of float32's pieces are, and halves of dQ's columns are whole swizzles."""
-    return spec.dtype == jnp.float32 and tile_dims(spec)[0] == 128
+    return facts_of(spec).is_float32 and tile_dims(spec)[0] == 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DkvDqPlan(DkvPlan):
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         halves = sums.as_rows(changed["dq_acc"]).transpose(0, 3, 1, 2, 4)
-        d_query = halves.reshape(*halves.shape[:3], -1) * sums_scale(self.spec)
+        d_query = halves.reshape(*halves.shape[:3], -1) * facts_of(self.spec).sums_scale
         return super().finish(made, changed) | dict(d_query=d_query)
 
     @property
@@ -117,7 +117,7 @@ class DkvDqCta(DkvCta[DkvDqPlan]):
         room for both.
         """
         spec, ops, shape = self.plan.spec, self.ops, (QUERIES, self.plan.dq_width)
-        if operand_pieces.number(spec) < 3:
+        if facts_of(spec).pieces < 3:
 
             def add(ref: Any) -> Array:
                 piece_products.mma(ref, a, b, ops)

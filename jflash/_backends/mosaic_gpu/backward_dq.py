@@ -33,11 +33,11 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import DqTiles
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, operand_pieces
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.tile.inputs import TileCoord
@@ -52,7 +52,7 @@ Carry = tuple[Array, tuple[Array, ...]]
 def shared_memory(spec: Spec, tile: DqTiles) -> Buffers:
     """Return the kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
-    has_bias_tiles = bias_and_mask.has_bias_tiles(spec)
+    has_bias_tiles = facts_of(spec).has_bias_tiles
     tiles, rows = CallTiles.of(spec), (tile.warpgroups, WARPGROUP_ROWS)
     ring = functools.partial(tiles.ring, readers=tile.warpgroups)
     q, do = tiles.operand((*rows, columns), head_dim), tiles.operand((*rows, value_columns), value_dim)
@@ -111,7 +111,7 @@ class DqCta(QueryRowsCta[DqPlan]):
         visit = lambda index, carry: self._visit(index, statistics, carry)
         acc_dq, totals = lax.fori_loop(0, self.tiles.count, visit, start)
         sums.store(results, totals, self.batch, self.head, self.query_rows)
-        self.store_in_place(acc_dq * base2.sums_scale(spec), results["d_query"], self.head)
+        self.store_in_place(acc_dq * facts_of(spec).sums_scale, results["d_query"], self.head)
 
     def _visit(self, index: Array, statistics: Sequence[Array], carry: Carry) -> Carry:
         """Add what one tile gives to dQ and to the sums of parameters' gradients."""

@@ -24,10 +24,10 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
-from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_order import TileOrder
@@ -111,7 +111,7 @@ class FusedPlan(QueryWalkPlan):
             return made
         acc = changed["dq_acc"][:, :, : self.acc_columns]
         acc = sums.as_rows(acc) if self.tile.adds_registers else acc
-        return made | dict(d_query=dq_accumulator.unrounded(self.schedule, acc) * sums_scale(self.spec))
+        return made | dict(d_query=dq_accumulator.unrounded(self.schedule, acc) * facts_of(self.spec).sums_scale)
 
 
 class FusedCta(QueryWalkCta[FusedPlan]):
@@ -136,7 +136,8 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.sums))
         dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
         layout = Layout(plan.acc_columns, plan.tile.adds_registers)
-        self.dq = plan.dq(plan.schedule, ops, dq_refs, sums_scale(plan.spec), place, tiles.count * heads, layout)
+        scale, copies = facts_of(plan.spec).sums_scale, tiles.count * heads
+        self.dq = plan.dq(plan.schedule, ops, dq_refs, scale, place, copies, layout)
 
     def _take_ticket(self) -> Place:
         """Return the CTA's place.

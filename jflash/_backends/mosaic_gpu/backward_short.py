@@ -31,9 +31,9 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import WorkItem
@@ -243,7 +243,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         plan, result = self.plan, self.refs.results["d_query"]
         slots = self.rounded_dq.shape[1]
         rounded = self.rounded_dq.at[self.warpgroup, lax.rem(number, slots)]
-        dq = self.ops.load(self.smem.acc_dq.at[share]) * sums_scale(plan.spec)
+        dq = self.ops.load(self.smem.acc_dq.at[share]) * facts_of(plan.spec).sums_scale
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         rounded[...] = dq.astype(result.dtype)
         plgpu.commit_smem()

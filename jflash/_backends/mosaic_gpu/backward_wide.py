@@ -40,10 +40,11 @@ from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
 from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, dropped, operand_pieces
+from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
@@ -211,7 +212,7 @@ class WideCta(WalkingCta[WidePlan]):
     def _store(self, half: int, acc: Float[Array, "rows columns"]) -> None:
         plan, result, width = self.plan, self.refs.results[self.plan.gradient], acc.shape[1]
         spec, columns = plan.spec, pl.ds(half * width, width)
-        scaled = dropped.scaled(spec, acc) if plan.gradient == "d_value" else acc * base2.sums_scale(spec)
+        scaled = dropped.scaled(spec, acc) if plan.gradient == "d_value" else acc * facts_of(spec).sums_scale
         if plan.stores_sums:
             result[self.batch, self.item.head_group, self.cta_rows, columns] = scaled
         else:

@@ -18,11 +18,10 @@ from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WalkedTiles
-from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.choose import choose
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, SummingPlan, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._semantics.spec import Spec
@@ -89,7 +88,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
 
     A barrier `full` completes a phase when a copy has arrived or something was stored, `empty` when all have read it.
     """
-    kind, has_bias_tiles, tiles = _KINDS[gradient], bias_and_mask.has_bias_tiles(spec), CallTiles.of(spec)
+    kind, has_bias_tiles, tiles = _KINDS[gradient], facts_of(spec).has_bias_tiles, CallTiles.of(spec)
     weighed, chunks = _columns(spec, kind.weighed), _chunks(spec, gradient)
     # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.
     widths = {kind.weighed: math.gcd(weighed // 2, tile.size), kind.unweighed: chunks.width}
@@ -176,7 +175,7 @@ class WidePlan(SummingPlan):
 
 def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -> tuple[WidePlan, ...]:
     """Return the plans of all three gradients; `wanted` are parameters whose gradients are sums along rows."""
-    by_key = ("bias",) if "bias" in wanted and bias_and_mask.bias_kind(spec) == "column" else ()
+    by_key = ("bias",) if "bias" in wanted and facts_of(spec).bias_kind == "column" else ()
     sums = dict(d_query=tuple(name for name in wanted if name not in by_key), d_key=by_key, d_value=())
 
     def plan(gradient: Gradient) -> WidePlan:
@@ -202,11 +201,11 @@ def _choose_tiles(spec: Spec, gradient: Gradient) -> WalkedTiles:
     room = lambda tile: shared_memory(spec, gradient, tile)
     candidates = list[WalkedTiles]()
     for size, stages in (tile for tile in _KINDS[gradient].tiles if tile[0] <= most):
-        in_flight = pl.cdiv(_BYTES_IN_FLIGHT, size * chunks.width * operand_pieces.dtype(spec).itemsize)
+        in_flight = pl.cdiv(_BYTES_IN_FLIGHT, size * chunks.width * facts_of(spec).operand_dtype.itemsize)
         least = min(chunks.number, max(in_flight, chunks.least))
         tiles = (WalkedTiles(size, stages, slots) for slots in range(2 * chunks.number, least - 1, -1))
         candidates += [tile for tile in tiles if smem.fits(room(tile))][:1]
-    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec)
+    facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, *facts_of(spec).tuned_pieces
     tile = choose(f"mosaic_gpu wide {gradient}", facts, candidates, room, smem.CAPACITY)
     assert tile is not None, "`fits` says so"
     return tile

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import pipeline, smem
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref, along_columns, rounded
 from jflash._backends.nvidia.prepare import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -62,7 +62,7 @@ def _serves(spec: Spec) -> bool:
     is_scaled = spec.scale is not None and 1e-20 < spec.scale < 1e20
     # For wider ones, shared memory has no room for the bias's columns beside an output of its own.
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
-    return alone and is_scaled and is_narrow and bias_and_mask.bias_kind(spec) == "column"
+    return alone and is_scaled and is_narrow and facts_of(spec).bias_kind == "column"
 
 
 class BiasByMma(Plain):

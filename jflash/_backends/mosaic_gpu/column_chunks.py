@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import piece_products, smem
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import Buffers
-from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
 _MOST_COLUMNS = 192
@@ -44,7 +44,7 @@ class ColumnChunks:
         """Divide tiles with `columns` of a piece, a multiple of 32, into chunks of whole swizzles, `most` at most."""
         swizzle = math.gcd(columns, 64)
         width = max(some for some in range(swizzle, most + 1, swizzle) if columns % some == 0)
-        return cls(operand_pieces.number(spec), columns, width)
+        return cls(facts_of(spec).pieces, columns, width)
 
     @property
     def of_a_piece(self) -> int:
@@ -89,7 +89,7 @@ class ColumnChunks:
         One warpgroup of each CTA along `cluster` reads them.
         """
         shape, in_array = (slots, rows, self.width), columns * self.pieces
-        return smem.ring(shape, operand_pieces.dtype(spec), in_array, readers=1, chunk=self.width, cluster=cluster)
+        return smem.ring(shape, facts_of(spec).operand_dtype, in_array, readers=1, chunk=self.width, cluster=cluster)
 
 
 @dataclasses.dataclass(frozen=True)

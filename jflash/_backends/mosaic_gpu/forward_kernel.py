@@ -32,6 +32,7 @@ from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -250,7 +251,7 @@ class MainLoop:
 
     def _issue_s(self, acc_s: Any, index: Any) -> None:
         spec, warpgroup, slot = self.plan.spec, self.cta.warpgroup, self._slot(index)
-        if operand_pieces.number(spec) > 1:
+        if facts_of(spec).pieces > 1:
             # Registers hold the addresses of one piece's parts for the whole loop, but not those of several.
             warpgroup = warpgroup + pipeline.opaque_zero(index, warpgroup)
         queries, keys = self.cta.q.at[warpgroup], self.smem.k.tiles

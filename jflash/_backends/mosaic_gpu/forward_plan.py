@@ -20,12 +20,11 @@ from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.timing_model import Visits, block_times
-from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.choose import choose
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch
 from jflash._backends.nvidia.packing import ForwardShape, packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
 from jflash._semantics.spec import Spec
@@ -36,7 +35,7 @@ SMALLEST_TILE = RowTiles(1, 64, 1)
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     columns, value_columns = tile_dims(spec)
-    has_bias_tiles, bias_by_mma = bias_and_mask.has_bias_tiles(spec), bf16_columns.form(spec).bias_by_mma
+    has_bias_tiles, bias_by_mma = facts_of(spec).has_bias_tiles, bf16_columns.form(spec).bias_by_mma
     tiles, value_tiles = CallTiles(spec, forward_in_panels(spec)), CallTiles(spec, values_in_panels(spec))
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
@@ -83,7 +82,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def is_plain(self) -> bool:
         """Whether logits are products, and no weight is dropped."""
-        return base2.is_plain(self.spec) and self.spec.dropout_rate == 0
+        return facts_of(self.spec).is_plain and self.spec.dropout_rate == 0
 
     @property
     def value_chunks(self) -> int:
@@ -102,7 +101,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
         Products of three pieces have a second accumulator, in which they begin at zero. If it has more than 64
         columns, both and P's pieces leave no registers for S.
         """
-        return operand_pieces.number(self.spec) < 3 or self.columns <= 64
+        return facts_of(self.spec).pieces < 3 or self.columns <= 64
 
     @property
     def orders_products(self) -> bool:
@@ -121,7 +120,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
         """
         spec = self.spec
         is_masked = tile_range.is_limited(spec) or spec.key_length % self.tile.keys != 0 or "mask" in spec.operands
-        in_blocks = operand_pieces.number(spec) == 1 and not forward_in_panels(spec)
+        in_blocks = facts_of(spec).pieces == 1 and not forward_in_panels(spec)
         fits = spec.head_dim in (192, 256) and in_blocks and self.schedule.items_per_cta == 1
         return 128 if fits and self.is_plain and not is_masked else 0
 
@@ -213,9 +212,9 @@ def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[i
 
 def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
     """The fastest tiles that fit, for a head with `rows` of queries; `processors_per_head` is 0 where it is unknown."""
-    dims, bias_bytes, few_rows = block_dims(spec), bias_and_mask.bias_tile_bytes(spec), rows <= WARPGROUP_ROWS
+    dims, bias_bytes, few_rows = block_dims(spec), facts_of(spec).bias_tile_bytes, rows <= WARPGROUP_ROWS
     candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
-    if spec.dtype == jnp.float32:
+    if facts_of(spec).is_float32:
         # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
     elif not few_rows and not bias_bytes and (more := _tiles_of_more_warpgroups(spec, visits)):
@@ -230,7 +229,7 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
         candidates = sorted((candidates[0], *more), key=time)
     # Splits of the keys store a float32 output.
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
-    facts = *dims, bias_bytes, "short" if few_rows else "long", *operand_pieces.facts(spec)
+    facts = *dims, bias_bytes, "short" if few_rows else "long", *facts_of(spec).tuned_pieces
     room = lambda tile: shared_memory(spec, tile, dtype(tile))
     tile = choose("mosaic_gpu forward", facts, candidates, room, smem.CAPACITY)
     assert tile is not None, "the call is a wide one"
@@ -245,7 +244,7 @@ def _tiles_of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
         tiles = RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4)
         return [tile for tile in tiles if tile.warpgroups <= form.max_warpgroups]
     # What comes in words or columns for whole tiles comes for 64 keys.
-    in_words = bias_and_mask.has_packed_mask(spec) or form.bias_by_mma or spec.dropout_rate > 0
+    in_words = facts_of(spec).has_packed_mask or form.bias_by_mma or spec.dropout_rate > 0
     keys = timing_model.KEYS_OF_THREE_WARPGROUPS.get(value_dim)
     if keys is None or in_words or head_dim != value_dim or form.max_warpgroups < 3:
         return []
@@ -277,6 +276,6 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
     first = visits[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
     of_two = timing_model.BEGIN_BY_STORES[stores]
     beginning = timing_model.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else of_two
-    tile_bytes = tile.keys * (head_dim + value_dim) * operand_pieces.number(spec) * 2
+    tile_bytes = tile.keys * (head_dim + value_dim) * facts_of(spec).pieces * 2
     device = forward_schedule.Device(processors, beginning, tile_bytes)
     return forward_schedule.choose(one, (*visits[:0:-1], first), heads, device)

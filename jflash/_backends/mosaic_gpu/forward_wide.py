@@ -43,6 +43,7 @@ from jflash._backends.mosaic_gpu.forward_schedule import DealtTo
 from jflash._backends.mosaic_gpu.forward_wide_plan import HALVES, ITEMS, PAIR, WideForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
@@ -83,7 +84,7 @@ class _Cta(ForwardCta):
     def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         self.dealt = DealtTo(refs.arrays[ITEMS], self.place[0]) if ITEMS in refs.arrays else None
-        self.has_16_bits = operand_pieces.number(plan.spec) == 1
+        self.has_16_bits = facts_of(plan.spec).pieces == 1
         # In lists: found before the warpgroups part, kernels of 16 bits are faster and those of float32 slower.
         self.found = self._item(0, 0) if self.dealt is None or self.has_16_bits else None
         self.keys = ChunkRing(plan.key_chunks, refs.smem.keys, PAIR if plan.in_pairs else None)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -23,12 +22,12 @@ from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, ForwardSche
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
-from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.choose import choose
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.packing import may_pack
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2, logits, operand_pieces
+from jflash._backends.nvidia.tile import logits
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
 from jflash._semantics.spec import Spec
@@ -81,7 +80,7 @@ class WideForwardPlan(ForwardPlan):
     @property
     def registers(self) -> Registers:
         """What each kind of warpgroup has: half of O takes up to 144, and P 16 for each piece."""
-        most = 512 if operand_pieces.number(self.spec) == 1 else 384
+        most = 512 if facts_of(self.spec).pieces == 1 else 384
         return Registers(136, 176, 24) if whole_dims(self.spec)[1] <= most else Registers(104, 192, 24)
 
     @property
@@ -150,7 +149,7 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
         values=[tiles.ring(values, value_dim, readers=1, cluster=cluster) for _ in range(number)],
-        biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if bias_and_mask.has_bias_tiles(spec) else [],
+        biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if facts_of(spec).has_bias_tiles else [],
         p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
         rescale=smem.vectors(WARPGROUP_ROWS),
         statistics=smem.vectors(2, WARPGROUP_ROWS),
@@ -187,7 +186,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     spec, pairs = plan.spec, None if processors is None else max(1, processors // 2)
     heads, entries, turns = map(range, (plan.heads, spec.batch, plan.schedule.blocks))
     items = len(heads) * len(entries) * len(turns)
-    suits = plan.in_pairs and _limits_are_known(spec) and operand_pieces.number(spec) < 3
+    suits = plan.in_pairs and _limits_are_known(spec) and facts_of(spec).pieces < 3
     if pairs is None or not suits or not pairs < items <= _MOST_DEALT:
         return None
     # In the order of a grid's CTAs.
@@ -211,7 +210,7 @@ def fits(spec: Spec) -> bool:
 
 def _choose_tiles(spec: Spec, *, few_rows: bool) -> WideTiles:
     rows_kind = "short" if few_rows else "long"
-    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), rows_kind, *operand_pieces.facts(spec)
+    facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, rows_kind, *facts_of(spec).tuned_pieces
     candidates, room = tuple(_candidates(spec, few_rows=few_rows)), lambda tile: shared_memory(spec, tile)
     tile = choose("mosaic_gpu wide forward", facts, candidates, room, smem.CAPACITY)
     assert tile is not None, "`fits` says so"
@@ -224,8 +223,8 @@ def _candidates(spec: Spec, *, few_rows: bool) -> Iterator[WideTiles]:
     With 128 keys a product of S reads less of Q. They need registers, for as many logits; and at both ends of a window
     a block's rows see parts of two tiles.
     """
-    is_plain = base2.is_plain(spec) and spec.dropout_rate == 0 and _limits_are_known(spec) and spec.bounds[0] is None
-    few_columns = whole_dims(spec)[1] <= 512 and spec.dtype != jnp.float32
+    is_plain = facts_of(spec).is_plain and spec.dropout_rate == 0 and _limits_are_known(spec) and spec.bounds[0] is None
+    few_columns = whole_dims(spec)[1] <= 512 and not facts_of(spec).is_float32
     sizes = (128, 64) if is_plain and few_columns and not few_rows else (64,)
     for keys, stages in itertools.product(sizes, (2, 1)):
         chunks = _key_chunks(spec, keys)

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import ByWidth, Panels
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.tile.operand_pieces import Pieces, number, order
+from jflash._backends.nvidia.tile.operand_pieces import Pieces, order
 from jflash._semantics.spec import Spec
 
 
@@ -22,7 +23,7 @@ def issued(b: Pieces) -> int:
 
 def of_tile(spec: Spec, tile: Ref, first: Any = None, columns: int | None = None) -> Pieces:
     """Return the pieces of a tile `[rows, columns]` in shared memory, or some columns of each from `first` on."""
-    count = number(spec)
+    count = facts_of(spec).pieces
     each = tile.shape[-1] // count
     if first is None:
         return (tile,) if count == 1 else tuple(tile.at[:, pl.ds(index * each, each)] for index in range(count))
@@ -61,7 +62,7 @@ def accumulate[Results](
     The matrix unit truncates where it adds, so that a long sum drifts towards zero: with six products and 500 keys by
     3e-6. So the products of three pieces begin at zero in every tile, and registers add them up, which rounds.
     """
-    if number(spec) < 3:
+    if facts_of(spec).pieces < 3:
         return ops.accumulate(body, *acc, like=like)
     results, made = ops.accumulate(body, *(ops.full(array.shape, 0) for array in acc), like=like)
     return results, tuple(array + more for array, more in zip(acc, made, strict=True))

@@ -38,11 +38,11 @@ from jflash._backends.mosaic_gpu.backward_wide import WideCta
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.run import VALUES_ALONE
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
-from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.choose import choose
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel, KernelPlan
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, operand_pieces
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
@@ -79,7 +79,7 @@ def _smallest(spec: Spec) -> Iterator[Buffers]:
     yield backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1))
     schedule = BackwardSchedule.of(spec.heads, spec.key_heads, 1, spec.batch, None)
     yield DkvPlan(spec, ParameterSums(("bias",)), TableSums.none(spec), 1, schedule).smem
-    if bias_and_mask.has_bias_tiles(spec):
+    if facts_of(spec).has_bias_tiles:
         yield backward_dbias.shared_memory(spec, RowTiles(1, 64, 1))
 
 
@@ -103,7 +103,7 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
 def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]:
     """Return the kernels of a call's backward on a device with `processors` multiprocessors; `None` is unknown."""
     wanted = wanted_parameters(spec)
-    bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
+    bias_kind = facts_of(spec).bias_kind if "bias" in wanted else None
     dbias: tuple[Kernel[Any], ...] = ()
     if bias_kind == "tile":
         wanted = tuple(name for name in wanted if name != "bias")
@@ -175,7 +175,7 @@ def _choose[Tiles](
     spec: Spec, kernel: str, candidates: Sequence[Tiles], room: Callable[[Spec, Tiles], Buffers], *more_facts: int
 ) -> Tiles | None:
     """Return the fastest of a kernel's tiles that fit in shared memory; `None` if none do."""
-    facts = *whole_dims(spec), bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec), *more_facts
+    facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, *facts_of(spec).tuned_pieces, *more_facts
     return choose(f"mosaic_gpu {kernel}", facts, candidates, functools.partial(room, spec), smem.CAPACITY)
 
 
@@ -184,10 +184,10 @@ def _fused_tiles(spec: Spec) -> FusedTiles | None:
     head_dim, value_dim = whole_dims(spec)
     widest = max(head_dim, value_dim)
     # Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
-    plain = base2.is_plain(spec) and spec.dropout_rate == 0 and spec.dtype != jnp.float32
+    plain = facts_of(spec).is_plain and spec.dropout_rate == 0 and not facts_of(spec).is_float32
     candidates = [FusedTiles(128, 2, adds_registers=True)] if widest <= 64 and plain else []
     if widest <= 128:
-        dq_alternates = 64 < widest <= _MOST_COLUMNS_IN_TURNS and spec.dtype != jnp.float32
+        dq_alternates = 64 < widest <= _MOST_COLUMNS_IN_TURNS and not facts_of(spec).is_float32
         # Copies that add 80 columns do so in blocks of 16, and take longer than registers.
         turns = dict(dq_alternates=dq_alternates, adds_registers=dq_alternates and head_dim == 80)
         # Where bounds leave CTAs few tiles, a third stage takes more time than it saves.
@@ -202,7 +202,7 @@ def _short_tiles(spec: Spec) -> ShortTiles | None:
     Tiles of 128 queries are slower there, and up to 64 columns so is one stage; float32 was not measured.
     """
     widest = max(whole_dims(spec))
-    if widest > 128 or spec.dtype == jnp.float32:
+    if widest > 128 or facts_of(spec).is_float32:
         return None
     dq_alternates = widest <= _MOST_COLUMNS_IN_TURNS
     candidates = [ShortTiles(key_stages=2, dq_alternates=dq_alternates), ShortTiles(dq_alternates=dq_alternates)]
@@ -216,7 +216,7 @@ def _short_tiles(spec: Spec) -> ShortTiles | None:
 
 def _dq_tiles(spec: Spec) -> DqTiles:
     """Return the fastest tiles of dQ's kernel that fit in shared memory."""
-    sizes = [(2, 128, 2, 2)] if max(whole_dims(spec)) <= 64 and spec.dtype != jnp.float32 else []
+    sizes = [(2, 128, 2, 2)] if max(whole_dims(spec)) <= 64 and not facts_of(spec).is_float32 else []
     sizes += [(2, 64, 2, 2), (2, 64, 2, 1), (1, 64, 2, 1), (1, 64, 1, 1)]
     tile = _choose(spec, "dQ", [DqTiles(*size) for size in sizes], backward_dq.shared_memory)
     assert tile is not None, "the call is a wide one"
@@ -245,7 +245,7 @@ def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of every kernel that a call may need."""
     if not is_wide(spec):
         return True
-    dbias = backward_dbias.shared_memory(spec, _dbias_tiles(spec)[-1]) if bias_and_mask.has_bias_tiles(spec) else ()
+    dbias = backward_dbias.shared_memory(spec, _dbias_tiles(spec)[-1]) if facts_of(spec).has_bias_tiles else ()
     return smem.fits(dbias) and forward_wide_plan.fits(spec) and backward_wide_plan.fits(spec)
 
 

@@ -39,13 +39,12 @@ from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
-from jflash._backends.nvidia.tile.base2 import sums_scale
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
@@ -110,7 +109,7 @@ class WalkBuffers:
 
         A barrier `full` completes a phase when a copy has arrived, `empty` when all readers are done.
         """
-        spec, tile, has_bias_tiles = self.spec, self.tile, bias_and_mask.has_bias_tiles(self.spec)
+        spec, tile, has_bias_tiles = self.spec, self.tile, facts_of(self.spec).has_bias_tiles
         (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), self.columns
         # First lse of all tiles, then delta.
         vectors = smem.vectors(2 * tile.stages, tile.queries)
@@ -222,7 +221,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
 
     def scaled(self, acc: Accumulators) -> tuple[Array, Array]:
         """Return dK and dV from what was accumulated."""
-        return acc.dk * sums_scale(self.plan.spec), dropped.scaled(self.plan.spec, acc.dv)
+        return acc.dk * facts_of(self.plan.spec).sums_scale, dropped.scaled(self.plan.spec, acc.dv)
 
     def store_rounded(self, acc: Accumulators) -> None:
         """Issue copies of dK and dV, when both warpgroups are done with the block."""

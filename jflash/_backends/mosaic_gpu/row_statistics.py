@@ -36,13 +36,13 @@ from jflash._backends.mosaic_gpu.array_shapes import block_shape, forward_in_pan
 from jflash._backends.mosaic_gpu.bf16_columns import PIECES, SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import panel
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns, along_rows
 from jflash._backends.nvidia.prepare import MARGIN, with_margin
 from jflash._backends.nvidia.prepared import for_exponent
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2, operand_pieces
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._semantics.spec import Residuals, Spec
@@ -50,12 +50,12 @@ from jflash._semantics.spec import Residuals, Spec
 
 def as_columns(spec: Spec) -> bool:
     """Whether the fused backward takes a call's row statistics as columns."""
-    return base2.is_plain(spec) and not bias_and_mask.has_bias_tiles(spec) and spec.dropout_rate == 0
+    return facts_of(spec).is_plain and not facts_of(spec).has_bias_tiles and spec.dropout_rate == 0
 
 
 def begin_at_vectors(spec: Spec) -> tuple[bool, bool]:
     """Whether the accumulators of S and of dP begin at a call's vectors, where it has no columns."""
-    return base2.is_plain(spec), spec.dropout_rate == 0
+    return facts_of(spec).is_plain, spec.dropout_rate == 0
 
 
 def early(spec: Spec) -> int:
@@ -69,7 +69,7 @@ def for_fused(
     """Return what the fused backward reads, by name: columns, if there are any, or where its accumulators begin."""
     if columns is not None:
         return dict(columns=columns, ones=ones())
-    plain_scale = spec.scale if base2.is_plain(spec) else None
+    plain_scale = spec.scale if facts_of(spec).is_plain else None
     first = with_margin(-lse / plain_scale, (2,), -jnp.inf) if plain_scale else for_exponent(spec, lse)
     return dict(lse=first, delta=with_margin(-delta, (2,)))
 
@@ -110,7 +110,7 @@ class RowStatistics:
     def __init__(self, inputs: KernelInputs, shape: tuple[int, int], refs: Sequence[Ref], ones: Ref | None) -> None:
         """`ones` are for columns."""
         self.inputs, self.shape, self.refs, self.ones = inputs, shape, refs, ones
-        self.lse = None if base2.is_plain(inputs.spec) else self._along_columns(0)
+        self.lse = None if facts_of(inputs.spec).is_plain else self._along_columns(0)
         """lse, unless the products subtract it."""
 
     def _along_columns(self, number: int) -> Float[Array, "keys queries"]:

@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash._backends.mosaic_gpu import array_shapes, panels
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import Buffers, barriers, in_one_view, opened, size, vectors
-from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Spec
 
 __all__ = ["CAPACITY", "CallTiles", "Overlaid", "barriers", "copies", "fits", "panels_of", "reused", "ring"]
@@ -215,6 +215,10 @@ class CallTiles:
     def _of_pieces(
         self, shape: tuple[int, ...], divides: tuple[int, ...], chunk: int | None
     ) -> tuple[tuple[Any, ...], int | None]:
-        count = operand_pieces.number(self.spec)
-        wide = (*shape[:-1], count * shape[-1]), operand_pieces.dtype(self.spec), *(count * width for width in divides)
+        count = facts_of(self.spec).pieces
+        wide = (
+            (*shape[:-1], count * shape[-1]),
+            facts_of(self.spec).operand_dtype,
+            *(count * width for width in divides),
+        )
         return wide, shape[-1] if chunk is None and count > 1 else chunk

@@ -41,8 +41,8 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.run import HopperTangent
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
-from jflash._backends.nvidia import bias_and_mask
 from jflash._backends.nvidia.choose import choose
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
@@ -84,7 +84,7 @@ class TangentPlan(QueryRowsPlan):
     @property
     def biases(self) -> tuple[str, ...]:
         """The arrays whose tiles are copied: the bias, if it has both axes, and its tangent."""
-        return self.with_tangent("bias") if bias_and_mask.has_bias_tiles(self.spec) else ()
+        return self.with_tangent("bias") if facts_of(self.spec).has_bias_tiles else ()
 
     @property
     def chunk(self) -> Spec:
@@ -166,7 +166,7 @@ def fits(spec: Spec) -> bool:
 
 def _smallest(spec: Spec, moving: frozenset[str]) -> TangentPlan | None:
     """Return the plan with the smallest tile, and the fewest chunks with which that fits."""
-    widths = _WIDTHS[1:] if spec.dtype == jnp.float32 else _WIDTHS
+    widths = _WIDTHS[1:] if facts_of(spec).is_float32 else _WIDTHS
     schedule = BackwardSchedule(1, 1, 1, spec.batch, 1, 1)
     every = (TangentPlan(spec, SMALLEST_TILE, schedule, moving, pl.cdiv(spec.value_dim, w)) for w in widths)
     return next((plan for plan in every if smem.fits(plan.launch.smem)), None)
@@ -178,11 +178,11 @@ def _choose_tile(plan: TangentPlan) -> RowTiles:
     warpgroups = 1 if spec.query_length <= WARPGROUP_ROWS else 2
     is_masked = tile_range.is_limited(spec) or spec.key_length % 128 != 0
     sizes = [(warpgroups, 64, 2), (warpgroups, 64, 1), (1, 64, 2), (1, 64, 1)]
-    if max(plan.dims) <= 64 and spec.dtype != jnp.float32 and base2.is_plain(spec):
+    if max(plan.dims) <= 64 and not facts_of(spec).is_float32 and facts_of(spec).is_plain:
         deep, wide, three = (warpgroups, 64, 4), (warpgroups, 128, 2), (3, 64, 3)
         # Of 128 keys, a tile that needs a mask leaves too few registers.
         sizes = [deep, wide, three, *sizes] if is_masked else [wide, deep, three, *sizes]
-    facts = *plan.dims, bias_and_mask.bias_tile_bytes(spec), *operand_pieces.facts(spec), int(is_masked)
+    facts = *plan.dims, facts_of(spec).bias_tile_bytes, *facts_of(spec).tuned_pieces, int(is_masked)
     candidates = [RowTiles(*size) for size in sizes]
     tile = choose("mosaic_gpu tangent", (*facts, *sorted(plan.moving)), candidates, plan.shared_memory, smem.CAPACITY)
     assert tile is not None, "`fits` says so"

@@ -46,10 +46,10 @@ from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Trans
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
 from jflash._backends.mosaic_gpu_mma.tiles import FusedTile
 from jflash._backends.nvidia import smem
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import base2
 from jflash._backends.nvidia.tile.inputs import TileCoord
 
 
@@ -197,7 +197,7 @@ class FusedCta(KeysCta[FusedPlan]):
         shares, slot = self.warpgroups, self.slot(step)
         ops.wait(warpgroups=shares)
         # Parameters of the logits leave few registers: copies, whose addresses take some, are issued before.
-        if tile.stages > 1 and not base2.is_plain(self.plan.spec):
+        if tile.stages > 1 and not facts_of(self.plan.spec).is_plain:
             self._copy_tile(step + 1)
         for number in range(tile.passes):
             carry = self._add_pass(own, step, head, index, number, carry)
@@ -233,7 +233,7 @@ class FusedCta(KeysCta[FusedPlan]):
         loaded = [self.load(one, shape) for one in at]
         s = self._products(own[:shares], q, first_row)
         # Products need what they read at once, and the copies a tile later.
-        if tile.stages > 1 and base2.is_plain(spec) and number == 0:
+        if tile.stages > 1 and facts_of(spec).is_plain and number == 0:
             self._copy_tile(step + 1)
         # Before the exponentials, which then run beside these products.
         dp = self._products(own[shares:], do, first_row)

@@ -49,10 +49,11 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, operand_pieces
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
@@ -106,7 +107,7 @@ class DqCta(QueriesCta[DqPlan]):
         target = rows_of_head(results["d_query"], self.batch, self.head)
         for rows, acc, of_rows in zip(self.rows, acc_dq, sums, strict=True):
             plan.sums.store(results, of_rows, self.batch, self.head, rows)
-            ops.store_rows(acc * base2.sums_scale(spec), target, rows.start, spec.query_length)
+            ops.store_rows(acc * facts_of(spec).sums_scale, target, rows.start, spec.query_length)
 
     def _visit(self, index: Any, own: Sequence[CtaRows], statistics: Any, carry: DqCarry) -> DqCarry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""

@@ -18,7 +18,7 @@ from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.prepare import LENGTHS
@@ -56,8 +56,8 @@ def columns(dim: int) -> int:
 def buffer(spec: Spec, *shape: int) -> Any:
     """Return shared memory for tiles `[..., rows, columns]` of an operand; of more than one piece, `[..., pieces, rows,
     columns]`."""
-    pieces = operand_pieces.number(spec)
-    return plgpu.SMEM((*shape[:-2], *[pieces] * (pieces > 1), *shape[-2:]), operand_pieces.dtype(spec))
+    pieces = facts_of(spec).pieces
+    return plgpu.SMEM((*shape[:-2], *[pieces] * (pieces > 1), *shape[-2:]), facts_of(spec).operand_dtype)
 
 
 def buffers(spec: Spec, tile: Tile, rows: Sequence[str], visited: Sequence[str], **others: Any) -> Buffers:
@@ -73,7 +73,7 @@ def buffers(spec: Spec, tile: Tile, rows: Sequence[str], visited: Sequence[str],
 
 def copies_bias(spec: Spec) -> bool:
     """Return whether tiles of the bias come through shared memory, as those of operands do: numbers of 16 bits."""
-    return bias_and_mask.bias_tile_bytes(spec) == 2
+    return facts_of(spec).bias_tile_bytes == 2
 
 
 def bias_buffer(spec: Spec, *shape: int) -> Any:
@@ -190,7 +190,7 @@ class Cta[Plan: TiledPlan]:
     def add_product(self, acc: Tiles, a: CtaRows, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
         """Return acc + a @ b, or with `transposed` acc + a @ b.T, for a tile in shared memory; `options` are those of
         the operation."""
-        pieces = operand_pieces.number(self.plan.spec)
+        pieces = facts_of(self.plan.spec).pieces
         order = operand_pieces.order(pieces)
         if isinstance(a, Streamed):
             # As few columns at a time as are one sum.
@@ -209,7 +209,7 @@ class Cta[Plan: TiledPlan]:
         but no bias that comes through shared memory."""
         inputs = self.inputs
         loaded = inputs.load_packed_mask(at, shape) | ({} if inputs.keys_first else inputs.load_key_bias(at, shape))
-        if bias_and_mask.has_bias_tiles(inputs.spec) and getattr(self.smem, "bias", None) is None:
+        if facts_of(inputs.spec).has_bias_tiles and getattr(self.smem, "bias", None) is None:
             loaded["bias"] = self.load_bias(at, shape)
         return loaded
 

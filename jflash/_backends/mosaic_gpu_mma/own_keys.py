@@ -15,10 +15,11 @@ from jflash._backends.mosaic_gpu_mma.cta import Cta, CtaRows, Streamed, TiledPla
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import round_up
-from jflash._backends.nvidia.tile import base2, dropped
+from jflash._backends.nvidia.tile import dropped
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
@@ -105,7 +106,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
         held = self.held(rows)
         visit = lambda *place_and_carry: self.visit(held, *place_and_carry)
         acc, _ = self.order.each(visit, (acc, nothing()), finish_head)
-        scaled = dict(d_key=lambda dk: dk * base2.sums_scale(spec), d_value=lambda dv: dropped.scaled(spec, dv))
+        scaled = dict(d_key=lambda dk: dk * facts_of(spec).sums_scale, d_value=lambda dv: dropped.scaled(spec, dv))
         stores_sums, item = self.plan.schedule.stores_sums, self.item
         for name, totals in acc.items():
             head = item.head_group if stores_sums else item.key_head

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jflash import _tuning
@@ -19,11 +18,11 @@ from jflash._backends.mosaic_gpu_mma.cta import TiledPlan, columns
 from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta, ForwardPlan, PairedForwardCta
 from jflash._backends.mosaic_gpu_mma.products import can_pair
 from jflash._backends.mosaic_gpu_mma.tiles import TILES, FusedTile, Tile
-from jflash._backends.nvidia import bias_and_mask, describe, smem
+from jflash._backends.nvidia import describe, smem
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.packing import packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
@@ -49,10 +48,10 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
 
 def _form_of_forward(spec: Spec) -> str:
     """Return what the forward's tiles depend on besides head dims: how many registers logits and masks leave."""
-    is_biased = bias_and_mask.bias_kind(spec) in ("tile", "column") or spec.logits_soft_cap is not None
-    if is_biased or spec.dtype == jnp.float32:
+    is_biased = facts_of(spec).bias_kind in ("tile", "column") or spec.logits_soft_cap is not None
+    if is_biased or facts_of(spec).is_float32:
         return "forward"
-    if not base2.is_plain(spec) or spec.dropout_rate > 0:
+    if not facts_of(spec).is_plain or spec.dropout_rate > 0:
         return "forward, unbiased"
     return "forward, causal" if spec.is_causal else "forward, plain"
 
@@ -60,7 +59,7 @@ def _form_of_forward(spec: Spec) -> str:
 def plan_backward(spec: Spec, platform: Platform) -> tuple[Kernel[Any], ...]:
     """Return the kernels of a call's backward."""
     wanted = wanted_parameters(spec)
-    bias_kind = bias_and_mask.bias_kind(spec) if "bias" in wanted else None
+    bias_kind = facts_of(spec).bias_kind if "bias" in wanted else None
     others: tuple[Kernel[Any], ...] = ()
     if bias_kind == "tile":
         of_tile = lambda tile: DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform, tile.blocks))
@@ -68,7 +67,7 @@ def plan_backward(spec: Spec, platform: Platform) -> tuple[Kernel[Any], ...]:
         others = (Kernel(dbias, DbiasCta.body),)
         wanted = tuple(name for name in wanted if name != "bias")
     # Each sum over keys, and with deterministic=True or in float32 every sum, has an owner in the other kernels alone.
-    if not spec.deterministic and bias_kind != "row" and spec.dtype != jnp.float32:
+    if not spec.deterministic and bias_kind != "row" and not facts_of(spec).is_float32:
         make = functools.partial(_fused, spec, platform, ParameterSums(wanted))
         if _fitting(spec, platform, "backward", make):
             fused = _choose(spec, platform, "backward", make)
@@ -111,7 +110,7 @@ def _schedule(spec: Spec, platform: Platform, rows: int, warpgroups: int = 1) ->
 
 def _choose[Plan: TiledPlan](spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], Plan]) -> Plan:
     """Return a kernel's plan with the fastest of its tiles that fit in shared memory."""
-    facts = spec.head_dim, spec.value_dim, *operand_pieces.facts(spec)
+    facts = spec.head_dim, spec.value_dim, *facts_of(spec).tuned_pieces
     fitting = _fitting(spec, platform, kernel, make)
     return make(_tuning.choose(TuningKey(f"mosaic_gpu_mma {kernel}", facts), fitting))
 
@@ -121,8 +120,8 @@ def _fitting(spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], 
     is_forward, head_dim = kernel.startswith("forward"), spec.head_dim
     # The forward's registers hold O. For keys as much as twice as wide as values its shared memory has room, if they
     # are of 16 bits.
-    width = max(spec.value_dim, head_dim // 2 if is_forward and spec.dtype != jnp.float32 else head_dim)
-    listed = TILES[kernel][operand_pieces.number(spec)]
+    width = max(spec.value_dim, head_dim // 2 if is_forward and not facts_of(spec).is_float32 else head_dim)
+    listed = TILES[kernel][facts_of(spec).pieces]
     tiles = next(tiles for most, tiles in listed.items() if width <= most)
     # For 10.x the compiler spills hundreds of bytes of a pair.
     has_pairs = can_pair(columns(spec.value_dim)) and float(_capability(platform)) < 10

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.cta import copies_bias
-from jflash._backends.nvidia import bias_and_mask, prepare
+from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.prepared import Prepared, PreparedBackward
 from jflash._backends.nvidia.tile import operand_pieces
 
@@ -23,7 +24,7 @@ class MmaCall(Prepared):
     @functools.cached_property
     def others(self) -> dict[str, Array]:
         """The operands but query, key, value and a packed mask. A bias of both axes is padded for copies."""
-        has_bias_tiles = bias_and_mask.has_bias_tiles(self.spec)
+        has_bias_tiles = facts_of(self.spec).has_bias_tiles
         found = prepare.operands_for_kernels(self.spec, self.operands, except_bias=has_bias_tiles)
         found, bias = found | self.score_mod_arrays, self.operands.bias
         if bias is not None and has_bias_tiles:

@@ -17,9 +17,9 @@ from jflash._backends.mosaic_gpu_mma import device_sums
 from jflash._backends.mosaic_gpu_mma.cta import d_query_type, rows_of_head
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,6 @@ def body(plan: RoundDqPlan, refs: Refs, ops: MmaOps) -> None:
     """Round 64 rows of one head."""
     batch, head, block = map(lax.axis_index, ("batch", "head", "block"))
     first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
-    rows = ops.load_sums(source, first, plan.columns, plan.together) * base2.sums_scale(plan.spec)
+    rows = ops.load_sums(source, first, plan.columns, plan.together) * facts_of(plan.spec).sums_scale
     target = rows_of_head(refs.results["d_query"], batch, head)
     ops.store_rows(rows, target, first, plan.spec.query_length)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash._backends.nvidia import bias_and_mask, prepare
+from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.online_softmax import finite_or_zero
 from jflash._semantics.spec import Operands, Spec
@@ -66,7 +67,7 @@ def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array],
 
 def _to_parameter(spec: Spec, name: str, total: Array, like: Array) -> Array:
     """Return a parameter's gradient from what kernels summed, `[B, N, L]`."""
-    kind = bias_and_mask.bias_kind(spec) if name == "bias" else "scalar"
+    kind = facts_of(spec).bias_kind if name == "bias" else "scalar"
     if kind == "row":
         total = total[:, :, : like.shape[2], None]
     elif kind == "column":

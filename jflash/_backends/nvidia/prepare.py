@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._semantics.spec import Operands, Spec
 
 MARGIN = 256
@@ -42,7 +42,7 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
         array = getattr(operands, name)
         if array is not None:
             prepared[name] = with_margin(array, (1,)) if name in segments else array
-    for name, kind in bias_and_mask.kinds(spec).items():
+    for name, kind in facts_of(spec).kinds.items():
         array = getattr(operands, name)
         if array is None or (name == "bias" and except_bias) or (name == "mask" and kind == "tile"):
             continue

@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.nvidia import bias_and_mask, prepare
+from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
@@ -40,7 +41,7 @@ class Prepared:
 
     def packed_mask(self, *, keys_first: bool = False) -> dict[str, Int[Array, "#B #N row_tiles column_tiles 128"]]:
         """Return a mask of both axes, packed for tiles whose rows are queries or, `keys_first`, keys, by name."""
-        if self.operands.mask is None or not bias_and_mask.has_packed_mask(self.spec):
+        if self.operands.mask is None or not facts_of(self.spec).has_packed_mask:
             return {}
         if keys_first not in self._masks:
             self._masks[keys_first] = {"mask": pack_mask(self.operands.mask, self.ops, keys_first=keys_first)}

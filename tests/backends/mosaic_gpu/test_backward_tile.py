@@ -22,12 +22,12 @@ from jaxtyping import Array, Float
 from plain_attention import Call
 
 from jflash._backends import reference
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.finish import finish_backward
 from jflash._backends.nvidia.ops import along_columns, along_rows
 from jflash._backends.nvidia.prepared import PreparedBackward
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, dropped
+from jflash._backends.nvidia.tile import dropped
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
@@ -74,7 +74,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first
     arrays = call.others | call.rows | call.packed_mask(keys_first=keys_first) | call.ranges(SIZE, of_keys=keys_first)
     refs = {name: ArrayRef(array) for name, array in arrays.items()}
     inputs = KernelInputs(spec, OPS, refs, keys_first=keys_first)
-    wanted, kind = wanted_parameters(spec), bias_and_mask.bias_kind(spec)
+    wanted, kind = wanted_parameters(spec), facts_of(spec).bias_kind
     sums = ParameterSums(tuple(name for name in wanted if (name, kind) != ("bias", "tile")))
     tables = TableSums.of(spec, 1, 1, 1)
     states = {name: ArrayRef(array) for name, array in tables.zeros().items()}
@@ -102,8 +102,8 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first
             tile = BackwardTile.of(context, left @ right.T, lse, differentiated)
             gradients = tile.differentiate(do_left @ do_right.T, delta)
             ds, kept = (array.T if keys_first else array for array in (gradients.ds, tile.kept))
-            made["d_query"].append(ds @ k * base2.sums_scale(spec))
-            made["d_key"].append(ds.T @ q * base2.sums_scale(spec))
+            made["d_query"].append(ds @ k * facts_of(spec).sums_scale)
+            made["d_key"].append(ds.T @ q * facts_of(spec).sums_scale)
             made["d_value"].append(dropped.scaled(spec, kept.T @ do))
             for name, total in zip(sums.names, sums.added(sums.zeros(OPS), gradients.parameters), strict=True):
                 made[f"d_{name}"].append(total)

@@ -8,6 +8,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jflash._backends.nvidia.facts import facts_of
 from jflash._semantics.spec import Spec
 
 LOG2_E = math.log2(math.e)
@@ -64,26 +65,11 @@ class Exponent:
         return jnp.where(is_below_limit, reference * self.factor, reference)
 
 
-def is_plain(spec: Spec) -> bool:
-    """Whether a logit is its product times a static positive number that float32 can be divided by."""
-    is_product = follows_products(spec) and spec.logits_soft_cap is None
-    return is_product and spec.scale is not None and spec.scale > 1e-20
-
-
-def follows_products(spec: Spec) -> bool:
-    """Whether nothing but the scale and a soft cap stands between a product and its logit."""
-    return spec.score_mod is None and {"bias", "alibi_slopes"}.isdisjoint(spec.operands)
-
-
-def sums_scale(spec: Spec) -> float:
-    """What a plain call leaves to be applied to the sums over its products' cotangents."""
-    return spec.scale if is_plain(spec) and spec.scale is not None else 1.0
-
-
 def of(spec: Spec) -> Exponent:
     """The conversion for a call."""
-    if is_plain(spec):
-        return Exponent(sums_scale(spec) * LOG2_E, exact=False)
+    facts = facts_of(spec)
+    if facts.is_plain:
+        return Exponent(facts.sums_scale * LOG2_E, exact=False)
     exact = "bias" in spec.operands or spec.score_mod is not None
     # Where weights are off by 2**8 and 2**32, and logits at least 8 and 32 apart.
     limit = 2.0**27 if spec.dtype == jnp.float16 else 2.0**29

@@ -11,13 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import Kind, facts_of
 from jflash._backends.nvidia.ops import Ops, Ref, along_columns, along_rows
 from jflash._semantics import visibility
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters, Tile
 
-_SEGMENTS: dict[str, bias_and_mask.Kind] = {"query_segments": "row", "key_segments": "column"}
+_SEGMENTS: dict[str, Kind] = {"query_segments": "row", "key_segments": "column"}
 
 Loaded = Mapping[str, Array]
 """What a kernel has loaded of a tile's bias and packed mask, and made of its words of dropout, by name."""
@@ -58,13 +58,13 @@ class KernelInputs:
 
     def load_key_bias(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
         """Load the bias of a tile ahead, by name, if it has one value for each key."""
-        if bias_and_mask.bias_kind(self.spec) != "column" or not self.has_bias:
+        if facts_of(self.spec).bias_kind != "column" or not self.has_bias:
             return {}
         return {"bias": self._part_of_tile("bias", at, shape)}
 
     def load_packed_mask(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
         """Load the packed mask of a tile ahead, by name, if the call has one."""
-        if not bias_and_mask.has_packed_mask(self.spec):
+        if not facts_of(self.spec).has_packed_mask:
             return {}
         ref = self.refs["mask"]
         row, column = (at.key, at.query) if self.keys_first else (at.query, at.key)
@@ -100,7 +100,7 @@ class KernelInputs:
         def read(name: str) -> Array | None:
             return loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
 
-        if bias_and_mask.has_packed_mask(spec):
+        if facts_of(spec).has_packed_mask:
             mask = ops.expand_mask(loaded["mask"], shape)
         else:
             numbers = read("mask")
@@ -146,7 +146,7 @@ class KernelInputs:
 
         It is `None` if the call does not have the operand.
         """
-        ref, kinds = self.refs.get(name), _SEGMENTS | bias_and_mask.kinds(self.spec)
+        ref, kinds = self.refs.get(name), _SEGMENTS | facts_of(self.spec).kinds
         if ref is None or kinds.get(name) not in ("row", "column"):
             return self.value(name, at.batch, at.head)
         of_keys = kinds[name] == "column"

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import base2, score_mod_reads, softmax
-from jflash._backends.nvidia.tile.base2 import Exponent, is_plain, sums_scale
+from jflash._backends.nvidia.tile.base2 import Exponent
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
 from jflash._backends.nvidia.tile.soft_cap import soft_cap
 from jflash._backends.nvidia.tile.softmax import Softmax
@@ -43,7 +43,7 @@ PushForward = Callable[[Array, dict[str, Array]], Array]
 
 def form(spec: Spec, *, sums_in_parts: bool = False) -> LogitsForm:
     """Return the form of a call's logits in a kernel whose products are those of queries and keys alone."""
-    if is_plain(spec):
+    if facts_of(spec).is_plain:
         return Plain(sums_in_parts)
     kind = next((kind for kind in (LessDistances, SoftCapped) if kind.serves(spec)), LogitsForm)
     return kind(sums_in_parts)
@@ -88,9 +88,9 @@ class LogitsForm:
         warpgroups the exponentials too, while of two one's run beside the other's products. Where logits take more
         arithmetic than a bias that was loaded ahead, and in tiles of 64 keys that need no mask, it does better alone.
         """
-        if bias_and_mask.has_bias_tiles(spec) and warpgroups < 3:
+        if facts_of(spec).has_bias_tiles and warpgroups < 3:
             return None
-        loads_bias_ahead = bias_and_mask.bias_kind(spec) == "column" and keys == 128
+        loads_bias_ahead = facts_of(spec).bias_kind == "column" and keys == 128
         return "rescale" if warpgroups == 3 or loads_bias_ahead else None
 
 
@@ -125,7 +125,7 @@ class SoftCapped(LogitsForm):
     @staticmethod
     def serves(spec: Spec) -> bool:
         """Whether a call's logits have this form, with a cap for which `SoftCap` has constants."""
-        return base2.follows_products(spec) and spec.logits_soft_cap is not None and spec.logits_soft_cap < 2**14
+        return facts_of(spec).follows_products and spec.logits_soft_cap is not None and spec.logits_soft_cap < 2**14
 
     def exponent(self, spec: Spec) -> Exponent:
         """Capped logits are in base 2 already."""
@@ -145,7 +145,7 @@ class SoftCapped(LogitsForm):
 def _modified(s: Float[Array, "rows columns"], mask: TileContext) -> Float[Array, "rows columns"]:
     """Return the logits of a tile of products; a plain call leaves its scale to the exponent."""
     inputs = mask.inputs
-    if is_plain(inputs.spec):
+    if facts_of(inputs.spec).is_plain:
         return s
     tile = _tile(mask, s.shape)
     return _lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec, tile), s, tile, _soft_cap(inputs)))(s)
@@ -161,7 +161,7 @@ def differentiate(
     scale is left to be applied to the sums.
     """
     inputs = mask.inputs
-    if is_plain(inputs.spec):
+    if facts_of(inputs.spec).is_plain:
         return mask.hide(probabilities(s), 0.0), lambda cotangent: (cotangent, {})
     modify, parameters = _modification(mask, s.shape)
     values = {name: jnp.broadcast_to(value, s.shape) for name, value in _named(parameters, wanted).items()}
@@ -178,8 +178,8 @@ def linearize(
     see the key.
     """
     inputs = mask.inputs
-    if is_plain(inputs.spec):
-        return mask.hide(probabilities(s), 0.0), lambda ts, _: ts * sums_scale(inputs.spec)
+    if facts_of(inputs.spec).is_plain:
+        return mask.hide(probabilities(s), 0.0), lambda ts, _: ts * facts_of(inputs.spec).sums_scale
     modify, parameters = _modification(mask, s.shape)
     logits, push = jax.linearize(modify, s, _named(parameters, moving))
     p = mask.hide(probabilities(logits), 0.0)

@@ -16,23 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
+from jflash._backends.nvidia.facts import PIECES_BY_PRECISION, facts_of
 from jflash._backends.nvidia.ops import Ops, rounded
 from jflash._semantics.score_mod import equations
 from jflash._semantics.spec import Spec
 
 Pieces = tuple[Any, ...]
 """An operand of the matrix unit: registers or shared memory of each piece, the largest first."""
-
-_BY_PRECISION = {
-    **dict.fromkeys(("DEFAULT", "HIGH", "TF32_TF32_F32", "BF16_BF16_F32_X3"), 2),
-    **dict.fromkeys(("HIGHEST", "BF16_BF16_F32_X6"), 3),
-    "BF16_BF16_F32": 1,
-}
-"""How many pieces float32 operands have, by the precision's name."""
 
 _LESS_EXACT = ("tanh", "sin", "cos")
 """Functions that the hardware computes less exactly than float32 has room for: the first with a relative error of 1e-5,
@@ -41,11 +33,13 @@ the others with one that grows with the argument."""
 
 def unsupported(spec: Spec) -> str | None:
     """Return why products of pieces are not a call's, in words for the user; `None` if they are."""
-    if spec.dtype != jnp.float32:
+    if not facts_of(spec).is_float32:
         return None
-    if (unknown := next((name for name in _precisions(spec) if name not in _BY_PRECISION), None)) is not None:
+    if (
+        unknown := next((name for name in facts_of(spec).precisions if name not in PIECES_BY_PRECISION), None)
+    ) is not None:
         return f"it has no float32 products of precision {unknown}."
-    if number(spec) < 3:
+    if facts_of(spec).pieces < 3:
         return None
     if spec.logits_soft_cap is not None:
         return "its soft cap has a relative error of 1e-6, which is more than float32's own precision allows."
@@ -56,38 +50,9 @@ def unsupported(spec: Spec) -> str | None:
     return None
 
 
-def number(spec: Spec) -> int:
-    """Return how many pieces an operand has."""
-    return max(_BY_PRECISION[name] for name in _precisions(spec)) if spec.dtype == jnp.float32 else 1
-
-
-def facts(spec: Spec) -> tuple[int, ...]:
-    """Return what the tiles of a float32 call are tuned for besides head dims."""
-    return (number(spec),) if spec.dtype == jnp.float32 else ()
-
-
-def _precisions(spec: Spec) -> list[str]:
-    """Return the names of a call's precision, or of the two of a pair."""
-    given = spec.precision if isinstance(spec.precision, tuple) else (spec.precision,)
-    return [_name(precision) for precision in given]
-
-
-def _name(precision: Any) -> str:
-    if precision is None:
-        return "DEFAULT"
-    if isinstance(precision, str) and not hasattr(lax.DotAlgorithmPreset, precision):
-        precision = lax.Precision(precision)
-    return precision if isinstance(precision, str) else getattr(precision, "name", str(precision))
-
-
-def dtype(spec: Spec) -> np.dtype[Any]:
-    """Return the dtype of the matrix unit's operands."""
-    return np.dtype(jnp.bfloat16) if spec.dtype == jnp.float32 else spec.dtype
-
-
 def products(spec: Spec) -> int:
     """Return how many products of the matrix unit one of a call's products is."""
-    return len(order(number(spec)))
+    return len(order(facts_of(spec).pieces))
 
 
 def split_numbers(
@@ -107,16 +72,18 @@ def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Flo
 
     What is not finite is its own first piece, and the only one.
     """
-    if spec.dtype != jnp.float32:
+    if not facts_of(spec).is_float32:
         return array
     shape = array.shape
     array = array.reshape(*shape[:-1], parts, shape[-1] // parts)
     # A finite number that rounds to infinity would be lost.
     most = float(jnp.finfo(jnp.bfloat16).max)
     is_finite = jnp.isfinite(array)
-    first, *others = split_numbers(jnp.where(is_finite, jnp.clip(array, -most, most), 0), rounded, number(spec))
+    first, *others = split_numbers(
+        jnp.where(is_finite, jnp.clip(array, -most, most), 0), rounded, facts_of(spec).pieces
+    )
     pieces = [jnp.where(is_finite, first, array), *others]
-    return jnp.concatenate(pieces, axis=-1).astype(dtype(spec)).reshape(*shape[:-1], -1)
+    return jnp.concatenate(pieces, axis=-1).astype(facts_of(spec).operand_dtype).reshape(*shape[:-1], -1)
 
 
 def transposed(pieces: Pieces) -> Pieces:
@@ -126,13 +93,13 @@ def transposed(pieces: Pieces) -> Pieces:
 
 def split(spec: Spec, values: Float[Array, "rows columns"], ops: Ops) -> Pieces:
     """Return the pieces of an operand in registers."""
-    if spec.dtype != jnp.float32:
+    if not facts_of(spec).is_float32:
         return (values.astype(spec.dtype),)
     pieces: list[Array] = []
-    while len(pieces) < number(spec) - 1:
+    while len(pieces) < facts_of(spec).pieces - 1:
         piece, values = ops.leading_piece(values)
         pieces.append(piece)
-    return *pieces, values.astype(dtype(spec))
+    return *pieces, values.astype(facts_of(spec).operand_dtype)
 
 
 def order(count: int) -> list[tuple[int, int]]:

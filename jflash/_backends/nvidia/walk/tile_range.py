@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash._backends.nvidia import bias_and_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
 from jflash._semantics import visibility
@@ -96,7 +96,7 @@ def visited(
     known: Any = inputs.refs.get(TABLE)
     read = lambda: Spans(*(known[batch, block, part] for part in range(4)))
     found = _spans(inputs, batch, row, rows) if known is None else read()
-    tiled = bias_and_mask.has_bias_tiles(spec) or bias_and_mask.has_packed_mask(spec)
+    tiled = facts_of(spec).has_bias_tiles or facts_of(spec).has_packed_mask
     # Dropout has words of 16 keys.
     alignment = max(alignment, 64 if tiled else 16 if spec.dropout_rate > 0 else 8)
     first = lax.div(found.start, alignment) * alignment
