@@ -252,7 +252,7 @@ def attention(
     """
     names = _dispatch.candidates(implementation)
     return_residual = _arguments.static_bool("return_residual", return_residual)
-    checkpoint_names = _arguments.residual_checkpoint_name(residual_checkpoint_name)
+    remat_names = _autodiff.checkpoint_names(residual_checkpoint_name)
     arguments: dict[str, Any] = dict(
         query=query, key=key, value=value, bias=bias, mask=mask, scale=scale, is_causal=is_causal,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
@@ -263,8 +263,8 @@ def attention(
         sequence_axis=sequence_axis, sequence_strategy=sequence_strategy,
         page_table=page_table, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    arguments = _with_score_mod_traced(arguments)
-    arrays, call = _of_leaves(arguments, jax.Array, lambda arguments: _compute(names, arguments, checkpoint_names))
+    arguments = _with_functions_traced(arguments)
+    arrays, call = _of_leaves(arguments, jax.Array, lambda arguments: _compute(names, arguments, remat_names))
     mesh = _mesh.explicit_mesh(arrays)
     if mesh is not None:
         automatic: Any = jax.sharding.auto_axes(call, out_sharding=_mesh.following(query, mesh))
@@ -273,7 +273,7 @@ def attention(
     return (out, lse) if return_residual else out
 
 
-def _with_score_mod_traced(arguments: dict[str, Any]) -> dict[str, Any]:
+def _with_functions_traced(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the same arguments, with the arrays that `score_mod` and `mask_mod` close over among them."""
     cache = _pages.Cache(**{name: arguments.get(name) for name in _pages.Cache.__annotations__})
     cache.check(*map(arguments.get, ("query", "key_value_seq_lengths", "sequence_axis")))
@@ -306,9 +306,7 @@ def _of_leaves[Result](
     return [leaf for t, leaf in zip(taken, leaves, strict=True) if t], of_taken
 
 
-def _compute(
-    names: _dispatch.Names, arguments: dict[str, Any], checkpoint_names: tuple[str, str]
-) -> tuple[Array, Array]:
+def _compute(names: _dispatch.Names, arguments: dict[str, Any], remat_names: tuple[str, str]) -> tuple[Array, Array]:
     spec, operands, batch_axes = _canonical.canonicalize(**arguments)
     targets = _platform.lowering_targets(jax.tree.leaves(operands))
     choice = _dispatch.select(spec, names, targets)
@@ -320,7 +318,7 @@ def _compute(
         out = jnp.zeros((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype)
         lse = jnp.full((spec.batch, spec.heads, spec.query_length), -jnp.inf, spec.accumulator)
     else:
-        out, lse = _autodiff.attend(choice, spec, operands, checkpoint_names)
+        out, lse = _autodiff.attend(choice, spec, operands, remat_names)
     lse = jnp.swapaxes(lse, 1, 2)
     return out.reshape(*batch_axes, *out.shape[1:]), lse.reshape(*batch_axes, *lse.shape[1:])
 
@@ -376,11 +374,11 @@ def explain(
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     names = _dispatch.candidates(options.pop("implementation", None))
     return_residual = _arguments.static_bool("return_residual", return_residual)
-    _arguments.residual_checkpoint_name(options.pop("residual_checkpoint_name", _autodiff.RESIDUAL_CHECKPOINT_NAMES))
+    _autodiff.checkpoint_names(options.pop("residual_checkpoint_name", _autodiff.RESIDUAL_CHECKPOINT_NAMES))
     verbose = _arguments.static_bool("verbose", verbose)
     arguments: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
     found: list[Spec] = []
-    look = lambda arguments: found.append(_canonical.canonicalize(**_with_score_mod_traced(arguments))[0])
+    look = lambda arguments: found.append(_canonical.canonicalize(**_with_functions_traced(arguments))[0])
     shapes, call = _of_leaves(arguments, jax.ShapeDtypeStruct, look)
     jax.eval_shape(call, shapes)
     platform = next(iter(_platform.lowering_targets(jax.tree.leaves(arguments)).values()))

@@ -331,17 +331,6 @@ def sequence_strategy(value: Any) -> str | None:
     return value
 
 
-def residual_checkpoint_name(value: Any) -> tuple[str, str]:
-    """The names of output and log-sum-exp."""
-    names: Sequence[Any] = (value, value) if isinstance(value, str) else value
-    if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            "`residual_checkpoint_name` must be a name, or a pair of names, of the output and the log-sum-exp. "
-            f"Got {value!r}."
-        )
-    return names[0], names[1]
-
-
 def _describe(value: Any) -> str:
     if isinstance(value, jax.core.Tracer):
         return f"a traced {value.dtype}{list(value.shape)}"

@@ -40,6 +40,17 @@ RESIDUAL_CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
 """What policies of `jax.checkpoint` call the output and the log-sum-exp of calls that give no names of their own."""
 
 
+def checkpoint_names(value: Any) -> tuple[str, str]:
+    """Return the names of output and log-sum-exp that `residual_checkpoint_name` gives."""
+    names: Sequence[Any] = (value, value) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "`residual_checkpoint_name` must be a name, or a pair of names, of the output and the log-sum-exp. "
+            f"Got {value!r}."
+        )
+    return names[0], names[1]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 def attend(choice: Choice, spec: Spec, operands: Operands, names: tuple[str, str]) -> tuple[Array, Array]:
     """Return (out, lse) of the chosen backends, under every transform; `names` are theirs for `jax.checkpoint`."""

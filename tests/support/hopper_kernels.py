@@ -39,7 +39,7 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
         for name, parameter in inspect.signature(jflash.attention).parameters.items()
         if name not in ("implementation", "return_residual", "residual_checkpoint_name")
     }
-    spec, operands, _ = _canonical.canonicalize(**_api._with_score_mod_traced(defaults | arguments))
+    spec, operands, _ = _canonical.canonicalize(**_api._with_functions_traced(defaults | arguments))
     return spec, operands
 
 

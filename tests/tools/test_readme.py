@@ -187,7 +187,7 @@ def spec_of(
     heads = dict(query=(2, head_dim), key=(key_heads, head_dim), value=(key_heads, value_dim))
     shapes = {name: (2, length, *sizes) for name, sizes in heads.items()}
     arrays = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-    spec, *_ = _canonical.canonicalize(**_api._with_score_mod_traced({**arrays, **options}))
+    spec, *_ = _canonical.canonicalize(**_api._with_functions_traced({**arrays, **options}))
     if sequence_axis is None:
         return spec
     # As each device calls its backend.

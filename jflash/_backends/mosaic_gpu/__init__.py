@@ -37,8 +37,10 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"H and D must be at most 576. Got {dims}."
     from jflash._backends.mosaic_gpu import plan
     from jflash._backends.nvidia.tile import operand_pieces
+    from jflash._semantics import score_mod_reads
 
-    reason = unsupported_score_mod(spec) or operand_pieces.unsupported(spec)
+    reason = None if spec.score_mod is None else score_mod_reads.unsupported(spec)
+    reason = reason or operand_pieces.unsupported(spec)
     if reason is not None or plan.fits(spec):
         return reason
     such = f"with {dims}" + " and such a bias" * facts_of(spec).has_bias_tiles
@@ -46,13 +48,6 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"{such} its tiles do not fit in shared memory."
     pieces = facts_of(spec).pieces
     return f"it takes float32 as {pieces} bfloat16 pieces; {such} their tiles do not fit in shared memory."
-
-
-def unsupported_score_mod(spec: Spec) -> str | None:
-    """Return why kernels cannot read what a score_mod closes over, number by number; `None`: they can."""
-    from jflash._semantics import score_mod_reads
-
-    return None if spec.score_mod is None else score_mod_reads.unsupported(spec)
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
