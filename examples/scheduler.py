@@ -77,7 +77,7 @@ class PagePool:
             self._prefixes.setdefault(request.prompt[: (index + 1) * self.page_size], request.pages[index])
 
     def release(self, request: Request) -> None:
-        """Takes back the pages that nobody uses any more."""
+        """Take back the pages that no request uses any more."""
         for page in request.pages:
             self._users[page] -= 1
         gone = {page for page in request.pages if self._users[page] == 0}

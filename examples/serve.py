@@ -71,7 +71,7 @@ class Settings:
     weights: pathlib.Path | None = None
     """What train_transformer.py wrote; by default weights are random."""
     rounds: int = 3
-    """How often both serve all requests, in turns, after a first time that compiles."""
+    """The number of timed rounds, in turns, after a first one that compiles."""
     seed: int = 0
     """Of the weights, and of the requests."""
 

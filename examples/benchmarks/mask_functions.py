@@ -25,7 +25,7 @@ BATCH, HEADS = 2, 4
 
 
 def families(length: int, batch: int = BATCH, heads: int = HEADS) -> Mapping[str, MaskFunction]:
-    """Return mask functions by name, for self-attention of so many tokens, the same on every run."""
+    """Return mask functions by name, for self-attention of that many tokens, the same on every run."""
     random = np.random.default_rng(0)
     array = lambda numbers: jnp.asarray(np.asarray(numbers), jnp.int32)
     boundaries = np.sort(random.choice(np.arange(1, length), max(2, length // 512), replace=False))

@@ -77,8 +77,8 @@ def test_changelog_begins_with_the_version() -> None:
 
 
 def test_public_names() -> None:
-    functions = ["attention", "explain", "ragged_paged_attention", "replacing_jax_nn", "update_pages"]
-    assert jflash.__all__ == ["RESIDUAL_CHECKPOINT_NAMES", "AttentionWarning", *functions]
+    functions = ["attention", "explain", "ragged_paged_attention", "replacing_jax_nn", "tile_map", "update_pages"]
+    assert jflash.__all__ == ["RESIDUAL_CHECKPOINT_NAMES", "AttentionWarning", "TileMap", *functions]
     assert {name for name in dir(jflash) if not name.startswith("_")} >= set(jflash.__all__)
 
 
