@@ -108,7 +108,7 @@ def ragged_paged_attention(
         are the last of its keys, so at most as many as these.
       num_seqs: integer `[1]`; how many sequences there are. The four arrays may hold anything past those.
       sm_scale: multiplies the dot products; a number or a scalar array. Default 1, as on TPUs, and not H**-0.5.
-      sliding_window: a token sees the last so many keys up to its own, itself among them.
+      sliding_window: how many keys a token sees: the last ones up to its own, which counts.
       soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c).
       mask_value: is taken and not used: keys that a token may not see are left out, whatever their logit.
       k_scale: what the cache's keys are multiplied by; a number, or a floating array that broadcasts to `[P, K]`.

@@ -100,7 +100,7 @@ def ragged_paged_attention(
       update_kv_cache: whether `keys` and `values` are written. If not, they are in the cache already.
       skip_kv_mask: is taken and not used: it saves a TPU's time.
       sm_scale: multiplies the dot products.
-      sliding_window: a token sees the last so many keys up to its own, itself among them.
+      sliding_window: how many keys a token sees: the last ones up to its own, which counts.
       soft_cap: c > 0 turns a scaled logit x into c * tanh(x / c).
       out_dtype: of the output. Default float32 for queries in float32, else bfloat16.
       mask_value: is taken and not used: keys that a token may not see are left out, whatever their logit.

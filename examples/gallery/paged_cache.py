@@ -35,7 +35,7 @@ def decode(pages: Pages, query: Array, key: Array, value: Array, position: Array
 
 
 def shuffled(batch: int, places: int, page_size: int) -> Array:
-    """A page table for sequences of up to so many places, each page anywhere."""
+    """Return a page table for sequences of up to `places` places, its pages in any order."""
     each = -(-places // page_size)
     return jnp.asarray(np.random.default_rng(0).permutation(batch * each).reshape(batch, each), jnp.int32)
 

@@ -18,7 +18,7 @@ def trace(name: str, function: Callable[..., Any], arguments: Sequence[str], dty
     With `narrow`, a program that has 64 bits only because Python's numbers have them gets 32.
 
     Raises:
-      TypeError: if it is not callable, or not with so many arguments; the message calls it `name`.
+      TypeError: if it is not callable, or not with that number of arguments; the message calls it `name`.
     """
     if not callable(function):
         raise TypeError(f"`{name}` must be a function. Got {type(function).__name__}.")

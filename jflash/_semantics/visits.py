@@ -96,7 +96,7 @@ def coverage(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches:
 
 
 def _shared(found: Coverage, batch: int, batches: int, all_heads: int, heads: int) -> Coverage:
-    """Return one map for so many batch entries and heads together."""
+    """Return one map for each group of batch entries and heads."""
 
     def together(array: Array, reduce: Callable[..., Array]) -> Array:
         for axis, have, each in ((0, batch, batches), (1, all_heads, heads)):

@@ -114,7 +114,7 @@ def test_when_run(backend: str, mode: str) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda function: function, pytest.param(jax.jit, marks=cover(0))])
 def test_nothing_is_sent_to_the_device(backend: str, wrap: Callable[..., Any]) -> None:
-    """Neither forward nor backward, of arrays that are there."""
+    """Neither forward nor backward transfers anything if its arrays are on the device."""
     operands = served(draw(), backend)
     skip_refused(backend, **PLAIN)
     smooth, rest = split(operands)

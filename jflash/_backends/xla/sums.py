@@ -50,7 +50,7 @@ class Terms(NamedTuple):
         return Terms(self.rows + other.rows, self.keys + other.keys, self.parameters + other.parameters)
 
     def split(self, counts: tuple[int, int, int]) -> tuple[Terms, Terms]:
-        """Return the two that `joined` put together, where the first has so many arrays of each kind."""
+        """Return the two that `joined` put together, given how many arrays of each kind the first has."""
         parts = [(terms[:count], terms[count:]) for terms, count in zip(self, counts, strict=True)]
         first, second = zip(*parts, strict=True)
         return Terms(*first), Terms(*second)
