@@ -73,7 +73,7 @@ class Ways:
     def split(self) -> SequenceSplit:
         """The split as jflash makes it. A query offset is why there would be no zigzag."""
         shape = lambda heads: jax.ShapeDtypeStruct((1, self.length, heads, DIM), jnp.bfloat16)
-        facts = shape_facts(Operands(shape(self.heads), shape(self.key_heads), shape(self.key_heads)))
+        facts = shape_facts(Operands(shape(self.heads), shape(self.key_heads), shape(self.key_heads)), None)
         ring = Ring(("x",), self.count)
         return SequenceSplit(Spec(**facts, is_causal=True, query_offset=0 if self.zigzag else 1), ring, ring)
 

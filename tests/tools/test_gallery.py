@@ -16,10 +16,10 @@ GALLERY = pathlib.Path(__file__).parents[2] / "examples" / "gallery"
 RECIPES = sorted(path.stem for path in GALLERY.glob("[a-z]*.py") if path.stem != "costs")
 SHARES = {
     "alibi": (0.5005, 0.75),
-    "block_table": (0.1962, 0.52),
+    "block_table": (0.1956, 0.52),
     "causal": (0.5003, 0.67),
     "cross_attention": (0.3543, None),
-    "mask_mods": (0.0838, 0.63),
+    "mask_mods": (0.0841, 0.63),
     "merging": (0.5005, 0.75),
     "neighborhood": (0.0291, 0.22),
     "packed_documents": (0.2471, 0.53),
