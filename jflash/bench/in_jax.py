@@ -37,7 +37,7 @@ class InJax:
 
     def missing(self, platform: Platform) -> str | None:
         """Say why the library is not here: not installed, for another platform, or not importable; `None`: it is."""
-        reason = packages.missing(self.package, self.package)
+        reason = packages.missing(self.package, self.package.replace("-", "_"))
         if reason is not None:
             return reason
         if self.needs_nvidia and not clocks.on_nvidia():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+from jaxtyping import Array
 
 import jflash
 from jflash import _dispatch, _versions
@@ -17,7 +18,15 @@ from jflash.bench.clocks import Prepared
 from jflash.bench.in_jax import InJax
 
 Name = Literal[
-    "jflash", "jax.nn", "cuDNN", "tokamax", "torch", "flex_attention", "FlashAttention-4", "jvp_flash_attention"
+    "jflash",
+    "jax.nn",
+    "cuDNN",
+    "tokamax",
+    "fa4-jax",
+    "torch",
+    "flex_attention",
+    "FlashAttention-4",
+    "jvp_flash_attention",
 ]
 
 
@@ -50,18 +59,40 @@ def _tokamax() -> Callable[..., Any]:
     return importlib.import_module("tokamax").dot_product_attention
 
 
+def _fa4_jax() -> Callable[..., Any]:
+    """Return FlashAttention-4 of the package fa4-jax, with the names of `jax.nn.dot_product_attention`."""
+    library = importlib.import_module("fa4_jax")
+
+    def attention(
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool = False,
+        local_window_size: tuple[int, int] | None = None,
+        segment_ids: Array | None = None,
+    ) -> Array:
+        if query.shape[1] != key.shape[1] and (is_causal or local_window_size is not None):
+            raise ValueError("It aligns a mask with the last query and key, and jflash with the first ones.")
+        mask_mod = None if segment_ids is None else library.document_mask(segment_ids)
+        return library.flash_attn(query, key, value, causal=is_causal, window_size=local_window_size, mask_mod=mask_mod)
+
+    return attention
+
+
 PEERS: dict[Name, Peer] = {
     "jflash": InJax("jflash", lambda: jflash.attention),
     "jax.nn": InJax("jax", lambda: jax.nn.dot_product_attention, "xla"),
     "cuDNN": InJax("jax", lambda: jax.nn.dot_product_attention, "cudnn", True, ("bfloat16", "float16")),
     "tokamax": InJax("tokamax", _tokamax),
+    "fa4-jax": InJax("fa4-jax", _fa4_jax, needs_nvidia=True, dtypes=("bfloat16", "float16")),
     "torch": in_torch.dot_product_attention(),
     "flex_attention": in_torch.flex_attention(),
     "FlashAttention-4": in_torch.flash_attention_4(),
     "jvp_flash_attention": in_torch.jvp_flash_attention(),
 }
 """The peers by the names under which they are shown. cuDNN's is its attention by way of jax.nn, and flex_attention
-torch's."""
+torch's. FlashAttention-4 is called in torch, or in JAX by way of fa4-jax."""
 
 
 def asking_for(implementation: str | None) -> Mapping[Name, Peer]:

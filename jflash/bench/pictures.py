@@ -18,6 +18,7 @@ COLOURS = {
     "jax.nn": "#868e96",
     "cuDNN": "#2b8a3e",
     "tokamax": "#1971c2",
+    "fa4-jax": "#212529",
     "torch": "#6741d9",
     "flex_attention": "#c2255c",
     "FlashAttention-4": "#e8a200",
