@@ -54,9 +54,7 @@ from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, Wor
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
-
-PARAMETERS = ("scale", "alibi_slopes", "bias")
-"""Operands that shape logits, whose tangents the kernel takes."""
+from jflash._semantics.tile import PARAMETERS
 
 MOVING = frozenset({"query", "key", "value", "sinks", "score_mod_arrays", *PARAMETERS})
 """Operands whose tangents the kernel takes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -10,6 +12,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.online_softmax import finite_or_zero
 from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import PARAMETERS
 
 
 def finish_forward(
@@ -53,13 +56,14 @@ def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array],
         total = gradients.get(f"d_{name}")
         return None if total is None else _to_parameter(spec, name, total, getattr(operands, name))
 
+    parameters: dict[str, Any] = {name: summed(name) for name in PARAMETERS}
+    if "whole_d_bias" in gradients:
+        parameters["bias"] = gradients["whole_d_bias"]
     return Operands(
         query=trimmed("query"),
         key=trimmed("key"),
         value=trimmed("value"),
-        bias=gradients["whole_d_bias"] if "whole_d_bias" in gradients else summed("bias"),
-        scale=summed("scale"),
-        alibi_slopes=summed("alibi_slopes"),
+        **parameters,
         sinks=d_sinks,
         score_mod_arrays=score_mod_reads.gradients(spec, operands, gradients),
     )

@@ -113,8 +113,8 @@ class LessDistances(LogitsForm):
     @staticmethod
     def serves(spec: Spec) -> bool:
         """Return whether a call's logits have this form."""
-        others = "bias" in spec.operands or spec.score_mod is not None or spec.logits_soft_cap is not None
-        return "alibi_slopes" in spec.operands and not others
+        others = spec.score_mod is not None or spec.logits_soft_cap is not None
+        return spec.added == frozenset({"alibi_slopes"}) and not others
 
 
 class SoftCapped(LogitsForm):
