@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
@@ -88,7 +90,7 @@ def visited(
 ) -> TileRange:
     """Return the tiles of `size` keys that a block of `rows` queries visits; or those of queries, if rows are keys.
 
-    The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, or more where masks or words do.
+    The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, and where masks, words and pages do.
     """
     spec, of_keys = inputs.spec, inputs.keys_first
     rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
@@ -99,6 +101,7 @@ def visited(
     tiled = facts_of(spec).has_bias_tiles or facts_of(spec).has_packed_mask
     # Dropout has words of 16 keys.
     alignment = max(alignment, 64 if tiled else 16 if spec.dropout_rate > 0 else 8)
+    alignment = math.lcm(alignment, cache_rows.alignment(spec, size))
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
     whole = found.full_start, found.full_stop
