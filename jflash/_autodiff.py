@@ -33,7 +33,6 @@ from jflash import (
 from jflash._choice import Choice
 from jflash._dispatch import Functions
 from jflash._ring import SequenceSplit
-from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 RESIDUAL_CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
@@ -242,8 +241,7 @@ class _Tangent(_Part):
             undifferentiated=self.spec.operands.difference(asked),
             lse_has_cotangent=not _primitive.is_zero(cotangents.lse),
         )
-        cotangents = _of_seeing_rows(spec, results, _primitive.with_zeros(cotangents))
-        residuals = Residuals(results.out, results.lse, *cotangents)
+        residuals = Residuals(results.out, results.lse, *_primitive.with_zeros(cotangents))
         gradients = _primitive.perform(_Backward(self.where, spec), operands, residuals)
         return _nothing(operands), _nothing(results), _where_linear(pushed, gradients)
 
@@ -297,16 +295,6 @@ class _Backward(_Part):
         moving = jax.tree.map(lambda cotangent: None if _primitive.is_zero(cotangent) else cotangent, cotangents)
         pushed = _primitive.perform(_Tangent(self.where, spec), operands, results, moving)
         return _nothing(operands), _where_linear(residuals, residuals._replace(d_out=pushed.out, d_lse=pushed.lse))
-
-
-def _of_seeing_rows(spec: Spec, results: Results, cotangents: Results) -> Results:
-    """Return the cotangents with 0 for queries that see no key: theirs have nowhere to go, and 0 * NaN is NaN."""
-    if not visibility.some_row_may_see_nothing(spec):
-        return cotangents
-    sees = results.lse > -jnp.inf
-    return Results(
-        jnp.where(jnp.swapaxes(sees, 1, 2)[..., None], cotangents.out, 0), jnp.where(sees, cotangents.lse, 0)
-    )
 
 
 def _is_none(leaf: Any) -> bool:

@@ -91,6 +91,7 @@ def canonicalize(
         _arguments.lengths("key_value_seq_lengths", key_value_seq_lengths, batch_axes, "S", whole_key)
     if segment_ids is not None:
         segment_ids = _arguments.segment_ids(segment_ids, batch_axes, query_length, key_length)
+        static["same_segments"] = segment_ids[0] is segment_ids[1]
     query_offset = 0 if query_offset is None else query_offset
     _arguments.query_offset(query_offset, batch_axes)
     traced_score_mod, captured = (None, ()) if score_mod is None else score_mod

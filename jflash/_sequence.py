@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from jflash import _primitive
 from jflash._mesh import varying_alike
 from jflash._ring import CUT_AS_USED, Pair, SequenceSplit
-from jflash._semantics import online_softmax
+from jflash._semantics import online_softmax, visibility
 from jflash._semantics.spec import KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
 from jflash._semantics.tile import Parameters
 
@@ -84,6 +84,8 @@ def backward(backend: Backend, split: SequenceSplit, operands: Operands, residua
     """Return the gradients: complete for this device's chunks, and this device's part of the sum for arrays that are
     shared."""
     spec = split.call.resized(operands)
+    sees = jnp.swapaxes(residuals.lse > -jnp.inf, 1, 2)
+    residuals = residuals._replace(d_out=visibility.of_seeing_rows(split.call, residuals.d_out, sees))
     queries, keys = _enter(split, operands._asdict() | residuals._asdict())
     zeros = lambda array: varying_alike(jnp.zeros(array.shape, spec.accumulator), like=operands)
     asked = [name for name in ("key", "value") if name not in spec.undifferentiated]
@@ -190,7 +192,7 @@ def part_of(
     bounds: dict[str, Any] = dict(is_causal=False, window=None) if pair.all_visible else {}
     static_offset = (spec.query_offset if pair.same else 0) if static else None
     return dataclasses.replace(
-        spec.resized(part), query_offset=static_offset, partial=True, sequence_axes=(), **bounds
+        spec.resized(part), query_offset=static_offset, partial=True, sequence_axes=(), same_segments=False, **bounds
     ), part
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jflash._semantics import visibility
 from jflash._semantics.spec import Spec
 from jflash_metal import _source
 from jflash_metal._blocks import THREADS, Block, Blocks, Memory, blocks_of
@@ -199,6 +200,7 @@ def plan_backward(spec: Spec) -> Plan:
     }
     definitions = {
         **_features(spec),
+        "HIDDEN_ROWS_HAVE_COTANGENTS": visibility.hidden_rows_have_cotangents(spec),
         **{f"WANT_{name.upper()}": value for name, value in dataclasses.asdict(want).items()},
         **buffers,
         **_sizes("D_QUERY", sizes.d_query),

@@ -140,6 +140,8 @@ class Spec:
     """The offset; `None` if it is an operand."""
     is_causal: bool = False
     window: tuple[int | None, int | None] | None = None
+    same_segments: bool = False
+    """Whether queries and keys have the same segment ids: then a query has its own key's."""
     logits_soft_cap: float | None = None
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
@@ -158,7 +160,7 @@ class Spec:
 
     Then results are in the accumulator's dtype: outputs are to be merged by log-sum-exp, and gradients, those of
     parameters too, to be added up. A backward's residuals are those of all keys, with out and d_out in the query's
-    dtype.
+    dtype, and d_out is 0 for queries that see no key at all.
     """
     pages: Pages | None = None
     """The layout of a paged cache; `None` where keys and values are arrays of the call's own."""

@@ -12,7 +12,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Tile, cut
@@ -57,19 +57,33 @@ def limited(spec: Spec) -> bool:
 
 def every_row_sees(spec: Spec) -> bool:
     """Return whether every row sees some key, masks aside, as far as is known when a call is traced."""
-    if not {"query_lengths", "key_lengths", "query_segments"}.isdisjoint(spec.operands):
+    if not {"query_lengths", "key_lengths"}.isdisjoint(spec.operands):
         return False
     if spec.query_offset is None or spec.mask_mod is not None:
         return False
     left, right = spec.bounds
     first, last = spec.query_offset, spec.query_offset + spec.query_length - 1
+    if "query_segments" in spec.operands:
+        # Of the keys of its segment a query is sure to have its own.
+        sees_own = (right is None or first + right >= 0) and (left is None or first - left <= 0)
+        return spec.same_segments and spec.query_length == spec.key_length and sees_own
     return (right is None or first + right >= 0) and (left is None or last - left < spec.key_length)
 
 
-def some_row_may_see_nothing(spec: Spec) -> bool:
-    """Whether a row may see no key, by who sees whom or by logits of -inf, as far as is known at trace time."""
-    by_array = {"mask", "bias"} & spec.operands
-    return not every_row_sees(spec) or bool(by_array) or spec.score_mod is not None
+def hidden_rows_have_cotangents(spec: Spec) -> bool:
+    """Return whether d_out may have rows of queries that see no key, by who sees whom or by logits of -inf.
+
+    It is said of what is known when a call is traced, and of rows before a query length: what is behind one, backends
+    leave out by its index. A partial call's d_out has no such rows.
+    """
+    unpadded = dataclasses.replace(spec, operands=spec.operands - {"query_lengths"})
+    by_logit = spec.score_mod is not None or not {"mask", "bias"}.isdisjoint(spec.operands)
+    return not spec.partial and (by_logit or not every_row_sees(unpadded))
+
+
+def of_seeing_rows(spec: Spec, d_out: Float[Array, "*rows D"], sees: Bool[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """Return d_out with 0 for queries that see no key: theirs has nowhere to go, and 0 * NaN is NaN."""
+    return jnp.where(sees[..., None], d_out, 0) if hidden_rows_have_cotangents(spec) else d_out
 
 
 class Spans(NamedTuple):

@@ -47,6 +47,29 @@ struct BackwardMemory {
   threadgroup RowMetadata* tile_metadata;
 };
 
+/// The rows before `valid` of queries that see a key: nothing may come of another one's dO, and 0 * NaN is NaN.
+struct SeeingRows {
+  int valid;
+  device const float* lse;
+  bool operator()(int row) const {
+    return row < valid && (!HIDDEN_ROWS_HAVE_COTANGENTS || lse[row] != -INFINITY);
+  }
+};
+
+/// Copies dO of ROWS queries from `first` on to a tile, with zeros for those from `valid` on and those that see no key.
+template <int ROWS>
+void load_d_out(
+    threadgroup Scalar* tile,
+    thread const Residuals& residuals,
+    constant Parameters& parameters,
+    int first,
+    int valid,
+    uint thread_index) {
+  device const Scalar* rows = residuals.d_out + first * long(parameters.out.row);
+  load_kept_rows<ROWS, VALUE_DIM>(
+      tile, rows, parameters.out.row, SeeingRows{valid, residuals.lse + first}, thread_index);
+}
+
 /// Loads the log-sum-exp and delta of COUNT queries from `first` on.
 template <int COUNT>
 void load_row_statistics(

@@ -54,9 +54,7 @@ inline void d_bias_block(
     load_tile<ROWS, HEAD_DIM>(
         memory.block_qk, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
         worker.index);
-    load_tile<ROWS, VALUE_DIM>(
-        memory.block_vdo, residuals.d_out + first_query * long(parameters.out.row), parameters.out.row, valid_rows,
-        worker.index);
+    load_d_out<ROWS>(memory.block_vdo, residuals, parameters, first_query, valid_rows, worker.index);
     load_tile<COLUMNS, VALUE_DIM>(
         memory.tile_vdo, head.value + first_key * long(parameters.value.row), parameters.value.row, valid,
         worker.index);

@@ -100,10 +100,9 @@ inline void d_key_value_block(
       }
       int valid = head.query_limit - first_query;
       device const Scalar* queries = head.query + first_query * long(parameters.query.row);
-      device const Scalar* d_outs = residuals.d_out + first_query * long(parameters.out.row);
       load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, parameters.query.row, valid, worker.index);
       if (D_KEY_VALUE_STREAMS == 2) {
-        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, parameters.out.row, valid, worker.index);
+        load_d_out<COLUMNS>(memory.tile_vdo, residuals, parameters, first_query, valid, worker.index);
       }
       load_query_metadata<COLUMNS>(memory.tile_metadata, head, parameters, first_query, worker.index);
       load_row_statistics<COLUMNS>(memory.tile_metadata, residuals, first_query, parameters.queries, worker.index);
@@ -111,7 +110,7 @@ inline void d_key_value_block(
       multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);
       if (D_KEY_VALUE_STREAMS == 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, parameters.out.row, valid, worker.index);
+        load_d_out<COLUMNS>(memory.tile_vdo, residuals, parameters, first_query, valid, worker.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);

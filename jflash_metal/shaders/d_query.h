@@ -118,9 +118,7 @@ inline void d_query_block(
   load_tile<ROWS, HEAD_DIM>(
       memory.block_qk, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
       worker.index);
-  load_tile<ROWS, VALUE_DIM>(
-      memory.block_vdo, residuals.d_out + first_query * long(parameters.out.row), parameters.out.row, valid_rows,
-      worker.index);
+  load_d_out<ROWS>(memory.block_vdo, residuals, parameters, first_query, valid_rows, worker.index);
   load_query_metadata<ROWS>(memory.block_metadata, head, parameters, first_query, worker.index);
   load_row_statistics<ROWS>(memory.block_metadata, residuals, first_query, parameters.queries, worker.index);
   SegmentRange segments = {0, 0};

@@ -50,14 +50,14 @@ Worker worker_at(uint index, uint lane, uint simdgroup) {
   return Worker{index, lane, simdgroup / share_of(ROWS) * 8, simdgroup % share_of(ROWS)};
 }
 
-/// Copies rows of FEATURES elements to a tile. Rows from `valid` on become zeros: they may hold NaN.
-template <int ROWS, int FEATURES>
-void load_tile(threadgroup Scalar* tile, device const Scalar* rows, int stride, int valid, uint thread_index) {
+/// Copies rows of FEATURES elements to a tile. Rows for which `Kept` is false become zeros: they may hold NaN.
+template <int ROWS, int FEATURES, typename Kept>
+void load_kept_rows(threadgroup Scalar* tile, device const Scalar* rows, int stride, Kept kept, uint thread_index) {
   constexpr int WIDTH = whole(FEATURES);
   for (int index = int(thread_index); index < ROWS * WIDTH / 4; index += THREADS) {
     int row = index / (WIDTH / 4), column = index % (WIDTH / 4) * 4;
     Scalar4 four = Scalar4(Scalar(0.0f));
-    if (row < valid) {
+    if (kept(row)) {
       device const Scalar* source = rows + long(row) * stride + column;
       if (FEATURES % 4 == 0) {
         if (column < FEATURES) {
@@ -73,6 +73,17 @@ void load_tile(threadgroup Scalar* tile, device const Scalar* rows, int stride, 
     }
     *(threadgroup Scalar4*)(tile + row * row_stride(FEATURES) + column) = four;
   }
+}
+
+struct RowsBelow {
+  int valid;
+  bool operator()(int row) const { return row < valid; }
+};
+
+/// Copies rows of FEATURES elements to a tile. Rows from `valid` on become zeros.
+template <int ROWS, int FEATURES>
+void load_tile(threadgroup Scalar* tile, device const Scalar* rows, int stride, int valid, uint thread_index) {
+  load_kept_rows<ROWS, FEATURES>(tile, rows, stride, RowsBelow{valid}, thread_index);
 }
 
 /// s = rows columns^T over FEATURES, for this SIMD-group's 8 rows and its share of the columns.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from operands import PLAIN, assert_same
 from refusals import skip_refused
 from short_run import cover
@@ -52,3 +53,20 @@ def test_cotangent_of_a_query_that_sees_nothing(backend: str, hide: str, derivat
     got, want = (gradients(of_hidden(value)) for value in (jnp.nan, 0))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(want))
     assert_same(got, want)
+
+
+def test_cotangent_of_a_query_whose_sequence_is_split() -> None:
+    """A window of which the last queries are past all keys, though a device's queries are not past as many keys."""
+    split: dict[str, Any] = dict(sequence_axis="x", sequence_strategy="ring")
+    mesh, rows = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec(None, "x")
+    normal = lambda seed, length: jax.random.normal(jax.random.key(seed), (1, length, 1, 4))
+    arrays = normal(0, 8), normal(1, 4), normal(2, 4)
+
+    @jax.jit
+    def gradients(d_out: Any) -> Any:
+        attend = lambda *arrays: jflash.attention(*arrays, local_window_size=(2, 1), **split)
+        return jax.vjp(jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows), *arrays)[1](d_out)
+
+    sees = np.arange(8)[None, :, None, None] < 6
+    got, want = (gradients(jnp.where(sees, arrays[0], value)) for value in (np.nan, 0))
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -76,6 +76,20 @@ def test_whether_every_row_sees_a_key(options):
     assert visibility.every_row_sees(spec) == (known and bool(rule.any(axis=-1).all()))
 
 
+@pytest.mark.parametrize("offset", [-3, -1, 0, 1, 3])
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(local_window_size=(2, 1))], ids=str)
+def test_whether_every_query_sees_itself_in_its_segment(options: dict, offset: int):
+    """Known of one array of ids; of other ids for keys, nothing."""
+    array, ids = jnp.zeros((2, QUERIES, 1, 4)), np.arange(2 * QUERIES).reshape(2, QUERIES)
+    of = lambda ids: _canonical.canonicalize(array, array, array, segment_ids=ids, query_offset=offset, **options)[:2]
+    (spec, operands), (other, _) = of(ids), of((ids, ids + 0))
+    whole = load_tile(spec, operands, Corner(0, 0, 0, 0), TileShape(2, 1, QUERIES, QUERIES))
+    sees = bool(visibility.visible(spec, whole).any(axis=-1).all())
+    assert visibility.every_row_sees(spec) == (not visibility.hidden_rows_have_cotangents(spec)) == sees
+    assert not visibility.every_row_sees(other)
+    assert visibility.hidden_rows_have_cotangents(other)
+
+
 def sorted_ids(length: int):
     ids = st.lists(st.integers(0, 4), min_size=length, max_size=length).map(sorted)
     return st.lists(ids, min_size=2, max_size=2).map(np.array)

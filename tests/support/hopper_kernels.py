@@ -80,10 +80,12 @@ def run(
 
 
 def residuals(call: Call, spec: Spec, out: Any, lse: Any) -> Residuals:
-    """What a backward is given of a call."""
+    """What a backward is given of a call: NaN as the cotangents of a query that sees no key, which reach nothing."""
     batch = call.query.shape[:-3]
     flat = lambda array: jnp.asarray(array).reshape(spec.batch, *array.shape[len(batch) :])
-    return Residuals(out, lse, flat(call.d_out), flat(call.d_lse).transpose(0, 2, 1))
+    hidden = lse == -jnp.inf
+    d_out = jnp.where(hidden.swapaxes(1, 2)[..., None], jnp.nan, flat(call.d_out))
+    return Residuals(out, lse, d_out, jnp.where(hidden, jnp.nan, flat(call.d_lse).transpose(0, 2, 1)))
 
 
 def results(call: Call, out: Any, lse: Any, gradients: Operands, undifferentiated: Sequence[str] = ()) -> Results:

@@ -116,6 +116,17 @@ class CommonInterpreter(Ops):
     def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
         return table[...][index]
 
+    def zero_hidden_rows(self, rows: Ref, lse: Ref, first: Any) -> None:
+        size = min(128, rows.shape[0])
+        # Rows of this warpgroup alone: others have others. At the array's end those before are read and kept.
+        start = jnp.minimum(first, rows.shape[0] - size)
+        own, index = rows.at[pl.ds(start, size)], start + jnp.arange(size)
+        hidden = (index >= first) & (lse[pl.ds(start, size)] == -jnp.inf)
+
+        @pl.when(hidden.any())
+        def _() -> None:
+            own[...] = jnp.where(hidden[:, None], 0, own[...])
+
     def add_by_index(self, table: Ref, index: Int[Array, "rows columns"], values: Float[Array, "rows columns"]) -> None:
         table[...] = table[...].at[index].add(values, mode="promise_in_bounds")
 

@@ -15,7 +15,15 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.nvidia.threads import coordinates, dropout_words, leading_piece, packed_mask, table, votes
+from jflash._backends.nvidia.threads import (
+    coordinates,
+    dropout_words,
+    hidden_rows,
+    leading_piece,
+    packed_mask,
+    table,
+    votes,
+)
 from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder, array_type, scalar, strided
 
 Ref = Any
@@ -93,3 +101,4 @@ class Ops:
     add_by_index = staticmethod(table.add)
     warp_all_below = staticmethod(votes.all_below)
     warp_all = staticmethod(votes.all_rows)
+    zero_hidden_rows = staticmethod(hidden_rows.zero)

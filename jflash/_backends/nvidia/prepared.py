@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia import hidden_rows, prepare
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
@@ -57,8 +57,9 @@ class PreparedBackward(Prepared):
 
     def __init__(self, spec: Spec, operands: Operands, residuals: Residuals, ops: Ops) -> None:
         super().__init__(spec, operands, ops)
-        self.residuals, self.made = residuals, dict[str, Array]()
-        self.factors = dict(query=operands.query, key=operands.key, value=operands.value, d_out=residuals.d_out)
+        d_out = hidden_rows.zeroed(spec, residuals, ops)
+        self.residuals, self.made = residuals._replace(d_out=d_out), dict[str, Array]()
+        self.factors = dict(query=operands.query, key=operands.key, value=operands.value, d_out=d_out)
         """The arrays of the call whose tiles are multiplied."""
         self.lse = jnp.where(residuals.lse == -jnp.inf, jnp.inf, residuals.lse)
         """The log-sum-exp `[B, N, T]`, +inf where a query sees nothing."""

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jflash._backends.xla import plans, recompute, tiling
 from jflash._backends.xla.recompute import RecomputedTile
 from jflash._backends.xla.sums import Place, Terms, tile_sum
-from jflash._semantics import online_softmax
+from jflash._semantics import online_softmax, visibility
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import PARAMETERS, Parameters, smooth_parameters, split_heads
 
@@ -68,6 +68,7 @@ class _Gradient:
         tile = RecomputedTile(self.spec, place)
         query, d_out, lse, sunk, delta = terms.rows
         (key, value), (parameters,) = terms.keys, terms.parameters
+        d_out = visibility.of_seeing_rows(self.spec, d_out, lse < jnp.inf)
         query, d_out, key, value = tile.rows(query), tile.rows(d_out), tile.keys(key), tile.keys(value)
 
         logits, pull_back = jax.vjp(tile.modify, tile.pairs(tile.dot(query, key)), parameters)
