@@ -4,9 +4,9 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import planted_defects
 import pytest
-from planted_defects import ROOT, Defect
+from defect import ROOT, Defect
+from defects import DEFECTS
 from short_run import cover, covering, mark_slow
 
 AXES = {"dtype": "abc", "heads": "de", "mask": "fghi"}
@@ -61,7 +61,7 @@ def test_nothing_but_cover_decides() -> None:
     assert marked == ["short_run.py"]
 
 
-@pytest.mark.parametrize("defect", planted_defects.DEFECTS, ids=lambda defect: defect.name)
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_planted_defect_has_one_place(defect: Defect) -> None:
     assert len(defect.places()) == 1
     assert defect.wrong != defect.right
