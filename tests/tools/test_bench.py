@@ -203,6 +203,7 @@ def test_nothing_is_cut_off_where_lines_are_short(run, monkeypatch):
     assert "causal: 1 x 64, 2 x d16 " in printed.getvalue()
 
 
+@cover(0)
 def test_an_implementation_that_is_asked_for_is_measured(monkeypatch, tmp_path):
     """The implementation that is asked for is measured, not the one that jflash would choose; an unknown name is an
     error."""
