@@ -57,6 +57,7 @@ def assert_exact(attention: Callable[..., Any], case: Case):
     oracle.assert_right(oracle.run(attention, call), call)
 
 
+@cover(rest=3)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from short_run import cover
 
 from jflash import _api, _canonical, _dispatch
 from jflash._platform import Platform
@@ -241,6 +242,7 @@ def test_support_table_has_every_option() -> None:
     assert {*_api.Options.__annotations__, "bias", "mask"} - of_every_backend <= named
 
 
+@cover(every=6)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_support_of_two_rows_is_that_of_the_later(column: str) -> None:
     for one, other in itertools.combinations([call for calls in ROWS.values() for call in calls[:1]], 2):
@@ -257,6 +259,7 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) < 150
 
 
+@cover(every=3)
 @pytest.mark.parametrize("page", ["README.md", "examples/derivatives.md", "examples/rematerialization.md"])
 def test_code_runs(page: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)

@@ -137,14 +137,14 @@ def test_there_is_something_to_break() -> None:
     assert len(INDICES) > 50
 
 
-@cover(every=12)
+@cover(every=12, rest=2)
 @pytest.mark.parametrize("one", BARRIERS, ids=str)
 def test_missing_barrier(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match(r"rejected: INTERNAL: Metal emulator, kernel \w+: (race|uninitialised read)", found), found
 
 
-@cover(every=24)
+@cover(every=24, rest=2)
 @pytest.mark.parametrize("one", OVERSIZED, ids=str)
 def test_too_much_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
@@ -165,7 +165,7 @@ def test_missing_mask(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.startswith(("wrong", "rejected")), found
 
 
-@cover(every=8)
+@cover(every=8, rest=2)
 @pytest.mark.parametrize("one", some(INDICES), ids=str)
 def test_wrong_index(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")

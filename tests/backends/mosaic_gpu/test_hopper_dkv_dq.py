@@ -36,6 +36,7 @@ def kernel(call, **options):
     return plan_of(plan.plan_backward(hopper_kernels.canonical(call, **options)[0], 132), DkvDqPlan)
 
 
+@cover(rest=2)
 @pytest.mark.parametrize("options", [OPTIONS[0], *map(slow, OPTIONS[1:])], ids=str)
 def test_one_block_of_keys(options: dict):
     """Races are looked for: no other block adds to what this one adds to."""
@@ -44,13 +45,14 @@ def test_one_block_of_keys(options: dict):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
+@cover(0, rest=2)
 @pytest.mark.parametrize(
     ("lengths", "heads", "options"),
     [
         ((130, 200), (4, 2), dict(causal=True, lengths="keys")),
-        *[slow((70, 150), (2, 2), options) for options in OPTIONS],
+        *[((70, 150), (2, 2), options) for options in OPTIONS],
         # Heads that share keys are in head groups, whose dK and dV are summed afterwards.
-        slow((260, 70), (8, 1), {}),
+        ((260, 70), (8, 1), {}),
     ],
     ids=str,
 )

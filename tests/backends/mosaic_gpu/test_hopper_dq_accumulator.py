@@ -109,7 +109,7 @@ class Places:
         return (place,)
 
 
-@cover(every=5)
+@cover(every=10, rest=2)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [

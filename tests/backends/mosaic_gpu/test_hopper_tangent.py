@@ -50,6 +50,7 @@ def along(call: cases.Call, moving: str) -> dict[str, np.ndarray]:
     return {name: tangent for name, tangent in every.items() if name in names} or every
 
 
+@cover(rest=3)
 @pytest.mark.parametrize(
     ("case", "moving"),
     [pytest.param(*row, marks=() if row in IN_SHORT_RUN else cover(0)) for row in ROWS],
@@ -67,7 +68,7 @@ def with_logits(call: cases.Call, size: float, shared: float) -> cases.Call:
     return dataclasses.replace(call, query=query.astype(call.query.dtype), key=key.astype(call.key.dtype))
 
 
-@cover(every=6)
+@cover(every=6, rest=3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("size", "shared"), [(16, 0), (64, 0), (1, 10), (4, 3)])
 def test_about_the_mean(dtype: str, size: float, shared: float):
@@ -97,7 +98,7 @@ def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
     oracle.assert_tangents_right(rounded, call, moving, as_tf32=dtype == "float32")
 
 
-@cover(0)
+@cover(0, rest=3)
 @pytest.mark.parametrize("place", range(1, 5))
 @pytest.mark.parametrize(("dim", "options"), [(64, dict(causal=True)), (128, dict(bias="full", lengths="both"))])
 def test_any_tiles(dim: int, options: dict, place: int):

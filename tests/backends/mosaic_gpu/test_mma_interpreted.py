@@ -57,6 +57,7 @@ def slow(*row: object):
     return pytest.param(*row, marks=cover(0))
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in IN_SHORT_RUN else cover(0)) for case in CASES], ids=str
 )
@@ -90,7 +91,7 @@ def test_long_sums_of_float32(queries: int, keys: int):
     oracle.assert_right(run(call, precision="highest"), call)
 
 
-@cover(every=100)
+@cover(every=100, rest=2)
 @pytest.mark.parametrize("case", OF_16_BITS[::2], ids=str)
 def test_deterministic(case: Case):
     """By kernels of which every CTA owns what it sums; float32 has no others."""
@@ -98,7 +99,7 @@ def test_deterministic(case: Case):
     oracle.assert_right(run(call, deterministic=True), call)
 
 
-@cover(every=100)
+@cover(every=100, rest=4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,7 +120,7 @@ def test_fused_tiles(dim: int, tile: FusedTile, options: dict):
     assert key in trial.asked
 
 
-@cover(every=12)
+@cover(every=12, rest=2)
 @pytest.mark.parametrize("capability", ["8.0", "8.6"])
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -144,7 +145,7 @@ def test_budgets(dims: tuple[int, int], options: dict, capability: str):
     assert_right(call, capability, given=with_nan_in_padding(call))
 
 
-@cover(every=8)
+@cover(every=8, rest=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("processors", "key_length"), [(1, 300), (108, 1100)])
 @pytest.mark.parametrize("query_length", [1, 3])
@@ -162,7 +163,7 @@ def test_sums_of_head_groups(options: dict):
     oracle.assert_right(run(call), call)
 
 
-@cover(0)
+@cover(0, rest=4)
 @pytest.mark.parametrize(("dtype", "cap"), [("bfloat16", 1024.0), ("float16", 64.0)])
 @pytest.mark.parametrize("steps", cases.STEPS)
 def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
@@ -172,7 +173,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(run(call), call)
 
 
-@cover(0)
+@cover(0, rest=3)
 @pytest.mark.parametrize("values", cases.LARGE_BIASES)
 def test_large_biases(values: str):
     call = cases.build(Case("bfloat16", 70, 200, heads=(1, 1), dims=(64, 64), batch=(), bias="keys"))
@@ -211,6 +212,7 @@ TABLES = [
 ]
 
 
+@cover(rest=2)
 @pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=cover(0)) for row in TABLES[1:])])
 def test_tables(row):
     """That a score_mod reads by position, with their gradients; padding holds NaN, which must reach nothing."""
