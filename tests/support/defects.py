@@ -140,8 +140,8 @@ DEFECTS = [
     Defect(
         "mosaic_gpu: products begin before the tile of keys has arrived",
         "_attend_beside_product",
-        "is_masked=is_masked)\n        plgpu.barrier_wait(shared.k.full.at[slot])\n",
-        "is_masked=is_masked)\n",
+        "is_masked=self.tiles.may_be_partial)\n        plgpu.barrier_wait(shared.k.full.at[slot])\n",
+        "is_masked=self.tiles.may_be_partial)\n",
         f"{INTERPRETED}::test_any_tiles",
     ),
     Defect(
@@ -167,7 +167,7 @@ DEFECTS = [
     ),
     Defect(
         "mosaic_gpu: keys past the end have weights in the backward",
-        "visited",
+        "visited_range",
         "jnp.where(row + rows > spec.key_length, first, whole[1])",
         "whole[1]",
         f"{INTERPRETED}::test_no_weight_on_keys_past_the_end",
@@ -181,9 +181,9 @@ DEFECTS = [
     ),
     Defect(
         "mosaic_gpu: all that a score_mod reads has the first one's index",
-        "_index.scalar",
-        "indices(score_mod, batch, head, query, key, key_minus_query)[read.place]",
-        "indices(score_mod, batch, head, query, key, key_minus_query)[0]",
+        "index.scalar",
+        "indices(function, batch, head, query, key, key_minus_query, numbers[:-1])[read.place]",
+        "indices(function, batch, head, query, key, key_minus_query, numbers[:-1])[0]",
         "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_tables",
     ),
     Defect(
@@ -322,8 +322,8 @@ DEFECTS = [
     Defect(
         "Keys that a query does not see have weights in the backward",
         "differentiate",
-        "return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)",
-        "return probabilities(logits), _lowerable(pull_back)",
+        "return mask.hide(probabilities(logits), 0.0), lowerable(pull_back)",
+        "return probabilities(logits), lowerable(pull_back)",
         BACKWARD_TILE,
     ),
     Defect(

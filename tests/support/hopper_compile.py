@@ -20,6 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 from hopper_kernels import canonical_arguments
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,6 +34,21 @@ bfloat16, float32 = jnp.bfloat16, jnp.float32
 LENGTH = 1024
 PAIRS = (1, 4, LENGTH, LENGTH)
 DROPOUT_KEY = dict(dropout_key=((2,), jnp.uint32))
+
+
+def all_operations(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    """A mask_mod of every operation that the kernels say they take."""
+    distance = (query - key).astype(jnp.float32)
+    waves = jnp.sin(distance) + jnp.cos(-distance) * jnp.tanh(distance) - jnp.sqrt(jnp.abs(distance))
+    powers = (
+        jnp.exp(distance) + jnp.exp2(distance) + jnp.log(distance) + lax.rsqrt(distance) + distance**3 + distance**2
+    )
+    bits = (query >> 3) ^ (key << 1) | lax.shift_right_logical(query, 2) & ~key
+    whole = query // 96 - key % 7 + jnp.sign(query - key) * lax.clamp(0, key, 5) + lax.square(key)
+    ordered = (query >= key) & (key < 99) | (whole != 3) & ~(bits <= jnp.minimum(query, 7))
+    return jnp.where(head % 2 == 1, ordered, (waves > jnp.maximum(powers, 0.5)) ^ (batch == 0))
+
+
 CASES = {
     **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
     **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 72, 80, 96, 112, 128, 256)},
@@ -51,6 +67,8 @@ CASES = {
     "mask": (128, 128, {}, dict(mask=(PAIRS, jnp.bool_))),
     "mask of heads": (128, 128, {}, dict(mask=((1, 4, 1, 1), jnp.bool_))),
     "mask of keys": (128, 128, {}, dict(mask=((1, 4, 1, LENGTH), jnp.bool_))),
+    **{f"d{d} mask_mod": (d, d, {}, dict(documents=((2, LENGTH), jnp.int32))) for d in (64, 128, 512)},
+    "mask_mod of all operations": (64, 64, dict(mask_mod=all_operations), {}),
     "lengths": (128, 128, {}, dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32))),
     "score_mod of a bias of keys": (
         64,
@@ -190,8 +208,14 @@ def over(devices: int, split: PartitionSpec) -> NamedSharding:
     return NamedSharding(topologies.make_mesh(topology, (devices,), ("x",)), split)
 
 
-def with_score_mod(numbers: jax.Array | None = None, **arrays: jax.Array) -> dict[str, object]:
-    """With a score_mod that reads numbers, one for each head or for each distance, if there are any."""
+def with_functions(
+    numbers: jax.Array | None = None, documents: jax.Array | None = None, **arrays: jax.Array
+) -> dict[str, object]:
+    """With a score_mod that reads numbers, one for each head or for each distance, and a mask_mod of causal documents
+    of each batch entry, if there are such arrays."""
+    if documents is not None:
+        mask_mod = lambda batch, _, query, key: (documents[batch, query] == documents[batch, key]) & (key <= query)
+        return dict(arrays, mask_mod=mask_mod)
     if numbers is None:
         return arrays
     distance = lambda query, key: jnp.clip(query - key + 128, 0, 255)
@@ -213,7 +237,7 @@ def compiled(
     array = lambda shape, dtype=operands: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def all_three(query, key, value, d_out, d_lse, arrays):
-        arrays = with_score_mod(**arrays)
+        arrays = with_functions(**arrays)
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
 

@@ -27,6 +27,7 @@ from jflash._backends.nvidia.packing import ForwardShape, packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Spec
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
@@ -154,12 +155,17 @@ class ForwardPlan(ForwardShape, KernelPlan):
         """Rows that the first block of queries lacks."""
         return self.tile.missing(self.rows)
 
+    @property
+    def visits(self) -> Blocks:
+        """What each block visits a share of."""
+        rows, missing = self.rows_of_a_range // self.packed_heads, self.missing_rows // self.packed_heads
+        return Blocks(max(rows, 1), self.tile.keys, self.packed_heads, missing)
+
     def arrays(self, call: HopperForward) -> dict[str, Array]:
         factors = call.factors(self.packed_heads, self.value_chunks)
         edges = array_shapes.edges(call.operands, dict(value=factors["value"]))
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
-        rows = max(self.rows_of_a_range // self.packed_heads, 1)
-        return factors | shaping | edges | call.ranges(rows, self.missing_rows // self.packed_heads)
+        return factors | shaping | edges | call.visits(self.visits)
 
     @property
     def launch(self) -> Launch:
@@ -267,7 +273,7 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
     head_dim, value_dim = block_dims(spec)
     # Growing blocks of several heads leave fewer multiprocessors waiting at the end.
     groups = heads // math.gcd(heads, 8) if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
-    staggered = not spec.operands.isdisjoint(tile_range.LIMITS)
+    staggered = spec.mask_mod is not None or not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
     stores = 1 if spec.partial else output_stores(spec, tile)
     if processors is None or not (stores or head_dim == value_dim):

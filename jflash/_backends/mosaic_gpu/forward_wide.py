@@ -49,7 +49,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.softmax import Softmax
-from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, Walk
 from jflash._semantics.dropout import HeadSeed
 
 Sums = tuple[Float[Array, "rows columns"], ...]
@@ -68,7 +68,7 @@ class _Item(NamedTuple):
     """Where the item's first tile of logits begins."""
     block: Any
     """Which block of 64 rows the item is."""
-    tiles: TileRange
+    tiles: Walk
     before: Any
     """How many tiles came before, in other items."""
 
@@ -129,7 +129,7 @@ class _Cta(ForwardCta):
         number = plan.schedule.blocks - 1 - turn
         block = 2 * number + lax.axis_index(PAIR) if plan.in_pairs else number
         # Not `number`, with which ptxas spills 20 bytes more.
-        tiles = self.visited(batch, lax.div(block, 2) if plan.in_pairs else block)
+        tiles = self.visited(Place(batch, head, lax.div(block, 2) if plan.in_pairs else block))
         return _Item(TileCoord(batch, head, self.block_start(block), 0), block, tiles, before)
 
     def _first_item(self) -> _Item:
@@ -172,7 +172,8 @@ class _Cta(ForwardCta):
 
     def _softmax(self, item: _Item, index: Array, before: Softmax | None, seed: HeadSeed | None) -> Softmax:
         plan, inputs, ops, shape = self.plan, self.inputs, self.ops, self.shape
-        at = item.at._replace(key=item.tiles.start(index))
+        tile = item.tiles.tile(index)
+        at = item.at._replace(key=tile.start)
         loaded = self.form.prefetch(inputs, at, plan.tile.keys, plan.tile.warpgroups)
         s = self.keys.product(plan.spec, self.q.at[ops.opaque_zero(index)], item.before + index, shape, ops)
         for bias in self.smem.biases:
@@ -180,7 +181,7 @@ class _Cta(ForwardCta):
             loaded = loaded | self.load_bias(bias.tiles.at[0])
             plgpu.barrier_arrive(bias.empty.at[0])
         loaded = loaded | dropped.tile_words(inputs, at, shape, seed)
-        return self.form.step(s, TileContext(inputs, item.tiles, index, at, loaded), before)
+        return self.form.step(s, TileContext(inputs, tile, at, loaded), before)
 
     def weigh(self, half: int) -> None:
         """Another warpgroup weighs half of the values' columns, and stores what it makes of them."""

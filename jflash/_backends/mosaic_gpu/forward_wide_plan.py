@@ -200,7 +200,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
 
 def _limits_are_known(spec: Spec) -> bool:
     """Whether what is seen is known before the call, but for a dense mask."""
-    return spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
+    return spec.mask_mod is None and spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
 
 
 def fits(spec: Spec) -> bool:

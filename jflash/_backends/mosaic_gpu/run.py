@@ -50,7 +50,7 @@ class HopperForward(Prepared):
     def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
         """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""
         by_mma = bias_columns_of is not None
-        others = prepare.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.score_mod_arrays
+        others = prepare.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.function_arrays
         columns = bf16_columns.prepare_bias(self.spec, self.operands, bias_columns_of) if by_mma else {}
         return others | self.packed_mask() | columns
 

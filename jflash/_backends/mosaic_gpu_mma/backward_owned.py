@@ -58,7 +58,7 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 
 DqCarry = tuple[Tiles, tuple[Sums, ...]]
 """dQ of each block of rows, and the sums of parameters' gradients."""
@@ -91,7 +91,7 @@ class DqCta(QueriesCta[DqPlan]):
         super().__init__(plan, refs, ops)
         self.rows = list(self.blocks_from(self.first_row))
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, self.block, 0)
-        self.tiles = self.visited(self.batch, self.block)
+        self.tiles = self.visited(Place(self.batch, self.head, self.block))
 
     def run(self) -> None:
         """Walk over the tiles of keys, and store dQ."""
@@ -124,7 +124,7 @@ class DqCta(QueriesCta[DqPlan]):
         totals: list[Sums] = []
         for block, (s, dp) in enumerate(zip(every_s, every_dp, strict=True)):
             lse, delta = (along_rows(statistic, shape) for statistic in statistics[block])
-            context = TileContext(self.inputs, self.tiles, index, at[block], loaded[block])
+            context = TileContext(self.inputs, self.tiles.tile(index), at[block], loaded[block])
             of_block = BackwardTile.of(context, s, lse, plan.differentiated)
             gradients = of_block.differentiate(dp, delta)
             added = plan.sums.of_tile(gradients.parameters)

@@ -27,7 +27,7 @@ from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_range import TileRange
+from jflash._backends.nvidia.walk.tile_range import Place, Walk
 from jflash._semantics.spec import Spec
 
 STATISTICS = "lse", "delta"
@@ -128,9 +128,9 @@ class Cta[Plan: TiledPlan]:
         """Return the CTA's rows, from `first` on, in slices of 64."""
         return (pl.ds(first + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in range(self.plan.tile.blocks))
 
-    def visited(self, batch: Any, block: Any) -> TileRange:
+    def visited(self, place: Place) -> Walk:
         """Return the tiles that a block of the CTA's rows visits."""
-        return tile_range.visited(self.inputs, batch, block, self.plan.tile.rows, self.plan.tile.size)
+        return tile_range.visited(self.inputs, place, self.plan.tile.rows, self.plan.tile.size)
 
     def slot(self, index: Any) -> Any:
         """Return where in shared memory the tile is that is visited after `index` others."""
@@ -222,7 +222,7 @@ class Cta[Plan: TiledPlan]:
 class QueriesCta[Plan: TiledPlan](Cta[Plan]):
     """A CTA that owns some rows of a head's queries, and walks over the tiles of keys that they see."""
 
-    tiles: TileRange
+    tiles: Walk
     """What the subclass visits."""
 
     def __init__(self, plan: Plan, refs: Refs, ops: MmaOps, **options: Any) -> None:

@@ -52,7 +52,7 @@ from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads)
         self.form = logits.form(plan.spec, sums_in_parts=plan.tile.sums_in_parts)
         self.split = lax.axis_index("split")
-        self.tiles = self.visited(self.batch, self.block).split(self.split, plan.splits)
+        self.tiles = self.visited(Place(self.batch, self.head, self.block)).split(self.split, plan.splits)
 
     def run(self) -> None:
         """Attend, and store the output."""
@@ -200,7 +200,8 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             self.values_arrive(index)
         states: list[Softmax] = []
         for block, (at, numbers, (m, l)) in enumerate(zip(places, s, before[0], strict=True)):
-            context = TileContext(self.inputs, self.tiles, index, at, loaded[block] | self._bias(index, block))
+            loaded[block] |= self._bias(index, block)
+            context = TileContext(self.inputs, self.tiles.tile(index), at, loaded[block])
             states.append(self.form.step(numbers, context, Softmax(numbers, m, l, m)))
         acc_o = self.add_values(index, states, before[1])
         return tuple((state.m, state.l) for state in states), acc_o

@@ -25,7 +25,7 @@ from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 
 Carry = tuple[dict[str, Tiles], tuple[Sums, ...]]
 """dK and dV by name, and for each block of keys the sums of parameters' gradients for one head."""
@@ -73,7 +73,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
         wave, self.block, item = map(lax.axis_index, ("wave", "block", "item"))
         self.item = plan.schedule.item(wave, item)
         self.keys = list(self.blocks_from(self.block * plan.tile.rows))
-        tiles = self.visited(self.item.batch, self.block)
+        tiles = self.visited(Place(self.item.batch, self.item.head_group, self.block))
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, self.block, by_head=bool(plan.sums))
 
     def begin(self, step: Array, copy: Callable[[Any, Any], None]) -> None:
@@ -131,7 +131,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
     ) -> list[BackwardTile]:
         """Return a visited tile for each block of keys, from its products S."""
         of_block = lambda at, loaded, s: BackwardTile.of(
-            TileContext(self.inputs, self.order.tiles, index, at, loaded), s, lse, self.plan.differentiated
+            TileContext(self.inputs, self.order.tiles.tile(index), at, loaded), s, lse, self.plan.differentiated
         )
         return list(map(of_block, at, loaded, s))
 

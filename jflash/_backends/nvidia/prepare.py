@@ -36,7 +36,7 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     """
     prepared: dict[str, Array] = {}
     scalars = *PARAMETERS, "sinks", "query_offset", "query_lengths", "key_lengths", "page_table"
-    counted = spec.score_mod is not None or spec.dropout_rate > 0
+    counted = spec.score_mod is not None or spec.mask_mod is not None or spec.dropout_rate > 0
     indices = ("batch_index", "head_index", "first_query", "first_key") if counted else ()
     segments = "query_segments", "key_segments"
     for name in (*scalars, *indices, *segments):

@@ -160,12 +160,13 @@ def test_backward_leaves_no_processor_waiting(heads: int, batch: int, blocks: in
 
 
 @pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 4), (4, 1), (2, 0)])
-@pytest.mark.parametrize("kind", ["to the end", "window", "segments", "by head"])
+@pytest.mark.parametrize("kind", ["to the end", "window", "segments", "mask function", "by head"])
 def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: int):
     """In the same order by those that copy tiles and those that compute."""
     spec: Any = types.SimpleNamespace(
         bounds=(3 if kind == "window" else None, 0),
         operands={"query_segments"} if kind == "segments" else set(),
+        mask_mod=object() if kind == "mask function" else None,
     )
     tiles: Any = types.SimpleNamespace(count=count)
     for block in range(3):

@@ -16,6 +16,7 @@ from jflash._backends.mosaic_gpu.forward_plan import output_stores, shared_memor
 from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, DealtTo, Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.tile_list import TileList
 
 
 @cover(2)
@@ -197,3 +198,17 @@ def test_parts_of_a_range_are_all_of_it(count: int, parts: int):
     found = [every.share(index, parts) for index in range(parts)]
     starts = [int(part.start(index)) for part in found for index in range(int(part.count))]
     assert starts == [16 + 64 * index for index in range(count)]
+
+
+@pytest.mark.parametrize(("count", "parts"), [(4, 3), (4, 1), (1, 3), (0, 2)])
+def test_parts_of_a_list_are_all_of_it(count: int, parts: int):
+    """CTAs that share a list may have no tile of it; those that split it have one at least, past the end if need be."""
+    entries = jnp.array([count, *range(10, 10 + 2 * count, 2), *[9] * (5 - count)])
+    every = TileList(entries, 0, entries[0], 64)
+    want = [64 * (5 + index) for index in range(count)]
+    starts = lambda found: [int(part.start(index)) for part in found for index in range(int(part.count))]
+    assert starts([every.share(index, parts) for index in range(parts)]) == want
+    split = starts([every.split(jnp.int32(index), parts) for index in range(parts)])
+    past_the_end = 4 * 64
+    assert [start for start in split if start != past_the_end] == want
+    assert len(split) >= parts

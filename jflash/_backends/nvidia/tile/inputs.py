@@ -125,7 +125,8 @@ class KernelInputs:
             dropout_seed=None,
             distance_override=distance,
         )
-        if spec.score_mod is None:
+        # Packed heads lie between a tile's rows.
+        if (spec.score_mod is None and spec.mask_mod is None) or self.packed_heads > 1:
             return tile
         query, key = tile._replace(query=at.query, key=at.key).indices
         return tile._replace(

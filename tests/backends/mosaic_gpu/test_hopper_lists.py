@@ -1,0 +1,137 @@
+"""A `mask_mod` in the Hopper kernels: lists of tiles, and the function in those that it leaves in part."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import cases
+import hopper_kernels
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from kernel_families import HOPPER
+from short_run import cover
+
+from jflash._backends import mosaic_gpu
+from jflash._backends.mosaic_gpu.backward_dkv_dq import DkvDqPlan
+from jflash._backends.mosaic_gpu.backward_dq import DqPlan
+from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
+from jflash._backends.mosaic_gpu.backward_short import ShortPlan
+from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
+
+LENGTH = 300
+IDS = np.zeros((2, LENGTH), np.int32)
+IDS[0, 128:256], IDS[1] = -1, np.arange(LENGTH) // 70 % 2
+
+
+def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Documents in no order, of each entry its own. In the first one tile sees nothing, and is not seen."""
+    ids = jnp.asarray(IDS)
+    return (ids[b, q] == ids[b, k]) & (ids[b, q] >= 0)
+
+
+def of_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Every other 128 keys, of each head its own, and what is a multiple of 5 away."""
+    return ((k // 128 + h) % 2 == 0) | ((q - k) % 5 == 0)
+
+
+def chained(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Causal, among keys of a kind that is read at an index that was read before."""
+    kinds, ids = jnp.asarray([True, False, True]), jnp.asarray(IDS)
+    return (k <= q) & kinds[jnp.clip(ids[0, k] + 1, 0, 2)]
+
+
+nothing = lambda b, h, q, k: (q < 0) & (k > q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A call, and the kernels that serve it."""
+
+    mask_mod: Any
+    case: Case
+    plan: Any
+    """The kind of the backward's first plan."""
+    processors: int = 132
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+SQUARE = Case("bfloat16", LENGTH, LENGTH, heads=(2, 1), dims=(40, 24), batch=(2,))
+ROWS = {
+    "one kernel": Row(documents, SQUARE._replace(key_length=128, heads=(4, 2), causal=True, offset="each"), FusedPlan),
+    "two kernels": Row(of_heads, SQUARE._replace(alibi=True), DqPlan, options=dict(deterministic=True)),
+    "several blocks of a CTA": Row(documents, SQUARE._replace(query_length=200, soft_cap=1.5), ShortPlan, processors=1),
+    "wide heads": Row(documents, SQUARE._replace(dims=(264, 40), query_length=200), WidePlan),
+    "float32": Row(chained, SQUARE._replace(dtype="float32", dims=(128, 128), key_length=60, batch=(1,)), DkvDqPlan),
+    "gradient of a bias": Row(documents, SQUARE._replace(bias="full", score_mod="indices", key_length=128), FusedPlan),
+    "nothing is seen": Row(nothing, SQUARE._replace(query_length=70, key_length=100, sinks=True), FusedPlan),
+}
+IN_SHORT_RUN = ("one kernel",)
+
+
+def call_of(mask_mod: Any, case: Case) -> cases.Call:
+    return dataclasses.replace(cases.build(case), mask_mod=mask_mod)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_SHORT_RUN else pytest.param(name, marks=cover(0)) for name in ROWS]
+)
+def test_right(name: str):
+    row = ROWS[name]
+    call = call_of(row.mask_mod, row.case)
+    spec, _ = hopper_kernels.canonical(call, **row.options)
+    assert isinstance(HOPPER.plans(spec, row.processors)[1][0].plan, row.plan)
+    run = functools.partial(hopper_kernels.run, call, row.processors, **row.options)
+    hopper_kernels.assert_right(run, call)
+
+
+@pytest.mark.parametrize("mask_mod", [lambda b, h, q, k: k // 128 % 2 == b, pytest.param(nothing, marks=cover(0))])
+def test_decoding(mask_mod: Any):
+    """Heads are packed, and CTAs share a list, of which some have no tile."""
+    case = Case("bfloat16", 2, 600, heads=(4, 1), dims=(64, 64), batch=(2,))
+    call = dataclasses.replace(call_of(mask_mod, case), d_out=None)
+    plan = HOPPER.plans(hopper_kernels.canonical(call)[0], 132)[0].plan
+    assert plan.packed_heads == 4
+    assert plan.splits > 1
+    oracle.assert_right(hopper_kernels.run(call), call)
+
+
+@cover(0)
+def test_tangents():
+    call = call_of(documents, SQUARE._replace(query_length=200))
+    hopper_kernels.assert_tangents_right(call, oracle.draw_tangents(call))
+
+
+def test_only_listed_tiles_are_visited():
+    """What nobody sees is NaN: 0 times that is NaN, and would be in the sums of who visits its tile. The array that is
+    read has a batch axis, as `jax.vmap` makes one."""
+    call = call_of(documents, SQUARE._replace(query_length=100, dims=(8, 8)))
+    call = dataclasses.replace(call, d_out=None)
+    _, of_entries = hopper_kernels.canonical(call)
+    one = lambda b, h, q, k: (jnp.asarray(IDS[0])[q] == jnp.asarray(IDS[0])[k]) & (jnp.asarray(IDS[0])[q] >= 0)
+    spec, operands = hopper_kernels.canonical(dataclasses.replace(call, mask_mod=one))
+    arrays = tuple(jnp.asarray(IDS) for _ in operands.mask_mod_arrays)
+    value = operands.value.at[0, 128:256].set(jnp.nan)
+    operands = operands._replace(mask_mod_arrays=arrays, coverage=of_entries.coverage, value=value)
+    forward, _ = hopper_kernels.functions()
+    out, lse = forward(spec.resized(operands), operands)
+    got = oracle.Results(out, lse.transpose(0, 2, 1), {})
+    oracle.assert_right(got, call)
+
+
+REFUSED = {
+    "another than to take one number by its index: reduce_or": lambda b, h, q, k: jnp.any(jnp.arange(3) == k),
+    "computes cumsum": lambda b, h, q, k: jnp.cumsum(jnp.stack([q, k]))[0] > 3,
+    "computes in uint8": lambda b, h, q, k: q.astype(jnp.uint8) > k.astype(jnp.uint8),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refused(reason: str):
+    arrays = {name: jnp.zeros((2, 40, 2, 8), jnp.bfloat16) for name in ("query", "key", "value")}
+    spec, _ = hopper_kernels.canonical_arguments(**arrays, mask_mod=REFUSED[reason])
+    refusal = mosaic_gpu.unsupported_call(spec)
+    assert refusal is not None
+    assert reason in refusal
