@@ -38,6 +38,11 @@ def plain(call: Call) -> Results:
     return _rounding(call).results()
 
 
+def tf32(call: Call) -> Results:
+    """What plain attention with operands of TF32's bits makes of a call."""
+    return _rounding(call, operand_bits=11).results()
+
+
 @functools.lru_cache(maxsize=2)
 def tolerances(call: Call) -> Results:
     """The largest error allowed in each result: twice plain attention's, plus what plain attention cannot show.
@@ -95,7 +100,7 @@ def assert_right(got: Results, call: Call, *, as_tf32: bool = False) -> None:
     operands of its bits, and what knowing only its output and log-sum-exp costs."""
     allowed = tolerances(call)
     if as_tf32:
-        by_tf32 = _rounding(call, operand_bits=11).results()
+        by_tf32 = tf32(call)
         recomputed = _widest(call).results(residuals=by_tf32)
         larger = lambda least, truth, *others: max(least, sum(error(other, truth) for other in others))
         allowed = jax.tree.map(larger, allowed, exact(call), by_tf32, recomputed)

@@ -44,8 +44,8 @@ def unsupported_call(spec: Spec) -> str | None:
     """Return why no GPU serves a call by these kernels, in words for the user; `None` if some do."""
     if spec.mask_mod is not None:
         return "it has no mask_mod yet."
-    if spec.pages is not None:
-        return "it takes no paged cache yet (`page_table`)."
+    if spec.pages is not None and (spec.head_dim % 8, spec.value_dim % 8) != (0, 0):
+        return f"of a paged cache H and D must be multiples of 8. Got H={spec.head_dim} and D={spec.value_dim}."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:

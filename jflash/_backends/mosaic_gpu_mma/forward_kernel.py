@@ -68,8 +68,8 @@ class ForwardPlan(ForwardShape, TiledPlan):
     def arrays(self, call: MmaCall) -> dict[str, Array]:
         operands, packed = call.operands, self.packed_heads
         query = operands.query if packed == 1 else prepare.pack_heads(operands.query, packed)
-        arrays = dict(query=query, key=operands.key, value=operands.value)
-        arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.others
+        arrays = dict(query=query) | ({} if self.spec.pages else dict(key=operands.key, value=operands.value))
+        arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
         return arrays | call.packed_mask() | call.ranges(max(self.tile.rows // packed, 1))
 
     @property

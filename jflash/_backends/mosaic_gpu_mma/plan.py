@@ -136,9 +136,11 @@ def _capability(platform: Platform) -> str:
 
 
 def described(spec: Spec, platform: Platform) -> str:
-    """Return the forward's and the backward's kernels, tiles and shared memory in words."""
+    """Return the forward's and the backward's kernels, tiles and shared memory in words; a call with pages has no
+    backward."""
     forward, capacity = plan_forward(spec, platform).plan, SHARED_MEMORY[_capability(platform)]
-    backward = (kernel.plan for kernel in plan_backward(spec, platform))
     details = f"    {forward.packed_heads} heads packed, keys in {forward.splits} splits"
     lines = [*describe.kernels("forward", [forward], capacity), details]
-    return "\n".join([*lines, *describe.kernels("backward", backward, capacity)])
+    if spec.pages is None:
+        lines += describe.kernels("backward", (kernel.plan for kernel in plan_backward(spec, platform)), capacity)
+    return "\n".join(lines)

@@ -21,6 +21,16 @@ class MmaCall(Prepared):
         """Return an array in pieces, with H a multiple of 8: copies take 16 bytes at a time."""
         return operand_pieces.split_array(self.spec, jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[3] % 8)]))
 
+    @property
+    def cache(self) -> dict[str, Array]:
+        """Keys and values in pages, as they are, with the table and the scales, by name; nothing without pages."""
+        operands = self.operands
+        if operands.page_table is None:
+            return {}
+        names = "key", "value", "page_table", "k_scale", "v_scale"
+        found = {name: getattr(operands, name) for name in names}
+        return {name: array for name, array in found.items() if array is not None}
+
     @functools.cached_property
     def others(self) -> dict[str, Array]:
         """The operands but query, key, value and a packed mask. A bias of both axes is padded for copies."""
