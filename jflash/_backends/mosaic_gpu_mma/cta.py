@@ -28,7 +28,7 @@ from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_range import Place, Walk
+from jflash._backends.nvidia.walk.tile_range import Place, VisitedTile, Walk
 from jflash._semantics.spec import Spec
 
 SCALES = dict(key="k_scale", value="v_scale")
@@ -261,17 +261,18 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
         self.block = lax.axis_size("block") - 1 - lax.axis_index("block")
         self.first_row = self.block * plan.tile.rows
 
-    def places(self, index: Any) -> list[TileCoord]:
+    def places(self, tile: VisitedTile) -> list[TileCoord]:
         """Return where a tile of keys is, for each block of rows."""
-        key = self.tiles.start(index)
+        key = tile.start
         return [TileCoord(self.batch, self.head, rows.start, key) for rows in self.blocks_from(self.first_row)]
 
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         """Begin to copy a tile of keys and values, or one of both."""
         heads_of_rows = self.plan.spec.heads // self.inputs.packed_heads
         key_head = lax.div(self.head, heads_of_rows // self.plan.spec.key_heads)
+        first = self.tiles.start(index)
         for name in names:
-            first, ring = self.tiles.start(index), getattr(self.smem, name)
+            ring = getattr(self.smem, name)
             copy = self.copy if self.plan.spec.pages is None else self.copy_cached
             copy(name, self.batch, key_head, first, ring.at[self.slot(index)])
 

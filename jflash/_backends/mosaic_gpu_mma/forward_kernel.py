@@ -52,6 +52,7 @@ from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 
 
@@ -70,7 +71,8 @@ class ForwardPlan(ForwardShape, TiledPlan):
         query = operands.query if packed == 1 else prepare.pack_heads(operands.query, packed)
         arrays = dict(query=query) | ({} if self.spec.pages else dict(key=operands.key, value=operands.value))
         arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
-        return arrays | call.packed_mask() | call.ranges(max(self.tile.rows // packed, 1))
+        blocks = Blocks(max(self.tile.rows // packed, 1), self.tile.size, packed)
+        return arrays | call.packed_mask() | call.visits(blocks)
 
     @property
     def launch(self) -> Launch:
@@ -161,7 +163,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         super().copy_keys(index, names)
         if "value" in names and self.smem.bias is not None:
-            for number, at in enumerate(self.places(index)):
+            for number, at in enumerate(self.places(self.tiles.tile(index))):
                 self.copy_bias(at, self.smem.bias.at[self.slot(index), number])
 
     def _held(self, rows: Sequence[Any]) -> list[tuple[CtaRows, dict[str, Any]]]:
@@ -184,7 +186,8 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
     def _visit(self, index: Any, q: Sequence[tuple[CtaRows, dict[str, Any]]], before: State) -> State:
         ops, tile = self.ops, self.plan.tile
-        places, shape = self.places(index), (WARPGROUP_ROWS, tile.size)
+        visited, shape = self.tiles.tile(index), (WARPGROUP_ROWS, tile.size)
+        places = self.places(visited)
         ops.wait()
         if tile.stages > 1:
             self.copy_next(index + 1)
@@ -201,7 +204,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         states: list[Softmax] = []
         for block, (at, numbers, (m, l)) in enumerate(zip(places, s, before[0], strict=True)):
             loaded[block] |= self._bias(index, block)
-            context = TileContext(self.inputs, self.tiles.tile(index), at, loaded[block])
+            context = TileContext(self.inputs, visited, at, loaded[block])
             states.append(self.form.step(numbers, context, Softmax(numbers, m, l, m)))
         acc_o = self.add_values(index, states, before[1])
         return tuple((state.m, state.l) for state in states), acc_o
