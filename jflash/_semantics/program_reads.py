@@ -3,7 +3,7 @@
     f(logit, batch, head, query, key) = rest(logit, batch, head, query, key, array_0[index_0], array_1[index_1], ...)
 
 A kernel loads the numbers of a tile, and then does the rest elementwise. `score_mod` is such a function, and so is
-`mask_mod`, which has no logit.
+`mask_mod`, which has no logit. A few neighbours in an array, as in `jnp.any(table[query] == key)`, are as many numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,18 @@ from jflash._semantics.mask_mod import MaskMod
 from jflash._semantics.score_mod import ScoreMod
 
 Function = ScoreMod | MaskMod
+
+ELEMENTWISE = frozenset({
+    "abs", "add", "and", "clamp", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "ge", "gt",
+    "integer_pow", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "rem", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square", "sub", "tanh",
+    "xor",
+})  # fmt: skip
+"""Operations on each number of an array."""
+_FOLDS = {"reduce_or": lax.bitwise_or, "reduce_and": lax.bitwise_and, "reduce_max": lax.max, "reduce_min": lax.min}
+"""Operations that make one number of an array, and what they make of two."""
+_MOST_NUMBERS = 16
+"""The most numbers that are evaluated one by one."""
 
 _DTYPES = (jnp.float32, jnp.int32, jnp.bool_)
 _ARGUMENTS = ("logit", "batch", "head", "query", "key")
@@ -53,6 +65,12 @@ class Slice:
         return dataclasses.replace(self, axes=tuple(a for i, a in enumerate(self.axes) if i not in dimensions))
 
 
+class _Few(NamedTuple):
+    """An array of one axis and few numbers, each of which is evaluated on its own."""
+
+    numbers: tuple[Any, ...]
+
+
 class _Evaluation(NamedTuple):
     """What is made of a function's program, equation by equation."""
 
@@ -64,6 +82,8 @@ class _Evaluation(NamedTuple):
     """Evaluates a slice that is one number."""
     refuse: Callable[[Any], list[Any]]
     """Evaluates an equation that does something else with an array."""
+    fold: Callable[[Callable[..., Any], Any, Any], Any]
+    """Evaluates an operation that makes one number of two."""
 
     def of(self, function: Function, arguments: Sequence[Any]) -> list[Any]:
         """Return the results of a function's program."""
@@ -83,7 +103,8 @@ class _Evaluation(NamedTuple):
         if operation in ("jit", "pjit") and all(jnp.ndim(const) == 0 for const in params["jaxpr"].consts):
             return self._program(params["jaxpr"].jaxpr, params["jaxpr"].consts, inputs)
         first, *others = inputs or [None]
-        if operation not in ("jit", "pjit") and not any(isinstance(value, Slice) for value in inputs):
+        is_scalar = not any(isinstance(value, Slice | _Few) for value in inputs) and not _has_axes(equation)
+        if operation not in ("jit", "pjit") and is_scalar:
             return self.compute(equation, inputs)
         if isinstance(first, Slice) and operation == "dynamic_slice":
             return [first.sliced(others, params["slice_sizes"], self.plus)]
@@ -92,7 +113,35 @@ class _Evaluation(NamedTuple):
             return [first.sliced(starts, [b - a for a, b in zip(starts, stops, strict=True)], self.plus)]
         if isinstance(first, Slice) and operation == "squeeze":
             return [first.squeezed(params["dimensions"])]
-        return self.refuse(equation)
+        few = [self._few(value) for value in inputs]
+        return self.refuse(equation) if None in few else self._of_few(equation, [value for value in few if value])
+
+    def _few(self, value: Any) -> _Few | None:
+        """Return an equation's input as a few numbers; `None` if it is an array of many, or of several axes."""
+        if not isinstance(value, Slice):
+            return value if isinstance(value, _Few) else _Few((value,))
+        (axis, *others) = value.axes
+        size = value.sizes[axis]
+        if others or size > _MOST_NUMBERS:
+            return None
+        one = lambda place: value.sliced([place], [1], self.plus).squeezed([0])
+        return _Few(tuple(self.read(one(place)) for place in range(size)))
+
+    def _of_few(self, equation: Any, inputs: Sequence[_Few]) -> Sequence[Any]:
+        """Evaluate an equation of few numbers."""
+        operation, shape = equation.primitive.name, equation.outvars[0].aval.shape
+        fold = _FOLDS.get(operation)
+        if fold is not None and shape == ():
+            return [functools.reduce(functools.partial(self.fold, fold), inputs[0].numbers)]
+        sizes = {len(few.numbers) for few in inputs} - {1}
+        if len(shape) != 1 or shape[0] > _MOST_NUMBERS or len(sizes) > 1 or len(equation.outvars) > 1:
+            return self.refuse(equation)
+        each = zip(*(few.numbers * (shape[0] if len(few.numbers) == 1 else 1) for few in inputs), strict=True)
+        if operation == "broadcast_in_dim":
+            return [_Few(tuple(number for (number,) in each))]
+        if operation not in ELEMENTWISE:
+            return self.refuse(equation)
+        return [_Few(tuple(self.compute(equation, list(numbers))[0] for numbers in each))]
 
 
 class Read(NamedTuple):
@@ -113,6 +162,10 @@ class Read(NamedTuple):
     def name(self) -> str:
         """Its name as a parameter of logits."""
         return read_name(self.place)
+
+
+def _has_axes(equation: Any) -> bool:
+    return any(len(variable.aval.shape) > 0 for variable in equation.outvars)
 
 
 def read_name(place: int) -> str:
@@ -154,7 +207,8 @@ def analysis(function: Function) -> Analysis:
             reasons.append("closes over arrays and calls a function with a derivative of its own")
         return [join(*inputs)] * len(equation.outvars)
 
-    evaluation = _Evaluation(compute, lambda start, index, _: join(start, index), read, refuse)
+    plus = lambda start, index, _: join(start, index)
+    evaluation = _Evaluation(compute, plus, read, refuse, lambda _, *numbers: join(*numbers))
     names = _ARGUMENTS[-len(function.jaxpr.jaxpr.invars) :]
     evaluation.of(function, [frozenset({name}) for name in names])
     for one in found:
@@ -215,7 +269,8 @@ def values(
         raise AssertionError(equation)
 
     plus = lambda start, index, most: start + lax.clamp(jnp.int32(0), jnp.asarray(index, jnp.int32), jnp.int32(most))
-    return _Evaluation(compute, plus, read, refuse).of(function, arguments)
+    fold = lambda operation, one, other: operation(one, other)
+    return _Evaluation(compute, plus, read, refuse, fold).of(function, arguments)
 
 
 def number(function: Function, part: Slice, number: Any) -> Any:

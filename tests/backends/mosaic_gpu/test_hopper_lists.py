@@ -6,11 +6,15 @@ from typing import Any
 
 import cases
 import hopper_kernels
+import jax
 import jax.numpy as jnp
+import mask_functions
 import numpy as np
 import oracle
 import pytest
+from array_ref import ArrayRef
 from cases import Case
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_families import HOPPER
 from short_run import cover
 
@@ -20,6 +24,9 @@ from jflash._backends.mosaic_gpu.backward_dq import DqPlan
 from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu.backward_short import ShortPlan
 from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
+from jflash._backends.nvidia.prepared import Prepared
+from jflash._backends.nvidia.tile import mask_mod_reads
+from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 
 LENGTH = 300
 IDS = np.zeros((2, LENGTH), np.int32)
@@ -38,9 +45,10 @@ def of_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def chained(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Causal, among keys of a kind that is read at an index that was read before."""
-    kinds, ids = jnp.asarray([True, False, True]), jnp.asarray(IDS)
-    return (k <= q) & kinds[jnp.clip(ids[0, k] + 1, 0, 2)]
+    """Causal, among keys of one of two documents for each 100 queries, and of a kind that is read at an index that was
+    read before."""
+    kinds, chosen, ids = jnp.asarray([True, True, False]), jnp.asarray([[1, 0], [1, 2], [0, 1]]), jnp.asarray(IDS)[1]
+    return (k <= q) & jnp.any(chosen[q // 100] == ids[k]) & kinds[jnp.clip(ids[k] + 1, 0, 2)]
 
 
 nothing = lambda b, h, q, k: (q < 0) & (k > q)
@@ -69,6 +77,22 @@ ROWS = {
     "nothing is seen": Row(nothing, SQUARE._replace(query_length=70, key_length=100, sinks=True), FusedPlan),
 }
 IN_SHORT_RUN = ("one kernel",)
+
+
+@pytest.mark.parametrize("keys_first", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("name", ["chained", "BigBird", "images in text", "odd heads causal"])
+def test_program(name: str, keys_first: bool):
+    """What a kernel evaluates of a tile, of numbers that it reads itself, is the function."""
+    function = chained if name == "chained" else mask_functions.families(LENGTH)[name]
+    arrays = {name: jnp.zeros((2, LENGTH, 4, 8), jnp.bfloat16) for name in ("query", "key", "value")}
+    spec, operands = hopper_kernels.canonical_arguments(**arrays, mask_mod=function)
+    ops = HOPPER.interpreter(plgpu.InterpretGPUParams())
+    refs = {name: ArrayRef(array) for name, array in Prepared(spec, operands, ops).others.items()}
+    inputs = KernelInputs(spec, ops, refs, keys_first=keys_first)
+    at = TileCoord(*map(jnp.int32, (1, 3, 192, 128)))
+    got = jax.jit(lambda: mask_mod_reads.visible(inputs, at, inputs.tile(at, (64, 64), {})))()
+    want = mask_functions.dense(function, 2, 4, LENGTH, LENGTH)[1, 3, 192:256, 128:192]
+    np.testing.assert_array_equal(np.broadcast_to(got, (64, 64)), want.T if keys_first else want)
 
 
 def call_of(mask_mod: Any, case: Case) -> cases.Call:
@@ -121,9 +145,11 @@ def test_only_listed_tiles_are_visited():
     oracle.assert_right(got, call)
 
 
+FEW, MANY = jnp.arange(9), jnp.arange(300)
 REFUSED = {
-    "another than to take one number by its index: reduce_or": lambda b, h, q, k: jnp.any(jnp.arange(3) == k),
-    "computes cumsum": lambda b, h, q, k: jnp.cumsum(jnp.stack([q, k]))[0] > 3,
+    "with an array than to take one number by its index: sort": lambda b, h, q, k: jnp.sort(FEW)[q] < k,
+    "with an array than to take one number by its index: eq": lambda b, h, q, k: jnp.any(k == MANY),
+    "computes floor": lambda b, h, q, k: jnp.floor(q / 3) > k,
     "computes in uint8": lambda b, h, q, k: q.astype(jnp.uint8) > k.astype(jnp.uint8),
 }
 

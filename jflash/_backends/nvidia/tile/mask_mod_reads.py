@@ -21,18 +21,11 @@ from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.tile.lowerable import lowerable
 from jflash._semantics import tracing
 from jflash._semantics.mask_mod import MaskMod
-from jflash._semantics.program_reads import analysis, values
+from jflash._semantics.program_reads import ELEMENTWISE, analysis, values
 from jflash._semantics.score_mod import elementwise
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Tile
 
-_LOWERED = frozenset({
-    "abs", "add", "and", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "exp", "exp2", "ge", "gt",
-    "integer_pow", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "rem", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square", "sub", "tanh",
-    "xor",
-})  # fmt: skip
-"""The operations that Mosaic GPU makes of every element of a tile."""
 _DTYPES = frozenset({np.dtype(bool), np.dtype(np.int32), np.dtype(np.float32)})
 
 
@@ -48,7 +41,7 @@ def unsupported(spec: Spec) -> str | None:
     found, jaxpr = analysis(spec.mask_mod), spec.mask_mod.jaxpr
     if found.reason is not None:
         return f"it takes no mask_mod that {found.reason}."
-    if (name := next(iter(sorted(found.primitives - _LOWERED)), None)) is not None:
+    if (name := next(iter(sorted(found.primitives - ELEMENTWISE)), None)) is not None:
         return f"it takes no mask_mod that computes {name}."
     computed = [atom for equation in tracing.equations(jaxpr.jaxpr) for atom in (*equation.invars, *equation.outvars)]
     dtypes = {np.dtype(atom.aval.dtype) for atom in computed if not isinstance(atom, Literal)}
