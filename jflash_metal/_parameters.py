@@ -12,6 +12,9 @@ from jflash._semantics.spec import Spec
 
 _ROW_STRIDES = np.dtype([("batch", "<i8"), ("row", "<i4"), ("head", "<i4")], align=True)
 _PAIR_STRIDES = np.dtype([("batch", "<i8"), ("head", "<i8"), ("query", "<i8"), ("key", "<i8")], align=True)
+_PLANE_STRIDES = np.dtype([("batch", "<i8"), ("head", "<i8")], align=True)
+_PLANES = ("key_tiles", "query_tiles", "tile_masks")
+"""The arrays `[#B, #N, ...]` of which only the call's arrays say what shares them."""
 _SHARED = (
     "scale",
     "alibi_slopes",
@@ -29,6 +32,7 @@ PARAMETERS = np.dtype(
     [
         *((name, _ROW_STRIDES) for name in ("query", "key", "value", "out")),
         *((name, _PAIR_STRIDES) for name in ("bias", "mask")),
+        *((name, _PLANE_STRIDES) for name in _PLANES),
         *((name, "<i4") for name in ("batch", "queries", "keys", "heads", "group", "bias_batch", "bias_heads")),
         *((f"{name}_stride", "<i4") for name in _SHARED),
         *((name, "<i4") for name in ("query_offset", "left", "right")),
@@ -70,8 +74,10 @@ def parameters_of(spec: Spec) -> bytes:
 
 
 def with_batch_strides(parameters: bytes, arrays: Mapping[str, Array]) -> bytes:
-    """Return the structure with the strides along the batch of those arrays that the batch may share."""
+    """Return the structure with the strides along the batch, and along the heads, of arrays that these may share."""
     values = np.frombuffer(parameters, PARAMETERS).copy()
+    for name in _PLANES:
+        values[name] = strides(arrays[name].shape)[:2] if name in arrays else (0, 0)
     for name in _SHARED:
         values[f"{name}_stride"] = strides(arrays[name].shape)[0] if name in arrays else 0
     return values.tobytes()

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from jflash._semantics import visibility
+from jflash._semantics.coverage import TILE
 from jflash._semantics.spec import Spec
 from jflash_metal import _source
 from jflash_metal._blocks import THREADS, Block, Blocks, Memory, blocks_of
 from jflash_metal._parameters import PARAMETERS, parameters_of
+from jflash_metal._tile_lists import has_lists
 
 SCALARS = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
 """The names of dtypes in JAX and in Metal."""
@@ -31,6 +33,9 @@ OPERANDS = (
     "key_segments",
     "query_segment_ranges",
     "key_segment_ranges",
+    "key_tiles",
+    "query_tiles",
+    "tile_masks",
 )
 """The first buffers of every kernel of attention, `FOR_EACH_OPERAND` of shaders/operands.h."""
 RESIDUALS = ("d_out", "lse", "delta")
@@ -211,8 +216,18 @@ def plan_backward(spec: Spec) -> Plan:
 
 def copies(spec: Spec) -> list[str]:
     """Return in words what a launch copies or computes before the kernels run."""
-    has_segments = "query_segments" in spec.operands
-    return ["the smallest and the largest segment of every 8 queries and keys"] if has_segments else []
+    return [
+        words
+        for present, words in (
+            ("query_segments" in spec.operands, "the smallest and the largest segment of every 8 queries and keys"),
+            (has_lists(spec), f"lists of the tiles of {TILE} x {TILE} that show something"),
+            (
+                spec.mask_mod is not None,
+                "a bit of the mask function for each pair of those that are seen in part, up to 32 MiB at a time",
+            ),
+        )
+        if present
+    ]
 
 
 def _wanted(spec: Spec) -> Wanted:
@@ -256,6 +271,9 @@ def _features(spec: Spec) -> dict[str, str | int]:
         HAS_QUERY_LENGTHS="query_lengths" in spec.operands,
         HAS_KEY_LENGTHS="key_lengths" in spec.operands,
         HAS_SEGMENTS="query_segments" in spec.operands,
+        HAS_LISTS=has_lists(spec),
+        HAS_MASK_MOD=spec.mask_mod is not None,
+        LISTED_TILE=TILE,
     )
 
 

@@ -103,9 +103,9 @@ inline ScoreGradient score_gradient(
     int key,
     threadgroup const RowMetadata& query_metadata,
     threadgroup const RowMetadata& key_metadata,
-    bool is_full) {
+    thread const Visit& tile) {
   ScoreGradient gradient = {0.0f, 0.0f, 0.0f};
-  if (is_full || visible(head, parameters, query, key, query_metadata, key_metadata)) {
+  if (visible(tile, head, parameters, query, key, query_metadata, key_metadata)) {
     Logit logit = logit_of(product, head, parameters, query, key, query_metadata, key_metadata);
     gradient.p = exp_of(logit.value, query_metadata.lse);
     // Where P is 0, an infinite dP must not make a NaN.

@@ -36,17 +36,8 @@ inline void d_bias_block(
     int batch = batches == 1 ? bias_batch : index / heads, head_index = heads == 1 ? bias_head : index % heads;
     Head head = head_of(operands, parameters, batch, head_index);
     Residuals residuals = residuals_of(d_out, lse, delta, head, parameters, batch, head_index);
-    TileRange range = visible_keys(head, parameters, first_query, ROWS);
-    if (first_key >= range.stop || first_key + COLUMNS <= range.start) {
-      continue;
-    }
-    SegmentRange segments = {0, 0};
-    if (HAS_SEGMENTS) {
-      segments = segment_range<ROWS>(head.query_segment_ranges, first_query, parameters.queries, worker.lane);
-    }
-    TileCoverage coverage =
-        tile_coverage<COLUMNS>(range, first_key, segments, head.key_segment_ranges, parameters.keys, worker.lane);
-    if (coverage == TileCoverage::NONE) {
+    Visit tile;
+    if (!walk_keys<ROWS, COLUMNS>(head, parameters, first_query, worker.lane).find(tile, first_key, worker.lane)) {
       continue;
     }
     int valid_rows = head.query_limit - first_query, valid = head.key_limit - first_key;
@@ -79,7 +70,7 @@ inline void d_bias_block(
         int at = lanes.row * score_stride(COLUMNS) + column;
         sums[element] += score_gradient(
             memory.s[at], memory.dp[at], head, parameters, first_query + lanes.row, first_key + column,
-            memory.block_metadata[lanes.row], memory.tile_metadata[column], coverage == TileCoverage::FULL).d_logit;
+            memory.block_metadata[lanes.row], memory.tile_metadata[column], tile).d_logit;
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -10,7 +10,8 @@
 typedef BIAS_SCALAR BiasScalar;
 typedef D_BIAS_SCALAR DBiasScalar;
 
-/// X(element, name, buffer). The ranges are the smallest and the largest segment of each 8 queries or keys.
+/// X(element, name, buffer). The ranges are the smallest and the largest segment of each 8 queries or keys; key_tiles are
+/// the lists of each LISTED_TILE queries, query_tiles those of as many keys (walk.h), with their masks (tile_mask.h).
 #define FOR_EACH_OPERAND(X)        \
   X(Scalar, query, 0)              \
   X(Scalar, key, 1)                \
@@ -25,7 +26,10 @@ typedef D_BIAS_SCALAR DBiasScalar;
   X(int, query_segments, 10)       \
   X(int, key_segments, 11)         \
   X(int, query_segment_ranges, 12) \
-  X(int, key_segment_ranges, 13)
+  X(int, key_segment_ranges, 13)   \
+  X(int, key_tiles, 14)            \
+  X(int, query_tiles, 15)          \
+  X(uint, tile_masks, 16)
 
 #define AS_MEMBER(ELEMENT, NAME, BUFFER) device const ELEMENT* NAME;
 #define AS_ARGUMENT(ELEMENT, NAME, BUFFER) device const ELEMENT* NAME [[buffer(BUFFER)]],
@@ -56,6 +60,9 @@ struct Head {
   device const int* key_segments;
   device const int* query_segment_ranges;
   device const int* key_segment_ranges;
+  device const int* key_tiles;
+  device const int* query_tiles;
+  device const uint* tile_masks;
   /// The offset of this head in [B, N, T].
   long rows;
   float scale;
@@ -79,6 +86,9 @@ inline Head head_of(thread const Operands& operands, constant Parameters& parame
   own.key_segments = operands.key_segments + long(batch) * parameters.key_segments_stride;
   own.query_segment_ranges = operands.query_segment_ranges + long(batch) * parameters.query_segment_ranges_stride;
   own.key_segment_ranges = operands.key_segment_ranges + long(batch) * parameters.key_segment_ranges_stride;
+  own.key_tiles = operands.key_tiles + batch * parameters.key_tiles.batch + head * parameters.key_tiles.head;
+  own.query_tiles = operands.query_tiles + batch * parameters.query_tiles.batch + head * parameters.query_tiles.head;
+  own.tile_masks = operands.tile_masks + batch * parameters.tile_masks.batch + head * parameters.tile_masks.head;
   own.rows = (long(batch) * parameters.heads + head) * parameters.queries;
   own.scale = SCALE_IS_ARRAY ? operands.scale[batch * parameters.scale_stride] : parameters.scale;
   own.alibi_slope = HAS_ALIBI ? operands.alibi_slopes[batch * parameters.alibi_slopes_stride + head] : 0.0f;

@@ -16,6 +16,12 @@ struct PairStrides {
   long key;
 };
 
+/// Strides of [#B, #N, ...], in elements; 0 along an axis that the array shares.
+struct PlaneStrides {
+  long batch;
+  long head;
+};
+
 struct Parameters {
   RowStrides query;
   RowStrides key;
@@ -23,6 +29,9 @@ struct Parameters {
   RowStrides out;
   PairStrides bias;
   PairStrides mask;
+  PlaneStrides key_tiles;
+  PlaneStrides query_tiles;
+  PlaneStrides tile_masks;
   /// B, T, S, N, and the number of query heads that share a key head.
   int batch;
   int queries;

@@ -75,8 +75,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     'float32 with `precision="highest"` and a soft cap': [
         dict(dtype=jnp.float32, precision="highest", logits_soft_cap=2.0),
     ],
-    "float64, or a `mask_mod`": [
-        dict(dtype=jnp.float64),
+    "float64": [dict(dtype=jnp.float64)],
+    "`mask_mod`": [
         dict(mask_mod=lambda batch, head, query, key: key <= query),
         dict(mask_mod=lambda batch, head, query, key: jnp.asarray(ZEROS)[head] < key, dtype=jnp.bfloat16),
     ],
@@ -155,9 +155,8 @@ SUMMARY: dict[str, list[str]] = {
     ],
     "`dropout_rate` or `score_mod`": ["`dropout_rate`", "`score_mod`", "`score_mod` that closes over arrays"],
     "a head dimension of 257 to 576, or `jax.jvp`": ["a head dimension of 257 to 576", "`jax.jvp`"],
-    "float64, a `mask_mod`, a paged cache (`page_table`), a head dimension above 576, derivatives of second and higher "
-    "order": [
-        "float64, or a `mask_mod`",
+    "float64, a paged cache (`page_table`), a head dimension above 576, derivatives of second and higher order": [
+        "float64",
         "`page_table`: a paged cache, without derivatives",
         next(label for label in ROWS if label.startswith("a head dimension above 576")),
         "derivatives of second and higher order",
