@@ -6,8 +6,8 @@ callback (`_launch`). Where the native library is built without Metal (`_ffi.hos
 emulator: slowly, and watched for races and for accesses out of bounds.
 
 A call is planned from its `Spec` (`_plan`), its arrays are prepared and its kernels launched (`_launch`, by way of
-`_ffi`), and `finish` makes the gradients from what the kernels wrote. shaders/ has the algorithms. A mask function comes
-to the shaders as lists of tiles and as bits (`_tile_lists`), if need be in parts of the call (`_parts`).
+`_ffi`), and `finish` makes the gradients from what the kernels wrote. shaders/ has the algorithms. A mask function
+comes to the shaders as lists of tiles and as bits (`_tile_lists`), if need be in parts of the call (`_parts`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash_metal import _ffi, _parts
 from jflash_metal._launch import BY_CALLBACK, launch, prepare
-from jflash_metal._plan import SCALARS, copies, plan_backward, plan_forward
+from jflash_metal._plan import CACHE_SCALARS, SCALARS, copies, plan_backward, plan_forward
 from jflash_metal._tile_lists import has_lists
 
 __all__ = ["ONLY_BY_NAME", "backward", "describe", "forward", "program", "unsupported", "visits_lists"]
@@ -48,10 +48,10 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
         )
     if platform.name not in ("cpu", *BY_CALLBACK):
         return f"its kernels are for Apple GPUs, by way of JAX's cpu platform or jax-graft's mtl; this is {platform}."
-    if spec.pages is not None:
-        return "it takes no paged cache (`page_table`)."
     if spec.dtype.name not in SCALARS:
         return f"Metal has no {spec.dtype}; it takes {', '.join(SCALARS)}."
+    if spec.pages is not None and spec.pages.dtype.name not in CACHE_SCALARS:
+        return f"Metal has no {spec.pages.dtype}; a paged cache may have the query's dtype or int8."
     if max(spec.head_dim, spec.value_dim) > LARGEST_DIM:
         return f"head dimensions up to {LARGEST_DIM}; these are {spec.head_dim} and {spec.value_dim}."
     if spec.dropout_rate > 0:
@@ -76,7 +76,8 @@ def describe(spec: Spec, platform: Platform) -> str:
     """Return what a call launches, as text: for each kernel the grid, the block, threadgroup memory and results."""
     del platform  # the plan is the same wherever the shaders run
     copied = "; ".join(copies(spec)) or "nothing"
-    return f"forward\n{plan_forward(spec)}\nbackward\n{plan_backward(spec)}\nprepared by copying: {copied}"
+    backward = "" if spec.pages is not None else f"backward\n{plan_backward(spec)}\n"
+    return f"forward\n{plan_forward(spec)}\n{backward}prepared by copying: {copied}"
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

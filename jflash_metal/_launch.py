@@ -13,7 +13,7 @@ from jflash import _mesh, _platform
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash_metal import _ffi
 from jflash_metal._blocks import THREADS
-from jflash_metal._parameters import with_batch_strides
+from jflash_metal._parameters import with_arrays
 from jflash_metal._plan import OPERANDS, Plan
 from jflash_metal._tile_lists import has_lists, tile_lists
 
@@ -43,7 +43,9 @@ def prepare(spec: Spec, plan: Plan, operands: Operands, residuals: Residuals | N
         arrays |= tile_lists(spec, operands)
     # In place of an operand that the call does not have, a kernel binds an array that it does not read.
     placeholders = dict.fromkeys(names, jnp.zeros(1, jnp.int32))
-    return Arrays(placeholders | arrays, with_batch_strides(plan.parameters, arrays))
+    return Arrays(
+        placeholders | arrays, with_arrays(plan.parameters, arrays, 1 if spec.pages is None else spec.pages.size)
+    )
 
 
 def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:

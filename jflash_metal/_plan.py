@@ -18,6 +18,8 @@ from jflash_metal._tile_lists import has_lists
 
 SCALARS = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
 """The names of dtypes in JAX and in Metal."""
+CACHE_SCALARS = SCALARS | {"int8": "char"}
+"""The same for the dtypes of a paged cache."""
 OPERANDS = (
     "query",
     "key",
@@ -36,6 +38,9 @@ OPERANDS = (
     "key_tiles",
     "query_tiles",
     "tile_masks",
+    "page_table",
+    "k_scale",
+    "v_scale",
 )
 """The first buffers of every kernel of attention, `FOR_EACH_OPERAND` of shaders/operands.h."""
 RESIDUALS = ("d_out", "lse", "delta")
@@ -90,7 +95,7 @@ class Plan:
     shader: str
     definitions: tuple[tuple[str, str | int], ...]
     parameters: bytes
-    """The structure `Parameters` of shaders/parameters.h, without the strides that only the operands know."""
+    """The structure `Parameters` of shaders/parameters.h, without what only the operands know."""
     kernels: tuple[Kernel, ...]
 
     def source(self) -> str:
@@ -274,6 +279,12 @@ def _features(spec: Spec) -> dict[str, str | int]:
         HAS_LISTS=has_lists(spec),
         HAS_MASK_MOD=spec.mask_mod is not None,
         LISTED_TILE=TILE,
+        CACHE_SCALAR=CACHE_SCALARS[(spec.pages or spec).dtype.name],
+        HAS_PAGES=spec.pages is not None,
+        PAGE_SIZE=1 if spec.pages is None else spec.pages.size,
+        PAGES_INTERLEAVED=spec.pages is not None and spec.pages.interleaved,
+        HAS_K_SCALE="k_scale" in spec.operands,
+        HAS_V_SCALE="v_scale" in spec.operands,
     )
 
 

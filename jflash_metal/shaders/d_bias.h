@@ -41,16 +41,12 @@ inline void d_bias_block(
       continue;
     }
     int valid_rows = head.query_limit - first_query, valid = head.key_limit - first_key;
-    device const Scalar* keys = head.key + first_key * long(parameters.key.row);
-    load_tile<ROWS, HEAD_DIM>(
-        memory.block_qk, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
-        worker.index);
-    load_d_out<ROWS>(memory.block_vdo, residuals, parameters, first_query, valid_rows, worker.index);
-    load_tile<COLUMNS, VALUE_DIM>(
-        memory.tile_vdo, head.value + first_key * long(parameters.value.row), parameters.value.row, valid,
-        worker.index);
+    load_tile<ROWS, HEAD_DIM>(memory.block_qk, query_rows(head, parameters, first_query), valid_rows, worker.index);
+    load_tile<ROWS, VALUE_DIM>(
+        memory.block_vdo, d_out_rows(residuals, parameters, first_query), valid_rows, worker.index);
+    load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, value_rows(head, parameters, first_key), valid, worker.index);
     if (D_QUERY_STREAMS == 2) {
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, first_key), valid, worker.index);
     }
     load_query_metadata<ROWS>(memory.block_metadata, head, parameters, first_query, worker.index);
     load_row_statistics<ROWS>(memory.block_metadata, residuals, first_query, parameters.queries, worker.index);
@@ -59,7 +55,7 @@ inline void d_bias_block(
     multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
     if (D_QUERY_STREAMS == 1) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, first_key), valid, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);

@@ -70,12 +70,8 @@ inline void d_key_value_block(
   int first_head = key_head * parameters.group;
   Head shared = head_of(operands, parameters, batch, first_head);
   int valid_rows = shared.key_limit - first_key;
-  load_tile<ROWS, HEAD_DIM>(
-      memory.block_qk, shared.key + first_key * long(parameters.key.row), parameters.key.row, valid_rows,
-      worker.index);
-  load_tile<ROWS, VALUE_DIM>(
-      memory.block_vdo, shared.value + first_key * long(parameters.value.row), parameters.value.row, valid_rows,
-      worker.index);
+  load_tile<ROWS, HEAD_DIM>(memory.block_qk, key_rows(shared, parameters, first_key), valid_rows, worker.index);
+  load_tile<ROWS, VALUE_DIM>(memory.block_vdo, value_rows(shared, parameters, first_key), valid_rows, worker.index);
 
   Accumulator<ROWS, HEAD_DIM> acc_dk;
   Accumulator<ROWS, VALUE_DIM> acc_dv;
@@ -90,10 +86,11 @@ inline void d_key_value_block(
     Visit tile;
     while (walk.next(tile, worker.lane)) {
       int valid = head.query_limit - tile.first;
-      device const Scalar* queries = head.query + tile.first * long(parameters.query.row);
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, parameters.query.row, valid, worker.index);
+      Rows queries = query_rows(head, parameters, tile.first);
+      SeeingRows d_outs = d_out_rows(residuals, parameters, tile.first);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, valid, worker.index);
       if (D_KEY_VALUE_STREAMS == 2) {
-        load_d_out<COLUMNS>(memory.tile_vdo, residuals, parameters, tile.first, valid, worker.index);
+        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, valid, worker.index);
       }
       load_query_metadata<COLUMNS>(memory.tile_metadata, head, parameters, tile.first, worker.index);
       load_row_statistics<COLUMNS>(memory.tile_metadata, residuals, tile.first, parameters.queries, worker.index);
@@ -101,7 +98,7 @@ inline void d_key_value_block(
       multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);
       if (D_KEY_VALUE_STREAMS == 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_d_out<COLUMNS>(memory.tile_vdo, residuals, parameters, tile.first, valid, worker.index);
+        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, valid, worker.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
@@ -112,7 +109,7 @@ inline void d_key_value_block(
       multiply_add<COLUMNS>(acc_dv, p, memory.tile_vdo, worker);
       if (D_KEY_VALUE_STREAMS == 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, parameters.query.row, valid, worker.index);
+        load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, valid, worker.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       multiply_add<COLUMNS>(acc_dk, ds, memory.tile_qk, worker);

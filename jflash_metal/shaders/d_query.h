@@ -114,10 +114,8 @@ inline void d_query_block(
     Worker worker) {
   constexpr int ROWS = D_QUERY_ROWS, COLUMNS = D_QUERY_COLUMNS, SHARE = share_of(ROWS);
   int valid_rows = head.query_limit - first_query;
-  load_tile<ROWS, HEAD_DIM>(
-      memory.block_qk, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
-      worker.index);
-  load_d_out<ROWS>(memory.block_vdo, residuals, parameters, first_query, valid_rows, worker.index);
+  load_tile<ROWS, HEAD_DIM>(memory.block_qk, query_rows(head, parameters, first_query), valid_rows, worker.index);
+  load_tile<ROWS, VALUE_DIM>(memory.block_vdo, d_out_rows(residuals, parameters, first_query), valid_rows, worker.index);
   load_query_metadata<ROWS>(memory.block_metadata, head, parameters, first_query, worker.index);
   load_row_statistics<ROWS>(memory.block_metadata, residuals, first_query, parameters.queries, worker.index);
 
@@ -135,18 +133,16 @@ inline void d_query_block(
       cleared = tile.first + COLUMNS;
     }
     int valid = head.key_limit - tile.first;
-    device const Scalar* keys = head.key + tile.first * long(parameters.key.row);
-    device const Scalar* values = head.value + tile.first * long(parameters.value.row);
-    load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, values, parameters.value.row, valid, worker.index);
+    load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, value_rows(head, parameters, tile.first), valid, worker.index);
     if (D_QUERY_STREAMS == 2) {
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, tile.first), valid, worker.index);
     }
     load_key_metadata<COLUMNS>(memory.tile_metadata, head, parameters, tile.first, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
     if (D_QUERY_STREAMS == 1) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, tile.first), valid, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);

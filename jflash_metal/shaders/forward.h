@@ -128,8 +128,7 @@ inline void forward_block(
   constexpr int ROWS = FORWARD_ROWS, COLUMNS = FORWARD_COLUMNS;
   threadgroup float* scratch = memory.scratch + worker.index / 32 * 64;
   load_tile<ROWS, HEAD_DIM>(
-      memory.q, head.query + first_query * long(parameters.query.row), parameters.query.row,
-      head.query_limit - first_query, worker.index);
+      memory.q, query_rows(head, parameters, first_query), head.query_limit - first_query, worker.index);
   load_query_metadata<ROWS>(memory.query_metadata, head, parameters, first_query, worker.index);
 
   Accumulator<ROWS, VALUE_DIM> acc_o;
@@ -139,14 +138,12 @@ inline void forward_block(
   Visit tile;
   while (walk.next(tile, worker.lane)) {
     int valid = head.key_limit - tile.first;
-    load_tile<COLUMNS, HEAD_DIM>(
-        memory.kv, head.key + tile.first * long(parameters.key.row), parameters.key.row, valid, worker.index);
+    load_tile<COLUMNS, HEAD_DIM>(memory.kv, key_rows(head, parameters, tile.first), valid, worker.index);
     load_key_metadata<COLUMNS>(memory.key_metadata, head, parameters, tile.first, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     multiply_transposed<COLUMNS, HEAD_DIM, share_of(ROWS)>(memory.s, memory.q, memory.kv, worker);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_tile<COLUMNS, VALUE_DIM>(
-        memory.kv, head.value + tile.first * long(parameters.value.row), parameters.value.row, valid, worker.index);
+    load_tile<COLUMNS, VALUE_DIM>(memory.kv, value_rows(head, parameters, tile.first), valid, worker.index);
     online_softmax(row, memory, head, parameters, first_query, tile, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simd_any(memory.rescale[worker.first_row + worker.lane % 8] != 1.0f)) {

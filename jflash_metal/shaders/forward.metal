@@ -3,10 +3,10 @@
 
 kernel void forward(
     OPERAND_ARGUMENTS
-    device const float* sinks [[buffer(17)]],
-    device ResultScalar* out [[buffer(18)]],
-    device float* lse [[buffer(19)]],
-    constant Parameters& parameters [[buffer(20)]],
+    device const float* sinks [[buffer(20)]],
+    device ResultScalar* out [[buffer(21)]],
+    device float* lse [[buffer(22)]],
+    constant Parameters& parameters [[buffer(23)]],
     THREAD_ARGUMENTS) {
   threadgroup Scalar4 q[tile_size(FORWARD_ROWS, HEAD_DIM)];
   threadgroup Scalar4 kv[tile_size(FORWARD_COLUMNS, HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM)];

@@ -7,6 +7,8 @@
 #include "parameters.h"
 #include "tiles.h"
 
+/// The type of keys and values: that of queries, unless a paged cache has another.
+typedef CACHE_SCALAR CacheScalar;
 typedef BIAS_SCALAR BiasScalar;
 typedef D_BIAS_SCALAR DBiasScalar;
 
@@ -14,8 +16,8 @@ typedef D_BIAS_SCALAR DBiasScalar;
 /// the lists of each LISTED_TILE queries, query_tiles those of as many keys (walk.h), with their masks (tile_mask.h).
 #define FOR_EACH_OPERAND(X)        \
   X(Scalar, query, 0)              \
-  X(Scalar, key, 1)                \
-  X(Scalar, value, 2)              \
+  X(CacheScalar, key, 1)           \
+  X(CacheScalar, value, 2)         \
   X(BiasScalar, bias, 3)           \
   X(uchar, mask, 4)                \
   X(float, scale, 5)               \
@@ -29,7 +31,10 @@ typedef D_BIAS_SCALAR DBiasScalar;
   X(int, key_segment_ranges, 13)   \
   X(int, key_tiles, 14)            \
   X(int, query_tiles, 15)          \
-  X(uint, tile_masks, 16)
+  X(uint, tile_masks, 16)          \
+  X(int, page_table, 17)           \
+  X(float, k_scale, 18)            \
+  X(float, v_scale, 19)
 
 #define AS_MEMBER(ELEMENT, NAME, BUFFER) device const ELEMENT* NAME;
 #define AS_ARGUMENT(ELEMENT, NAME, BUFFER) device const ELEMENT* NAME [[buffer(BUFFER)]],
@@ -52,8 +57,8 @@ struct Operands {
 /// One batch entry and one query head of the call.
 struct Head {
   device const Scalar* query;
-  device const Scalar* key;
-  device const Scalar* value;
+  device const CacheScalar* key;
+  device const CacheScalar* value;
   device const BiasScalar* bias;
   device const uchar* mask;
   device const int* query_segments;
@@ -63,6 +68,9 @@ struct Head {
   device const int* key_tiles;
   device const int* query_tiles;
   device const uint* tile_masks;
+  device const int* page_table;
+  device const float* k_scale;
+  device const float* v_scale;
   /// The offset of this head in [B, N, T].
   long rows;
   float scale;
@@ -80,6 +88,9 @@ inline Head head_of(thread const Operands& operands, constant Parameters& parame
   own.query = operands.query + batch * parameters.query.batch + long(head) * parameters.query.head;
   own.key = operands.key + batch * parameters.key.batch + long(key_head) * parameters.key.head;
   own.value = operands.value + batch * parameters.value.batch + long(key_head) * parameters.value.head;
+  if (PAGES_INTERLEAVED) {
+    own.value += HEAD_DIM;
+  }
   own.bias = operands.bias + batch * parameters.bias.batch + head * parameters.bias.head;
   own.mask = operands.mask + batch * parameters.mask.batch + head * parameters.mask.head;
   own.query_segments = operands.query_segments + long(batch) * parameters.query_segments_stride;
@@ -89,6 +100,9 @@ inline Head head_of(thread const Operands& operands, constant Parameters& parame
   own.key_tiles = operands.key_tiles + batch * parameters.key_tiles.batch + head * parameters.key_tiles.head;
   own.query_tiles = operands.query_tiles + batch * parameters.query_tiles.batch + head * parameters.query_tiles.head;
   own.tile_masks = operands.tile_masks + batch * parameters.tile_masks.batch + head * parameters.tile_masks.head;
+  own.page_table = operands.page_table + long(batch) * parameters.page_table_stride;
+  own.k_scale = operands.k_scale + batch * parameters.k_scale.batch + key_head * parameters.k_scale.head;
+  own.v_scale = operands.v_scale + batch * parameters.v_scale.batch + key_head * parameters.v_scale.head;
   own.rows = (long(batch) * parameters.heads + head) * parameters.queries;
   own.scale = SCALE_IS_ARRAY ? operands.scale[batch * parameters.scale_stride] : parameters.scale;
   own.alibi_slope = HAS_ALIBI ? operands.alibi_slopes[batch * parameters.alibi_slopes_stride + head] : 0.0f;

@@ -32,6 +32,9 @@ struct Parameters {
   PlaneStrides key_tiles;
   PlaneStrides query_tiles;
   PlaneStrides tile_masks;
+  /// Strides of [#B, #P, #K]: their rows are the pages of a cache.
+  RowStrides k_scale;
+  RowStrides v_scale;
   /// B, T, S, N, and the number of query heads that share a key head.
   int batch;
   int queries;
@@ -52,6 +55,9 @@ struct Parameters {
   int key_segments_stride;
   int query_segment_ranges_stride;
   int key_segment_ranges_stride;
+  int page_table_stride;
+  /// The number of pages less one; 0 without pages.
+  int last_page;
   /// Values known at trace time; 0 for those that are arrays or absent.
   int query_offset;
   int left;

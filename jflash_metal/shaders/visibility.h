@@ -1,7 +1,7 @@
 // The rule of which keys a query may see, for one query and one key of a tile.
 #pragma once
 
-#include "operands.h"
+#include "pages.h"
 #include "tile_mask.h"
 
 /// A tile that a block visits.
