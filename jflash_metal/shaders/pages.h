@@ -1,7 +1,7 @@
 // Where the rows of keys and values lie: one after the other, or in the pages of a cache.
 //
-// Key j of a batch entry is row j % PAGE_SIZE of page table[j / PAGE_SIZE]. A cache of 8 bits, or with scales, is widened
-// as a tile is loaded: its number times its page's scale, rounded to Scalar.
+// Key j of a batch entry is row j % PAGE_SIZE of the page that its table has at j / PAGE_SIZE. A cache of 8 bits, or with
+// scales, is widened as a tile is loaded: its number times its page's scale, rounded to Scalar.
 #pragma once
 
 #include "operands.h"
