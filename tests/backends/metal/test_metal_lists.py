@@ -16,6 +16,7 @@ import oracle
 import pytest
 from cases import Case
 from jax import export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from metal_shader import MISSING
 from operands import assert_same
 from short_run import cover
@@ -176,6 +177,33 @@ def test_exact_in_parts(function: Callable[..., Any], options: dict[str, Any], m
     oracle.assert_right(oracle.run(attention, call), call)
     assert [counters.entry for counters in _ffi.counters()].count("forward") == 2
     jax.clear_caches()
+
+
+@cover(0)
+def test_cotangents_of_hidden_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes of them, whatever they are."""
+    monkeypatch.setattr(_parts, "MOST_BYTES", 0)
+    jax.clear_caches()
+    query = small(200)
+    _, pull_back = jax.vjp(lambda *arrays: attention(*arrays, mask_mod=strides), query, query, query)
+    of = lambda value: pull_back(jnp.ones_like(query).at[:, 40:100].set(value))
+    jax.tree.map(np.testing.assert_array_equal, of(np.nan), of(0.0))
+    jax.clear_caches()
+
+
+@cover(0)
+@pytest.mark.parametrize("batch_too", [False, True])
+def test_sequences_split_over_devices(batch_too: bool) -> None:
+    """Indices are those of the whole call, and chunks need not begin with a tile."""
+    mesh = jax.make_mesh((2, 2), ("batch", "context"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    query = small(360)
+    split = jax.device_put(query, NamedSharding(mesh, PartitionSpec("batch" if batch_too else None, "context")))
+
+    def gradients(query: Any, implementation: str) -> Any:
+        attend = functools.partial(jflash.attention, mask_mod=strides, implementation=implementation)
+        return jax.jit(jax.grad(lambda query: jnp.sin(attend(query, query, query)).sum()))(query)
+
+    assert_same(gradients(split, "metal"), gradients(query, "reference"))
 
 
 def test_memory_is_bounded() -> None:
