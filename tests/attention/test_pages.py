@@ -159,7 +159,7 @@ def test_a_derivative_is_refused(serving: str):
     jax.grad(lambda weight: weight * attend(query))(1.0)
 
 
-@pytest.mark.parametrize("backend", ["mosaic_gpu", "metal"])
+@pytest.mark.parametrize("backend", ["mosaic_gpu"])
 def test_kernels_refuse_pages(backend: str):
     """In a sentence of their own, with nothing else in the way."""
     module = jflash._dispatch.BACKENDS[backend]

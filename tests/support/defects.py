@@ -138,6 +138,20 @@ DEFECTS = [
         "tests/attention/test_exactness.py::test_logits_that_rise_from_tile_to_tile",
     ),
     Defect(
+        "metal: of a tile that is seen in part every pair is seen",
+        "visible",
+        "    result = result && mask_bit(tile.mask, query, key);\n",
+        "",
+        "tests/backends/metal/test_metal_lists.py::test_exact",
+    ),
+    Defect(
+        "metal: the values of a cache have the scales of its keys",
+        "value_rows",
+        "head.v_scale",
+        "head.k_scale",
+        "tests/backends/metal/test_metal_pages.py::test_scaled",
+    ),
+    Defect(
         "mosaic_gpu: products begin before the tile of keys has arrived",
         "_attend_beside_product",
         "is_masked=self.tiles.may_be_partial)\n        plgpu.barrier_wait(shared.k.full.at[slot])\n",
