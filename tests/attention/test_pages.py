@@ -174,7 +174,7 @@ def test_a_derivative_is_refused(serving: str):
     jax.grad(lambda weight: weight * attend(query))(1.0)
 
 
-@pytest.mark.parametrize("backend", ["mosaic_gpu", "mosaic_gpu_mma", "metal"])
+@pytest.mark.parametrize("backend", ["mosaic_gpu_mma", "metal"])
 def test_kernels_refuse_pages(backend: str):
     """In a sentence of their own, with nothing else in the way."""
     module = jflash._dispatch.BACKENDS[backend]

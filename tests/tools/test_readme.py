@@ -128,9 +128,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim) for dim in (193, 544)),
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim, precision="highest") for dim in (129, 256)),
     ],
-    "`page_table`: a paged cache, without derivatives": [
+    "`page_table`: a paged cache in bfloat16 or float16, in pages of 8, 16 or 32 keys or a multiple of 64, heads of a "
+    "multiple of 16 up to 256, without derivatives": [
+        *(dict(**PAGED, dtype=jnp.bfloat16, head_dim=16, value_dim=16, length=size) for size in (8, 16, 32, 64, 192)),
+        dict(**PAGED, dtype=jnp.float16, head_dim=256, value_dim=256, length=128),
+    ],
+    "`page_table`: any other paged cache": [
         PAGED,
-        dict(**PAGED, k_scale=2.0, v_scale=ZEROS[:1]),
+        dict(**PAGED, length=16, k_scale=2.0, v_scale=ZEROS[:1]),
+        dict(**PAGED, length=16, dtype=jnp.float32),
+        dict(**PAGED, length=16, head_dim=12),
+        dict(**PAGED, length=16, head_dim=272),
+        dict(**PAGED, length=96),
     ],
     "sequences split over devices": [
         dict(sequence_axis="context", sequence_strategy=name) for name in (None, "ring", "all_to_all", "gather")
@@ -157,14 +166,15 @@ SUMMARY: dict[str, list[str]] = {
         "sequences split over devices",
     ],
     "`dropout_rate` or `score_mod`": ["`dropout_rate`", "`score_mod`", "`score_mod` that closes over arrays"],
-    "a head dimension of 257 to 576, a `mask_mod`, or `jax.jvp`": [
+    "a head dimension of 257 to 576, a `mask_mod`, a paged cache (`page_table`) of 16 bits, or `jax.jvp`": [
         "a head dimension of 257 to 576",
         "a `mask_mod`",
+        next(label for label in ROWS if label.startswith("`page_table`: a paged cache")),
         "`jax.jvp`",
     ],
-    "float64, a paged cache (`page_table`), a head dimension above 576, derivatives of second and higher order": [
+    "float64, any other paged cache, a head dimension above 576, derivatives of second and higher order": [
         "float64",
-        "`page_table`: a paged cache, without derivatives",
+        "`page_table`: any other paged cache",
         next(label for label in ROWS if label.startswith("a head dimension above 576")),
         "derivatives of second and higher order",
     ],
@@ -252,7 +262,8 @@ def test_support_table_has_every_option() -> None:
 @pytest.mark.parametrize("column", COLUMNS)
 def test_support_of_two_rows_is_that_of_the_later(column: str) -> None:
     for one, other in itertools.combinations([call for calls in ROWS.values() for call in calls[:1]], 2):
-        if not one.keys() & other.keys():
+        # A call with pages has no derivative.
+        if not one.keys() & other.keys() and not {"page_table", "derivative"} <= {*one, *other}:
             each = [served(column, **call) for call in (one, other)]
             last = max(each, key=ORDER.index)
             both = {**one, **other}
