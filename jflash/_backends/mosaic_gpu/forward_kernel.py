@@ -108,8 +108,8 @@ class ForwardCta(Cta[ForwardPlan]):
         return {"bias": bias}
 
     def sink(self, batch: Any, head: Any) -> Array | None:
-        """The head's sink, if the call has sinks and they are not left to the merge of splits."""
-        return None if self.plan.splits > 1 else self.inputs.value("sinks", batch, head)
+        """The head's sink, if the call has sinks and the kernel counts them."""
+        return self.inputs.value("sinks", batch, head) if self.plan.has_sinks else None
 
     def key_head(self, head: Any) -> Any:
         """The head of keys and values that a head of queries attends to."""

@@ -145,7 +145,7 @@ def forward(
     """Return output in the results' dtype and log-sum-exp in float32."""
     plan = kernel.plan
     made = kernel.run(HopperForward(plan.spec, operands, ops))
-    return finish_forward(plan.spec, operands, made, packed_heads=plan.packed_heads, splits=plan.splits)
+    return finish_forward(plan, operands, made)
 
 
 def moving(tangents: Operands) -> frozenset[str]:
