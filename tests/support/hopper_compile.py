@@ -169,14 +169,17 @@ TABLED = (
 )
 """Cases that are compiled with all tiles that a search on some device might choose."""
 PAGED = {
+    **{
+        f"latent, pages of {size}": ((32, 1), dict(head_dim=576, value_dim=512, heads=(16, 1), page_size=size), {})
+        for size in (16, 64)
+    },
     "decoding": ((64, 1), dict(head_dim=128, page_size=16), {}),
     "decoding d64, pages of 128": ((64, 1), dict(head_dim=64, page_size=128, interleaved=True), {}),
     "decoding in splits, pages of 128": ((2, 4), dict(head_dim=128, page_size=128), dict(is_causal=True)),
     "prefill": ((4, 512), dict(head_dim=128, page_size=16), dict(is_causal=True)),
     "prefill d64, pages of 128": ((4, 512), dict(head_dim=64, page_size=128), dict(is_causal=True)),
 }
-"""Calls of 32 heads on 8 with a paged cache of 4,096 keys for each entry: the batch and its queries, the cache, and the
-options."""
+"""Calls with a paged cache of 4,096 keys for each entry: the batch and its queries, the cache, and the options."""
 
 
 def main() -> None:
@@ -289,8 +292,9 @@ def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedShar
     """What ptxas says of the forward of a call with a paged cache, of as many keys for each entry."""
     (batch, queries), (head_dim, page_size) = rows, (cache["head_dim"], cache["page_size"])
     array = lambda *shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    interleaved = cache.get("interleaved", False)
-    pages = array(batch * length // page_size, page_size, 16 if interleaved else 8, head_dim)
+    (heads, key_heads), interleaved = cache.get("heads", (32, 8)), cache.get("interleaved", False)
+    of_heads = lambda dim: array(batch * length // page_size, page_size, key_heads * (1 + interleaved), dim)
+    pages = [of_heads(dim) for dim in (head_dim, cache.get("value_dim", head_dim))][: 2 - interleaved]
 
     def forward(query, pages, table, lengths):
         key, value = (pages[0], None) if interleaved else pages
@@ -302,7 +306,7 @@ def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedShar
 
     clear()
     index = functools.partial(array, dtype=jnp.int32)
-    shapes = array(batch, queries, 32, head_dim), (pages,) * (1 if interleaved else 2)
+    shapes = array(batch, queries, heads, head_dim), pages
     jax.jit(forward).lower(*shapes, index(batch, length // page_size), index(batch)).compile()
     return reported()["forward"]
 

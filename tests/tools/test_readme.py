@@ -129,16 +129,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim, precision="highest") for dim in (129, 256)),
     ],
     "`page_table`: a paged cache in bfloat16 or float16, in pages of 8, 16 or 32 keys or a multiple of 64, heads of a "
-    "multiple of 16 up to 256, without derivatives": [
+    "multiple of 16 up to 576, without derivatives": [
         *(dict(**PAGED, dtype=jnp.bfloat16, head_dim=16, value_dim=16, length=size) for size in (8, 16, 32, 64, 192)),
         dict(**PAGED, dtype=jnp.float16, head_dim=256, value_dim=256, length=128),
+        dict(**PAGED, dtype=jnp.bfloat16, head_dim=576, value_dim=512, length=64),
     ],
     "`page_table`: any other paged cache": [
         PAGED,
         dict(**PAGED, length=16, k_scale=2.0, v_scale=ZEROS[:1]),
         dict(**PAGED, length=16, dtype=jnp.float32),
         dict(**PAGED, length=16, head_dim=12),
-        dict(**PAGED, length=16, head_dim=272),
+        dict(**PAGED, length=16, head_dim=520),
         dict(**PAGED, length=96),
     ],
     "sequences split over devices": [

@@ -39,8 +39,6 @@ def unsupported_call(spec: Spec) -> str | None:
     reason = score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec)
     reason = reason or operand_pieces.unsupported(spec)
     reason = reason or cache_rows.unsupported(spec) or array_shapes.unsupported_cache(spec)
-    if reason is None and spec.pages is not None and plan.is_wide(spec):
-        reason = f"its kernels of heads as wide as {dims} take no paged cache (`page_table`)."
     if reason is not None or plan.fits(spec):
         return reason
     such = f"with {dims}" + " and such a bias" * facts_of(spec).has_bias_tiles

@@ -30,8 +30,8 @@ from jaxtyping import Array, Float, Int
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
-from jflash._backends.mosaic_gpu.key_tile import KeyTile
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
@@ -192,10 +192,10 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
-        k, v, key_tile = shared.k, shared.v, KeyTile(inputs, keys)
+        k, v, walked = shared.k, shared.v, SourceTile(inputs, keys)
         plgpu.barrier_wait(k.empty.at[slot])
         full = k.full.at[slot]
-        key_tile.copy("key", k, slot)
+        walked.copy("key", k, slot)
         if shared.bias_columns is not None:
             source = bf16_columns.of_keys(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
@@ -203,7 +203,7 @@ class ForwardCta(Cta[ForwardPlan]):
             tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
             plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[tile], shared.bias.at[slot], full)
         plgpu.barrier_wait(v.empty.at[slot])
-        key_tile.copy("value", v, slot)
+        walked.copy("value", v, slot)
 
 
 class MainLoop:

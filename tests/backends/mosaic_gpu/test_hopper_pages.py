@@ -41,6 +41,8 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
     ),
     "score_mod, bias of keys": (SEVERAL._replace(key_length=384, score_mod="indices", bias="keys"), 128, {}),
     "segments, dropout": (PREFILL._replace(query_length=20, key_length=304, segments="sorted", dropout=True), 8, {}),
+    "latent": (DECODING._replace(key_length=140, heads=(4, 1), dims=(576, 512)), 16, {}),
+    "wide heads": (SEVERAL._replace(key_length=140, dims=(320, 320)), 64, dict(interleaved=True)),
     "both lengths": (PREFILL._replace(query_length=70, lengths="both"), 16, dict(interleaved=True)),
 }
 
@@ -130,7 +132,7 @@ def test_ragged(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]):
             {},
             "in sixteens beside such a bias. Got H=136 and D=40.",
         ),
-        (DECODING._replace(dims=(512, 512)), 16, {}, "heads as wide as H=512 and D=512"),
+        (DECODING._replace(dims=(520, 512)), 16, {}, "in sixteens. Got H=520 and D=512."),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""A tile of keys and their values in device memory, and its copies to the rings that kernels walk over.
+"""A tile in device memory of what kernels walk over, and its copies to their rings.
 
 A paged cache has a tile in parts, each in one page: a part is a copy by the descriptor of the whole cache. Past an
 entry's keys a copy begins past the cache's last row, where it reads zeros and no device memory. The last page of the
@@ -28,24 +28,29 @@ _COLUMNS = 64
 """The most columns that are mended at a time: the warpgroup that copies has few registers."""
 
 
-class KeyTile:
-    """A tile of keys. Its pages are looked up when it is made, before its copies wait for their slots."""
+class SourceTile:
+    """A tile of an array, or of both keys and values.
 
-    def __init__(self, inputs: TmaInputs, keys: GmemTile) -> None:
-        self._inputs, self._keys = inputs, keys
+    Pages are looked up when it is made, and so before its copies wait for their slots.
+    """
+
+    def __init__(self, inputs: TmaInputs, tile: GmemTile) -> None:
+        self._inputs, self._keys = inputs, tile
         if inputs.spec.pages is not None:
-            self._length: Any = inputs.value("key_lengths", keys.batch)
-            self._parts = cache_rows.parts_of_tile(inputs, keys.batch, keys.first, keys.size, self._length)
+            self._length: Any = inputs.value("key_lengths", tile.batch)
+            self._parts = cache_rows.parts_of_tile(inputs, tile.batch, tile.first, tile.size, self._length)
 
-    def copy(self, name: str, ring: Buffers, slot: Array) -> None:
-        """Copy keys or values to a slot of their ring, with zeros for values of padding."""
+    def copy(self, name: str, ring: Buffers, slot: Array, first_column: int = 0, cluster: str | None = None) -> None:
+        """Copy the tile of an array, or some of its columns, to a slot of a ring, with zeros for values of padding.
+        `cluster` is as for `pipeline.copy_in`."""
         tile, pages = ring.tiles.at[slot], self._inputs.spec.pages
         if pages is None:
-            self._inputs.copy_rows(name, self._keys, tile, ring.full.at[slot])
+            self._inputs.copy_rows(name, self._keys, tile, ring.full.at[slot], first_column, cluster)
         elif name == "key":
-            self._copy_parts(name, tile, ring.full.at[slot], 0)
+            self._copy_parts(name, tile, ring.full.at[slot], first_column)
         else:
-            self._copy_mended(name, ring, slot, self._inputs.spec.head_dim if pages.interleaved else 0)
+            before = self._inputs.spec.head_dim if pages.interleaved else 0
+            self._copy_mended(name, ring, slot, before + first_column)
 
     def _copy_mended(self, name: str, ring: Buffers, slot: Array, first_column: int) -> None:
         """Copy values, and if padding begins among them, wait for them and replace it before others may read them."""
