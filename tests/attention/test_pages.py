@@ -159,17 +159,6 @@ def test_a_derivative_is_refused(serving: str):
     jax.grad(lambda weight: weight * attend(query))(1.0)
 
 
-@pytest.mark.parametrize("backend", ["mosaic_gpu"])
-def test_kernels_refuse_pages(backend: str):
-    """In a sentence of their own, with nothing else in the way."""
-    module = jflash._dispatch.BACKENDS[backend]
-    call = paged.with_lengths(cases.build(SMALL))
-    spec, *_ = jflash._canonical.canonicalize(**paged.paginate(call, 16))
-    platform = jflash._platform.Platform("cpu", "cpu", None)
-    refused = module.unsupported(spec, platform) if backend == "metal" else module.unsupported_call(spec)
-    assert "page_table" in refused
-
-
 def paged_shapes(pages: int, *, width: int, interleaved: bool, batch: int = 8) -> dict[str, Any]:
     shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)
     heads = (4, 64) if interleaved else (2, 64)

@@ -8,6 +8,7 @@ A program of its own: where Mosaic GPU leaves its reports is read from the envir
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -167,12 +168,24 @@ TABLED = (
     *("d80 causal", "d96 causal", "d112 causal", "d272/64"),
 )
 """Cases that are compiled with all tiles that a search on some device might choose."""
+PAGED = {
+    **{
+        f"latent, pages of {size}": ((32, 1), dict(head_dim=576, value_dim=512, heads=(16, 1), page_size=size), {})
+        for size in (16, 64)
+    },
+    "decoding": ((64, 1), dict(head_dim=128, page_size=16), {}),
+    "decoding d64, pages of 128": ((64, 1), dict(head_dim=64, page_size=128, interleaved=True), {}),
+    "decoding in splits, pages of 128": ((2, 4), dict(head_dim=128, page_size=128), dict(is_causal=True)),
+    "prefill": ((4, 512), dict(head_dim=128, page_size=16), dict(is_causal=True)),
+    "prefill d64, pages of 128": ((4, 512), dict(head_dim=64, page_size=128), dict(is_causal=True)),
+}
+"""Calls with a paged cache of 4,096 keys for each entry: the batch and its queries, the cache, and the options."""
 
 
 def main() -> None:
     """Forward, tangent and backward of every case."""
     sharding = over(1, PartitionSpec())
-    reports = {}
+    reports = {f"{name}, paged: forward": paged(*case, sharding) for name, case in PAGED.items()}
     for name in SPLIT:
         for split in (PartitionSpec("x"), PartitionSpec(None, None, "x")):
             kernels, _ = compiled(name, over(2, split), {})
@@ -265,21 +278,54 @@ def compiled(
         t_out = over_devices(tangent, operands, Results(out, lse)) if has_tangent else ()
         return out, t_out, over_devices(backward, operands, residuals)
 
-    for path in DIRECTORY.iterdir():
-        path.unlink()
+    clear()
     with _tuning.trying(answers) as trial:
         jax.jit(all_three).lower(
             *(array((2, length, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
             array((2, 4, length), float32),
             {argument: array(*type_) for argument, type_ in arrays.items()},
         ).compile()
+    return reported(), trial.asked
+
+
+def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedSharding, length: int = 4 * LENGTH) -> dict:
+    """What ptxas says of the forward of a call with a paged cache, of as many keys for each entry."""
+    (batch, queries), (head_dim, page_size) = rows, (cache["head_dim"], cache["page_size"])
+    array = lambda *shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    (heads, key_heads), interleaved = cache.get("heads", (32, 8)), cache.get("interleaved", False)
+    of_heads = lambda dim: array(batch * length // page_size, page_size, key_heads * (1 + interleaved), dim)
+    pages = [of_heads(dim) for dim in (head_dim, cache.get("value_dim", head_dim))][: 2 - interleaved]
+
+    def forward(query, pages, table, lengths):
+        key, value = (pages[0], None) if interleaved else pages
+        more = dict(query_offset=lengths - queries) if options else {}
+        spec, operands = canonical_arguments(
+            query=query, key=key, value=value, page_table=table, key_value_seq_lengths=lengths, **more, **options
+        )
+        return run.forward(plan.plan_forward(spec, 132), operands, HOPPER)
+
+    clear()
+    index = functools.partial(array, dtype=jnp.int32)
+    shapes = array(batch, queries, heads, head_dim), pages
+    jax.jit(forward).lower(*shapes, index(batch, length // page_size), index(batch)).compile()
+    return reported()["forward"]
+
+
+def clear() -> None:
+    """Remove what Mosaic GPU left of kernels before."""
+    for path in DIRECTORY.iterdir():
+        path.unlink()
+
+
+def reported() -> dict:
+    """What ptxas said of each kernel since `clear`."""
     reports = {}
     for path in sorted(DIRECTORY.glob("*.ptxas")):
         text = path.read_text()
         kernel = re.match(r"jflash_([a-z_]+?)_\d", path.name)[1]
         spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)), default=0)
         reports[kernel] = dict(spills=spills, serialised=bool(re.search(r"C75\d\d.*serialized", text)))
-    return reports, trial.asked
+    return reports
 
 
 if __name__ == "__main__":

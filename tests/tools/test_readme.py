@@ -128,10 +128,16 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim) for dim in (193, 544)),
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim, precision="highest") for dim in (129, 256)),
     ],
-    "`page_table`: a paged cache of 16 bits, without derivatives": [PAGED, dict(**PAGED, is_causal=True)],
-    "a paged cache of 8 bits, of float32, or with `k_scale` or `v_scale`": [
-        dict(**PAGED, k_scale=2.0, v_scale=ZEROS[:1]),
-        dict(**PAGED, dtype=jnp.float32),
+    "`page_table`: a paged cache in bfloat16 or float16, in pages of 8, 16 or 32 keys or a multiple of 64, heads of a "
+    "multiple of 16, without derivatives": [
+        *(dict(**PAGED, head_dim=16, value_dim=16, length=size) for size in (8, 16, 32, 64, 192)),
+        dict(**PAGED, dtype=jnp.float16, head_dim=256, value_dim=256, length=128, is_causal=True),
+    ],
+    "a paged cache in pages of other sizes, in float32 or int8, or with `k_scale` or `v_scale`": [
+        PAGED,
+        dict(**PAGED, length=96),
+        dict(**PAGED, length=16, k_scale=2.0, v_scale=ZEROS[:1]),
+        dict(**PAGED, length=16, dtype=jnp.float32),
     ],
     "a paged cache whose H or D is no multiple of 8": [dict(**PAGED, head_dim=12), dict(**PAGED, value_dim=20)],
     "sequences split over devices": [
@@ -153,17 +159,15 @@ SUMMARY: dict[str, list[str]] = {
         "causality, windows to the left, padding, grouped heads, heads of a multiple of 8 up to 128",
         "a gradient",
     ],
-    "float32, any mask, window or bias, sequences split over devices": [
+    "float32, any mask, window or bias, a `mask_mod`, a paged cache (`page_table`), sequences split over devices": [
         "float32",
+        "a `mask_mod`",
+        next(label for label in ROWS if label.startswith("`page_table`: a paged cache")),
         "masks, other windows, segments, biases, sinks, other heads up to 256, odd lengths, any option without a row",
         "sequences split over devices",
     ],
     "`dropout_rate` or `score_mod`": ["`dropout_rate`", "`score_mod`", "`score_mod` that closes over arrays"],
-    "a head dimension of 257 to 576, a `mask_mod`, or `jax.jvp`": [
-        "a head dimension of 257 to 576",
-        "a `mask_mod`",
-        "`jax.jvp`",
-    ],
+    "a head dimension of 257 to 576, or `jax.jvp`": ["a head dimension of 257 to 576", "`jax.jvp`"],
     "float64, a head dimension above 576, derivatives of second and higher order": [
         "float64",
         next(label for label in ROWS if label.startswith("a head dimension above 576")),
@@ -254,15 +258,12 @@ def test_support_table_has_every_option() -> None:
 def test_support_of_two_rows_is_that_of_the_later(column: str) -> None:
     for one, other in itertools.combinations([call for calls in ROWS.values() for call in calls[:1]], 2):
         # A call with pages has no derivative.
-        if not one.keys() & other.keys() and not {"page_table", "derivative"} <= one.keys() | other.keys():
+        if not one.keys() & other.keys() and not {"page_table", "derivative"} <= {*one, *other}:
             each = [served(column, **call) for call in (one, other)]
             last = max(each, key=ORDER.index)
             both = {**one, **other}
             if last == "xla" and "NVIDIA" in column and {*REFUSED_BY_XLA} <= {*both} and "derivative" not in both:
                 last = "reference"
-            if last == "mosaic_gpu_mma" and "mask_mod" in both:
-                # What Hopper's kernels have no room for goes to those that have no mask_mod.
-                last = "xla"
             assert served(column, **both) == last, (one, other)
 
 

@@ -26,19 +26,19 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """Return why the kernels cannot serve a call on any machine; `None`: they can."""
-    if spec.pages is not None:
-        return "it takes no paged cache yet (`page_table`)."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     widest, dims = max(spec.head_dim, spec.value_dim), f"H={spec.head_dim} and D={spec.value_dim}"
     if widest > 576:
         return f"H and D must be at most 576. Got {dims}."
-    from jflash._backends.mosaic_gpu import plan
+    from jflash._backends.mosaic_gpu import array_shapes, plan
+    from jflash._backends.nvidia import cache_rows
     from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
     from jflash._semantics import score_mod_reads
 
     reason = score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec)
     reason = reason or operand_pieces.unsupported(spec)
+    reason = reason or cache_rows.unsupported(spec) or array_shapes.unsupported_cache(spec)
     if reason is not None or plan.fits(spec):
         return reason
     such = f"with {dims}" + " and such a bias" * facts_of(spec).has_bias_tiles

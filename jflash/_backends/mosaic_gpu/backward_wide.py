@@ -39,6 +39,7 @@ from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
 from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
@@ -235,7 +236,7 @@ class WideCta(WalkingCta[WidePlan]):
         tile = GmemTile(self.batch, first, plan.tile.size, from_head)
         # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
         for chunk in range(plan.chunks.number):
-            self.chunks.copy(inputs, plan.kind.unweighed, tile, step, chunk)
+            self.chunks.copy(SourceTile(inputs, tile), plan.kind.unweighed, step, chunk)
         ring, slot = shared.weighed, lax.rem(step, plan.tile.stages)
         plgpu.barrier_wait(ring.empty.at[slot])
         inputs.copy_rows(plan.kind.weighed, tile, ring.tiles.at[slot], ring.full.at[slot])

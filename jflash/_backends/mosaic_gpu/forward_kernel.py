@@ -31,6 +31,7 @@ from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
@@ -107,8 +108,8 @@ class ForwardCta(Cta[ForwardPlan]):
         return {"bias": bias}
 
     def sink(self, batch: Any, head: Any) -> Array | None:
-        """The head's sink, if the call has sinks and they are not left to the merge of splits."""
-        return None if self.plan.splits > 1 else self.inputs.value("sinks", batch, head)
+        """The head's sink, if the call has sinks and the kernel counts them."""
+        return self.inputs.value("sinks", batch, head) if self.plan.has_sinks else None
 
     def key_head(self, head: Any) -> Any:
         """The head of keys and values that a head of queries attends to."""
@@ -118,12 +119,16 @@ class ForwardCta(Cta[ForwardPlan]):
         """Copy this warpgroup's queries, attend, and store its output."""
         plan, shared = self.plan, self.smem
         pipeline.release(shared.k.empty, shared.v.empty)
-        pipeline.split_registers(plan.tile.warpgroups, copies=False)
+        self._split_registers(copies=False)
         self._copy_item_queries(0)
         if plan.orders_products:
             pl.when(self.warpgroup == plan.tile.warpgroups - 1)(lambda: self.ops.pass_turn(0))
         plan.schedule.each(self.place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _split_registers(self, *, copies: bool) -> None:
+        plan = self.plan
+        pipeline.split_registers(plan.tile.warpgroups, copies=copies, has_pages=plan.spec.pages is not None)
 
     def _copy_item_queries(self, index: Any) -> None:
         batch, block, _ = self.item(index)
@@ -168,7 +173,7 @@ class ForwardCta(Cta[ForwardPlan]):
     def copy(self) -> None:
         """Copy keys and values."""
         plan, shared = self.plan, self.smem
-        pipeline.split_registers(plan.tile.warpgroups, copies=True)
+        self._split_registers(copies=True)
         key_head = self.key_head(self.head)
 
         def copy_block(index: Any, visited: Any) -> Any:
@@ -187,10 +192,10 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
-        k, v = shared.k, shared.v
+        k, v, walked = shared.k, shared.v, SourceTile(inputs, keys)
         plgpu.barrier_wait(k.empty.at[slot])
         full = k.full.at[slot]
-        inputs.copy_rows("key", keys, k.tiles.at[slot], full)
+        walked.copy("key", k, slot)
         if shared.bias_columns is not None:
             source = bf16_columns.of_keys(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
@@ -198,7 +203,7 @@ class ForwardCta(Cta[ForwardPlan]):
             tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
             plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[tile], shared.bias.at[slot], full)
         plgpu.barrier_wait(v.empty.at[slot])
-        inputs.copy_rows("value", keys, v.tiles.at[slot], v.full.at[slot])
+        walked.copy("value", v, slot)
 
 
 class MainLoop:

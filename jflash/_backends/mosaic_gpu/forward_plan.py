@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.timing_model import Visits, block_times
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch
@@ -41,12 +42,13 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
     o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
+    walked = dict(readers=tile.warpgroups, parts=cache_rows.parts(spec, tile.keys))
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_stores else smem.reused(q, None if spec.partial else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
-        k=tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=has_bias_tiles + bias_by_mma),
-        v=value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups),
+        k=tiles.ring((tile.stages, tile.keys, columns), others=has_bias_tiles + bias_by_mma, **walked),
+        v=value_tiles.ring((tile.stages, tile.keys, value_columns), mends=spec.pages is not None, **walked),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -163,7 +165,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
 
     def arrays(self, call: HopperForward) -> dict[str, Array]:
         factors = call.factors(self.packed_heads, self.value_chunks)
-        edges = array_shapes.edges(call.operands, dict(value=factors["value"]))
+        edges = array_shapes.edges(call.operands, dict(value=factors["value"])) if self.spec.pages is None else {}
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
         return factors | shaping | edges | call.visits(self.visits)
 
@@ -233,6 +235,10 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
             return max(sum(each), max(each) * processors_per_head) * longer
 
         candidates = sorted((candidates[0], *more), key=time)
+    if spec.pages is not None:
+        # Padding is cleared in blocks of 64 rows.
+        suits = lambda keys: keys % WARPGROUP_ROWS == 0 and cache_rows.suits(spec, keys)
+        candidates = [tile for tile in candidates if suits(tile.keys)]
     # Splits of the keys store a float32 output.
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     facts = *dims, bias_bytes, "short" if few_rows else "long", *facts_of(spec).tuned_pieces

@@ -42,6 +42,7 @@ from jflash._backends.mosaic_gpu.forward_kernel import ForwardCta
 from jflash._backends.mosaic_gpu.forward_schedule import DealtTo
 from jflash._backends.mosaic_gpu.forward_wide_plan import HALVES, ITEMS, PAIR, WideForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
@@ -278,8 +279,8 @@ class _Cta(ForwardCta):
             found.append(((tile * of_half + turn + 1) / (tiles * of_half), False, copy))
         return [(of_keys, copy) for _, of_keys, copy in sorted(found, key=lambda copy: copy[0])]
 
-    def _tile(self, item: _Item, first: Any, size: int) -> GmemTile:
-        return GmemTile(item.at.batch, first, size, self.key_head(item.at.head))
+    def _tile(self, item: _Item, first: Any, size: int) -> SourceTile:
+        return SourceTile(self.inputs, GmemTile(item.at.batch, first, size, self.key_head(item.at.head)))
 
     def _copy_keys(self, chunk: int, item: _Item, index: Any) -> None:
         first, size = item.tiles.start(index), self.plan.tile.keys
@@ -287,12 +288,11 @@ class _Cta(ForwardCta):
             plgpu.barrier_wait(bias.empty.at[0])
             source = self.inputs.part("bias", item.at.batch, item.at.head).at[self.rows(item.block), pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, bias.tiles.at[0], bias.full.at[0])
-        self.keys.copy(self.inputs, "key", self._tile(item, first, size), item.before + index, chunk)
+        self.keys.copy(self._tile(item, first, size), "key", item.before + index, chunk)
 
     def _copy_values(self, number: int, chunk: int, item: _Item, index: Any) -> None:
         tile, v = self.plan.tile, self.smem.values[chunk]
         slot = lax.rem((item.before + index) * tile.value_tiles + number, tile.stages)
         source = self._tile(item, item.tiles.start(index) + number * tile.value_keys, tile.value_keys)
         plgpu.barrier_wait(v.empty.at[slot])
-        first_column, cluster = chunk * v.tiles.shape[-1], self.keys.cluster
-        self.inputs.copy_rows("value", source, v.tiles.at[slot], v.full.at[slot], first_column, cluster)
+        source.copy("value", v, slot, chunk * v.tiles.shape[-1], self.keys.cluster)

@@ -64,7 +64,7 @@ class ForwardPlan(ForwardShape, TiledPlan):
     packed_heads: int = 1
     """Query heads that share keys and are interleaved in the rows of one tile."""
     splits: int = 1
-    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards, and so are sinks."""
+    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
 
     def arrays(self, call: MmaCall) -> dict[str, Array]:
         operands, packed = call.operands, self.packed_heads
@@ -127,7 +127,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         q = self._held(rows)
         visit = lambda index, state: self._visit(index, q, state)
         statistics, acc_o = lax.fori_loop(0, self.tiles.count, visit, before)
-        sink = None if plan.splits > 1 else self.inputs.value("sinks", self.batch, self.head)
+        sink = self.inputs.value("sinks", self.batch, self.head) if plan.has_sinks else None
         factors: list[Array] = []
         for rows, (m, l) in zip(self.blocks_from(self.first_row), statistics, strict=True):
             exponent = self.form.exponent(plan.spec)

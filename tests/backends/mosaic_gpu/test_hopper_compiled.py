@@ -31,6 +31,10 @@ SPILLS = {
             "faster at d64 causal, in rounds of four warpgroups, and 6% at d128, than with them added to logits.",
         ),
     ),
+    "latent, pages of 16, paged: forward": (
+        52,
+        "What it keeps of four pages of a tile. With pages of 64 it spills nothing. The cost was not measured yet.",
+    ),
     "soft cap, dropout: forward": (
         132,
         "It keeps a tile's words of dropout beside the polynomials. What that costs was not measured yet.",
