@@ -114,7 +114,7 @@ def test_right(name: str):
 @pytest.mark.parametrize("mask_mod", [lambda b, h, q, k: k // 128 % 2 == b, pytest.param(nothing, marks=cover(0))])
 def test_decoding(mask_mod: Any):
     """Heads are packed, and CTAs share a list, of which some have no tile."""
-    case = Case("bfloat16", 2, 600, heads=(4, 1), dims=(64, 64), batch=(2,))
+    case = Case("bfloat16", 2, 1100, heads=(4, 1), dims=(64, 64), batch=(2,))
     call = dataclasses.replace(call_of(mask_mod, case), d_out=None)
     plan = HOPPER.plans(hopper_kernels.canonical(call)[0], 132)[0].plan
     assert plan.packed_heads == 4
@@ -147,8 +147,8 @@ def test_only_listed_tiles_are_visited():
 
 FEW, MANY = jnp.arange(9), jnp.arange(300)
 REFUSED = {
-    "with an array than to take one number by its index: sort": lambda b, h, q, k: jnp.sort(FEW)[q] < k,
-    "with an array than to take one number by its index: eq": lambda b, h, q, k: jnp.any(k == MANY),
+    "up to 16 neighbours, by its index: sort": lambda b, h, q, k: jnp.sort(FEW)[q] < k,
+    "up to 16 neighbours, by its index: eq": lambda b, h, q, k: jnp.any(k == MANY),
     "computes floor": lambda b, h, q, k: jnp.floor(q / 3) > k,
     "computes in uint8": lambda b, h, q, k: q.astype(jnp.uint8) > k.astype(jnp.uint8),
 }
