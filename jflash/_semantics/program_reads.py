@@ -117,7 +117,7 @@ class _Evaluation(NamedTuple):
         return self.refuse(equation) if None in few else self._of_few(equation, [value for value in few if value])
 
     def _few(self, value: Any) -> _Few | None:
-        """Return an equation's input as a few numbers; `None` if it is an array of many, or none, or of several axes."""
+        """Return an input as a few numbers; `None` if it is an array of many, or of none, or of several axes."""
         if not isinstance(value, Slice):
             return value if isinstance(value, _Few) else _Few((value,))
         (axis, *others) = value.axes

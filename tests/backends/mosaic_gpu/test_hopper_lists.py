@@ -71,9 +71,13 @@ ROWS = {
     "one kernel": Row(documents, SQUARE._replace(key_length=128, heads=(4, 2), causal=True, offset="each"), FusedPlan),
     "two kernels": Row(of_heads, SQUARE._replace(alibi=True), DqPlan, options=dict(deterministic=True)),
     "several blocks of a CTA": Row(documents, SQUARE._replace(query_length=200, soft_cap=1.5), ShortPlan, processors=1),
-    "wide heads": Row(documents, SQUARE._replace(dims=(264, 40), query_length=200), WidePlan),
+    "wide heads": Row(documents, SQUARE._replace(dims=(264, 40), query_length=140, batch=(1,)), WidePlan),
     "float32": Row(chained, SQUARE._replace(dtype="float32", dims=(128, 128), key_length=60, batch=(1,)), DkvDqPlan),
-    "gradient of a bias": Row(documents, SQUARE._replace(bias="full", score_mod="indices", key_length=128), FusedPlan),
+    "gradient of a bias": Row(
+        documents,
+        SQUARE._replace(bias="full", score_mod="indices", query_length=140, batch=(1,), key_length=128),
+        FusedPlan,
+    ),
     "nothing is seen": Row(nothing, SQUARE._replace(query_length=70, key_length=100, sinks=True), FusedPlan),
 }
 IN_SHORT_RUN = ("one kernel",)
