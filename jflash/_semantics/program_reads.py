@@ -117,12 +117,12 @@ class _Evaluation(NamedTuple):
         return self.refuse(equation) if None in few else self._of_few(equation, [value for value in few if value])
 
     def _few(self, value: Any) -> _Few | None:
-        """Return an equation's input as a few numbers; `None` if it is an array of many, or of several axes."""
+        """Return an input as a few numbers; `None` if it is an array of many, or of none, or of several axes."""
         if not isinstance(value, Slice):
             return value if isinstance(value, _Few) else _Few((value,))
         (axis, *others) = value.axes
         size = value.sizes[axis]
-        if others or size > _MOST_NUMBERS:
+        if others or not 0 < size <= _MOST_NUMBERS:
             return None
         one = lambda place: value.sliced([place], [1], self.plus).squeezed([0])
         return _Few(tuple(self.read(one(place)) for place in range(size)))
@@ -197,7 +197,8 @@ def analysis(function: Function) -> Analysis:
         return found[-1].needs | {"array"}
 
     def refuse(equation: Any) -> list[Any]:
-        reasons.append(f"does something else with an array than to take one number by its index: {equation.primitive}")
+        taken = f"a number, or up to {_MOST_NUMBERS} neighbours, by its index"
+        reasons.append(f"does something else with an array than to take {taken}: {equation.primitive}")
         return [frozenset[str]()] * len(equation.outvars)
 
     def compute(equation: Any, inputs: list[Any]) -> list[Any]:

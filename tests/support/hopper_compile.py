@@ -74,7 +74,10 @@ CASES = {
     "score_mod of a bias of keys": (
         64,
         64,
-        dict(deterministic=True, score_mod=lambda logit, batch, *_: logit * (1 + 0.25 * (batch & 1))),
+        dict(
+            deterministic=True,
+            score_mod=lambda logit, batch, head, *_: jnp.where(head > 1, logit, logit * (1 + 0.25 * (batch & 1))),
+        ),
         dict(bias=((1, 4, 1, LENGTH), bfloat16)),
     ),
     "score_mod of a number for each head": (

@@ -71,9 +71,13 @@ ROWS = {
     "one kernel": Row(documents, SQUARE._replace(key_length=128, heads=(4, 2), causal=True, offset="each"), FusedPlan),
     "two kernels": Row(of_heads, SQUARE._replace(alibi=True), DqPlan, options=dict(deterministic=True)),
     "several blocks of a CTA": Row(documents, SQUARE._replace(query_length=200, soft_cap=1.5), ShortPlan, processors=1),
-    "wide heads": Row(documents, SQUARE._replace(dims=(264, 40), query_length=200), WidePlan),
+    "wide heads": Row(documents, SQUARE._replace(dims=(264, 40), query_length=140, batch=(1,)), WidePlan),
     "float32": Row(chained, SQUARE._replace(dtype="float32", dims=(128, 128), key_length=60, batch=(1,)), DkvDqPlan),
-    "gradient of a bias": Row(documents, SQUARE._replace(bias="full", score_mod="indices", key_length=128), FusedPlan),
+    "gradient of a bias": Row(
+        documents,
+        SQUARE._replace(bias="full", score_mod="indices", query_length=140, batch=(1,), key_length=128),
+        FusedPlan,
+    ),
     "nothing is seen": Row(nothing, SQUARE._replace(query_length=70, key_length=100, sinks=True), FusedPlan),
 }
 IN_SHORT_RUN = ("one kernel",)
@@ -114,7 +118,7 @@ def test_right(name: str):
 @pytest.mark.parametrize("mask_mod", [lambda b, h, q, k: k // 128 % 2 == b, pytest.param(nothing, marks=cover(0))])
 def test_decoding(mask_mod: Any):
     """Heads are packed, and CTAs share a list, of which some have no tile."""
-    case = Case("bfloat16", 2, 600, heads=(4, 1), dims=(64, 64), batch=(2,))
+    case = Case("bfloat16", 2, 1100, heads=(4, 1), dims=(64, 64), batch=(2,))
     call = dataclasses.replace(call_of(mask_mod, case), d_out=None)
     plan = HOPPER.plans(hopper_kernels.canonical(call)[0], 132)[0].plan
     assert plan.packed_heads == 4
@@ -147,8 +151,8 @@ def test_only_listed_tiles_are_visited():
 
 FEW, MANY = jnp.arange(9), jnp.arange(300)
 REFUSED = {
-    "with an array than to take one number by its index: sort": lambda b, h, q, k: jnp.sort(FEW)[q] < k,
-    "with an array than to take one number by its index: eq": lambda b, h, q, k: jnp.any(k == MANY),
+    "up to 16 neighbours, by its index: sort": lambda b, h, q, k: jnp.sort(FEW)[q] < k,
+    "up to 16 neighbours, by its index: eq": lambda b, h, q, k: jnp.any(k == MANY),
     "computes floor": lambda b, h, q, k: jnp.floor(q / 3) > k,
     "computes in uint8": lambda b, h, q, k: q.astype(jnp.uint8) > k.astype(jnp.uint8),
 }
