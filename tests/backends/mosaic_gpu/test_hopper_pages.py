@@ -58,6 +58,14 @@ def test_exact(case: Case, page_size: int, options: dict[str, Any]):
     oracle.assert_right(hopper_kernels.run(call, **paged.paginate(call, page_size, **options)), call)
 
 
+@cover(0)
+def test_mask_mod():
+    """A list of tiles, which begin where pages do."""
+    call = dataclasses.replace(cases.build(PREFILL), mask_mod=lambda b, h, q, k: ((k // 64 + b) % 2 == 0) | (k == q))
+    call = paged.with_lengths(call)
+    oracle.assert_right(hopper_kernels.run(call, **paged.paginate(call, 16)), call)
+
+
 @pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=cover(0))])
 def test_splits(page_size: int):
     """Keys of an entry that several CTAs share: some have none, and one has the end."""
