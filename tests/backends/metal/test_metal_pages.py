@@ -59,6 +59,7 @@ def test_exact(case: Case, page_size: int, interleaved: bool) -> None:
     oracle.assert_right(run(paged.paginate(call, page_size, interleaved=interleaved)), call)
 
 
+@cover(0)
 def test_exact_with_a_mask_function() -> None:
     call = paged.with_lengths(cases.build(SMALL._replace(key_length=150, batch=(3,))))
     call = dataclasses.replace(call, mask_mod=lambda batch, head, query, key: (key + query) % 3 != batch)
@@ -103,6 +104,7 @@ def test_pages_past_a_length_are_not_read() -> None:
     assert read[0] == read[1]
 
 
+@cover(0)
 def test_transforms_and_an_exported_call() -> None:
     """Entries of a map share the pages, or have their own."""
     call = paged.with_lengths(cases.build(SMALL._replace(causal=True, offset="each", batch=(2,))))
@@ -128,6 +130,7 @@ def test_in_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     oracle.assert_right(run(paged.paginate(call, 16)), call)
 
 
+@cover(0)
 def test_ragged() -> None:
     """Prefill and decode of several sequences are a call with pages, by blocks of their tokens."""
     step = paged.ragged([(9, 30), (1, 17), (1, 1)], 8, sliding_window=20, sinks=np.float32([0, 1, 2, 3]))
