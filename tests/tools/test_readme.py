@@ -264,6 +264,9 @@ def test_support_of_two_rows_is_that_of_the_later(column: str) -> None:
             both = {**one, **other}
             if last == "xla" and "NVIDIA" in column and {*REFUSED_BY_XLA} <= {*both} and "derivative" not in both:
                 last = "reference"
+            if last == "mosaic_gpu_mma" and max(both.get("head_dim", 8), both.get("value_dim", 8)) > 256:
+                # Hopper's kernels have no such pages, and these no such heads.
+                last = "xla"
             assert served(column, **both) == last, (one, other)
 
 
