@@ -3,9 +3,9 @@
     pip install gemma '.[flax]'
     python examples/other_models/gemma_attention.py
 
-The model computes attention by einsums, so a block of `replacing_jax_nn` sees no call. The lines below are for your copy
-of the package; here they change the class in memory. The model keeps its programs by `flax.linen.jit`, so a model that
-ran before goes on as it was until `jax.clear_caches()`.
+The model computes attention by einsums, so a block of `replacing_jax_nn` sees no call. The lines below are for your
+copy of the package; here they change the class in memory. The model keeps its programs by `flax.linen.jit`, so a model
+that ran before goes on as it was until `jax.clear_caches()`.
 """
 
 import inspect

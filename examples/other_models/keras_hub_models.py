@@ -23,13 +23,12 @@ TOKENS = {"token_ids": np.arange(24).reshape(2, 12), "padding_mask": np.arange(1
 SIZES = dict(vocabulary_size=24, num_layers=2, hidden_dim=16, intermediate_dim=32)
 
 
-# GPT-2, OPT and all that have KerasHub's TransformerDecoder: a layer with the cache of theirs and the attention of ours.
 class FlashAttention(jflash.keras.MultiHeadAttention, keras_hub.layers.CachedMultiHeadAttention):
-    pass
+    """KerasHub's layer with a cache and jflash's attention: for GPT-2, OPT and all that have its TransformerDecoder."""
 
 
-# Gemma: the method that has queries, keys and values with their positions in, and gives one output for each head.
 def compute_attention(self, q, k, v, attention_mask, training=False, cache_update_index=0):
+    """Return each head's output: in the place of the method of Gemma's attention."""
     if self.use_sliding_window_attention and attention_mask is not None:
         attention_mask = self._mask_sliding_window(attention_mask, cache_update_index=cache_update_index)
     features = self.head_dim if self.query_head_dim_normalize else self.hidden_dim // self.num_query_heads
