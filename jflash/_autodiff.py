@@ -33,6 +33,7 @@ from jflash import (
 from jflash._choice import Choice
 from jflash._dispatch import Functions
 from jflash._ring import SequenceSplit
+from jflash._semantics import bias_of_queries
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 RESIDUAL_CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
@@ -251,6 +252,16 @@ class _Backward(_Part):
 
     kind = "backward"
     sums = True
+
+    def of(self, backend: Functions, sequence: SequenceSplit | None, operands: Operands, *others: Any) -> Any:
+        spec = self.spec.resized(operands)
+        if not bias_of_queries.has_closed_form(spec):
+            return super().of(backend, sequence, operands, *others)
+        rest = _Backward(self.where, dataclasses.replace(spec, undifferentiated=spec.undifferentiated | {"bias"}))
+        # Devices that have the same queries, and other keys, would each count them.
+        counted = sequence is None or sequence.ring or sequence.keys.own == 0
+        bias = bias_of_queries.gradient(spec, operands, *others, counted)
+        return rest.of(backend, sequence, operands, *others)._replace(bias=bias)
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
         return _sequence.backward(backend, sequence, operands, *others)

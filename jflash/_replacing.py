@@ -31,8 +31,9 @@ _UNSEEN = (
     "flax.linen.jit does."
 )
 _NO_CALL = (
-    "Many models compute attention by einsums: call jflash.attention in their place. So do the layers of flax.linen, "
-    "and those of flax.nnx with dropout: make them with attention_fn=jflash.flax.attention_fn."
+    "Many models compute attention by einsums: call jflash.attention in their place, as in jflash's "
+    "examples/other_models for some libraries. So do the layers of flax.linen, and those of flax.nnx with dropout: "
+    "make them with attention_fn=jflash.flax.attention_fn. So do Keras' layers with dropout: make them of jflash.keras."
 )
 
 

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from layers import compiled, normal
 from oracle import Call, assert_within, exact, tolerances
 from short_run import cover
 
 import jflash
+import jflash.flax
 from jflash import _replacing
 
 BATCH, LENGTH, KEY_LENGTH, HEADS, HEAD_DIM = 2, 13, 17, 4, 8
@@ -345,3 +346,45 @@ def test_a_layer_of_flax_is_served() -> None:
         ours = jax.value_and_grad(loss)(inputs)
     assert (replaced.served, replaced.left) == (1, [])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, theirs)
+
+
+@pytest.mark.parametrize("layer", ["linen", "nnx with dropout"])
+def test_layers_of_flax_that_make_no_call(layer: str) -> None:
+    """The report says with what they do use jflash, and that is so."""
+    inputs = normal(0, (1, 5, 16))
+
+    def run(**options: Any) -> Any:
+        if layer == "linen":
+            return linen.MultiHeadDotProductAttention(HEADS, **options).init_with_output(jax.random.key(0), inputs)[0]
+        rngs = nnx.Rngs(0)
+        return nnx.MultiHeadAttention(HEADS, 16, 16, dropout_rate=0.5, decode=False, rngs=rngs, **options)(
+            inputs, deterministic=False
+        )
+
+    with jflash.replacing_jax_nn() as replaced:
+        run()
+    assert (replaced.served, replaced.left) == (0, [])
+    assert "flax.linen" in replaced.report()
+    assert "flax.nnx with dropout" in replaced.report()
+    traced = jax.make_jaxpr(lambda: run(attention_fn=jflash.flax.attention_fn))()
+    assert "jflash" in str(traced)
+
+
+def test_a_jit_of_the_models_own_keeps_what_it_traced() -> None:
+    """As that of DeepMind's gemma does, until its caches are cleared."""
+
+    class Model(linen.Module):
+        @linen.jit
+        @linen.compact
+        def __call__(self, query: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(query, query, query)
+
+    model = Model()
+    model.apply({}, PLAIN)
+    with jflash.replacing_jax_nn() as replaced:
+        model.apply({}, PLAIN)
+        assert replaced.served == 0
+        assert "flax.linen.jit" in replaced.report()
+        jax.clear_caches()
+        model.apply({}, PLAIN)
+    assert replaced.served == 1

@@ -1,4 +1,4 @@
-"""Tangents follow the rule for numbers: at most twice the error of plain attention's, in the call's own dtype.
+"""Tangents follow the rule for numbers: at most twice plain attention's error in the call's dtype, and a few roundings.
 
 Among the cases are those in which a tangent made of P * tS, without its mean, is several times less exact: a few keys
 have all the weight, or all keys have much in common.
