@@ -67,7 +67,7 @@ def test_split(case: Case):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, deterministic=True), call)
 
 
-@cover(every=9)
+@cover(every=3)
 @pytest.mark.parametrize(
     ("processors", "lengths", "heads", "dims", "options"),
     [
