@@ -21,7 +21,17 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
-from hopper_compile import CASES, DIRECTORY, FLOAT32, LENGTH, PAIRS, PARTIAL, bfloat16, float32, with_score_mod
+from hopper_compile import (
+    CASES,
+    DIRECTORY,
+    FLOAT32,
+    LENGTH,
+    PAIRS,
+    PARTIAL,
+    bfloat16,
+    float32,
+    with_functions,
+)
 from hopper_kernels import canonical_arguments
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -44,8 +54,8 @@ LARGEST_FLOAT32 = {
 }
 """Heads as wide as are served, which have tiles of their own."""
 PAGED = {
-    "pages, decoding, float8": dict(query_length=1, cached=jnp.float8_e4m3fn, scaled=True),
-    "pages, causal": dict(query_length=LENGTH, is_causal=True),
+    "pages, mask_mod": dict(query_length=LENGTH, mask_mod=lambda b, h, q, k: (k <= q) | (k // 96 == q // 96)),
+    "pages of float8": dict(query_length=1, cached=jnp.float8_e4m3fn, scaled=True),
 }
 """Calls with a paged cache."""
 CHOSEN = (
@@ -133,7 +143,7 @@ def _lowered(name: str, capability: str) -> Any:
     array = lambda shape, dtype=own_dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
     def both(query, key, value, d_out, d_lse, arrays):
-        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_score_mod(**arrays))
+        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_functions(**arrays))
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
         if family.backend.unsupported_call(spec) is not None:
             # Wider heads are Hopper's alone.

@@ -3,8 +3,8 @@
     python mma_emulate.py DIRECTORY COMPUTE_CAPABILITY CASE...
 
 A case is those fields of `Case` that are not its own, as JSON, and if it has them "deterministic" and "precision", of
-float32; with "pages", what `paged.paginate` takes, it is the forward with a paged cache. Prints what is wrong with
-each, "" for nothing, as JSON.
+float32; with "pages", what `paged.paginate` takes, it is the forward with a paged cache, and with "mask_mod" the name
+of one of `kernel_masks`. Prints what is wrong with each, "" for nothing, as JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import cases
 import jax
 import jax.numpy as jnp
+import kernel_masks
 import numpy as np
 import oracle
 import paged
@@ -104,9 +105,9 @@ def _parameters(passes: str) -> list[int]:
     return [places.get(loads[name], 0) for name in re.findall(r"(%\w+) :", arguments)]
 
 
-def wrong(case: Case, **options: Any) -> str:
+def wrong(case: Case, mask_mod: str | None = None, **options: Any) -> str:
     """What is wrong with a call's results, with both directions emulated."""
-    call = cases.build(case)
+    call = cases.build(case) if mask_mod is None else kernel_masks.call_of(kernel_masks.MASKS[mask_mod], case)
     spec, operands = canonical(call, **options)
     family = mma(CAPABILITY)
     forward, backward = family.plans(spec, Device.num_cores)
@@ -160,7 +161,7 @@ def main(rows: list[str]) -> None:
     as_tuples = lambda row: {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     found: list[str] = []
     for row in map(json.loads, rows):
-        options = {name: row.pop(name) for name in ("deterministic", "precision") if name in row}
+        options = {name: row.pop(name) for name in ("deterministic", "precision", "mask_mod") if name in row}
         pages = row.pop("pages", None)
         case = Case(**as_tuples(row))
         found.append(wrong(case, **options) if pages is None else wrong_of_pages(case, **pages, **options))

@@ -51,7 +51,7 @@ def _form_of_forward(spec: Spec) -> str:
     is_biased = facts_of(spec).bias_kind in ("tile", "column") or spec.logits_soft_cap is not None
     if is_biased or facts_of(spec).is_float32:
         return "forward"
-    if not facts_of(spec).is_plain or spec.dropout_rate > 0:
+    if not facts_of(spec).is_plain or spec.dropout_rate > 0 or spec.mask_mod is not None:
         return "forward, unbiased"
     return "forward, causal" if spec.is_causal else "forward, plain"
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import cases
 import hopper_kernels
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from array_ref import ArrayRef
 from cases import Case
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_families import HOPPER
+from kernel_masks import IDS, LENGTH, call_of, chained, documents, nothing, of_heads
 from short_run import cover
 
 from jflash._backends import mosaic_gpu
@@ -27,31 +27,6 @@ from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.nvidia.prepared import Prepared
 from jflash._backends.nvidia.tile import mask_mod_reads
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
-
-LENGTH = 300
-IDS = np.zeros((2, LENGTH), np.int32)
-IDS[0, 128:256], IDS[1] = -1, np.arange(LENGTH) // 70 % 2
-
-
-def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Documents in no order, of each entry its own. In the first one tile sees nothing, and is not seen."""
-    ids = jnp.asarray(IDS)
-    return (ids[b, q] == ids[b, k]) & (ids[b, q] >= 0)
-
-
-def of_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Every other 128 keys, of each head its own, and what is a multiple of 5 away."""
-    return ((k // 128 + h) % 2 == 0) | ((q - k) % 5 == 0)
-
-
-def chained(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Causal, among keys of one of two documents for each 100 queries, and of a kind that is read at an index that was
-    read before."""
-    kinds, chosen, ids = jnp.asarray([True, True, False]), jnp.asarray([[1, 0], [1, 2], [0, 1]]), jnp.asarray(IDS)[1]
-    return (k <= q) & jnp.any(chosen[q // 100] == ids[k]) & kinds[jnp.clip(ids[k] + 1, 0, 2)]
-
-
-nothing = lambda b, h, q, k: (q < 0) & (k > q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +72,6 @@ def test_program(name: str, keys_first: bool):
     got = jax.jit(lambda: mask_mod_reads.visible(inputs, at, inputs.tile(at, (64, 64), {})))()
     want = mask_functions.dense(function, 2, 4, LENGTH, LENGTH)[1, 3, 192:256, 128:192]
     np.testing.assert_array_equal(np.broadcast_to(got, (64, 64)), want.T if keys_first else want)
-
-
-def call_of(mask_mod: Any, case: Case) -> cases.Call:
-    return dataclasses.replace(cases.build(case), mask_mod=mask_mod)
 
 
 @pytest.mark.parametrize(
