@@ -134,7 +134,11 @@ class _Evaluation(NamedTuple):
         if fold is not None and shape == ():
             return [functools.reduce(functools.partial(self.fold, fold), inputs[0].numbers)]
         sizes = {len(few.numbers) for few in inputs} - {1}
-        if len(shape) != 1 or shape[0] > _MOST_NUMBERS or len(sizes) > 1 or len(equation.outvars) > 1:
+        if len(shape) != 1 or shape[0] > _MOST_NUMBERS or len(equation.outvars) > 1:
+            return self.refuse(equation)
+        if operation == "concatenate":
+            return [_Few(tuple(itertools.chain.from_iterable(few.numbers for few in inputs)))]
+        if len(sizes) > 1:
             return self.refuse(equation)
         each = zip(*(few.numbers * (shape[0] if len(few.numbers) == 1 else 1) for few in inputs), strict=True)
         if operation == "broadcast_in_dim":
