@@ -32,7 +32,7 @@ SPILLS = {
         ),
     ),
     "latent, pages of 16, paged: forward": (
-        52,
+        8,
         "What it keeps of four pages of a tile. With pages of 64 it spills nothing. The cost was not measured yet.",
     ),
     "soft cap, dropout: forward": (
