@@ -3,8 +3,8 @@
 #
 #   make quickstart   what jflash does: two minutes with its set-up
 #   make test         lint, types, and of the tests what finds a defect soonest: minutes
-#   make test-rest    the tests that `make test` leaves out, and more examples of each property
-#   make test-all     both, and then the deep profile, which searches for hours
+#   make test-rest    of the tests that `make test` leaves out all mechanisms, and more examples of each property
+#   make test-all     both, and then every test in the deep profile, which searches for hours
 
 PYTHON := python3
 VENV_PYTHON := .venv/bin/python
@@ -41,7 +41,7 @@ test: .venv/installed-test
 	test $$tests -eq 0 -a $$types -eq 0
 
 test-rest: .venv/installed-test
-	$(PYTEST) -m "slow or hypothesis"
+	$(PYTEST) -m "(slow or hypothesis) and not deep"
 
 test-all: test test-rest
 	JFLASH_TEST_PROFILE=deep $(PYTEST)

@@ -26,6 +26,7 @@ from jflash._mesh import varying_alike
 from jflash._ring import CUT_AS_USED, Pair, SequenceSplit
 from jflash._semantics import online_softmax, visibility
 from jflash._semantics.spec import KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
+from jflash._semantics.tile import Parameters
 
 Attend = Callable[[Spec, Operands], Results]
 """A function that attends with one chunk of queries to one chunk of keys."""
@@ -239,8 +240,7 @@ def _by_row(array: Float[Array, "*run B N T"]) -> Float[Array, "*run B T N 1"]:
 
 def _shared(spec: Spec, operands: Operands) -> list[str]:
     """Return the operands whose gradient every pair adds to."""
-    names = ("bias", "scale", "alibi_slopes", "score_mod_arrays")
-    return [name for name in names if name in spec.operands - spec.undifferentiated]
+    return [name for name in Parameters._fields if name in spec.operands - spec.undifferentiated]
 
 
 def _add_shared(name: str, total: Any, found: Operands, first_key: Int[Array, ""]) -> Any:

@@ -6,7 +6,8 @@ callback (`_launch`). Where the native library is built without Metal (`_ffi.hos
 emulator: slowly, and watched for races and for accesses out of bounds.
 
 A call is planned from its `Spec` (`_plan`), its arrays are prepared and its kernels launched (`_launch`, by way of
-`_ffi`), and `finish` makes the gradients from what the kernels wrote. shaders/ has the algorithms.
+`_ffi`), and `finish` makes the gradients from what the kernels wrote. shaders/ has the algorithms. A mask function
+comes to the shaders as lists of tiles and as bits (`_tile_lists`), if need be in parts of the call (`_parts`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from jaxtyping import Array, Float
 from jflash._platform import Platform
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
-from jflash_metal import _ffi
+from jflash_metal import _ffi, _parts
 from jflash_metal._launch import BY_CALLBACK, launch, prepare
-from jflash_metal._plan import SCALARS, copies, plan_backward, plan_forward
+from jflash_metal._plan import CACHE_SCALARS, SCALARS, copies, plan_backward, plan_forward
+from jflash_metal._tile_lists import has_lists
 
-__all__ = ["ONLY_BY_NAME", "backward", "describe", "forward", "program", "unsupported"]
+__all__ = ["ONLY_BY_NAME", "backward", "describe", "forward", "program", "unsupported", "visits_lists"]
 
 ONLY_BY_NAME = True
 """Until the shaders have run on an Apple GPU, `implementation=None` does not choose them."""
@@ -46,19 +48,23 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
         )
     if platform.name not in ("cpu", *BY_CALLBACK):
         return f"its kernels are for Apple GPUs, by way of JAX's cpu platform or jax-graft's mtl; this is {platform}."
-    if spec.pages is not None:
-        return "it takes no paged cache (`page_table`)."
     if spec.dtype.name not in SCALARS:
         return f"Metal has no {spec.dtype}; it takes {', '.join(SCALARS)}."
+    if spec.pages is not None and spec.pages.dtype.name not in CACHE_SCALARS:
+        return f"Metal has no {spec.pages.dtype}; a paged cache may have the query's dtype or int8."
     if max(spec.head_dim, spec.value_dim) > LARGEST_DIM:
         return f"head dimensions up to {LARGEST_DIM}; these are {spec.head_dim} and {spec.value_dim}."
     if spec.dropout_rate > 0:
         return "it has no dropout."
     if spec.score_mod is not None:
         return "it has no score_mod: a Python function cannot become part of a Metal shader."
-    if spec.mask_mod is not None:
-        return "it has no mask_mod: a Python function cannot become part of a Metal shader."
     return _ffi.available()
+
+
+def visits_lists(spec: Spec, platform: Platform) -> bool:
+    """Whether blocks have lists of the tiles that they visit, so that a map of them is of use."""
+    del platform
+    return has_lists(spec)
 
 
 def program(platform: Platform) -> str:
@@ -70,20 +76,29 @@ def describe(spec: Spec, platform: Platform) -> str:
     """Return what a call launches, as text: for each kernel the grid, the block, threadgroup memory and results."""
     del platform  # the plan is the same wherever the shaders run
     copied = "; ".join(copies(spec)) or "nothing"
-    return f"forward\n{plan_forward(spec)}\nbackward\n{plan_backward(spec)}\nprepared by copying: {copied}"
+    backward = "" if spec.pages is not None else f"backward\n{plan_backward(spec)}\n"
+    return f"forward\n{plan_forward(spec)}\n{backward}prepared by copying: {copied}"
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Return the output in the results' dtype and the log-sum-exp in float32."""
+    return _parts.forward(_forward, spec, operands)
+
+
+def _forward(spec: Spec, operands: Operands) -> tuple[Array, Array]:
     plan = plan_forward(spec)
-    results = launch(plan, prepare(plan, operands))
+    results = launch(plan, prepare(spec, plan, operands))
     return results["out"], results["lse"]
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Return the gradients of the operands, `None` for those that have none or are not differentiated."""
+    return _parts.backward(_backward, spec, operands, residuals)
+
+
+def _backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     plan = plan_backward(spec)
-    results = launch(plan, prepare(plan, operands, residuals))
+    results = launch(plan, prepare(spec, plan, operands, residuals))
     return finish(spec, operands, residuals, results)
 
 

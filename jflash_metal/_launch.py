@@ -10,11 +10,12 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jflash import _mesh, _platform
-from jflash._semantics.spec import Operands, Residuals
+from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash_metal import _ffi
 from jflash_metal._blocks import THREADS
-from jflash_metal._parameters import with_batch_strides
+from jflash_metal._parameters import with_arrays
 from jflash_metal._plan import OPERANDS, Plan
+from jflash_metal._tile_lists import has_lists, tile_lists
 
 BY_CALLBACK = ("mtl",)
 """Platforms whose custom calls are not told of the work before them, and which have host callbacks in its order."""
@@ -29,7 +30,7 @@ class Arrays:
     parameters: bytes
 
 
-def prepare(plan: Plan, operands: Operands, residuals: Residuals | None = None) -> Arrays:
+def prepare(spec: Spec, plan: Plan, operands: Operands, residuals: Residuals | None = None) -> Arrays:
     """Return the arrays as the kernels take them."""
     names = (*OPERANDS, "sinks")
     arrays = {name: array for name, array in operands._asdict().items() if name in names and array is not None}
@@ -38,9 +39,13 @@ def prepare(plan: Plan, operands: Operands, residuals: Residuals | None = None) 
     for side in ("query", "key"):
         if f"{side}_segments" in arrays:
             arrays[f"{side}_segment_ranges"] = _ranges(arrays[f"{side}_segments"])
+    if has_lists(spec):
+        arrays |= tile_lists(spec, operands)
     # In place of an operand that the call does not have, a kernel binds an array that it does not read.
     placeholders = dict.fromkeys(names, jnp.zeros(1, jnp.int32))
-    return Arrays(placeholders | arrays, with_batch_strides(plan.parameters, arrays))
+    return Arrays(
+        placeholders | arrays, with_arrays(plan.parameters, arrays, 1 if spec.pages is None else spec.pages.size)
+    )
 
 
 def launch(plan: Plan, arrays: Arrays) -> dict[str, Array]:

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 
 from jflash._semantics import visibility
+from jflash._semantics.coverage import TILE
 from jflash._semantics.spec import Spec
 from jflash_metal import _source
 from jflash_metal._blocks import THREADS, Block, Blocks, Memory, blocks_of
 from jflash_metal._parameters import PARAMETERS, parameters_of
+from jflash_metal._tile_lists import has_lists
 
 SCALARS = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
 """The names of dtypes in JAX and in Metal."""
+CACHE_SCALARS = SCALARS | {"int8": "char"}
+"""The same for the dtypes of a paged cache."""
 OPERANDS = (
     "query",
     "key",
@@ -31,6 +35,12 @@ OPERANDS = (
     "key_segments",
     "query_segment_ranges",
     "key_segment_ranges",
+    "key_tiles",
+    "query_tiles",
+    "tile_masks",
+    "page_table",
+    "k_scale",
+    "v_scale",
 )
 """The first buffers of every kernel of attention, `FOR_EACH_OPERAND` of shaders/operands.h."""
 RESIDUALS = ("d_out", "lse", "delta")
@@ -85,7 +95,7 @@ class Plan:
     shader: str
     definitions: tuple[tuple[str, str | int], ...]
     parameters: bytes
-    """The structure `Parameters` of shaders/parameters.h, without the strides that only the operands know."""
+    """The structure `Parameters` of shaders/parameters.h, without what only the operands know."""
     kernels: tuple[Kernel, ...]
 
     def source(self) -> str:
@@ -211,8 +221,18 @@ def plan_backward(spec: Spec) -> Plan:
 
 def copies(spec: Spec) -> list[str]:
     """Return in words what a launch copies or computes before the kernels run."""
-    has_segments = "query_segments" in spec.operands
-    return ["the smallest and the largest segment of every 8 queries and keys"] if has_segments else []
+    return [
+        words
+        for present, words in (
+            ("query_segments" in spec.operands, "the smallest and the largest segment of every 8 queries and keys"),
+            (has_lists(spec), f"lists of the tiles of {TILE} x {TILE} that show something"),
+            (
+                spec.mask_mod is not None,
+                "a bit of the mask function for each pair of those that are seen in part, up to 32 MiB at a time",
+            ),
+        )
+        if present
+    ]
 
 
 def _wanted(spec: Spec) -> Wanted:
@@ -256,6 +276,15 @@ def _features(spec: Spec) -> dict[str, str | int]:
         HAS_QUERY_LENGTHS="query_lengths" in spec.operands,
         HAS_KEY_LENGTHS="key_lengths" in spec.operands,
         HAS_SEGMENTS="query_segments" in spec.operands,
+        HAS_LISTS=has_lists(spec),
+        HAS_MASK_MOD=spec.mask_mod is not None,
+        LISTED_TILE=TILE,
+        CACHE_SCALAR=CACHE_SCALARS[(spec.pages or spec).dtype.name],
+        HAS_PAGES=spec.pages is not None,
+        PAGE_SIZE=1 if spec.pages is None else spec.pages.size,
+        PAGES_INTERLEAVED=spec.pages is not None and spec.pages.interleaved,
+        HAS_K_SCALE="k_scale" in spec.operands,
+        HAS_V_SCALE="v_scale" in spec.operands,
     )
 
 

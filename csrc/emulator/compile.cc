@@ -54,6 +54,7 @@ std::vector<std::string> compile_flags() {
                                     "-w",
                                     "-fno-exceptions",
                                     "-fno-rtti",
+                                    "-fsigned-char",
                                     "-fsanitize=thread",
                                     "-fsanitize=bounds,alignment",
                                     "-ftrivial-auto-var-init=pattern",

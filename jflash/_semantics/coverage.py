@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ SMALLER = 32
 _MOST_SMALLER = 2**22
 """The most tiles of that size that it looks at; of a larger map it looks at whole tiles."""
 AT_ONCE = 64
-"""The number of tiles whose pairs the second pass evaluates at once: 2**20 pairs."""
+"""The number of tiles whose pairs are evaluated at once: 2**20 pairs."""
 
 
 class Coverage(NamedTuple):
@@ -154,28 +154,40 @@ def indices(grid: Grid) -> list[Interval]:
 def refined(
     mask_mod: MaskMod, arrays: Sequence[Array], grid: Grid, found: Coverage, doubtful: Bool[Array, "#B #N I J"]
 ) -> Coverage:
-    """Return `found` with the doubtful tiles looked at pair by pair, a few of them at a time."""
-    shape, number = found.some.shape, found.some.size
-    (places,) = jnp.nonzero(doubtful.reshape(-1), size=number, fill_value=number)
-    count = doubtful.sum(dtype=jnp.int32)
-    places = jnp.pad(places.astype(jnp.int32), (0, AT_ONCE), constant_values=number)
+    """Return `found` with the doubtful tiles looked at pair by pair."""
+    shape = found.some.shape
     of_tile = jnp.arange(grid.tile, dtype=jnp.int32)
     given = tuple(arrays)
 
     def look(place: Int32[Array, ""]) -> tuple[Array, Array]:
-        batch, head, i, j = jnp.unravel_index(jnp.minimum(place, number - 1), shape)
+        batch, head, i, j = jnp.unravel_index(place, shape)
         query, key = i.astype(jnp.int32) * grid.tile + of_tile, j.astype(jnp.int32) * grid.tile + of_tile
         one = lambda q, k: mask_mod.scalar(batch.astype(jnp.int32), head.astype(jnp.int32), q, k, given)
         seen = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(query, key)
         inside = (query < grid.queries)[:, None] & (key < grid.keys)
         return jnp.all(seen | ~inside), jnp.any(seen & inside)
 
-    def step(carry: Any) -> Any:
-        first, full, some = carry
-        mine = lax.dynamic_slice(places, (first,), (AT_ONCE,))
-        every, any_ = jax.vmap(look)(mine)
-        return first + AT_ONCE, full.at[mine].set(every, mode="drop"), some.at[mine].set(any_, mode="drop")
-
-    start = jnp.int32(0), found.full.reshape(-1), found.some.reshape(-1)
-    _, full, some = lax.while_loop(lambda carry: carry[0] < count, step, start)
+    full, some = with_marked(doubtful, look, (found.full.reshape(-1), found.some.reshape(-1)))
     return Coverage(full.reshape(shape), some.reshape(shape))
+
+
+def with_marked[Arrays](
+    marked: Bool[Array, "..."], look: Callable[[Int32[Array, ""]], Arrays], arrays: Arrays
+) -> Arrays:
+    """Return arrays of an entry for each tile with the entries of marked tiles set to what `look` returns for them.
+
+    `look` gets a tile's place in the flat order of `marked`. It is called for a few tiles at a time, so memory is
+    bounded, and for no others.
+    """
+    number = marked.size
+    (places,) = jnp.nonzero(marked.reshape(-1), size=number, fill_value=number)
+    places = jnp.pad(places.astype(jnp.int32), (0, AT_ONCE), constant_values=number)
+    count = marked.sum(dtype=jnp.int32)
+
+    def step(carry: tuple[Int32[Array, ""], Arrays]) -> tuple[Int32[Array, ""], Arrays]:
+        first, arrays = carry
+        some = lax.dynamic_slice(places, (first,), (AT_ONCE,))
+        found = jax.vmap(look)(jnp.minimum(some, number - 1))
+        return first + AT_ONCE, jax.tree.map(lambda array, new: array.at[some].set(new, mode="drop"), arrays, found)
+
+    return lax.while_loop(lambda carry: carry[0] < count, step, (jnp.int32(0), arrays))[1]

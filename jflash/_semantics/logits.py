@@ -49,12 +49,17 @@ def modify_logits(
     return logits
 
 
-def without_unseen(spec: Spec, parameters: Parameters, visible: Bool[Array, "..."] | None) -> Parameters:
-    """Return the parameters with a bias of 0 where no query sees.
+def may_be_nan(spec: Spec) -> bool:
+    """Return whether derivatives of unseen logits may be NaN.
 
-    In padding a bias may hold NaN. Then the derivative of `score_mod` is NaN as well, and 0 * NaN is NaN.
+    In padding a bias may hold NaN, of which `score_mod` makes a slope.
     """
-    if spec.score_mod is None or parameters.bias is None or visible is None:
+    return spec.score_mod is not None and "bias" in spec.operands
+
+
+def without_unseen(spec: Spec, parameters: Parameters, visible: Bool[Array, "..."] | None) -> Parameters:
+    """Return the parameters with a bias of 0 where no query sees, if derivatives may be NaN there: 0 * NaN is NaN."""
+    if not may_be_nan(spec) or parameters.bias is None or visible is None:
         return parameters
     return parameters._replace(bias=jnp.where(visible, parameters.bias, 0))
 

@@ -109,6 +109,8 @@ QUERIES_AXIS: dict[str, int] = {
 KEYS_AXIS: dict[str, int] = {"key": 1, "value": 1, "key_segments": 1}
 """The keys' axis of each array whose keys are split over devices. A bias or mask keeps all of its keys on every device,
 which needs other ones at each step."""
+ADDED_TO_LOGITS = frozenset({"alibi_slopes", "bias"})
+"""The operands whose multiples are added to logits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +171,11 @@ class Spec:
         lengths = (self.batch, self.query_length, self.key_length)
         sizes = (*lengths, self.heads, self.key_heads, self.head_dim, self.value_dim)
         return next((size for size in sizes if jax.export.is_symbolic_dim(size)), None)
+
+    @property
+    def added(self) -> frozenset[str]:
+        """The names of the call's operands whose multiples are added to logits."""
+        return self.operands & ADDED_TO_LOGITS
 
     @property
     def group(self) -> int:

@@ -8,6 +8,7 @@ once, elementwise, for a backend that holds the whole problem in one tile and fo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +26,14 @@ class Parameters(NamedTuple):
     """
 
     scale: Float[Array, "#b 1 1 1 1"] | None
-    bias: Float[Array, "#b #k #g #i #j"] | None
     alibi_slopes: Float[Array, "#b k g 1 1"] | None
+    bias: Float[Array, "#b #k #g #i #j"] | None
     score_mod_arrays: tuple[Any, ...]
     """The arrays that `score_mod` closes over, `None` for those that are left out."""
+
+
+PARAMETERS = tuple(name for name in Parameters._fields if name != "score_mod_arrays")
+"""The parameters that are one operand each, by name."""
 
 
 class Tile(NamedTuple):
@@ -137,7 +142,7 @@ def split_heads(array: Array, axis: int, spec: Spec) -> Array:
 
 def tile_parameters(operands: Operands) -> Parameters:
     """Return the parameters of a whole call."""
-    return Parameters(operands.scale, operands.bias, operands.alibi_slopes, operands.score_mod_arrays)
+    return Parameters(*(getattr(operands, name) for name in Parameters._fields))
 
 
 def smooth_parameters(operands: Operands) -> Parameters:
@@ -181,14 +186,15 @@ def _take(array: Array, part: _Part) -> Array:
 
 def _parameter_parts(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
     """Return the parameters with a `_Part` in the place of each array."""
-    part: Any = lambda of, array: None if array is None else of(array)
-    captured: Any = [part(lambda a: _whole(a, corner, shape), a) for a in whole.score_mod_arrays]
-    return Parameters(
-        part(lambda a: _by_batch(a, corner, shape), whole.scale),
-        part(lambda a: _by_pair(spec, a, corner, shape), whole.bias),
-        part(lambda a: _by_head(spec, a, corner, shape), whole.alibi_slopes),
-        tuple(captured),
-    )
+    by_rank: dict[int, Callable[..., _Part]] = {
+        1: lambda array: _by_batch(array, corner, shape),
+        2: lambda array: _by_head(spec, array, corner, shape),
+        4: lambda array: _by_pair(spec, array, corner, shape),
+    }
+    parts: Any = {name: array for name in PARAMETERS if (array := getattr(whole, name)) is not None}
+    parts = {name: by_rank[array.ndim](array) for name, array in parts.items()}
+    captured: Any = [None if array is None else _whole(array, corner, shape) for array in whole.score_mod_arrays]
+    return whole._replace(**parts, score_mod_arrays=tuple(captured))
 
 
 def load_parameters(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:

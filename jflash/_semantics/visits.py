@@ -85,7 +85,7 @@ def is_partial(entry: Int32[Array, "..."]) -> Bool[Array, "..."]:
 def coverage(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches: int, heads: int) -> Coverage:
     """Return how much all that limits a call shows of its tiles, `[#B, #N, blocks of queries, blocks of keys]`."""
     found = _in_spans(spec, operands, queries, keys, batches)
-    for part in (_of_mask_mod(operands, queries, keys), _of_mask(spec, operands, queries, keys)):
+    for part in (_of_mask_mod(spec, operands, queries, keys), _of_mask(spec, operands, queries, keys)):
         if part is not None:
             found = found & _shared(part, spec.batch, batches, spec.heads, heads)
     if operands.query_segments is not None:
@@ -124,10 +124,12 @@ def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches
     return Coverage((first >= full_start) & (last <= full_stop), some)
 
 
-def _of_mask_mod(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
-    """Return what `mask_mod` shows, whose map is of the whole sequences."""
-    if operands.coverage is None:
+def _of_mask_mod(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
+    """Return what `mask_mod` shows, whose map is of the whole sequences: some of every tile, if there is no map."""
+    if spec.mask_mod is None:
         return None
+    if operands.coverage is None:
+        return Coverage(jnp.zeros((1, 1, 1, 1), bool), jnp.ones((1, 1, 1, 1), bool))
     found = Coverage.decoded(operands.coverage)
     return covering(found, queries, keys, operands.first_query, operands.first_key)
 

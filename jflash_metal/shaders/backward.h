@@ -47,27 +47,20 @@ struct BackwardMemory {
   threadgroup RowMetadata* tile_metadata;
 };
 
-/// The rows before `valid` of queries that see a key: nothing may come of another one's dO, and 0 * NaN is NaN.
+/// Rows of dO without those of queries that see no key: nothing may come of them, and 0 * NaN is NaN.
 struct SeeingRows {
-  int valid;
+  typedef Scalar Element;
+  Rows rows;
   device const float* lse;
-  bool operator()(int row) const {
-    return row < valid && (!HIDDEN_ROWS_HAVE_COTANGENTS || lse[row] != -INFINITY);
-  }
+
+  bool is_kept(int row) const { return !HIDDEN_ROWS_HAVE_COTANGENTS || lse[row] != -INFINITY; }
+  device const Scalar* at(int row) const { return rows.at(row); }
+  Scalar4 widened(Scalar4 four, int) const { return four; }
 };
 
-/// Copies dO of ROWS queries from `first` on to a tile, with zeros for those from `valid` on and those that see no key.
-template <int ROWS>
-void load_d_out(
-    threadgroup Scalar* tile,
-    thread const Residuals& residuals,
-    constant Parameters& parameters,
-    int first,
-    int valid,
-    uint thread_index) {
-  device const Scalar* rows = residuals.d_out + first * long(parameters.out.row);
-  load_kept_rows<ROWS, VALUE_DIM>(
-      tile, rows, parameters.out.row, SeeingRows{valid, residuals.lse + first}, thread_index);
+inline SeeingRows d_out_rows(thread const Residuals& residuals, constant Parameters& parameters, int first) {
+  return SeeingRows{
+      Rows{residuals.d_out + first * long(parameters.out.row), parameters.out.row}, residuals.lse + first};
 }
 
 /// Loads the log-sum-exp and delta of COUNT queries from `first` on.
@@ -103,9 +96,9 @@ inline ScoreGradient score_gradient(
     int key,
     threadgroup const RowMetadata& query_metadata,
     threadgroup const RowMetadata& key_metadata,
-    bool is_full) {
+    thread const Visit& tile) {
   ScoreGradient gradient = {0.0f, 0.0f, 0.0f};
-  if (is_full || visible(head, parameters, query, key, query_metadata, key_metadata)) {
+  if (visible(tile, head, parameters, query, key, query_metadata, key_metadata)) {
     Logit logit = logit_of(product, head, parameters, query, key, query_metadata, key_metadata);
     gradient.p = exp_of(logit.value, query_metadata.lse);
     // Where P is 0, an infinite dP must not make a NaN.

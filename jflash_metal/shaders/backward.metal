@@ -6,9 +6,9 @@
 
 #define OPERAND_AND_RESIDUAL_ARGUMENTS         \
   OPERAND_ARGUMENTS                            \
-  device const Scalar* d_out [[buffer(14)]],   \
-  device const float* lse [[buffer(15)]],      \
-  device const float* delta [[buffer(16)]],
+  device const Scalar* d_out [[buffer(20)]],   \
+  device const float* lse [[buffer(21)]],      \
+  device const float* delta [[buffer(22)]],
 
 /// The size of a tile of each kind, or of the larger one where both do not fit.
 constexpr int stream_size(int streams, int columns) {
@@ -36,7 +36,7 @@ kernel void delta(
 // One threadgroup for each block of queries, head and batch entry.
 kernel void d_query(
     OPERAND_AND_RESIDUAL_ARGUMENTS
-    device ResultScalar* d_query [[buffer(17)]],
+    device ResultScalar* d_query [[buffer(23)]],
 #if WANT_BIAS_PAIRS
     device DBiasScalar* d_bias [[buffer(D_BIAS_BUFFER)]],
 #endif
@@ -90,10 +90,10 @@ kernel void d_query(
 // One threadgroup for each block of keys, key head and batch entry.
 kernel void d_key_value(
     OPERAND_AND_RESIDUAL_ARGUMENTS
-    device ResultScalar* d_key [[buffer(17)]],
-    device ResultScalar* d_value [[buffer(18)]],
+    device ResultScalar* d_key [[buffer(23)]],
+    device ResultScalar* d_value [[buffer(24)]],
 #if WANT_BIAS_COLUMNS
-    device float* d_bias_columns [[buffer(19)]],
+    device float* d_bias_columns [[buffer(25)]],
 #endif
     constant Parameters& parameters [[buffer(D_KEY_VALUE_PARAMETERS_BUFFER)]],
     THREAD_ARGUMENTS) {
@@ -129,8 +129,8 @@ kernel void d_key_value(
 // One threadgroup for each block of keys, block of queries and [T, S] of the bias.
 kernel void d_bias(
     OPERAND_AND_RESIDUAL_ARGUMENTS
-    device DBiasScalar* d_bias [[buffer(17)]],
-    constant Parameters& parameters [[buffer(18)]],
+    device DBiasScalar* d_bias [[buffer(23)]],
+    constant Parameters& parameters [[buffer(24)]],
     THREAD_ARGUMENTS) {
   threadgroup Scalar4 block_qk[tile_size(D_QUERY_ROWS, HEAD_DIM)];
   threadgroup Scalar4 block_vdo[tile_size(D_QUERY_ROWS, VALUE_DIM)];

@@ -36,30 +36,17 @@ inline void d_bias_block(
     int batch = batches == 1 ? bias_batch : index / heads, head_index = heads == 1 ? bias_head : index % heads;
     Head head = head_of(operands, parameters, batch, head_index);
     Residuals residuals = residuals_of(d_out, lse, delta, head, parameters, batch, head_index);
-    TileRange range = visible_keys(head, parameters, first_query, ROWS);
-    if (first_key >= range.stop || first_key + COLUMNS <= range.start) {
-      continue;
-    }
-    SegmentRange segments = {0, 0};
-    if (HAS_SEGMENTS) {
-      segments = segment_range<ROWS>(head.query_segment_ranges, first_query, parameters.queries, worker.lane);
-    }
-    TileCoverage coverage =
-        tile_coverage<COLUMNS>(range, first_key, segments, head.key_segment_ranges, parameters.keys, worker.lane);
-    if (coverage == TileCoverage::NONE) {
+    Visit tile;
+    if (!walk_keys<ROWS, COLUMNS>(head, parameters, first_query, worker.lane).find(tile, first_key, worker.lane)) {
       continue;
     }
     int valid_rows = head.query_limit - first_query, valid = head.key_limit - first_key;
-    device const Scalar* keys = head.key + first_key * long(parameters.key.row);
-    load_tile<ROWS, HEAD_DIM>(
-        memory.block_qk, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
-        worker.index);
-    load_d_out<ROWS>(memory.block_vdo, residuals, parameters, first_query, valid_rows, worker.index);
-    load_tile<COLUMNS, VALUE_DIM>(
-        memory.tile_vdo, head.value + first_key * long(parameters.value.row), parameters.value.row, valid,
-        worker.index);
+    load_tile<ROWS, HEAD_DIM>(memory.block_qk, query_rows(head, parameters, first_query), valid_rows, worker.index);
+    load_tile<ROWS, VALUE_DIM>(
+        memory.block_vdo, d_out_rows(residuals, parameters, first_query), valid_rows, worker.index);
+    load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, value_rows(head, parameters, first_key), valid, worker.index);
     if (D_QUERY_STREAMS == 2) {
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, first_key), valid, worker.index);
     }
     load_query_metadata<ROWS>(memory.block_metadata, head, parameters, first_query, worker.index);
     load_row_statistics<ROWS>(memory.block_metadata, residuals, first_query, parameters.queries, worker.index);
@@ -68,7 +55,7 @@ inline void d_bias_block(
     multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
     if (D_QUERY_STREAMS == 1) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, first_key), valid, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);
@@ -79,7 +66,7 @@ inline void d_bias_block(
         int at = lanes.row * score_stride(COLUMNS) + column;
         sums[element] += score_gradient(
             memory.s[at], memory.dp[at], head, parameters, first_query + lanes.row, first_key + column,
-            memory.block_metadata[lanes.row], memory.tile_metadata[column], coverage == TileCoverage::FULL).d_logit;
+            memory.block_metadata[lanes.row], memory.tile_metadata[column], tile).d_logit;
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

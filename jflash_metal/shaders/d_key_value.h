@@ -26,9 +26,8 @@ inline float differentiate_transposed_tile(
     threadgroup Scalar* ds,
     thread const Head& head,
     constant Parameters& parameters,
-    int first_query,
+    thread const Visit& tile,
     int first_key,
-    bool is_full,
     uint thread_index) {
   typedef LaneMap<D_KEY_VALUE_ROWS, D_KEY_VALUE_COLUMNS> Lanes;
   Lanes lanes(thread_index);
@@ -38,8 +37,8 @@ inline float differentiate_transposed_tile(
     if (column < D_KEY_VALUE_COLUMNS) {
       int index = lanes.row * score_stride(D_KEY_VALUE_COLUMNS) + column;
       ScoreGradient gradient = score_gradient(
-          memory.s[index], memory.dp[index], head, parameters, first_query + column, first_key + lanes.row,
-          memory.tile_metadata[column], memory.block_metadata[lanes.row], is_full);
+          memory.s[index], memory.dp[index], head, parameters, tile.first + column, first_key + lanes.row,
+          memory.tile_metadata[column], memory.block_metadata[lanes.row], tile);
       int to = lanes.row * row_stride(D_KEY_VALUE_COLUMNS) + column;
       p[to] = Scalar(gradient.p);
       ds[to] = Scalar(gradient.d_scaled * head.scale);
@@ -71,17 +70,8 @@ inline void d_key_value_block(
   int first_head = key_head * parameters.group;
   Head shared = head_of(operands, parameters, batch, first_head);
   int valid_rows = shared.key_limit - first_key;
-  load_tile<ROWS, HEAD_DIM>(
-      memory.block_qk, shared.key + first_key * long(parameters.key.row), parameters.key.row, valid_rows,
-      worker.index);
-  load_tile<ROWS, VALUE_DIM>(
-      memory.block_vdo, shared.value + first_key * long(parameters.value.row), parameters.value.row, valid_rows,
-      worker.index);
-  SegmentRange segments = {0, 0};
-  if (HAS_SEGMENTS) {
-    segments = segment_range<ROWS>(shared.key_segment_ranges, first_key, parameters.keys, worker.lane);
-  }
-  TileRange range = visible_queries(shared, parameters, first_key, ROWS);
+  load_tile<ROWS, HEAD_DIM>(memory.block_qk, key_rows(shared, parameters, first_key), valid_rows, worker.index);
+  load_tile<ROWS, VALUE_DIM>(memory.block_vdo, value_rows(shared, parameters, first_key), valid_rows, worker.index);
 
   Accumulator<ROWS, HEAD_DIM> acc_dk;
   Accumulator<ROWS, VALUE_DIM> acc_dv;
@@ -92,36 +82,34 @@ inline void d_key_value_block(
     Residuals residuals = residuals_of(d_out, lse, delta, head, parameters, batch, head_index);
     load_key_metadata<ROWS>(memory.block_metadata, head, parameters, first_key, worker.index);
     float bias_sum = 0.0f;
-    for (int first_query = range.start; first_query < range.stop; first_query += COLUMNS) {
-      TileCoverage coverage = tile_coverage<COLUMNS>(
-          range, first_query, segments, head.query_segment_ranges, parameters.queries, worker.lane);
-      if (coverage == TileCoverage::NONE) {
-        continue;
-      }
-      int valid = head.query_limit - first_query;
-      device const Scalar* queries = head.query + first_query * long(parameters.query.row);
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, parameters.query.row, valid, worker.index);
+    Walk<ROWS, COLUMNS, false> walk = walk_queries<ROWS, COLUMNS>(head, parameters, first_key, worker.lane);
+    Visit tile;
+    while (walk.next(tile, worker.lane)) {
+      int valid = head.query_limit - tile.first;
+      Rows queries = query_rows(head, parameters, tile.first);
+      SeeingRows d_outs = d_out_rows(residuals, parameters, tile.first);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, valid, worker.index);
       if (D_KEY_VALUE_STREAMS == 2) {
-        load_d_out<COLUMNS>(memory.tile_vdo, residuals, parameters, first_query, valid, worker.index);
+        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, valid, worker.index);
       }
-      load_query_metadata<COLUMNS>(memory.tile_metadata, head, parameters, first_query, worker.index);
-      load_row_statistics<COLUMNS>(memory.tile_metadata, residuals, first_query, parameters.queries, worker.index);
+      load_query_metadata<COLUMNS>(memory.tile_metadata, head, parameters, tile.first, worker.index);
+      load_row_statistics<COLUMNS>(memory.tile_metadata, residuals, tile.first, parameters.queries, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);
       if (D_KEY_VALUE_STREAMS == 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_d_out<COLUMNS>(memory.tile_vdo, residuals, parameters, first_query, valid, worker.index);
+        load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, d_outs, valid, worker.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       bias_sum += differentiate_transposed_tile(
-          memory, p, ds, head, parameters, first_query, first_key, coverage == TileCoverage::FULL, worker.index);
+          memory, p, ds, head, parameters, tile, first_key, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       multiply_add<COLUMNS>(acc_dv, p, memory.tile_vdo, worker);
       if (D_KEY_VALUE_STREAMS == 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, parameters.query.row, valid, worker.index);
+        load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, queries, valid, worker.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       multiply_add<COLUMNS>(acc_dk, ds, memory.tile_qk, worker);

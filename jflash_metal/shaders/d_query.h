@@ -46,20 +46,19 @@ inline void differentiate_tile(
     constant Parameters& parameters,
     thread const QueryGradients& gradients,
     int first_query,
-    int first_key,
-    bool is_full,
+    thread const Visit& tile,
     uint thread_index) {
   typedef LaneMap<D_QUERY_ROWS, D_QUERY_COLUMNS> Lanes;
   Lanes lanes(thread_index);
   int query = first_query + lanes.row;
   for (int element = 0; element < Lanes::ELEMENTS; ++element) {
-    int column = lanes.column(element), key = first_key + column;
+    int column = lanes.column(element), key = tile.first + column;
     if (column < D_QUERY_COLUMNS) {
       int index = lanes.row * score_stride(D_QUERY_COLUMNS) + column;
       float product = memory.s[index];
       ScoreGradient gradient = score_gradient(
           product, memory.dp[index], head, parameters, query, key, memory.block_metadata[lanes.row],
-          memory.tile_metadata[column], is_full);
+          memory.tile_metadata[column], tile);
       ds[lanes.row * row_stride(D_QUERY_COLUMNS) + column] = Scalar(gradient.d_scaled * head.scale);
       if (WANT_BIAS_PAIRS && query < parameters.queries && key < parameters.keys) {
         gradients.d_bias[long(query) * parameters.keys + key] = DBiasScalar(gradient.d_logit);
@@ -115,63 +114,46 @@ inline void d_query_block(
     Worker worker) {
   constexpr int ROWS = D_QUERY_ROWS, COLUMNS = D_QUERY_COLUMNS, SHARE = share_of(ROWS);
   int valid_rows = head.query_limit - first_query;
-  load_tile<ROWS, HEAD_DIM>(
-      memory.block_qk, head.query + first_query * long(parameters.query.row), parameters.query.row, valid_rows,
-      worker.index);
-  load_d_out<ROWS>(memory.block_vdo, residuals, parameters, first_query, valid_rows, worker.index);
+  load_tile<ROWS, HEAD_DIM>(memory.block_qk, query_rows(head, parameters, first_query), valid_rows, worker.index);
+  load_tile<ROWS, VALUE_DIM>(memory.block_vdo, d_out_rows(residuals, parameters, first_query), valid_rows, worker.index);
   load_query_metadata<ROWS>(memory.block_metadata, head, parameters, first_query, worker.index);
   load_row_statistics<ROWS>(memory.block_metadata, residuals, first_query, parameters.queries, worker.index);
-  SegmentRange segments = {0, 0};
-  if (HAS_SEGMENTS) {
-    segments = segment_range<ROWS>(head.query_segment_ranges, first_query, parameters.queries, worker.lane);
-  }
 
   Accumulator<ROWS, HEAD_DIM> acc_dq;
   acc_dq.clear();
   RowSums row_sums = {0.0f, 0.0f, 0.0f};
   int rows = min(ROWS, parameters.queries - first_query);
   device DBiasScalar* d_bias = gradients.d_bias + long(first_query) * (WANT_BIAS_PAIRS ? parameters.keys : 0);
-  TileRange range = visible_keys(head, parameters, first_query, ROWS);
-  int first_key = range.start;
-  if (WANT_BIAS_PAIRS) {
-    clear_bias(d_bias, rows, 0, first_key, parameters.keys, worker.index);
-  }
-  for (; first_key < range.stop; first_key += COLUMNS) {
-    TileCoverage coverage =
-        tile_coverage<COLUMNS>(range, first_key, segments, head.key_segment_ranges, parameters.keys, worker.lane);
-    if (coverage == TileCoverage::NONE) {
-      if (WANT_BIAS_PAIRS) {
-        clear_bias(
-            d_bias, rows, first_key, min(first_key + COLUMNS, parameters.keys), parameters.keys, worker.index);
-      }
-      continue;
+  int cleared = 0;
+  Walk<ROWS, COLUMNS, true> walk = walk_keys<ROWS, COLUMNS>(head, parameters, first_query, worker.lane);
+  Visit tile;
+  while (walk.next(tile, worker.lane)) {
+    if (WANT_BIAS_PAIRS) {
+      clear_bias(d_bias, rows, cleared, tile.first, parameters.keys, worker.index);
+      cleared = tile.first + COLUMNS;
     }
-    int valid = head.key_limit - first_key;
-    device const Scalar* keys = head.key + first_key * long(parameters.key.row);
-    device const Scalar* values = head.value + first_key * long(parameters.value.row);
-    load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, values, parameters.value.row, valid, worker.index);
+    int valid = head.key_limit - tile.first;
+    load_tile<COLUMNS, VALUE_DIM>(memory.tile_vdo, value_rows(head, parameters, tile.first), valid, worker.index);
     if (D_QUERY_STREAMS == 2) {
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, tile.first), valid, worker.index);
     }
-    load_key_metadata<COLUMNS>(memory.tile_metadata, head, parameters, first_key, worker.index);
+    load_key_metadata<COLUMNS>(memory.tile_metadata, head, parameters, tile.first, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     multiply_transposed<COLUMNS, VALUE_DIM, SHARE>(memory.dp, memory.block_vdo, memory.tile_vdo, worker);
     if (D_QUERY_STREAMS == 1) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, keys, parameters.key.row, valid, worker.index);
+      load_tile<COLUMNS, HEAD_DIM>(memory.tile_qk, key_rows(head, parameters, tile.first), valid, worker.index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     multiply_transposed<COLUMNS, HEAD_DIM, SHARE>(memory.s, memory.block_qk, memory.tile_qk, worker);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    differentiate_tile(
-        row_sums, memory, ds, head, parameters, gradients, first_query, first_key, coverage == TileCoverage::FULL,
-        worker.index);
+    differentiate_tile(row_sums, memory, ds, head, parameters, gradients, first_query, tile, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     multiply_add<COLUMNS>(acc_dq, ds, memory.tile_qk, worker);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (WANT_BIAS_PAIRS) {
-    clear_bias(d_bias, rows, min(first_key, parameters.keys), parameters.keys, parameters.keys, worker.index);
+    clear_bias(d_bias, rows, min(cleared, parameters.keys), parameters.keys, parameters.keys, worker.index);
   }
   write_row_sums(row_sums, parameters, gradients, first_query, worker.index);
   write_rows(

@@ -45,8 +45,7 @@ inline void online_softmax(
     thread const Head& head,
     constant Parameters& parameters,
     int first_query,
-    int first_key,
-    bool is_full,
+    thread const Visit& tile,
     uint thread_index) {
   typedef LaneMap<FORWARD_ROWS, FORWARD_COLUMNS> Lanes;
   Lanes lanes(thread_index);
@@ -54,12 +53,12 @@ inline void online_softmax(
   float logits[Lanes::ELEMENTS];
   float largest = -INFINITY;
   for (int element = 0; element < Lanes::ELEMENTS; ++element) {
-    int column = lanes.column(element), key = first_key + column;
+    int column = lanes.column(element), key = tile.first + column;
     logits[element] = -INFINITY;
     if (column < FORWARD_COLUMNS) {
       threadgroup const RowMetadata& query_metadata = memory.query_metadata[lanes.row];
       threadgroup const RowMetadata& key_metadata = memory.key_metadata[column];
-      if (is_full || visible(head, parameters, query, key, query_metadata, key_metadata)) {
+      if (visible(tile, head, parameters, query, key, query_metadata, key_metadata)) {
         float product = memory.s[lanes.row * score_stride(FORWARD_COLUMNS) + column];
         logits[element] = logit_of(product, head, parameters, query, key, query_metadata, key_metadata).value;
       }
@@ -129,34 +128,23 @@ inline void forward_block(
   constexpr int ROWS = FORWARD_ROWS, COLUMNS = FORWARD_COLUMNS;
   threadgroup float* scratch = memory.scratch + worker.index / 32 * 64;
   load_tile<ROWS, HEAD_DIM>(
-      memory.q, head.query + first_query * long(parameters.query.row), parameters.query.row,
-      head.query_limit - first_query, worker.index);
+      memory.q, query_rows(head, parameters, first_query), head.query_limit - first_query, worker.index);
   load_query_metadata<ROWS>(memory.query_metadata, head, parameters, first_query, worker.index);
-  SegmentRange segments = {0, 0};
-  if (HAS_SEGMENTS) {
-    segments = segment_range<ROWS>(head.query_segment_ranges, first_query, parameters.queries, worker.lane);
-  }
 
   Accumulator<ROWS, VALUE_DIM> acc_o;
   acc_o.clear();
   SoftmaxState row = {-INFINITY, 0.0f};
-  TileRange range = visible_keys(head, parameters, first_query, ROWS);
-  for (int first_key = range.start; first_key < range.stop; first_key += COLUMNS) {
-    TileCoverage coverage =
-        tile_coverage<COLUMNS>(range, first_key, segments, head.key_segment_ranges, parameters.keys, worker.lane);
-    if (coverage == TileCoverage::NONE) {
-      continue;
-    }
-    int valid = head.key_limit - first_key;
-    load_tile<COLUMNS, HEAD_DIM>(
-        memory.kv, head.key + first_key * long(parameters.key.row), parameters.key.row, valid, worker.index);
-    load_key_metadata<COLUMNS>(memory.key_metadata, head, parameters, first_key, worker.index);
+  Walk<ROWS, COLUMNS, true> walk = walk_keys<ROWS, COLUMNS>(head, parameters, first_query, worker.lane);
+  Visit tile;
+  while (walk.next(tile, worker.lane)) {
+    int valid = head.key_limit - tile.first;
+    load_tile<COLUMNS, HEAD_DIM>(memory.kv, key_rows(head, parameters, tile.first), valid, worker.index);
+    load_key_metadata<COLUMNS>(memory.key_metadata, head, parameters, tile.first, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     multiply_transposed<COLUMNS, HEAD_DIM, share_of(ROWS)>(memory.s, memory.q, memory.kv, worker);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_tile<COLUMNS, VALUE_DIM>(
-        memory.kv, head.value + first_key * long(parameters.value.row), parameters.value.row, valid, worker.index);
-    online_softmax(row, memory, head, parameters, first_query, first_key, coverage == TileCoverage::FULL, worker.index);
+    load_tile<COLUMNS, VALUE_DIM>(memory.kv, value_rows(head, parameters, tile.first), valid, worker.index);
+    online_softmax(row, memory, head, parameters, first_query, tile, worker.index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simd_any(memory.rescale[worker.first_row + worker.lane % 8] != 1.0f)) {
       rescale_rows(acc_o, memory.rescale, scratch, worker);

@@ -3,10 +3,10 @@
 
 kernel void forward(
     OPERAND_ARGUMENTS
-    device const float* sinks [[buffer(14)]],
-    device ResultScalar* out [[buffer(15)]],
-    device float* lse [[buffer(16)]],
-    constant Parameters& parameters [[buffer(17)]],
+    device const float* sinks [[buffer(20)]],
+    device ResultScalar* out [[buffer(21)]],
+    device float* lse [[buffer(22)]],
+    constant Parameters& parameters [[buffer(23)]],
     THREAD_ARGUMENTS) {
   threadgroup Scalar4 q[tile_size(FORWARD_ROWS, HEAD_DIM)];
   threadgroup Scalar4 kv[tile_size(FORWARD_COLUMNS, HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM)];

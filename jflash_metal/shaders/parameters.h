@@ -16,6 +16,12 @@ struct PairStrides {
   long key;
 };
 
+/// Strides of [#B, #N, ...], in elements; 0 along an axis that the array shares.
+struct PlaneStrides {
+  long batch;
+  long head;
+};
+
 struct Parameters {
   RowStrides query;
   RowStrides key;
@@ -23,6 +29,12 @@ struct Parameters {
   RowStrides out;
   PairStrides bias;
   PairStrides mask;
+  PlaneStrides key_tiles;
+  PlaneStrides query_tiles;
+  PlaneStrides tile_masks;
+  /// Strides of [#B, #P, #K]: their rows are the pages of a cache.
+  RowStrides k_scale;
+  RowStrides v_scale;
   /// B, T, S, N, and the number of query heads that share a key head.
   int batch;
   int queries;
@@ -43,6 +55,9 @@ struct Parameters {
   int key_segments_stride;
   int query_segment_ranges_stride;
   int key_segment_ranges_stride;
+  int page_table_stride;
+  /// The number of pages less one; 0 without pages.
+  int last_page;
   /// Values known at trace time; 0 for those that are arrays or absent.
   int query_offset;
   int left;

@@ -3,7 +3,7 @@
 // Soft cap: Gemma 2, arXiv:2408.00118, section 2. ALiBi: arXiv:2108.12409, section 3.
 #pragma once
 
-#include "visibility.h"
+#include "walk.h"
 
 struct Logit {
   float value;

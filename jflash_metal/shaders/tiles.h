@@ -50,40 +50,45 @@ Worker worker_at(uint index, uint lane, uint simdgroup) {
   return Worker{index, lane, simdgroup / share_of(ROWS) * 8, simdgroup % share_of(ROWS)};
 }
 
-/// Copies rows of FEATURES elements to a tile. Rows for which `Kept` is false become zeros: they may hold NaN.
-template <int ROWS, int FEATURES, typename Kept>
-void load_kept_rows(threadgroup Scalar* tile, device const Scalar* rows, int stride, Kept kept, uint thread_index) {
+/// Rows of a tile in device memory, `stride` elements apart.
+struct Rows {
+  typedef Scalar Element;
+  device const Scalar* start;
+  int stride;
+
+  bool is_kept(int) const { return true; }
+  device const Scalar* at(int row) const { return start + long(row) * stride; }
+  Scalar4 widened(Scalar4 four, int) const { return four; }
+};
+
+/// Copies rows of FEATURES elements to a tile. Rows from `valid` on, and those that the source does not keep, become
+/// zeros: they are not looked up, and may hold NaN.
+template <int ROWS, int FEATURES, typename Source>
+void load_tile(threadgroup Scalar* tile, thread const Source& rows, int valid, uint thread_index) {
   constexpr int WIDTH = whole(FEATURES);
+  typedef typename Source::Element Element;
+  typedef vec<Element, 4> Element4;
   for (int index = int(thread_index); index < ROWS * WIDTH / 4; index += THREADS) {
     int row = index / (WIDTH / 4), column = index % (WIDTH / 4) * 4;
     Scalar4 four = Scalar4(Scalar(0.0f));
-    if (kept(row)) {
-      device const Scalar* source = rows + long(row) * stride + column;
+    if (row < valid && rows.is_kept(row)) {
+      device const Element* source = rows.at(row) + column;
+      Element4 found = Element4(Element(0.0f));
       if (FEATURES % 4 == 0) {
         if (column < FEATURES) {
-          four = *(device const Scalar4*)source;
+          found = *(device const Element4*)source;
         }
       } else {
         for (int element = 0; element < 4; ++element) {
           if (column + element < FEATURES) {
-            four[element] = source[element];
+            found[element] = source[element];
           }
         }
       }
+      four = rows.widened(found, row);
     }
     *(threadgroup Scalar4*)(tile + row * row_stride(FEATURES) + column) = four;
   }
-}
-
-struct RowsBelow {
-  int valid;
-  bool operator()(int row) const { return row < valid; }
-};
-
-/// Copies rows of FEATURES elements to a tile. Rows from `valid` on become zeros.
-template <int ROWS, int FEATURES>
-void load_tile(threadgroup Scalar* tile, device const Scalar* rows, int stride, int valid, uint thread_index) {
-  load_kept_rows<ROWS, FEATURES>(tile, rows, stride, RowsBelow{valid}, thread_index);
 }
 
 /// s = rows columns^T over FEATURES, for this SIMD-group's 8 rows and its share of the columns.

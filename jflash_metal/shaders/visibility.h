@@ -1,11 +1,18 @@
-// Which keys a query may see, and which tiles of one side a block of the other side has to visit.
-//
-// `visible` is the rule for one query and one key. `visible_keys` and `visible_queries` are the same rule for a block:
-// no pair outside [start, stop) is visible, so those tiles are never visited; every pair inside [full_start, full_stop)
-// is visible, so those tiles are not masked.
+// The rule of which keys a query may see, for one query and one key of a tile.
 #pragma once
 
-#include "operands.h"
+#include "pages.h"
+#include "tile_mask.h"
+
+/// A tile that a block visits.
+struct Visit {
+  /// Its first key, or its first query where keys own the block.
+  int first;
+  /// Whether every pair is visible, so that none is asked for.
+  bool is_full;
+  /// The mask of the listed tile that it lies in, if the call has a mask function.
+  device const uint* mask;
+};
 
 /// What the rule and the logits need of a query or of a key, beside its row. It lies in threadgroup memory, as the
 /// threads of a row share it. Fields that the call does not use are neither written nor read.
@@ -72,12 +79,16 @@ void load_key_metadata(
 }
 
 inline bool visible(
+    thread const Visit& tile,
     thread const Head& head,
     constant Parameters& parameters,
     int query,
     int key,
     threadgroup const RowMetadata& query_metadata,
     threadgroup const RowMetadata& key_metadata) {
+  if (tile.is_full) {
+    return true;
+  }
   bool result = query < head.query_limit && key < head.key_limit;
   int distance = key - (query + head.offset);
   if (HAS_LEFT) {
@@ -98,94 +109,8 @@ inline bool visible(
   if (MASK_OF_PAIRS) {
     result = result && head.mask[query * parameters.mask.query + key * parameters.mask.key] != 0;
   }
+  if (HAS_MASK_MOD) {
+    result = result && mask_bit(tile.mask, query, key);
+  }
   return result;
-}
-
-/// 0 <= start <= stop <= the limit; the full part may be empty.
-struct TileRange {
-  int start;
-  int stop;
-  int full_start;
-  int full_stop;
-};
-
-/// The part of [0, limit) at a distance of `least` to `most` from some of first ... last, and its full part, at such a
-/// distance from all of them. Numbers have 64 bits, as sums of positions and bounds exceed 32.
-inline TileRange range_between(
-    int first, int last, int limit, bool is_bounded_below, long least, bool is_bounded_above, long most, bool exists) {
-  long start = 0, stop = limit, full_start = 0, full_stop = limit;
-  if (is_bounded_below) {
-    start = max(start, first + least);
-    full_start = max(full_start, last + least);
-  }
-  if (is_bounded_above) {
-    stop = min(stop, last + most + 1);
-    full_stop = min(full_stop, first + most + 1);
-  }
-  // Every eight keys have one segment range, so tiles begin at multiples of eight.
-  start = start / 8 * 8;
-  if (!exists || stop <= start) {
-    return TileRange{0, 0, 0, 0};
-  }
-  return TileRange{int(start), int(stop), int(min(full_start, stop)), int(max(full_stop, start))};
-}
-
-/// The keys that `count` queries from `first` on see.
-inline TileRange visible_keys(thread const Head& head, constant Parameters& parameters, int first, int count) {
-  int last = first + count - 1;
-  TileRange range = range_between(
-      first, last, head.key_limit,
-      HAS_LEFT, long(head.offset) - parameters.left, HAS_RIGHT, long(head.offset) + parameters.right,
-      first < head.query_limit);
-  if (HAS_MASK || last >= head.query_limit) {
-    range.full_stop = range.full_start;
-  }
-  return range;
-}
-
-/// The queries that see `count` keys from `first` on.
-inline TileRange visible_queries(thread const Head& head, constant Parameters& parameters, int first, int count) {
-  int last = first + count - 1;
-  TileRange range = range_between(
-      first, last, head.query_limit,
-      HAS_RIGHT, -long(head.offset) - parameters.right, HAS_LEFT, -long(head.offset) + parameters.left,
-      first < head.key_limit);
-  if (HAS_MASK || last >= head.key_limit) {
-    range.full_stop = range.full_start;
-  }
-  return range;
-}
-
-/// The smallest and the largest segment of a tile.
-struct SegmentRange {
-  int least;
-  int most;
-};
-
-/// The segment range of COUNT queries or keys from `first` on, a multiple of eight. All threads of a SIMD-group must call.
-template <int COUNT>
-SegmentRange segment_range(device const int* ranges, int first, int length, uint lane) {
-  SegmentRange segments = {0x7fffffff, -0x7fffffff - 1};
-  int index = first / 8 + int(lane);
-  if (int(lane) < COUNT / 8 && 8 * index < length) {
-    segments = SegmentRange{ranges[2 * index], ranges[2 * index + 1]};
-  }
-  return SegmentRange{simd_min(segments.least), simd_max(segments.most)};
-}
-
-enum class TileCoverage { NONE, PARTIAL, FULL };
-
-/// The coverage of a tile of COLUMNS at `first`; `own` is the block's segment range, if the call has segments.
-template <int COLUMNS>
-TileCoverage tile_coverage(
-    TileRange range, int first, SegmentRange own, device const int* ranges, int length, uint lane) {
-  bool all = first >= range.full_start && first + COLUMNS <= range.full_stop;
-  if (HAS_SEGMENTS) {
-    SegmentRange other = segment_range<COLUMNS>(ranges, first, length, lane);
-    if (other.most < own.least || other.least > own.most) {
-      return TileCoverage::NONE;
-    }
-    all = all && own.least == own.most && other.least == other.most && own.least == other.least;
-  }
-  return all ? TileCoverage::FULL : TileCoverage::PARTIAL;
 }

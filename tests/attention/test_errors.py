@@ -1,66 +1,38 @@
 """Everything that a person or a refactoring can get wrong, as one table: what is raised, and what it must say."""
 
 import logging
-import pathlib
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from wrong_calls import (
+    ARRAY,
+    FLOATING,
+    GOOD,
+    INTEGERS,
+    NUMBERS,
+    B,
+    D,
+    H,
+    K,
+    N,
+    S,
+    T,
+    assert_own,
+    assert_refused,
+    ints,
+    nothing_runs,
+    rows,
+    zeros,
+)
 
 import jflash
-from jflash import _autodiff, _dispatch
-from jflash._semantics.mask_mod import trace_mask_mod
+from jflash import _dispatch
 
-B, T, S, N, K, H, D = 2, 4, 5, 4, 2, 8, 6
 KEY = jax.random.key(0)
-
-
-def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return np.zeros(shape, dtype)
-
-
-def ints(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.int32)
-
-
-GOOD = dict(query=zeros(B, T, N, H), key=zeros(B, S, K, H), value=zeros(B, S, K, D))
-SHAPES = dict(query=(B, T, N, H), key=(B, S, K, H), value=(B, S, K, D))
-
-
-class Unreferable:
-    """Weak references cannot follow it."""
-
-    __slots__ = ()
-
-    def __call__(self, logit: Any, *_: Any) -> Any:
-        return logit
-
-
-def printing(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """A `mask_mod` with a side effect."""
-    jax.debug.print("{}", query)
-    return key <= query
-
-
-def tile_map(function: Any, shape: tuple[int, int, int, int]) -> jflash.TileMap:
-    """A map that was made for calls of some size, as far as its sizes are concerned."""
-    return jflash.TileMap((), np.ones((1, 1, 1, 1), np.int8), trace_mask_mod(function).mask_mod, shape)
-
-
-def rows(names: str, error: type[Exception], rule: str, wrong: dict[str, Any], **others: Any) -> list[Any]:
-    """Calls with something wrong in place of each of the named arguments, besides `others`. The message has to name
-    the argument, state the rule, and after "Got" show the value as written in front of it here."""
-    return [
-        pytest.param(error, f"`{name}`", rule, got, {name: value, **others}, id=f"{name}: {got}")
-        for name in names.split()
-        for got, value in wrong.items()
-    ]
-
-
-ARRAY, NUMBERS = "a JAX or NumPy array", "an array of numbers"
-FLOATING, INTEGERS = "a floating-point dtype", "an integer dtype"
+SHAPES = {name: array.shape for name, array in GOOD.items()}
 DTYPES = "one of the dtypes float32, bfloat16, float16, float64"
 
 TABLE = [
@@ -201,51 +173,6 @@ for name, axis, most in (("query_seq_lengths", "T", T), ("key_value_seq_lengths"
         *rows(name, ValueError, f"between 0 and {axis}={most}", {f"0 to {most + 1}": np.array([0, most + 1])}),
     ]
 TABLE += [
-    *rows("score_mod", TypeError, "a function", {"int": 3}),
-    *rows("score_mod", TypeError, "f(logit, batch, head, query_index, key_index)", {"<function": lambda logit: logit}),
-    *rows("score_mod", TypeError, "one floating-point logit", {"('float32[]', 'int32[]')": lambda x, b, *_: (x, b)}),
-    *rows("score_mod", TypeError, "one floating-point logit", {"None": lambda *_: None, "int32[]": lambda x, b, *_: b}),
-    *rows(
-        "score_mod",
-        TypeError,
-        "one floating-point logit",
-        {"bool[]": lambda x, *_: x > 0, "complex64[]": lambda x, *_: x * 1j},
-    ),
-    *rows("score_mod", TypeError, "weak references", {"Unreferable": Unreferable()}),
-    *rows(
-        "score_mod",
-        ValueError,
-        "the shape must stay ()",
-        {"(1,)": lambda x, *_: x[None], "(3,)": lambda x, *_: x + jnp.arange(3.0)},
-    ),
-    *rows("mask_mod", TypeError, "a function", {"int": 3}),
-    *rows(
-        "mask_mod", TypeError, "f(batch, head, query_index, key_index)", {"<function": lambda query, key: key <= query}
-    ),
-    *rows(
-        "mask_mod",
-        TypeError,
-        "one bool",
-        {"int32[]": lambda b, *_: b, "float32[]": lambda *_: jnp.float32(1), "None": lambda *_: None},
-    ),
-    *rows("mask_mod", TypeError, "one bool", {"('bool[]', 'bool[]')": lambda b, h, q, k: (k <= q, k == q)}),
-    *rows(
-        "mask_mod",
-        ValueError,
-        "the shape must be ()",
-        {"(1,)": lambda b, h, q, k: (k <= q)[None], "(4,)": lambda b, h, q, k: jnp.arange(4) <= q},
-    ),
-    *rows("mask_mod", TypeError, "no side effects", {"Debug": printing}),
-    *rows(
-        "mask_mod",
-        ValueError,
-        "jflash.tile_map(f, batch=2, heads=4, query_length=4, key_length=5)",
-        {
-            "query_length=5": tile_map(lambda b, h, q, k: k <= q, (1, 1, 5, 5)),
-            "batch=1": tile_map(lambda b, h, q, k: k <= b, (1, 1, 4, 5)),
-            "heads=2": tile_map(lambda b, h, q, k: k <= h, (1, 2, 4, 5)),
-        },
-    ),
     *rows(
         "dropout_rate",
         TypeError,
@@ -280,106 +207,13 @@ TABLE += [
         {repr(value): value for value in (3, [3], {"xla"}, b"xla")},
     ),
 ]
-P, PAGE_SIZE, WIDE = 7, 3, 2
-PAGES = dict(
-    key=zeros(P, PAGE_SIZE, K, H),
-    value=zeros(P, PAGE_SIZE, K, D),
-    page_table=ints(B, WIDE),
-    key_value_seq_lengths=ints(B),
-)
-OF_PAGES = "a paged cache must have the shape (P, page_size, K, H)"
-NARROW = "the dtype of `query` or one of int8, float8_e4m3fn, float8_e5m2"
 
 
-def with_pages(names: str, error: type[Exception], rule: str, wrong: dict[str, Any], **others: Any) -> list[Any]:
-    """`rows` of calls that are right but for these arguments, with a paged cache."""
-    return rows(
-        names,
-        error,
-        rule,
-        wrong,
-        **{name: array for name, array in PAGES.items() if name not in names.split()} | others,
-    )
-
-
-TABLE += [
-    *rows("k_scale v_scale", ValueError, "belongs to a paged cache", {"without `page_table`": 2.0}),
-    *with_pages("key value", TypeError, ARRAY, {"list": [1.0]}),
-    *with_pages(
-        "key value",
-        ValueError,
-        OF_PAGES,
-        {str((2, 5, 2, 8, 1)): zeros(2, 5, 2, 8, 1)},
-    ),
-    *with_pages(
-        "key value",
-        ValueError,
-        OF_PAGES,
-        {"(0, 3, 2, 8)": zeros(0, 3, 2, 8)},
-    ),
-    *with_pages("key value", TypeError, "one of the dtypes", {"uint8": zeros(P, PAGE_SIZE, K, H, dtype=np.uint8)}),
-    *with_pages("key value", TypeError, NARROW, {"float16 and float32": zeros(P, PAGE_SIZE, K, H, dtype=np.float16)}),
-    *with_pages("value", TypeError, "the same dtype", {"float32 and int8": zeros(P, PAGE_SIZE, K, D, dtype=np.int8)}),
-    *with_pages("key", ValueError, "the same head dimension", {"H=8 and H=9": zeros(P, PAGE_SIZE, K, 9)}),
-    *with_pages(
-        "value",
-        ValueError,
-        "must have the same pages",
-        {"[8, 3, 2]": zeros(8, PAGE_SIZE, K, D)},
-    ),
-    *with_pages("query", ValueError, "a multiple of the key heads", {"N=3 and K=2": zeros(B, T, 3, H)}),
-    *with_pages(
-        "key",
-        ValueError,
-        "a key and a value for each head",
-        {"(7, 3, 1, 8)": zeros(P, PAGE_SIZE, 1, H)},
-        value=None,
-    ),
-    *with_pages("page_table", TypeError, INTEGERS, {"float32": zeros(B, WIDE)}),
-    *with_pages("page_table", TypeError, ARRAY, {"list": [[1, 2]]}),
-    *with_pages("page_table", ValueError, "the shape (*B, pages)", {"(2,)": ints(B), "(3, 2)": ints(3, WIDE)}),
-    *with_pages("key_value_seq_lengths", ValueError, "must be given with `page_table`", {"None": None}),
-    *with_pages("key_value_seq_lengths", ValueError, "between 0 and S=6", {"0 to 7": np.array([0, 7])}),
-    *with_pages("sequence_axis", ValueError, "each needs a paged cache whole", {"'x'": "x"}),
-    *with_pages("k_scale v_scale", TypeError, "a number or a floating array", {"'x'": "x", "True": True}),
-    *with_pages("k_scale v_scale", TypeError, FLOATING, {"int32": ints(K)}),
-    *with_pages("k_scale v_scale", ValueError, "finite", {"nan": np.nan}),
-    *with_pages(
-        "k_scale v_scale", ValueError, "broadcastable to one for each page", {"(3,)": zeros(3), "(2, 7)": zeros(K, P)}
-    ),
-]
-
-
-@pytest.fixture
-def _nothing_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(*args: Any) -> NoReturn:
-        raise AssertionError("the call was wrong, and was computed")
-
-    monkeypatch.setattr(_autodiff, "attend", attend)
-
-
-def assert_own(caught: pytest.ExceptionInfo[Exception]) -> None:
-    package = pathlib.Path(jflash.__file__).parent
-    assert caught.traceback[-1].path.is_relative_to(package), "not an error from inside JAX"
-
-
-@pytest.mark.usefixtures("_nothing_may_run")
 @pytest.mark.parametrize(("error", "name", "rule", "got", "arguments"), TABLE)
 def test_wrong_argument(error: type[Exception], name: str, rule: str, got: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(error) as caught:
-        jflash.attention(**{**GOOD, **arguments})
-    message = str(caught.value)
-    assert type(caught.value) is error
-    assert name in message
-    assert rule in message
-    assert got in message.partition("Got ")[2]
-    assert_own(caught)
-    with pytest.raises(error) as explained:
-        jflash.explain(**{**GOOD, **arguments})
-    assert str(explained.value) == message
+    assert_refused(error, name, rule, got, arguments)
 
 
-@pytest.mark.usefixtures("_nothing_may_run")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -389,7 +223,8 @@ def test_wrong_argument(error: type[Exception], name: str, rule: str, got: str, 
 )
 def test_traced_where_it_must_be_known(name: str, value: Any) -> None:
     for function in (jflash.attention, jflash.explain):
-        with pytest.raises(TypeError, match=f"`{name}` must be known when the call is traced.*Got a traced") as caught:
+        refused = pytest.raises(TypeError, match=f"`{name}` must be known when the call is traced.*Got a traced")
+        with nothing_runs(), refused as caught:
             jax.jit(lambda value, function=function: function(**GOOD, dropout_key=KEY, **{name: value}))(value)
         assert type(caught.value) is TypeError
         assert_own(caught)
@@ -416,36 +251,6 @@ def test_nothing_is_compiled_before_the_error(wrong: dict[str, Any], caplog: pyt
     with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises((TypeError, ValueError)):
         jflash.attention(**GOOD, **{**right, **wrong})
     assert [record.getMessage() for record in caplog.records if "XLA compilation" in record.getMessage()] == []
-
-
-@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
-def test_error_inside_a_function(name: str) -> None:
-    """It is the user's, and says where it happened."""
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("my own")
-
-    for function in (jflash.attention, jflash.explain):
-        with pytest.raises(RuntimeError, match="my own") as caught:
-            function(**GOOD, **{name: fails})
-        assert any(f"`{name}`" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
-def test_traced_condition_inside_a_function(name: str) -> None:
-    def branches(*indices: Any) -> Any:
-        return indices[0] if indices[-1] > 0 else -indices[0]
-
-    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        jflash.attention(**GOOD, **{name: branches})
-    assert any("jnp.where" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.parametrize(("name", "value"), [("batch", 0), ("heads", -1), ("query_length", 0), ("key_length", 2.5)])
-def test_sizes_of_a_tile_map(name: str, value: Any) -> None:
-    sizes = dict(query_length=4, key_length=5) | {name: value}
-    with pytest.raises((TypeError, ValueError), match=f"`{name}` must be a positive integer.*Got {value}"):
-        jflash.tile_map(lambda b, h, q, k: k <= q, **sizes)
 
 
 @pytest.mark.parametrize("function", [jflash.attention, jflash.explain], ids=lambda function: function.__name__)

@@ -57,6 +57,7 @@ def assert_exact(attention: Callable[..., Any], case: Case, *, by_rows: bool = T
     oracle.assert_right(oracle.run(attention, call), call, by_rows=by_rows)
 
 
+@cover(rest=3)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [

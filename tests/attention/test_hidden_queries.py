@@ -26,7 +26,7 @@ HIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@cover(1)
+@cover(1, every=2, rest=2)
 @pytest.mark.parametrize("hide", [*HIDE])
 @pytest.mark.parametrize("derivative", ["gradient", "gradient of gradient"])
 def test_cotangent_of_a_query_that_sees_nothing(backend: str, hide: str, derivative: str) -> None:

@@ -20,7 +20,7 @@ HOPPER = Platform("gpu", "NVIDIA H100", "9.0", 132)
 
 
 def qkv(query: tuple[int, ...], key: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, Any]:
-    return dict(query=jnp.ones(query, dtype), key=jnp.ones(key, dtype), value=jnp.ones(key, dtype))
+    return dict(query=np.ones(query, dtype), key=np.ones(key, dtype), value=np.ones(key, dtype))
 
 
 def same(*shape: int) -> dict[str, Any]:

@@ -34,7 +34,13 @@ CASES = [
     ("frames", LONG._replace(query_length=150, key_length=1100, mask="keys", causal=True, offset="end")),
     ("window of frames", LONG._replace(query_length=13, key_length=17, batch=(2, 3))),
 ]
-IN_SHORT_RUN = ("strided", "prefix of each entry")
+IN_SHORT_RUN = ("prefix of each entry",)
+
+
+def emulated(case: Case) -> Case:
+    """The case in two or three tiles each way, which an emulator of a GPU can do in reasonable time."""
+    query_length, key_length = min(case.query_length, 150), min(case.key_length, 290)
+    return cases.served(case, "metal")._replace(query_length=query_length, key_length=key_length)
 
 
 def call_of(name: str, case: Case) -> oracle.Call:
@@ -47,12 +53,13 @@ def call_of(name: str, case: Case) -> oracle.Call:
     ("name", "case"),
     [pytest.param(name, case, marks=() if name in IN_SHORT_RUN else cover(0), id=name) for name, case in CASES],
 )
-def test_exact(attention: Callable[..., Any], name: str, case: Case) -> None:
-    call = call_of(name, case)
+def test_exact(attention: Callable[..., Any], backend: str, name: str, case: Case) -> None:
+    call = call_of(name, emulated(case) if backend == "metal" else case)
     oracle.assert_right(oracle.run(attention, call), call)
 
 
-@pytest.mark.parametrize("name", ["block table", pytest.param("causal documents", marks=cover(0))])
+@cover(0)
+@pytest.mark.parametrize("name", ["block table", "causal documents"])
 def test_tangents(name: str) -> None:
     call = call_of(name, LONG._replace(query_length=640))
     along = oracle.draw_tangents(call)
@@ -73,8 +80,9 @@ def poisoned(function: Any, **options: Any) -> np.ndarray:
     return np.isnan(np.asarray(out)).any((0, 2))
 
 
+@cover(every=3)
 @pytest.mark.parametrize(
-    ("name", "options"), [("strided", {}), ("images in text", dict(is_causal=True)), ("documents in no order", {})]
+    ("name", "options"), [("images in text", dict(is_causal=True)), ("strided", {}), ("documents in no order", {})]
 )
 def test_only_tiles_that_show_something_are_visited(name: str, options: Any) -> None:
     """Blocks and tiles are of 256 rows and keys here."""

@@ -84,7 +84,7 @@ def test_in_proportion_to_the_length(
     assert used[32768] <= 2.05 * used[16384]
 
 
-@cover(1)
+@cover(1, every=2)
 @pytest.mark.parametrize(("batch", "length"), [(32, 64), (2, 256), (1, 362), (1, 512), (1, 1024)])
 def test_small_calls_take_a_constant_besides(attention: Callable[..., Any], batch: int, length: int):
     """A gradient holds, besides as much as the arrays, five tiles of the largest number of logits that one may have."""

@@ -95,28 +95,13 @@ SCALES: dict[str, Callable[[int, int], Any]] = {
     ],
 )
 def test_scaled_and_8_bits(serving: str, dtype: str, stored: str, interleaved: bool, scale: str):
-    """The truth has the cache's numbers times their scales in float64; the yardstick rounds those to its dtype."""
-    case = SMALL._replace(dtype="float32", causal=True, offset="each")
-    call, numbers = paged.with_lengths(cases.build(case)), np.random.default_rng(0)
-    spread = (lambda array: numbers.integers(-9, 10, array.shape)) if stored == "int8" else (lambda array: array)
-    held = {name: spread(getattr(call, name)).astype(stored).astype(np.float32) for name in ("key", "value")}
-    call = dataclasses.replace(call, query=call.query.astype(dtype), **held)
+    call = cases.build(SMALL._replace(dtype="float32", causal=True, offset="each"))
+    call = paged.of_8_bits(paged.with_lengths(call), stored)
+    call = dataclasses.replace(call, query=call.query.astype(dtype))
     arguments = paged.paginate(call, 16, dtype=stored, interleaved=interleaved)
-    pages, heads = arguments["key"].shape[0], call.key.shape[-2]
-    of_key, of_value = SCALES[scale](pages, heads), SCALES[scale](pages, heads)
-    of_value = None if of_value is None else 3 * of_value
-    got = run(serving, arguments | dict(k_scale=of_key, v_scale=of_value))
-
-    def dequantized(name: str, scale: Any) -> np.ndarray:
-        each = np.broadcast_to(np.asarray(1.0 if scale is None else scale, np.float64), (pages, heads))
-        table = np.maximum(arguments["page_table"], 0)
-        return getattr(call, name).astype(np.float64) * np.repeat(each[table], 16, axis=-2)[..., None]
-
-    wide = dataclasses.replace(call, key=dequantized("key", of_key), value=dequantized("value", of_value))
-    narrow = dataclasses.replace(wide, key=wide.key.astype(dtype), value=wide.value.astype(dtype))
-    truth, rounded, allowed = oracle.exact(wide), oracle.exact(narrow), oracle.tolerances(narrow)
-    more = jax.tree.map(lambda limit, a, b: limit + 2 * oracle.error(a, b), allowed, rounded, truth)
-    oracle.assert_within(got, truth, more)
+    of_key, of_value = (SCALES[scale](arguments["key"].shape[0], call.key.shape[-2]) for _ in range(2))
+    arguments |= dict(k_scale=of_key, v_scale=None if of_value is None else 3 * of_value)
+    paged.assert_scaled_right(run(serving, arguments), call, arguments)
 
 
 def test_transforms_give_the_same(serving: str):
@@ -172,17 +157,6 @@ def test_a_derivative_is_refused(serving: str):
             differentiate(jnp.asarray(query))
     # Nothing moves here.
     jax.grad(lambda weight: weight * attend(query))(1.0)
-
-
-@pytest.mark.parametrize("backend", ["mosaic_gpu", "mosaic_gpu_mma", "metal"])
-def test_kernels_refuse_pages(backend: str):
-    """In a sentence of their own, with nothing else in the way."""
-    module = jflash._dispatch.BACKENDS[backend]
-    call = paged.with_lengths(cases.build(SMALL))
-    spec, *_ = jflash._canonical.canonicalize(**paged.paginate(call, 16))
-    platform = jflash._platform.Platform("cpu", "cpu", None)
-    refused = module.unsupported(spec, platform) if backend == "metal" else module.unsupported_call(spec)
-    assert "page_table" in refused
 
 
 def paged_shapes(pages: int, *, width: int, interleaved: bool, batch: int = 8) -> dict[str, Any]:

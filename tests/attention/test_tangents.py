@@ -50,6 +50,7 @@ def tangents(attention: Any, arrays: Any) -> Any:
     return tuple(np.asarray(array) for array in push(*arrays))
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(
     ("lengths", "dtype", "kind"),
     [pytest.param(*row, marks=() if row in IN_SHORT_RUN else cover(0)) for row in ROWS],

@@ -37,7 +37,7 @@ def programs(family: Family, call: Call) -> list[ClosedJaxpr]:
     return [*hopper_kernels.traced(call, family=family), *tangents]
 
 
-@cover(every=5)
+@cover(every=7)
 @pytest.mark.parametrize(
     "options",
     [

@@ -41,6 +41,7 @@ IN_INTERPRETER = {"mosaic_gpu": kernel_families.HOPPER, "mosaic_gpu_mma": kernel
 """The interpreter takes ten seconds for most."""
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [

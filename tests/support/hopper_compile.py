@@ -8,6 +8,7 @@ A program of its own: where Mosaic GPU leaves its reports is read from the envir
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 from hopper_kernels import canonical_arguments
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,6 +35,21 @@ bfloat16, float32 = jnp.bfloat16, jnp.float32
 LENGTH = 1024
 PAIRS = (1, 4, LENGTH, LENGTH)
 DROPOUT_KEY = dict(dropout_key=((2,), jnp.uint32))
+
+
+def all_operations(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    """A mask_mod of every operation that the kernels say they take."""
+    distance = (query - key).astype(jnp.float32)
+    waves = jnp.sin(distance) + jnp.cos(-distance) * jnp.tanh(distance) - jnp.sqrt(jnp.abs(distance))
+    powers = (
+        jnp.exp(distance) + jnp.exp2(distance) + jnp.log(distance) + lax.rsqrt(distance) + distance**3 + distance**2
+    )
+    bits = (query >> 3) ^ (key << 1) | lax.shift_right_logical(query, 2) & ~key
+    whole = query // 96 - key % 7 + jnp.sign(query - key) * lax.clamp(0, key, 5) + lax.square(key)
+    ordered = (query >= key) & (key < 99) | (whole != 3) & ~(bits <= jnp.minimum(query, 7))
+    return jnp.where(head % 2 == 1, ordered, (waves > jnp.maximum(powers, 0.5)) ^ (batch == 0))
+
+
 CASES = {
     **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
     **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 72, 80, 96, 112, 128, 256)},
@@ -51,11 +68,16 @@ CASES = {
     "mask": (128, 128, {}, dict(mask=(PAIRS, jnp.bool_))),
     "mask of heads": (128, 128, {}, dict(mask=((1, 4, 1, 1), jnp.bool_))),
     "mask of keys": (128, 128, {}, dict(mask=((1, 4, 1, LENGTH), jnp.bool_))),
+    **{f"d{d} mask_mod": (d, d, {}, dict(documents=((2, LENGTH), jnp.int32))) for d in (64, 128, 512)},
+    "mask_mod of all operations": (64, 64, dict(mask_mod=all_operations), {}),
     "lengths": (128, 128, {}, dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32))),
     "score_mod of a bias of keys": (
         64,
         64,
-        dict(deterministic=True, score_mod=lambda logit, batch, *_: logit * (1 + 0.25 * (batch & 1))),
+        dict(
+            deterministic=True,
+            score_mod=lambda logit, batch, head, *_: jnp.where(head > 1, logit, logit * (1 + 0.25 * (batch & 1))),
+        ),
         dict(bias=((1, 4, 1, LENGTH), bfloat16)),
     ),
     "score_mod of a number for each head": (
@@ -149,12 +171,24 @@ TABLED = (
     *("d80 causal", "d96 causal", "d112 causal", "d272/64"),
 )
 """Cases that are compiled with all tiles that a search on some device might choose."""
+PAGED = {
+    **{
+        f"latent, pages of {size}": ((32, 1), dict(head_dim=576, value_dim=512, heads=(16, 1), page_size=size), {})
+        for size in (16, 64)
+    },
+    "decoding": ((64, 1), dict(head_dim=128, page_size=16), {}),
+    "decoding d64, pages of 128": ((64, 1), dict(head_dim=64, page_size=128, interleaved=True), {}),
+    "decoding in splits, pages of 128": ((2, 4), dict(head_dim=128, page_size=128), dict(is_causal=True)),
+    "prefill": ((4, 512), dict(head_dim=128, page_size=16), dict(is_causal=True)),
+    "prefill d64, pages of 128": ((4, 512), dict(head_dim=64, page_size=128), dict(is_causal=True)),
+}
+"""Calls with a paged cache of 4,096 keys for each entry: the batch and its queries, the cache, and the options."""
 
 
 def main() -> None:
     """Forward, tangent and backward of every case."""
     sharding = over(1, PartitionSpec())
-    reports = {}
+    reports = {f"{name}, paged: forward": paged(*case, sharding) for name, case in PAGED.items()}
     for name in SPLIT:
         for split in (PartitionSpec("x"), PartitionSpec(None, None, "x")):
             kernels, _ = compiled(name, over(2, split), {})
@@ -190,8 +224,14 @@ def over(devices: int, split: PartitionSpec) -> NamedSharding:
     return NamedSharding(topologies.make_mesh(topology, (devices,), ("x",)), split)
 
 
-def with_score_mod(numbers: jax.Array | None = None, **arrays: jax.Array) -> dict[str, object]:
-    """With a score_mod that reads numbers, one for each head or for each distance, if there are any."""
+def with_functions(
+    numbers: jax.Array | None = None, documents: jax.Array | None = None, **arrays: jax.Array
+) -> dict[str, object]:
+    """With a score_mod that reads numbers, one for each head or for each distance, and a mask_mod of causal documents
+    of each batch entry, if there are such arrays."""
+    if documents is not None:
+        mask_mod = lambda batch, _, query, key: (documents[batch, query] == documents[batch, key]) & (key <= query)
+        return dict(arrays, mask_mod=mask_mod)
     if numbers is None:
         return arrays
     distance = lambda query, key: jnp.clip(query - key + 128, 0, 255)
@@ -213,7 +253,7 @@ def compiled(
     array = lambda shape, dtype=operands: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def all_three(query, key, value, d_out, d_lse, arrays):
-        arrays = with_score_mod(**arrays)
+        arrays = with_functions(**arrays)
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **arrays)
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
 
@@ -241,21 +281,54 @@ def compiled(
         t_out = over_devices(tangent, operands, Results(out, lse)) if has_tangent else ()
         return out, t_out, over_devices(backward, operands, residuals)
 
-    for path in DIRECTORY.iterdir():
-        path.unlink()
+    clear()
     with _tuning.trying(answers) as trial:
         jax.jit(all_three).lower(
             *(array((2, length, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
             array((2, 4, length), float32),
             {argument: array(*type_) for argument, type_ in arrays.items()},
         ).compile()
+    return reported(), trial.asked
+
+
+def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedSharding, length: int = 4 * LENGTH) -> dict:
+    """What ptxas says of the forward of a call with a paged cache, of as many keys for each entry."""
+    (batch, queries), (head_dim, page_size) = rows, (cache["head_dim"], cache["page_size"])
+    array = lambda *shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    (heads, key_heads), interleaved = cache.get("heads", (32, 8)), cache.get("interleaved", False)
+    of_heads = lambda dim: array(batch * length // page_size, page_size, key_heads * (1 + interleaved), dim)
+    pages = [of_heads(dim) for dim in (head_dim, cache.get("value_dim", head_dim))][: 2 - interleaved]
+
+    def forward(query, pages, table, lengths):
+        key, value = (pages[0], None) if interleaved else pages
+        more = dict(query_offset=lengths - queries) if options else {}
+        spec, operands = canonical_arguments(
+            query=query, key=key, value=value, page_table=table, key_value_seq_lengths=lengths, **more, **options
+        )
+        return run.forward(plan.plan_forward(spec, 132), operands, HOPPER)
+
+    clear()
+    index = functools.partial(array, dtype=jnp.int32)
+    shapes = array(batch, queries, heads, head_dim), pages
+    jax.jit(forward).lower(*shapes, index(batch, length // page_size), index(batch)).compile()
+    return reported()["forward"]
+
+
+def clear() -> None:
+    """Remove what Mosaic GPU left of kernels before."""
+    for path in DIRECTORY.iterdir():
+        path.unlink()
+
+
+def reported() -> dict:
+    """What ptxas said of each kernel since `clear`."""
     reports = {}
     for path in sorted(DIRECTORY.glob("*.ptxas")):
         text = path.read_text()
         kernel = re.match(r"jflash_([a-z_]+?)_\d", path.name)[1]
         spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)), default=0)
         reports[kernel] = dict(spills=spills, serialised=bool(re.search(r"C75\d\d.*serialized", text)))
-    return reports, trial.asked
+    return reports
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import jflash
 from jflash import _api, _canonical
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan, tangent_kernel
+from jflash._semantics import coverage
 from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -40,6 +41,11 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
         if name not in ("implementation", "return_residual", "residual_checkpoint_name")
     }
     spec, operands, _ = _canonical.canonicalize(**_api._with_functions_traced(defaults | arguments))
+    if spec.mask_mod is not None and operands.coverage is None:
+        arrays = tuple(array[0] for array in operands.mask_mod_arrays)
+        sizes = spec.batch, spec.heads, spec.query_length, spec.key_length
+        operands = operands._replace(coverage=coverage.of_mask_mod(spec.mask_mod, arrays, *sizes))
+        spec = spec.resized(operands)
     return spec, operands
 
 

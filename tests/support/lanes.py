@@ -24,13 +24,18 @@ class Arithmetic:
         eq=np.equal,
         ne=np.not_equal,
         uge=np.greater_equal,
+        ult=np.less,
         slt=lambda left, right: left.astype(np.int32) < right.astype(np.int32),
     )
     CmpFPredicate = types.SimpleNamespace(UNE=np.not_equal)
     andi, ori, xori = np.bitwise_and, np.bitwise_or, np.bitwise_xor
     addi, subi, muli, shli, shrui = np.add, np.subtract, np.multiply, np.left_shift, np.right_shift
     divui, remui = np.floor_divide, np.remainder
-    addf, subf, negf, select = np.add, np.subtract, np.negative, np.where
+    addf, subf, mulf, negf, select = np.add, np.subtract, np.multiply, np.negative, np.where
+    minsi, maxsi, shrsi = (
+        staticmethod(lambda left, right, make=make: make(left.view(np.int32), right.view(np.int32)).view(np.uint32))
+        for make in (np.minimum, np.maximum, np.right_shift)
+    )
     cmpi = cmpf = staticmethod(lambda predicate, left, right: predicate(left, right))
 
 
@@ -73,6 +78,17 @@ class Numbers(ThreadBuilder):
     def number(self, bits: np.ndarray) -> np.ndarray:
         return bits.view(np.float32)
 
+    def bits(self, number: np.ndarray) -> np.ndarray:
+        return number.view(np.uint32)
+
+    def rounded_to(self, dtype: str, numbers: Sequence[np.ndarray]) -> np.ndarray:
+        both = np.stack(list(numbers), axis=-1).astype(jnp.dtype(dtype))
+        return np.ascontiguousarray(both).view(np.uint32)[:, 0]
+
+    def halves(self, word: np.ndarray) -> list[np.ndarray]:
+        both = np.ascontiguousarray(word).view(np.float16).reshape(-1, 2).astype(np.float32)
+        return [np.ascontiguousarray(both[:, half]) for half in range(2)]
+
 
 class Warpgroup(Numbers, Lanes):
     """The threads with shared and device memory, and the instructions on whole warps as PTX defines them.
@@ -98,6 +114,20 @@ class Warpgroup(Numbers, Lanes):
             if count:
                 assert 0 <= start <= self.device.size - count
                 self.shared[to : to + count] = self.device[start : start + count]
+
+    def load_words(self, address: Any, offset: int, count: int) -> list[np.ndarray]:
+        places = np.broadcast_to(address, (THREADS,)).astype(int) + offset
+        assert not (places % (4 * count)).any()
+        assert ((places >= 0) & (places <= self.device.size - 4 * count)).all()
+        words = self.device[places[:, None] + np.arange(4 * count)].view(np.uint32)
+        return [np.ascontiguousarray(words[:, at]) for at in range(count)]
+
+    def store_chunk(self, address: Any, offset: int, words: Sequence[Any], condition: Any = None) -> None:
+        given = np.full(THREADS, True) if condition is None else condition
+        places = (address.astype(int) + offset)[given]
+        assert not (places % 16).any()
+        assert ((places >= 0) & (places <= self.shared.size - 16)).all()
+        self.shared[places[:, None] + np.arange(16)] = np.stack(words, axis=1)[given].view(np.uint8)
 
     def store_word(self, address: Any, offset: int, word: Any) -> None:
         places = address.astype(int) + offset

@@ -20,13 +20,26 @@ os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-from hopper_compile import CASES, DIRECTORY, FLOAT32, LENGTH, PAIRS, PARTIAL, bfloat16, float32, with_score_mod
+import jax.numpy as jnp
+from hopper_compile import (
+    CASES,
+    DIRECTORY,
+    FLOAT32,
+    LENGTH,
+    PAIRS,
+    PARTIAL,
+    bfloat16,
+    float32,
+    with_functions,
+)
 from hopper_kernels import canonical_arguments
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from kernel_families import mma
 
+from jflash._backends.mosaic_gpu_mma import plan
 from jflash._backends.mosaic_gpu_mma.backward_fused import FusedPlan
+from jflash._platform import Platform
 from jflash._semantics.spec import Residuals
 
 LARGEST_FLOAT32 = {
@@ -40,12 +53,17 @@ LARGEST_FLOAT32 = {
     },
 }
 """Heads as wide as are served, which have tiles of their own."""
+PAGED = {
+    "pages, mask_mod": dict(query_length=LENGTH, mask_mod=lambda b, h, q, k: (k <= q) | (k // 96 == q // 96)),
+    "pages of float8": dict(query_length=1, cached=jnp.float8_e4m3fn, scaled=True),
+}
+"""Calls with a paged cache."""
 CHOSEN = (
     *("d8", "d40", "d64", "d64 causal", "d128", "d128 causal", "d256", "d256 causal", "d192/128 causal", "window"),
     *("soft cap", "bias", "mask", "lengths", "alibi and scale", "d128 causal, dropout", "d256 causal, dropout"),
     *("score_mod of a bias of keys", "bias, partial", *FLOAT32, *LARGEST_FLOAT32),
     *("score_mod of a number for each head", *(f"d{d} causal, score_mod of a table" for d in (64, 128, 256))),
-    "bias, score_mod of a table",
+    *("bias, score_mod of a table", *PAGED),
 )
 """Cases that are compiled if none are named."""
 
@@ -90,13 +108,42 @@ def sharding(capability: str) -> NamedSharding:
 
 def compiled(name: str, capability: str) -> dict[str, dict]:
     """What ptxas says of each kernel of a case."""
+    for path in DIRECTORY.iterdir():
+        path.unlink()
+    with on_device(capability):
+        lowered = _lowered_pages(capability, **PAGED[name]) if name in PAGED else _lowered(name, capability)
+    lowered.compile()
+    return {found[0]: found[1] for found in map(_report, sorted(DIRECTORY.glob("*.ptxas")))}
+
+
+def _lowered_pages(
+    capability: str, *, query_length: int, cached: Any = bfloat16, scaled: bool = False, **options: Any
+) -> Any:
+    """The forward of eight query heads on two of 128, in pages of 16."""
+    family, placed = mma(capability), sharding(capability)
+    array = lambda *shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+    cache, scale = array(200, 16, 2, 128, dtype=cached), array(200, 2, dtype=float32)
+    arrays = dict(query=array(2, query_length, 8, 128), key=cache, value=cache)
+    arrays |= dict(page_table=array(2, 70, dtype=jnp.int32), key_value_seq_lengths=array(2, dtype=jnp.int32))
+    arrays |= dict(k_scale=scale, v_scale=scale) if scaled else {}
+
+    def forward(**arrays: Any) -> Any:
+        spec, operands = canonical_arguments(**arrays, **options)
+        platform = Platform("gpu", Device.device_kind, capability, Device.num_cores)
+        return family.call.forward(plan.plan_forward(spec, platform), operands, family.ops)
+
+    return jax.jit(forward).lower(**arrays)
+
+
+def _lowered(name: str, capability: str) -> Any:
+    """Forward and backward of a case."""
     head_dim, value_dim, options, arrays = (CASES | LARGEST_FLOAT32)[name]
     family, placed = mma(capability), sharding(capability)
     own_dtype = float32 if name in (*FLOAT32, *LARGEST_FLOAT32) else bfloat16
     array = lambda shape, dtype=own_dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
     def both(query, key, value, d_out, d_lse, arrays):
-        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_score_mod(**arrays))
+        spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_functions(**arrays))
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
         if family.backend.unsupported_call(spec) is not None:
             # Wider heads are Hopper's alone.
@@ -110,16 +157,11 @@ def compiled(name: str, capability: str) -> dict[str, dict]:
         residuals = Residuals(out.astype(spec.dtype), lse, d_out, d_lse)
         return out, [family.call.backward(plan, operands, residuals, family.ops) for plan in plans]
 
-    for path in DIRECTORY.iterdir():
-        path.unlink()
-    with on_device(capability):
-        lowered = jax.jit(both).lower(
-            *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
-            array((2, 4, LENGTH), float32),
-            {argument: array(*type_) for argument, type_ in arrays.items()},
-        )
-    lowered.compile()
-    return {found[0]: found[1] for found in map(_report, sorted(DIRECTORY.glob("*.ptxas")))}
+    return jax.jit(both).lower(
+        *(array((2, LENGTH, 4, dim)) for dim in (head_dim, head_dim, value_dim, value_dim)),
+        array((2, 4, LENGTH), float32),
+        {argument: array(*type_) for argument, type_ in arrays.items()},
+    )
 
 
 def _report(path: Path) -> tuple[str, dict]:

@@ -3,7 +3,8 @@
     python mma_emulate.py DIRECTORY COMPUTE_CAPABILITY CASE...
 
 A case is those fields of `Case` that are not its own, as JSON, and if it has them "deterministic" and "precision", of
-float32. Prints what is wrong with each, "" for nothing, as JSON.
+float32; with "pages", what `paged.paginate` takes, it is the forward with a paged cache, and with "mask_mod" the name
+of one of `kernel_masks`. Prints what is wrong with each, "" for nothing, as JSON.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import cases
 import jax
 import jax.numpy as jnp
+import kernel_masks
 import numpy as np
 import oracle
+import paged
 import ptx_emulator
 from cases import Case
 from hopper_kernels import canonical, residuals, shaped_as
 from kernel_families import mma
 from mma_compile import DIRECTORY, Device, on_device, sharding
 
+from jflash._backends.mosaic_gpu_mma import plan
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._platform import Platform
 
 CAPABILITY = sys.argv[2]
 _launched = Launch.run
@@ -100,9 +105,9 @@ def _parameters(passes: str) -> list[int]:
     return [places.get(loads[name], 0) for name in re.findall(r"(%\w+) :", arguments)]
 
 
-def wrong(case: Case, **options: Any) -> str:
+def wrong(case: Case, mask_mod: str | None = None, **options: Any) -> str:
     """What is wrong with a call's results, with both directions emulated."""
-    call = cases.build(case)
+    call = cases.build(case) if mask_mod is None else kernel_masks.call_of(kernel_masks.MASKS[mask_mod], case)
     spec, operands = canonical(call, **options)
     family = mma(CAPABILITY)
     forward, backward = family.plans(spec, Device.num_cores)
@@ -121,14 +126,45 @@ def wrong(case: Case, **options: Any) -> str:
     return ""
 
 
+def wrong_of_pages(
+    case: Case, *, page_size: int, dtype: str | None = None, interleaved: bool = False, **options: Any
+) -> str:
+    """What is wrong with the forward of a call with a paged cache, which has scales if it has a dtype of its own."""
+    call = paged.with_lengths(cases.build(case))
+    scaled = dtype is not None
+    call = paged.of_8_bits(call, dtype) if scaled and dtype != case.dtype else call
+    arguments = paged.paginate(call, page_size, dtype=dtype, interleaved=interleaved)
+    if scaled:
+        pages, heads = arguments["key"].shape[0], call.key.shape[-2]
+        arguments |= dict(k_scale=0.05 + np.arange(pages * heads, dtype=np.float32).reshape(pages, heads) / 128)
+        arguments |= dict(v_scale=0.3)
+    spec, operands = canonical(call, **arguments, **options)
+    family = mma(CAPABILITY)
+    kernel = plan.plan_forward(spec, Platform("gpu", "some GPU", CAPABILITY, Device.num_cores))
+    out, lse = family.call.forward(kernel, operands, family.ops)
+    shape = call.query.shape[:-1]
+    results = oracle.Results(out.reshape(*shape, out.shape[-1]), lse.transpose(0, 2, 1).reshape(shape), {})
+    try:
+        as_tf32 = case.dtype == "float32" and "precision" not in options
+        if scaled:
+            paged.assert_scaled_right(results, call, arguments, as_tf32=as_tf32)
+        else:
+            oracle.assert_right(results, call, as_tf32=as_tf32)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
 def main(rows: list[str]) -> None:
     """Every case."""
     Launch.run, Launch.update = emulated, updated
     as_tuples = lambda row: {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     found: list[str] = []
     for row in map(json.loads, rows):
-        options = {name: row.pop(name) for name in ("deterministic", "precision") if name in row}
-        found.append(wrong(Case(**as_tuples(row)), **options))
+        options = {name: row.pop(name) for name in ("deterministic", "precision", "mask_mod") if name in row}
+        pages = row.pop("pages", None)
+        case = Case(**as_tuples(row))
+        found.append(wrong(case, **options) if pages is None else wrong_of_pages(case, **pages, **options))
     print(json.dumps(found))
 
 

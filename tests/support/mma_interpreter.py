@@ -15,11 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles, Transposed
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
+from jflash._backends.nvidia.ops import Ref, rounded
 from jflash._backends.nvidia.threads import sums
+from jflash._backends.nvidia.tile import operand_pieces
 
 
 def _pieces(ref: Ref) -> Array:
@@ -139,6 +141,22 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
         whole, column = (width, 0) if columns is None else (columns.whole, columns.first)
         pieces = jnp.pad(pieces, [(0, 0), (0, 0), (0, max(whole - pieces.shape[2], 0))])
         target[...] = lax.dynamic_slice_in_dim(pieces, column, width, axis=2).reshape(target.shape)
+
+    def copy_cached_rows(self, rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
+        self.convert_cached_rows(rows, target, first, limit)
+
+    def convert_cached_rows(self, rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
+        place, size = first + jnp.arange(target.shape[-2]), rows.page_size
+        page = jnp.where(place < limit, rows.table[...].at[place // size].get(mode="clip"), 0)
+        numbers = rows.cache[...].astype(jnp.float32)[page * size + place % size]
+        if rows.scales is not None:
+            numbers *= rows.scales[...].at[page].get(mode="clip")[:, None]
+        found = jnp.where((place < limit)[:, None], numbers, 0)
+        if target.ndim == 3:
+            pieces = operand_pieces.split_numbers(found, rounded, target.shape[0])
+            found = jnp.stack(pieces)
+        missing = target.shape[-1] - found.shape[-1]
+        target[...] = jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, missing)]).astype(target.dtype)
 
     def copy_numbers(self, source: Ref, target: Ref, first: Any) -> None:
         target[...] = source[pl.ds(first, target.shape[0])]

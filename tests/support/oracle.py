@@ -38,6 +38,11 @@ def plain(call: Call) -> Results:
     return _rounding(call).results()
 
 
+def tf32(call: Call) -> Results:
+    """What plain attention with operands of TF32's bits makes of a call."""
+    return _rounding(call, operand_bits=11).results()
+
+
 @functools.lru_cache(maxsize=2)
 def tolerances(call: Call, *, by_rows: bool = True) -> Results:
     """The largest error allowed in each result: twice plain attention's, and a few roundings of it and of its terms.
@@ -107,7 +112,7 @@ def assert_right(got: Results, call: Call, *, as_tf32: bool = False, by_rows: bo
     """Every result is within its tolerance, or `as_tf32` within the error of plain attention by products in TF32."""
     allowed, truth = tolerances(call, by_rows=by_rows), exact(call)
     if as_tf32:
-        by_tf32 = _rounding(call, operand_bits=11).results()
+        by_tf32 = tf32(call)
         errors = jax.tree.map(error, by_tf32, truth)
         if "bias" in errors.gradients:
             errors.gradients["bias"] += _error_of_rows(call, by_tf32)

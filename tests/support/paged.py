@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -55,6 +56,39 @@ def paginate(
     if interleaved:
         key, value = np.stack([key, value], axis=3).reshape(*key.shape[:2], 2 * K, H), None
     return oracle.arguments(call, key=key, value=value, page_table=table.reshape(*batch, pages))
+
+
+def of_8_bits(call: Call, dtype: str) -> Call:
+    """The call with keys and values that a cache of 8 bits holds exactly: small integers, or rounded numbers."""
+    numbers = np.random.default_rng(0)
+    spread = (lambda array: numbers.integers(-9, 10, array.shape)) if dtype == "int8" else (lambda array: array)
+    held = {name: spread(getattr(call, name)).astype(dtype).astype(np.float32) for name in ("key", "value")}
+    return dataclasses.replace(call, **held)
+
+
+def assert_scaled_right(got: Results, call: Call, arguments: dict[str, Any], *, as_tf32: bool = False) -> None:
+    """Results for a cache with scales are right: the truth has its numbers times their scales in float64.
+
+    The yardstick rounds those to the query's dtype.
+    """
+    cache, table = arguments["key"], np.maximum(arguments["page_table"], 0)
+    (pages, size), heads = cache.shape[:2], call.key.shape[-2]
+
+    def dequantized(name: str, scale: Any) -> np.ndarray:
+        each = np.broadcast_to(np.asarray(1.0 if scale is None else scale, np.float64), (pages, heads))
+        rows = np.repeat(each[table], size, axis=-2)[..., : call.key.shape[-3], :, None]
+        return getattr(call, name).astype(np.float64) * rows
+
+    factors = {name: dequantized(name, arguments.get(f"{name[0]}_scale")) for name in ("key", "value")}
+    wide = dataclasses.replace(call, **factors)
+    dtype = call.query.dtype
+    narrow = dataclasses.replace(wide, key=wide.key.astype(dtype), value=wide.value.astype(dtype))
+    truth, rounded, allowed = oracle.exact(wide), oracle.exact(narrow), oracle.tolerances(narrow)
+    if as_tf32:
+        by_tf32 = oracle.tf32(narrow)
+        allowed = jax.tree.map(lambda limit, a, b: max(limit, oracle.error(a, b)), allowed, by_tf32, truth)
+    more = jax.tree.map(lambda limit, a, b: limit + 2 * oracle.error(a, b), allowed, rounded, truth)
+    oracle.assert_within(got, truth, more)
 
 
 class RaggedCall(NamedTuple):

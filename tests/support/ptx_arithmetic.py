@@ -28,6 +28,10 @@ def quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.trunc(left / np.where(right == 0, 1, right)).astype(left.dtype)
 
 
+def _width(bits: np.ndarray) -> Any:
+    return bits.dtype.type(8 * bits.dtype.itemsize)
+
+
 PREDICATES = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
 COMPARISONS = {
     **{name: getattr(np, long) for name, long in dict(eq="equal", ne="not_equal", lt="less", le="less_equal").items()},
@@ -46,5 +50,5 @@ INTEGERS = {
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "div": quotient},
     "rem": lambda left, right: left - quotient(left, right) * right,
     "mad": lambda a, b, c: a * b + c,
-    "bfe": lambda bits, start, count: (bits >> start) & ((1 << count) - 1).astype(bits.dtype),
+    "bfe": lambda bits, start, count: (bits << _width(bits) - start - count) >> _width(bits) - count,
 }

@@ -354,12 +354,13 @@ class _Warp:
 
     def _integer(self, parts: list[str], sources: list[str]) -> np.ndarray:
         kind, width = parts[-1], int(parts[-1][1:])
-        if "wide" in parts:
+        if not {"wide", "hi"}.isdisjoint(parts):
             values = [
                 typed(self._value(text, width), kind).astype(f"{kind[0].replace('s', 'i')}{width // 4}")
                 for text in sources
             ]
-            return np.multiply(*values).view(unsigned(2 * width))
+            product = np.multiply(*values)
+            return (product >> width).astype(unsigned(width)) if "hi" in parts else product.view(unsigned(2 * width))
         values = [self._value(text, width) for text in sources]
         if parts[0] in ("shl", "shr"):
             by = np.minimum(values[1], unsigned(width)(width - 1)).astype(values[0].dtype)

@@ -1,8 +1,12 @@
-"""The part of the tests that the short run, `make test`, takes; conftest marks the rest `slow`."""
+"""The part of the tests that each run takes: conftest marks `slow` what `make test` leaves out.
+
+Of that it marks `deep` what `make test-rest` leaves out too; `make test-all` takes everything.
+"""
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +15,17 @@ import pytest
 Row = Mapping[str, Any]
 
 
-def cover(strength: int | None = None, *, every: int = 1) -> pytest.MarkDecorator:
+def cover(strength: int | None = None, *, every: int = 1, rest: int = 1) -> pytest.MarkDecorator:
     """Say which rows of a test the short run takes; without this mark it takes all.
 
     It takes so many of the first of every `every` rows that any `strength` values of different parameters that are
     together in some of them are together in one that is taken. Without a strength it takes all of those, and with 0
     none: then the mark may also stand at a single row.
+
+    Of the rows that the short run leaves, `make test-rest` takes one of every `rest`: for rows that go through one
+    mechanism, with values that other tests take together.
     """
-    return pytest.mark.cover(strength, every)
+    return pytest.mark.cover(strength, every, rest)
 
 
 def covering(rows: Sequence[Row], strength: int) -> set[int]:
@@ -44,12 +51,14 @@ def mark_slow(items: Iterable[Any], is_refused: Callable[[Any], bool]) -> None:
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for rows in tests.values():
         wanted = [row for row in rows if all(mark.args[0] != 0 for mark in row.iter_markers("cover"))]
-        refused = [row for row in wanted if any(map(is_refused, _parameters(row).values()))]
+        refused = {row for row in rows if any(map(is_refused, _parameters(row).values()))}
         served = [row for row in wanted if row not in refused]
-        kept = {*(_kept(served) if served else []), *refused[:1]}
-        for row in rows:
-            if row not in kept:
-                row.add_marker(pytest.mark.slow)
+        kept = {*(_kept(served) if served else []), *[row for row in wanted if row in refused][:1]}
+        left = [row for row in rows if row not in kept]
+        for row in left:
+            row.add_marker(pytest.mark.slow)
+        for row in _sampled_out([row for row in left if row not in refused]):
+            row.add_marker(pytest.mark.deep)
 
 
 def _parameters(row: Any) -> Row:
@@ -61,10 +70,20 @@ def _kept(rows: Sequence[Any]) -> list[Any]:
     mark = rows[0].get_closest_marker("cover")
     if mark is None:
         return list(rows)
-    strength, every = mark.args
+    strength, every, _ = mark.args
     rows = rows[::every]
     if strength is None:
         return list(rows)
     # A parameter's value is the same object in all rows that share it, and often not hashable.
     values = [{name: id(value) for name, value in _parameters(row).items()} for row in rows]
     return [rows[index] for index in covering(values, strength)]
+
+
+def _sampled_out(rows: Sequence[Any]) -> list[Any]:
+    """Return the rows of one test that `make test-rest` leaves.
+
+    A checksum orders them, so that no value of a parameter is always left because of its place.
+    """
+    one_of = max((mark.args[2] for row in rows for mark in row.iter_markers("cover")), default=1)
+    ordered = sorted(rows, key=lambda row: zlib.crc32(row.nodeid.encode()))
+    return ordered[-(-len(rows) // one_of) :]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from short_run import cover
 
 PACKAGE = Path(__file__).parents[2] / "jflash"
 PUBLIC = ["jflash", "jflash.bench.__main__", *sorted(f"jflash.{path.stem}" for path in PACKAGE.glob("[a-z]*.py"))]
@@ -25,6 +26,7 @@ NAMES = [
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 
+@cover(every=6)
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=map(".".join, NAMES))
 def test_examples_in_docstrings(module: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = doctest.DocTestParser()

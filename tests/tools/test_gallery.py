@@ -34,7 +34,7 @@ SHARES = {
     "triangle_attention": (1, 1),
 }
 """The part of all query-key pairs that is seen, and the most that may be computed in tiles for a CPU."""
-QUICK = ("decoding", "hessian_vector_product", "paged_cache", "per_example_gradients", "triangle_attention")
+IN_SHORT_RUN = ("decoding", "triangle_attention")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _in_gallery(monkeypatch):
     monkeypatch.syspath_prepend(GALLERY)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else cover(0)) for n in RECIPES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in IN_SHORT_RUN else cover(0)) for n in RECIPES])
 def test_recipe(name):
     found = importlib.import_module(name).main()
     assert found.errors

@@ -4,9 +4,9 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import planted_defects
 import pytest
-from planted_defects import ROOT, Defect
+from defect import ROOT, Defect
+from defects import DEFECTS
 from short_run import cover, covering, mark_slow
 
 AXES = {"dtype": "abc", "heads": "de", "mask": "fghi"}
@@ -29,9 +29,8 @@ def test_rows_that_do_not_exist_are_not_asked_for() -> None:
 class Item:
     """A row of a test, with the part of pytest's interface that is asked."""
 
-    nodeid = "test.py::test[row]"
-
     def __init__(self, number: int, *marks: pytest.MarkDecorator) -> None:
+        self.nodeid = f"test.py::test[{number}]"
         self.callspec = SimpleNamespace(params=dict(number=number, parity=(False, True)[number % 2]))
         self.marks = [decorator.mark for decorator in marks]
 
@@ -55,13 +54,25 @@ def test_rows_that_are_taken(mark: pytest.MarkDecorator, taken: list[int]) -> No
     assert [row.callspec.params["number"] for row in rows if row.get_closest_marker("slow") is None] == taken
 
 
+@pytest.mark.parametrize(("one_of", "left"), [(1, 0), (2, 2), (3, 3), (100, 4)])
+def test_rows_that_only_the_deep_run_takes(one_of: int, left: int) -> None:
+    """Of six rows the short run takes one; those with a mark of their own are sampled by the mark of the test."""
+    marks = cover(0, rest=one_of), cover(every=100)
+    rows = [Item(0, cover(every=100)), *(Item(number, *marks) for number in range(1, 6))]
+    mark_slow(rows, lambda value: False)
+    deep = [row for row in rows if row.get_closest_marker("deep")]
+    assert len(deep) == left
+    assert all(row.get_closest_marker("slow") for row in deep)
+
+
 def test_nothing_but_cover_decides() -> None:
     folders = ROOT / "tests"
-    marked = [path.name for path in folders.rglob("*.py") if "pytest.mark." + "slow" in path.read_text()]
-    assert marked == ["short_run.py"]
+    for name in ("slow", "deep"):
+        marked = [path.name for path in folders.rglob("*.py") if f"pytest.mark.{name}" in path.read_text()]
+        assert marked == ["short_run.py"]
 
 
-@pytest.mark.parametrize("defect", planted_defects.DEFECTS, ids=lambda defect: defect.name)
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_planted_defect_has_one_place(defect: Defect) -> None:
     assert len(defect.places()) == 1
     assert defect.wrong != defect.right

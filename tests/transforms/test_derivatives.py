@@ -72,6 +72,7 @@ def assert_near(got: Any, want: Any, allowed: Callable[[np.ndarray], Any]) -> No
     jax.tree.map_with_path(compare, got, want)
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(
     ("implementation", "row"),
     [
@@ -144,7 +145,7 @@ THROUGH_KERNELS = (
 the backend."""
 
 
-@cover(0)
+@cover(0, rest=4)
 @pytest.mark.parametrize("row", [pytest.param(row, marks=() if row == "jvp" else cover(0)) for row in THROUGH_KERNELS])
 def test_every_derivative_of_the_kernels(interpreted: str, row: str) -> None:
     """Derivatives are as exact as plain attention's under the same transform, by the rule for numbers; `xla` makes what

@@ -131,7 +131,7 @@ def test_forward_runs_again_only_where_a_policy_forgets(policy: str, next_remat:
     assert found == (1 if policy in KEPT else 2)
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("model", [*MODELS])
 @pytest.mark.parametrize("policy", ["saved", "offloaded", "nothing"])
 @pytest.mark.parametrize("next_remat", [False, True])

@@ -48,6 +48,7 @@ ROWS = [
 """Each option in three ways and two options in each way; with the deep profile the whole product."""
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(
     ("option", "way"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else cover(0)) for row in ROWS]
 )
@@ -75,6 +76,7 @@ BY_HAND = [
 BY_HAND_IN_SHORT_RUN = [("soft cap, sinks, traced scale", "all_to_all"), ("lengths", "gather")]
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(
     ("option", "strategy"),
     [pytest.param(*row, marks=() if row in BY_HAND_IN_SHORT_RUN else cover(0)) for row in BY_HAND],
@@ -111,7 +113,7 @@ def test_shard_map(option: str, strategy: str) -> None:
         sequences.assert_near(got, sequences.on_one_device(option, way.heads, way.lengths))
 
 
-@cover(every=2)
+@cover(every=2, rest=2)
 @pytest.mark.parametrize(
     ("way", "option", "dtype"),
     [

@@ -115,7 +115,7 @@ def check(layout: Layout, operands: Operands, backend: str) -> None:
     assert_same(got, reference(operands))
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize(
     "layout",
     marked(
@@ -127,7 +127,7 @@ def test_sharded_jit(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(PLAIN), split_backend)
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("layout", marked("batch_heads", "multi_query_2d", slow=("batch_2d", "heads")))
 def test_all_operands(split_backend: str, layout: str) -> None:
     check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
@@ -140,7 +140,7 @@ def test_inside_set_mesh(split_backend: str, layout: str) -> None:
         check(LAYOUTS[layout], LAYOUTS[layout].draw(ALL), split_backend)
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("shape", marked((1, 8, 5, 1), (8, 1, 1, 7), slow=[(8, 8, 5, 7), (1, 1, 5, 7)]), ids=str)
 def test_bias_of_any_shape(split_backend: str, shape: tuple[int, ...]) -> None:
     layout = LAYOUTS["batch_heads"]
@@ -164,7 +164,7 @@ def test_several_batch_axes(split_backend: str) -> None:
     assert_same(compiled(*on_devices), jit(lambda *arrays: (plain(*arrays), gradients(plain, *arrays)))(*operands))
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize(
     ("counts", "specs"),
     [
@@ -230,7 +230,7 @@ def mapped(layout: Layout, operands: Operands, backend: str, **options: Any) -> 
     )
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", marked("batch_heads", "multi_query_batch", slow=("batch_2d", "heads")))
 def test_shard_map(split_backend: str, layout: str, check_vma: bool) -> None:
@@ -261,7 +261,7 @@ def test_shard_map_over_some_axes(split_backend: str) -> None:
     assert_same(jit(functools.partial(pull_back, local))(on_devices), reference(operands))
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("set_mesh", [False, True], ids=["plain", "set_mesh"])
 @pytest.mark.parametrize("names", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("layout", ["batch_heads", "multi_query"])

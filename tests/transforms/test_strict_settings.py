@@ -100,7 +100,7 @@ def test_kernels_when_traced(family: Family, mode: str) -> None:
                 jax.make_jaxpr(functools.partial(call.backward, backward, ops=family.ops))(operands, residuals)
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("mode", [*WHEN_RUN])
 def test_when_run(backend: str, mode: str) -> None:
     """Step by step, outside of `jax.jit`."""

@@ -39,7 +39,7 @@ def _served(backend: str) -> None:
     skip_refused(backend, **PLAIN)
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("operands", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("wrap", [lambda function: function, jit], ids=["eager", "jit"])
 def test_value_and_gradients(backend: str, wrap: Callable[..., Any], operands: Operands) -> None:
@@ -48,7 +48,7 @@ def test_value_and_gradients(backend: str, wrap: Callable[..., Any], operands: O
     assert_same(got, reference(operands))
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize(
     ("result", "names"),
     [
@@ -73,7 +73,7 @@ def test_gradient_of_some(backend: str, result: int, names: tuple[str, ...]) -> 
     )
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -265,7 +265,7 @@ def test_second_gradient_does_not_compile(backend: str, caplog: pytest.LogCaptur
 
 
 # Every nesting without other operands is in test_derivatives.
-@cover(every=4)
+@cover(every=4, rest=2)
 @pytest.mark.parametrize("order", ["forward of reverse", "reverse of reverse", "forward", "reverse of forward"])
 def test_other_modes(backend: str, order: str) -> None:
     """Other modes work for all operands at once, and mapped over directions."""

@@ -66,7 +66,7 @@ HALVES = [
 call without the other."""
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -93,7 +93,7 @@ def test_value_and_gradients(backend: str, axes: dict[str, int]) -> None:
     assert_same(jit(function)(join(calls, axes)), expected)
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize(
     "axes",
     [

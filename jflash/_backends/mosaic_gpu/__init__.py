@@ -26,21 +26,19 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """Return why the kernels cannot serve a call on any machine; `None`: they can."""
-    if spec.mask_mod is not None:
-        return "it has no mask_mod yet."
-    if spec.pages is not None:
-        return "it takes no paged cache yet (`page_table`)."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     widest, dims = max(spec.head_dim, spec.value_dim), f"H={spec.head_dim} and D={spec.value_dim}"
     if widest > 576:
         return f"H and D must be at most 576. Got {dims}."
-    from jflash._backends.mosaic_gpu import plan
-    from jflash._backends.nvidia.tile import operand_pieces
+    from jflash._backends.mosaic_gpu import array_shapes, plan
+    from jflash._backends.nvidia import cache_rows
+    from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
     from jflash._semantics import score_mod_reads
 
-    reason = None if spec.score_mod is None else score_mod_reads.unsupported(spec)
+    reason = score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec)
     reason = reason or operand_pieces.unsupported(spec)
+    reason = reason or cache_rows.unsupported(spec) or array_shapes.unsupported_cache(spec)
     if reason is not None or plan.fits(spec):
         return reason
     such = f"with {dims}" + " and such a bias" * facts_of(spec).has_bias_tiles
@@ -48,6 +46,11 @@ def unsupported_call(spec: Spec) -> str | None:
         return f"{such} its tiles do not fit in shared memory."
     pieces = facts_of(spec).pieces
     return f"it takes float32 as {pieces} bfloat16 pieces; {such} their tiles do not fit in shared memory."
+
+
+def visits_lists(spec: Spec, platform: Platform) -> bool:
+    """Return whether the kernels visit tiles by lists, made of a map of what `mask_mod` shows."""
+    return spec.mask_mod is not None
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

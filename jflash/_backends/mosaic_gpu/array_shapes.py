@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.prepare import LENGTHS
 from jflash._backends.nvidia.smem import round_up
@@ -35,6 +36,9 @@ panels narrower than the widest, half as many."""
 
 LARGEST_TILE = 128
 """Rows of the largest tile that is copied from an array with lengths."""
+
+_SMALLEST_TILE = 64
+"""Keys of the forward's smallest tile."""
 
 
 def block_dim(dim: int) -> int:
@@ -65,7 +69,8 @@ def values_in_panels(spec: Spec) -> bool:
     columns, rows = round_up(spec.value_dim, 16), _rows_that_see_a_key(spec) * spec.group
     is_whole = spec.key_length % 8 == 0 and _is_whole(spec.value_dim)
     few = _FEW_ROWS if _panel(columns) == _WIDEST else _FEW_ROWS // 2
-    return forward_in_panels(spec) and not is_whole and (_panel(columns) == columns or rows <= few)
+    is_cheap = spec.pages is not None or _panel(columns) == columns or rows <= few
+    return forward_in_panels(spec) and not is_whole and is_cheap
 
 
 def in_panels(spec: Spec) -> bool:
@@ -77,6 +82,23 @@ def in_panels(spec: Spec) -> bool:
         return False
     are_wide = all(_panel(dim) in (dim, _WIDEST) for dim in _dims(spec))
     return are_wide or _rows_that_see_a_key(spec) <= _FEW_ROWS
+
+
+def unsupported_cache(spec: Spec) -> str | None:
+    """Return why copies do not take a call's paged cache as it is, in words for the user; `None`: they do.
+
+    A part of a page fills whole swizzles, which have 8 rows.
+    """
+    if spec.pages is None:
+        return None
+    if spec.pages.size % 8 or not cache_rows.suits(spec, _SMALLEST_TILE):
+        return f"it takes pages of 8, 16 or 32 keys, or of a multiple of 64. Got pages of {spec.pages.size}."
+    if not forward_in_panels(spec) and block_dims(spec) != _dims(spec):
+        such = " beside such a bias" * facts_of(spec).has_bias_tiles
+        return f"it copies columns of a paged cache in sixteens{such}. Got H={spec.head_dim} and D={spec.value_dim}."
+    if spec.pages.interleaved and spec.head_dim % 16:
+        return f"it copies columns of interleaved pages in sixteens. Got H={spec.head_dim}."
+    return None
 
 
 def _may_have_panels(spec: Spec) -> bool:
@@ -173,7 +195,9 @@ def edge_row(length: Array) -> Array:
 def copied(spec: Spec) -> list[str]:
     """The copies that a call costs before its kernels, in words for `explain`."""
     rows, keys = (spec.batch, spec.query_length, spec.heads), (spec.batch, spec.key_length, spec.key_heads)
-    shapes = dict(query=(*rows, spec.head_dim), key=(*keys, spec.head_dim), value=(*keys, spec.value_dim))
+    shapes = dict(query=(*rows, spec.head_dim))
+    if spec.pages is None:
+        shapes |= dict(key=(*keys, spec.head_dim), value=(*keys, spec.value_dim))
     if facts_of(spec).is_float32:
         pieces = facts_of(spec).pieces
         copies = [f"{name} is split into bfloat16 pieces, {pieces} of each number" for name in shapes]
@@ -195,5 +219,5 @@ def _padded(spec: Spec, name: str, shape: tuple[int, ...]) -> Iterator[str]:
     backward = whole(in_panels(spec))
     if forward != shape:
         yield f"{name} is padded from {shape} to {forward}"
-    if backward not in (shape, forward):
+    if backward not in (shape, forward) and spec.pages is None:
         yield f"{name} is padded from {shape} to {backward} for the backward"

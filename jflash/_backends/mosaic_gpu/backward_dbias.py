@@ -41,7 +41,7 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import dbias_schedule, tile_range
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
-from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, TileRange
 from jflash._semantics.spec import Spec
 
 
@@ -110,7 +110,7 @@ class DbiasCta(Cta[DbiasPlan]):
         """Return a batch entry and head that share the bias, their tile as a range, and whether any of it is seen."""
         tile = self.plan.tile
         batch, head = self.plan.schedule.sharing(step)
-        tiles = tile_range.visited(self.inputs, batch, self.block, tile.rows, tile.keys)
+        tiles = tile_range.visited_range(self.inputs, Place(batch, head, self.block), tile.rows, tile.keys)
         seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
         return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
 
@@ -146,7 +146,7 @@ class DbiasCta(Cta[DbiasPlan]):
             # The compiler would spill the addresses of all these columns.
             rows = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
         add = lambda total: total + self._of_head((batch, head), tiles, bias, rows)
-        return add(total) if tiles.whole is None else lax.cond(seen, add, lambda total: total, total)
+        return lax.cond(seen, add, lambda total: total, total) if tiles.may_be_partial else add(total)
 
     def _of_head(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref, rows: Any) -> Array:
         at = TileCoord(*place, self.query_rows.start, tiles.first)
@@ -165,7 +165,7 @@ class DbiasCta(Cta[DbiasPlan]):
             s = ops.read(acc_s, pending=piece_products.issued(v))
             loaded = {"bias": ops.load(bias.at[self.warpgroup_rows])} | packed_mask
             plgpu.barrier_arrive(shared.qk_empty)
-            context = TileContext(self.inputs, tiles, jnp.int32(0), at, loaded)
+            context = TileContext(self.inputs, tiles.tile(0), at, loaded)
             tile = BackwardTile.of(context, s, along_rows(lse, shape), ("bias",))
             dp = ops.read(acc_dp)
             plgpu.barrier_arrive(shared.vo_empty)

@@ -42,8 +42,9 @@ from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
 
 QUERIES = 64
 """Queries of a tile."""
@@ -98,8 +99,13 @@ class DkvPlan(SummingPlan):
             finished=smem.barriers(1, arrivals=2),
         )
 
+    @property
+    def visits(self) -> Blocks:
+        """What each block of keys visits."""
+        return Blocks(WARPGROUP_ROWS, QUERIES, self.schedule.heads, of_keys=True)
+
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around_keys | call.ranges(WARPGROUP_ROWS, of_keys=True)
+        return call.tiles | call.rows | call.around_keys | call.visits(self.visits)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         return super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
@@ -132,7 +138,8 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         (self.k, self.dk), (self.v, self.dv) = refs.smem.k_dk, refs.smem.v_dv
-        tiles = tile_range.visited(self.inputs, self.item.batch, block, WARPGROUP_ROWS, QUERIES)
+        place = Place(self.item.batch, self.item.head_group, block)
+        tiles = tile_range.visited(self.inputs, place, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
 
     @property
@@ -164,14 +171,15 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         shared, ops, spec = self.smem, self.ops, self.plan.spec
         opaque_index, shape = ops.opaque_zero(step), (WARPGROUP_ROWS, QUERIES)
         slot = pipeline.slot(step, self.plan.stages, opaque_index)
-        at = self.place(head, index)
+        visited = self.order.tiles.tile(index)
+        at = self.place(head, visited)
         plgpu.barrier_wait(shared.q.full.at[slot])
         s = self._product(self.k, shared.q.tiles.at[slot], opaque_index)
         lse = along_columns(ops.load(shared.statistics.at[slot], 1), shape)
         loaded = self.inputs.load_packed_mask(at, shape)
         if shared.bias is not None:
             loaded["bias"] = ops.load(shared.bias.at[slot].T)
-        context = TileContext(self.inputs, self.order.tiles, index, at, loaded)
+        context = TileContext(self.inputs, visited, at, loaded)
         tile = BackwardTile.of(context, s, lse, self.plan.score_mod_of_bias)
         plgpu.barrier_wait(shared.p_empty)
         self.p[...] = tile.p.astype(spec.dtype)
@@ -218,7 +226,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         ds = d_logits * slopes[0] if slopes else d_logits
         pieces = self.hand_over(ds, shared.q.full.at[slot])
         q = piece_products.of_tile(spec, shared.q.tiles.at[slot])
-        at = self.place(head, index)
+        at = self.place(head, self.order.tiles.tile(index))
         free = lambda: plgpu.barrier_arrive(shared.q.empty.at[slot])
         return self.add_matmul(acc_dk, pieces, q, free, at, opaque_index), sums
 
@@ -236,9 +244,9 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         free()
         return acc
 
-    def place(self, head: Any, index: Any) -> TileCoord:
+    def place(self, head: Any, tile: VisitedTile) -> TileCoord:
         """Return where a tile of queries and the block's keys are, for a head of the group."""
-        return TileCoord(self.item.batch, self.item.first_head + head, self.order.tiles.start(index), self.first_key)
+        return TileCoord(self.item.batch, self.item.first_head + head, tile.start, self.first_key)
 
     def _product(self, fixed: Ref, walked: Ref, opaque_index: Array) -> Float[Array, "keys queries"]:
         """Return S^T from keys and queries, or dP^T from values and dO."""

@@ -60,7 +60,7 @@ class DkvDqPlan(DkvPlan):
         return Buffers(**others | handed)
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.around_keys | call.tiles | call.rows | call.ranges(WARPGROUP_ROWS, of_keys=True)
+        return call.around_keys | call.tiles | call.rows | call.visits(self.visits)
 
     def states(self, call: HopperBackward) -> dict[str, Array]:
         return dict(dq_acc=jnp.zeros(self.dq_acc, jnp.float32))

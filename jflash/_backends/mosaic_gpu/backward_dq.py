@@ -74,7 +74,7 @@ class DqPlan(SummingPlan, QueryRowsPlan):
     tile: DqTiles
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around_queries | call.ranges(self.tile.rows)
+        return call.tiles | call.rows | call.around_queries | call.visits(self.visits)
 
     @property
     def launch(self) -> Launch:
@@ -122,7 +122,8 @@ class DqCta(QueryRowsCta[DqPlan]):
         key_slot, value_slot = (
             pipeline.slot(index, stages, opaque_index) for stages in (tile.stages, tile.value_stages)
         )
-        at = TileCoord(self.batch, self.head, self.warpgroup_row, self.tiles.start(index))
+        visited = self.tiles.tile(index)
+        at = TileCoord(self.batch, self.head, self.warpgroup_row, visited.start)
         pieces = functools.partial(piece_products.of_tile, spec)
         k, v = pieces(shared.k.tiles.at[key_slot]), pieces(shared.v.tiles.at[value_slot])
         loaded = self.inputs.load_packed_mask(at, shape)
@@ -137,7 +138,7 @@ class DqCta(QueryRowsCta[DqPlan]):
                 loaded["bias"] = ops.load(shared.bias.at[value_slot, self.warpgroup_rows])
             s = ops.read(acc_s, pending=piece_products.issued(v))
             lse, delta = (along_rows(statistic, shape) for statistic in statistics)
-            context = TileContext(self.inputs, self.tiles, index, at, loaded)
+            context = TileContext(self.inputs, visited, at, loaded)
             tile = BackwardTile.of(context, s, lse, self.plan.differentiated)
             gradients = tile.differentiate(ops.read(acc_dp), delta)
             added = self.plan.sums.of_tile(gradients.parameters)

@@ -62,6 +62,10 @@ class FusedPlan(QueryWalkPlan):
     schedule: BackwardSchedule
 
     @property
+    def heads(self) -> int:
+        return self.schedule.heads
+
+    @property
     def dq(self) -> type[DqAccumulator]:
         """Which of a work item's CTAs round dQ."""
         if self.schedule.partial:
@@ -130,7 +134,8 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         key_block, split = plan.schedule.split(block)
         self.item, self.first_key = plan.schedule.item(wave, item), key_block * plan.tile.keys
         self.first_sum = block * plan.tile.keys
-        tiles = tile_range.visited(self.inputs, self.item.batch, key_block, plan.tile.keys, plan.tile.queries)
+        of_keys = tile_range.Place(self.item.batch, self.item.head_group, key_block)
+        tiles = tile_range.visited(self.inputs, of_keys, plan.tile.keys, plan.tile.queries)
         tiles = tiles.share(split, plan.schedule.splits)
         heads = plan.schedule.heads
         self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.sums))

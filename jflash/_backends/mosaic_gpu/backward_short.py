@@ -38,6 +38,7 @@ from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import WorkItem
 from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._backends.nvidia.walk.tile_range import Place
 from jflash._semantics.spec import Spec
 
 _GAIN = 1.2
@@ -50,6 +51,10 @@ class ShortPlan(QueryWalkPlan):
 
     tile: ShortTiles
     ctas: int
+
+    @property
+    def heads(self) -> int:
+        return self.spec.group
 
     @property
     def items(self) -> int:
@@ -178,7 +183,8 @@ class ShortCta(QueryWalkCta[ShortPlan]):
             self.slot = lax.rem(self.first_step + block, plan.tile.key_stages)
             self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
             sizes = plan.tile.keys, plan.tile.queries
-            tiles = tile_range.visited(self.inputs, self.item.batch, block, *sizes, alignment=WARPGROUP_ROWS)
+            place = Place(self.item.batch, self.item.head_group, block)
+            tiles = tile_range.visited(self.inputs, place, *sizes, alignment=WARPGROUP_ROWS)
             self.order = TileOrder(plan.spec, tiles, plan.spec.group, block, by_head=bool(plan.sums))
             visit()
 

@@ -39,6 +39,7 @@ from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
 from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
@@ -49,7 +50,7 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradien
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
 
 
 class WideCta(WalkingCta[WidePlan]):
@@ -68,7 +69,8 @@ class WideCta(WalkingCta[WidePlan]):
         """The head of the CTA's rows."""
         self.first_row = block * WARPGROUP_ROWS
         self.cta_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
-        tiles = tile_range.visited(self.inputs, self.batch, block, WARPGROUP_ROWS, plan.tile.size)
+        place = Place(self.batch, self.item.head_group, block)
+        tiles = tile_range.visited(self.inputs, place, WARPGROUP_ROWS, plan.tile.size)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.first_head, block, 0)
         self.shape = WARPGROUP_ROWS, plan.tile.size
@@ -84,9 +86,9 @@ class WideCta(WalkingCta[WidePlan]):
     def sum_rows(self) -> Any:
         return self.cta_rows
 
-    def place(self, head: Any, index: Any) -> TileCoord:
-        """Return where the tile is that a head's walk visits after `index` others."""
-        queries, keys = self.first_row, self.order.tiles.start(index)
+    def place(self, head: Any, tile: VisitedTile) -> TileCoord:
+        """Return where a tile is that a head's walk visits."""
+        queries, keys = self.first_row, tile.start
         if self.plan.kind.keys_first:
             queries, keys = keys, queries
         return TileCoord(self.batch, self.first_head + head, queries, keys)
@@ -107,7 +109,8 @@ class WideCta(WalkingCta[WidePlan]):
     def _visit(self, step: Any, head: Any, index: Any, carry: tuple[Array, tuple[Array, ...]]) -> Any:
         """Add what one tile gives to the first half of the gradient and to the sums of parameters' gradients."""
         (acc, sums), plan, shared, inputs, ops = carry, self.plan, self.smem, self.inputs, self.ops
-        slot, at = lax.rem(step, plan.tile.stages), self.place(head, index)
+        visited = self.order.tiles.tile(index)
+        slot, at = lax.rem(step, plan.tile.stages), self.place(head, visited)
         loaded = inputs.load_packed_mask(at, self.shape)
         lse, delta = (self._statistic(name, at) for name in ("lse", "delta"))
         s = self._s(step, slot)
@@ -118,7 +121,7 @@ class WideCta(WalkingCta[WidePlan]):
             loaded["bias"] = ops.load(bias.T if plan.kind.keys_first else bias)
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
-        context = TileContext(inputs, self.order.tiles, index, at, loaded)
+        context = TileContext(inputs, visited, at, loaded)
         tile = BackwardTile.of(context, s, lse, plan.differentiated)
         gradients = TileGradients(tile.kept, {})
         plgpu.barrier_wait(shared.dp_full)
@@ -227,12 +230,13 @@ class WideCta(WalkingCta[WidePlan]):
     def _copy_tile(self, step: Any, count: Any) -> None:
         plan, shared, inputs = self.plan, self.smem, self.inputs
         head, index = self.order.at(step, count)
-        at = self.place(head, index)
-        first, from_head = self.order.tiles.start(index), at.head if plan.kind.keys_first else self.key_head
+        visited = self.order.tiles.tile(index)
+        at = self.place(head, visited)
+        first, from_head = visited.start, at.head if plan.kind.keys_first else self.key_head
         tile = GmemTile(self.batch, first, plan.tile.size, from_head)
         # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
         for chunk in range(plan.chunks.number):
-            self.chunks.copy(inputs, plan.kind.unweighed, tile, step, chunk)
+            self.chunks.copy(SourceTile(inputs, tile), plan.kind.unweighed, step, chunk)
         ring, slot = shared.weighed, lax.rem(step, plan.tile.stages)
         plgpu.barrier_wait(ring.empty.at[slot])
         inputs.copy_rows(plan.kind.weighed, tile, ring.tiles.at[slot], ring.full.at[slot])

@@ -24,6 +24,7 @@ from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, SummingPlan, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Spec
 
 _BYTES_IN_FLIGHT = 24 * 1024
@@ -146,10 +147,14 @@ class WidePlan(SummingPlan):
         """Whether the gradient is stored as it was summed, in float32, to be summed on."""
         return self.kind.keys_first and self.schedule.stores_sums
 
+    @property
+    def visits(self) -> Blocks:
+        """What each block visits."""
+        return Blocks(WARPGROUP_ROWS, self.tile.size, self.schedule.heads, of_keys=self.kind.keys_first)
+
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        if self.kind.keys_first:
-            return call.tiles | call.rows | call.around_keys | call.ranges(WARPGROUP_ROWS, of_keys=True)
-        return call.tiles | call.rows | call.around_queries | call.ranges(WARPGROUP_ROWS)
+        around = call.around_keys if self.kind.keys_first else call.around_queries
+        return call.tiles | call.rows | around | call.visits(self.visits)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         made = super().finish(made, changed)

@@ -58,7 +58,7 @@ def form(spec: Spec, *, sums_in_parts: bool = False) -> LogitsForm:
 
 def _serves(spec: Spec) -> bool:
     """Whether a call's logits are its products, scaled, and a bias of keys; for heads up to 128."""
-    alone = "alibi_slopes" not in spec.operands and spec.score_mod is None and spec.logits_soft_cap is None
+    alone = spec.added == frozenset({"bias"}) and spec.score_mod is None and spec.logits_soft_cap is None
     is_scaled = spec.scale is not None and 1e-20 < spec.scale < 1e20
     # For wider ones, shared memory has no room for the bias's columns beside an output of its own.
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, smem
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import Buffers
@@ -89,7 +90,8 @@ class ColumnChunks:
         One warpgroup of each CTA along `cluster` reads them.
         """
         shape, in_array = (slots, rows, self.width), columns * self.pieces
-        return smem.ring(shape, facts_of(spec).operand_dtype, in_array, readers=1, chunk=self.width, cluster=cluster)
+        dtype, parts = facts_of(spec).operand_dtype, cache_rows.parts(spec, rows)
+        return smem.ring(shape, dtype, in_array, readers=1, chunk=self.width, cluster=cluster, parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +106,11 @@ class ChunkRing:
     def _slot(self, step: Any, chunk: int) -> Array:
         return lax.rem(step * self.chunks.number + chunk, self.ring.tiles.shape[0])
 
-    def copy(self, inputs: TmaInputs, name: str, tile: GmemTile, step: Any, chunk: int) -> None:
+    def copy(self, source: SourceTile, name: str, step: Any, chunk: int) -> None:
         """Copy a chunk of a step's tile, as soon as its slot is free."""
         ring, slot = self.ring, self._slot(step, chunk)
-        first_column = self.chunks.first_columns[chunk]
         plgpu.barrier_wait(ring.empty.at[slot])
-        inputs.copy_rows(name, tile, ring.tiles.at[slot], ring.full.at[slot], first_column, self.cluster)
+        source.copy(name, ring, slot, self.chunks.first_columns[chunk], self.cluster)
 
     def product(
         self, spec: Spec, fixed: Ref, step: Any, shape: tuple[int, int], ops: WarpgroupOps

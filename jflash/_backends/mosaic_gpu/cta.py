@@ -27,7 +27,9 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._backends.nvidia.walk.tile_range import Place
 from jflash._semantics.spec import Spec
 
 
@@ -176,6 +178,11 @@ class QueryRowsPlan(KernelPlan):
         return dict(wave=self.schedule.waves, block=self.schedule.blocks, item=self.schedule.items)
 
     @property
+    def visits(self) -> Blocks:
+        """What each block of queries visits."""
+        return Blocks(self.tile.rows, self.tile.keys)
+
+    @property
     def all_rows(self) -> int:
         """Rows of all blocks of a head."""
         return self.schedule.blocks * self.tile.rows
@@ -209,7 +216,8 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         self.q, self.staged = refs.smem.q_result
         self.bias_inputs = dict(bias=self.inputs)
         """The inputs that have a bias, by its name."""
-        self.tiles = tile_range.visited(self.inputs, self.batch, self.block, plan.tile.rows, plan.tile.keys)
+        place = Place(self.batch, self.head, self.block)
+        self.tiles = tile_range.visited(self.inputs, place, plan.tile.rows, plan.tile.keys)
         self.first_row = self.block * plan.tile.rows
 
     def take(self, plan: Plan, item: WorkItem) -> None:

@@ -31,6 +31,7 @@ from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
@@ -40,7 +41,7 @@ from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile, Walk
 
 
 def body(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
@@ -61,17 +62,17 @@ class ForwardCta(Cta[ForwardPlan]):
         self.q, self.o = refs.smem.q_o
         self.place = lax.axis_index("block"), lax.axis_index("batch")
 
-    def item(self, index: Any) -> tuple[Array, Array, TileRange]:
+    def item(self, index: Any) -> tuple[Array, Array, Walk]:
         """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
         that none of them is left at the end alone."""
         batch, turn = self.plan.schedule.item(self.place, index)
         block = self.plan.schedule.blocks - 1 - turn
-        return batch, block, self.visited(batch, block)
+        return batch, block, self.visited(Place(batch, self.head, block))
 
-    def visited(self, batch: Any, number: Any) -> TileRange:
-        """The tiles of keys that the `number`-th range of rows sees, or this CTA's share of them."""
+    def visited(self, place: Place) -> Walk:
+        """The tiles of keys that a head's rows see for which one range or list says so, or this CTA's share of them."""
         plan, rows = self.plan, self.plan.rows_of_a_range
-        every = tile_range.visited(self.inputs, batch, number, rows, plan.tile.keys, plan.missing_rows)
+        every = tile_range.visited(self.inputs, place, rows, plan.tile.keys, plan.missing_rows)
         return every.split(self.split, plan.splits)
 
     def block_start(self, block: Any) -> Any:
@@ -107,8 +108,8 @@ class ForwardCta(Cta[ForwardPlan]):
         return {"bias": bias}
 
     def sink(self, batch: Any, head: Any) -> Array | None:
-        """The head's sink, if the call has sinks and they are not left to the merge of splits."""
-        return None if self.plan.splits > 1 else self.inputs.value("sinks", batch, head)
+        """The head's sink, if the call has sinks and the kernel counts them."""
+        return self.inputs.value("sinks", batch, head) if self.plan.has_sinks else None
 
     def key_head(self, head: Any) -> Any:
         """The head of keys and values that a head of queries attends to."""
@@ -118,12 +119,16 @@ class ForwardCta(Cta[ForwardPlan]):
         """Copy this warpgroup's queries, attend, and store its output."""
         plan, shared = self.plan, self.smem
         pipeline.release(shared.k.empty, shared.v.empty)
-        pipeline.split_registers(plan.tile.warpgroups, copies=False)
+        self._split_registers(copies=False)
         self._copy_item_queries(0)
         if plan.orders_products:
             pl.when(self.warpgroup == plan.tile.warpgroups - 1)(lambda: self.ops.pass_turn(0))
         plan.schedule.each(self.place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _split_registers(self, *, copies: bool) -> None:
+        plan = self.plan
+        pipeline.split_registers(plan.tile.warpgroups, copies=copies, has_pages=plan.spec.pages is not None)
 
     def _copy_item_queries(self, index: Any) -> None:
         batch, block, _ = self.item(index)
@@ -168,7 +173,7 @@ class ForwardCta(Cta[ForwardPlan]):
     def copy(self) -> None:
         """Copy keys and values."""
         plan, shared = self.plan, self.smem
-        pipeline.split_registers(plan.tile.warpgroups, copies=True)
+        self._split_registers(copies=True)
         key_head = self.key_head(self.head)
 
         def copy_block(index: Any, visited: Any) -> Any:
@@ -187,10 +192,10 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
-        k, v = shared.k, shared.v
+        k, v, walked = shared.k, shared.v, SourceTile(inputs, keys)
         plgpu.barrier_wait(k.empty.at[slot])
         full = k.full.at[slot]
-        inputs.copy_rows("key", keys, k.tiles.at[slot], full)
+        walked.copy("key", k, slot)
         if shared.bias_columns is not None:
             source = bf16_columns.of_keys(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
@@ -198,13 +203,13 @@ class ForwardCta(Cta[ForwardPlan]):
             tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
             plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[tile], shared.bias.at[slot], full)
         plgpu.barrier_wait(v.empty.at[slot])
-        inputs.copy_rows("value", keys, v.tiles.at[slot], v.full.at[slot])
+        walked.copy("value", v, slot)
 
 
 class MainLoop:
     """A warpgroup's walk over the tiles of keys of one work item."""
 
-    def __init__(self, cta: ForwardCta, tiles: TileRange, at: TileCoord, visited: Int[Array, ""] | int) -> None:
+    def __init__(self, cta: ForwardCta, tiles: Walk, at: TileCoord, visited: Int[Array, ""] | int) -> None:
         """`visited` tiles came before, in other items."""
         self.cta, self.plan, self.smem, self.ops, self.inputs = cta, cta.plan, cta.smem, cta.ops, cta.inputs
         self.every, self.tiles, self.at, self.visited = tiles, tiles, at, visited
@@ -245,8 +250,8 @@ class MainLoop:
         opaque_zero = pipeline.opaque_zero(index, self.cta.warpgroup)
         return pipeline.slot(self.visited + index, self.plan.tile.stages, opaque_zero)
 
-    def _prefetch(self, index: Any) -> dict[str, Array]:
-        at = self.at._replace(key=self.tiles.start(index))
+    def _prefetch(self, tile: VisitedTile) -> dict[str, Array]:
+        at = self.at._replace(key=tile.start)
         return self.cta.form.prefetch(self.inputs, at, self.plan.tile.keys, self.plan.tile.warpgroups)
 
     def _issue_s(self, acc_s: Any, index: Any) -> None:
@@ -265,16 +270,19 @@ class MainLoop:
         if self.smem.bias_columns is not None:
             bf16_columns.add_bias(acc_s, self.smem.bias_columns.at[slot], self.ops)
 
-    def _softmax(self, s: Array, index: Any, before: Softmax | None, loaded: dict[str, Array]) -> Softmax:
-        slot, at = self._slot(index), self.at._replace(key=self.tiles.start(index))
+    def _softmax(
+        self, s: Array, index: Any, tile: VisitedTile, before: Softmax | None, loaded: dict[str, Array]
+    ) -> Softmax:
+        slot, at = self._slot(index), self.at._replace(key=tile.start)
         if self.smem.bias is not None:
             loaded = loaded | self.cta.load_bias(self.smem.bias.at[slot, self.cta.warpgroup_rows])
         plgpu.barrier_arrive(self.smem.k.empty.at[slot])
         loaded = loaded | dropped.tile_words(self.inputs, at, self.cta.shape, self.seed)
-        return self.cta.form.step(s, TileContext(self.inputs, self.tiles, index, at, loaded), before)
+        return self.cta.form.step(s, TileContext(self.inputs, tile, at, loaded), before)
 
     def _attend(self, index: Any, before: Softmax | None) -> Softmax:
-        slot, loaded = self._slot(index), self._prefetch(index)
+        tile = self.tiles.tile(index)
+        slot, loaded = self._slot(index), self._prefetch(tile)
         plgpu.barrier_wait(self.smem.k.full.at[slot])
 
         def product(acc_s: Any) -> Array:
@@ -282,7 +290,7 @@ class MainLoop:
             return self.ops.read(acc_s)
 
         s = self.ops.accumulators(product, self.cta.shape)
-        return self._softmax(s, index, before, loaded)
+        return self._softmax(s, index, tile, before, loaded)
 
     def _attend_after_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
@@ -292,13 +300,13 @@ class MainLoop:
 
     def _attend_beside_product(self, index: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, acc_o = carry
-        shared, ops, spec, form, tile = self.smem, self.ops, self.plan.spec, self.cta.form, self.plan.tile
+        shared, ops, spec, form, tile = self.smem, self.ops, self.plan.spec, self.cta.form, self.tiles.tile(index)
         slot, last = self._slot(index), self._slot(index - 1)
-        loaded = self._prefetch(index)
+        loaded = self._prefetch(tile)
         # Before any product is issued: ptxas serialises products if registers that one reads are written among them.
         p = operand_pieces.split(spec, state.p, ops)
-        is_masked = self.tiles.whole is not None
-        fence = form.scheduling_fence(spec, tile.keys, tile.warpgroups, is_masked=is_masked)
+        keys, warpgroups = self.plan.tile.keys, self.plan.tile.warpgroups
+        fence = form.scheduling_fence(spec, keys, warpgroups, is_masked=self.tiles.may_be_partial)
         plgpu.barrier_wait(shared.k.full.at[slot])
 
         def attend_tile(acc_o: Any) -> Softmax:
@@ -310,7 +318,7 @@ class MainLoop:
                 piece_products.mma(acc_o, p, v, ops)
                 self._pass_turn()
                 s = ops.read(acc_s, pending=piece_products.issued(v))
-                new = self._softmax(s, index, state, loaded)
+                new = self._softmax(s, index, tile, state, loaded)
                 if fence is not None:
                     # Four threads write one number: racecheck reports it.
                     shared.fence[self.cta.warpgroup] = getattr(new, fence)

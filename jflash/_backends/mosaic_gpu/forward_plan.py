@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.timing_model import Visits, block_times
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch
@@ -27,6 +28,7 @@ from jflash._backends.nvidia.packing import ForwardShape, packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Spec
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
@@ -40,12 +42,13 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
     o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
+    walked = dict(readers=tile.warpgroups, parts=cache_rows.parts(spec, tile.keys))
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_stores else smem.reused(q, None if spec.partial else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
-        k=tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=has_bias_tiles + bias_by_mma),
-        v=value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups),
+        k=tiles.ring((tile.stages, tile.keys, columns), others=has_bias_tiles + bias_by_mma, **walked),
+        v=value_tiles.ring((tile.stages, tile.keys, value_columns), mends=spec.pages is not None, **walked),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -154,12 +157,17 @@ class ForwardPlan(ForwardShape, KernelPlan):
         """Rows that the first block of queries lacks."""
         return self.tile.missing(self.rows)
 
+    @property
+    def visits(self) -> Blocks:
+        """What each block visits a share of."""
+        rows, missing = self.rows_of_a_range // self.packed_heads, self.missing_rows // self.packed_heads
+        return Blocks(max(rows, 1), self.tile.keys, self.packed_heads, missing)
+
     def arrays(self, call: HopperForward) -> dict[str, Array]:
         factors = call.factors(self.packed_heads, self.value_chunks)
-        edges = array_shapes.edges(call.operands, dict(value=factors["value"]))
+        edges = array_shapes.edges(call.operands, dict(value=factors["value"])) if self.spec.pages is None else {}
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
-        rows = max(self.rows_of_a_range // self.packed_heads, 1)
-        return factors | shaping | edges | call.ranges(rows, self.missing_rows // self.packed_heads)
+        return factors | shaping | edges | call.visits(self.visits)
 
     @property
     def launch(self) -> Launch:
@@ -227,6 +235,10 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
             return max(sum(each), max(each) * processors_per_head) * longer
 
         candidates = sorted((candidates[0], *more), key=time)
+    if spec.pages is not None:
+        # Padding is cleared in blocks of 64 rows.
+        suits = lambda keys: keys % WARPGROUP_ROWS == 0 and cache_rows.suits(spec, keys)
+        candidates = [tile for tile in candidates if suits(tile.keys)]
     # Splits of the keys store a float32 output.
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     facts = *dims, bias_bytes, "short" if few_rows else "long", *facts_of(spec).tuned_pieces
@@ -239,6 +251,9 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
 def _tiles_of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
     """Tiles of three and four warpgroups, which have 160 and 112 registers a thread for O, P and a tile of logits."""
     (head_dim, value_dim), form = block_dims(spec), bf16_columns.form(spec)
+    if spec.mask_mod is not None:
+        # The map of a mask function is of tiles of 128 x 128: others visit more than it leaves.
+        return []
     if max(head_dim, value_dim) <= 64:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1
         tiles = RowTiles(3, 128, 2), RowTiles(4, 64, 3 if blocks_differ else 4)
@@ -267,7 +282,7 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
     head_dim, value_dim = block_dims(spec)
     # Growing blocks of several heads leave fewer multiprocessors waiting at the end.
     groups = heads // math.gcd(heads, 8) if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
-    staggered = not spec.operands.isdisjoint(tile_range.LIMITS)
+    staggered = spec.mask_mod is not None or not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
     stores = 1 if spec.partial else output_stores(spec, tile)
     if processors is None or not (stores or head_dim == value_dim):

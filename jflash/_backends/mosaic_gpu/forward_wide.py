@@ -42,6 +42,7 @@ from jflash._backends.mosaic_gpu.forward_kernel import ForwardCta
 from jflash._backends.mosaic_gpu.forward_schedule import DealtTo
 from jflash._backends.mosaic_gpu.forward_wide_plan import HALVES, ITEMS, PAIR, WideForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
@@ -49,7 +50,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.softmax import Softmax
-from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, Walk
 from jflash._semantics.dropout import HeadSeed
 
 Sums = tuple[Float[Array, "rows columns"], ...]
@@ -68,7 +69,7 @@ class _Item(NamedTuple):
     """Where the item's first tile of logits begins."""
     block: Any
     """Which block of 64 rows the item is."""
-    tiles: TileRange
+    tiles: Walk
     before: Any
     """How many tiles came before, in other items."""
 
@@ -129,7 +130,7 @@ class _Cta(ForwardCta):
         number = plan.schedule.blocks - 1 - turn
         block = 2 * number + lax.axis_index(PAIR) if plan.in_pairs else number
         # Not `number`, with which ptxas spills 20 bytes more.
-        tiles = self.visited(batch, lax.div(block, 2) if plan.in_pairs else block)
+        tiles = self.visited(Place(batch, head, lax.div(block, 2) if plan.in_pairs else block))
         return _Item(TileCoord(batch, head, self.block_start(block), 0), block, tiles, before)
 
     def _first_item(self) -> _Item:
@@ -172,7 +173,8 @@ class _Cta(ForwardCta):
 
     def _softmax(self, item: _Item, index: Array, before: Softmax | None, seed: HeadSeed | None) -> Softmax:
         plan, inputs, ops, shape = self.plan, self.inputs, self.ops, self.shape
-        at = item.at._replace(key=item.tiles.start(index))
+        tile = item.tiles.tile(index)
+        at = item.at._replace(key=tile.start)
         loaded = self.form.prefetch(inputs, at, plan.tile.keys, plan.tile.warpgroups)
         s = self.keys.product(plan.spec, self.q.at[ops.opaque_zero(index)], item.before + index, shape, ops)
         for bias in self.smem.biases:
@@ -180,7 +182,7 @@ class _Cta(ForwardCta):
             loaded = loaded | self.load_bias(bias.tiles.at[0])
             plgpu.barrier_arrive(bias.empty.at[0])
         loaded = loaded | dropped.tile_words(inputs, at, shape, seed)
-        return self.form.step(s, TileContext(inputs, item.tiles, index, at, loaded), before)
+        return self.form.step(s, TileContext(inputs, tile, at, loaded), before)
 
     def weigh(self, half: int) -> None:
         """Another warpgroup weighs half of the values' columns, and stores what it makes of them."""
@@ -277,8 +279,8 @@ class _Cta(ForwardCta):
             found.append(((tile * of_half + turn + 1) / (tiles * of_half), False, copy))
         return [(of_keys, copy) for _, of_keys, copy in sorted(found, key=lambda copy: copy[0])]
 
-    def _tile(self, item: _Item, first: Any, size: int) -> GmemTile:
-        return GmemTile(item.at.batch, first, size, self.key_head(item.at.head))
+    def _tile(self, item: _Item, first: Any, size: int) -> SourceTile:
+        return SourceTile(self.inputs, GmemTile(item.at.batch, first, size, self.key_head(item.at.head)))
 
     def _copy_keys(self, chunk: int, item: _Item, index: Any) -> None:
         first, size = item.tiles.start(index), self.plan.tile.keys
@@ -286,12 +288,11 @@ class _Cta(ForwardCta):
             plgpu.barrier_wait(bias.empty.at[0])
             source = self.inputs.part("bias", item.at.batch, item.at.head).at[self.rows(item.block), pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, bias.tiles.at[0], bias.full.at[0])
-        self.keys.copy(self.inputs, "key", self._tile(item, first, size), item.before + index, chunk)
+        self.keys.copy(self._tile(item, first, size), "key", item.before + index, chunk)
 
     def _copy_values(self, number: int, chunk: int, item: _Item, index: Any) -> None:
         tile, v = self.plan.tile, self.smem.values[chunk]
         slot = lax.rem((item.before + index) * tile.value_tiles + number, tile.stages)
         source = self._tile(item, item.tiles.start(index) + number * tile.value_keys, tile.value_keys)
         plgpu.barrier_wait(v.empty.at[slot])
-        first_column, cluster = chunk * v.tiles.shape[-1], self.keys.cluster
-        self.inputs.copy_rows("value", source, v.tiles.at[slot], v.full.at[slot], first_column, cluster)
+        source.copy("value", v, slot, chunk * v.tiles.shape[-1], self.keys.cluster)

@@ -22,6 +22,7 @@ from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, ForwardSche
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch
@@ -81,6 +82,9 @@ class WideForwardPlan(ForwardPlan):
     def registers(self) -> Registers:
         """What each kind of warpgroup has: half of O takes up to 144, and P 16 for each piece."""
         most = 512 if facts_of(self.spec).pieces == 1 else 384
+        if self.spec.pages is not None:
+            # The one that copies looks up pages, and clears padding.
+            return Registers(104, 176, 56)
         return Registers(136, 176, 24) if whole_dims(self.spec)[1] <= most else Registers(104, 192, 24)
 
     @property
@@ -143,12 +147,13 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
     cluster = PAIR if in_pairs else None
     q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, chunk=chunks.width)
     number, columns = _value_chunks(spec)
+    of_pages = dict(parts=cache_rows.parts(spec, tile.value_keys), mends=spec.pages is not None)
     values, bias = (tile.stages, tile.value_keys, columns), (1, tile.rows, tile.keys)
     return Buffers(
         q_o=smem.reused(q, None),
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
-        values=[tiles.ring(values, value_dim, readers=1, cluster=cluster) for _ in range(number)],
+        values=[tiles.ring(values, value_dim, readers=1, cluster=cluster, **of_pages) for _ in range(number)],
         biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if facts_of(spec).has_bias_tiles else [],
         p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
         rescale=smem.vectors(WARPGROUP_ROWS),
@@ -170,7 +175,8 @@ def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
         share = (processors or 0) // (spec.batch * (spec.heads // packed_heads) * blocks)
         splits = max(1, min(share, spec.key_length // _KEYS_OF_A_SPLIT))
     # Where all see the same, CTAs read the same at the same time anyway, and the cache answers them together.
-    in_pairs = splits == packed_heads == 1 < blocks and tile_range.blocks_grow(spec)
+    # A page's part of a tile is not halved.
+    in_pairs = splits == packed_heads == 1 < blocks and tile_range.blocks_grow(spec) and spec.pages is None
     schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch)
     tile = _choose_tiles(spec, few_rows=blocks == 1)
     plan = WideForwardPlan(spec, tile, schedule, packed_heads, splits, in_pairs=in_pairs)
@@ -200,7 +206,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
 
 def _limits_are_known(spec: Spec) -> bool:
     """Whether what is seen is known before the call, but for a dense mask."""
-    return spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
+    return spec.mask_mod is None and spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
 
 
 def fits(spec: Spec) -> bool:

@@ -12,15 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jflash._backends.mosaic_gpu.panels import Panels
 
 
-def split_registers(warpgroups: int, *, copies: bool) -> None:
+def split_registers(warpgroups: int, *, copies: bool, has_pages: bool = False) -> None:
     """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
 
     Together they are what a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
-    three warpgroups, 128 for four, 96 for five. A request for more would wait forever.
+    three warpgroups, 128 for four, 96 for five. A request for more would wait forever. The pages of a tile take some.
     """
     if warpgroups == 1:
         return
-    compute, copy = {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
+    compute, copy = {2: (224, 56) if has_pages else (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
     set_registers(copy if copies else compute, warpgroups + 1)
 
 

@@ -251,7 +251,7 @@ def fits(spec: Spec) -> bool:
 
 def describe(spec: Spec, processors: int | None) -> str:
     """Return a call's kernels, with tiles, shared memory and schedules, and the copies before them, in words."""
-    forward, backward = plan_forward(spec, processors).plan, plan_backward(spec, processors)
+    forward = plan_forward(spec, processors).plan
     form = type(forward.form).__name__
     details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
     if (products := operand_pieces.products(spec)) > 1:
@@ -261,13 +261,20 @@ def describe(spec: Spec, processors: int | None) -> str:
     if isinstance(forward, WideForwardPlan) and forward.dealt is not None:
         details += f", lists of up to {max(map(len, forward.dealt.lists))} blocks"
     lines = ["forward:", *_of_kernel(forward), f"    {details}"]
-    if tangent_kernel.fits(spec):
-        tangent = plan_tangent(spec, tangent_kernel.MOVING & spec.operands, processors)
-        lines += ["tangent:", *_of_kernel(tangent.plan), f"    output in {tangent.plan.chunks} chunks of columns"]
-    lines.append("backward:")
-    lines += [line for kernel in backward for line in _of_kernel(kernel.plan)]
+    if spec.pages is None:
+        lines += _derivatives(spec, processors)
     copies = array_shapes.copied(spec)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
+
+
+def _derivatives(spec: Spec, processors: int | None) -> Iterator[str]:
+    """Yield a call's kernels of tangent and backward, in words."""
+    if tangent_kernel.fits(spec):
+        tangent = plan_tangent(spec, tangent_kernel.MOVING & spec.operands, processors)
+        yield from ("tangent:", *_of_kernel(tangent.plan), f"    output in {tangent.plan.chunks} chunks of columns")
+    yield "backward:"
+    for kernel in plan_backward(spec, processors):
+        yield from _of_kernel(kernel.plan)
 
 
 def _of_kernel(plan: KernelPlan) -> list[str]:

@@ -48,6 +48,7 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
 
@@ -142,11 +143,21 @@ class QueryWalkPlan(SummingPlan):
         """The shared memory of the walk."""
         return WalkBuffers(self.spec, self.tile)
 
+    @property
+    def heads(self) -> int:
+        """Query heads for which a block of keys is visited together."""
+        raise NotImplementedError
+
+    @property
+    def visits(self) -> Blocks:
+        """What each block of keys visits."""
+        return Blocks(self.tile.keys, self.tile.queries, self.heads, of_keys=True)
+
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
         made = call.row_sums(as_columns=self.buffers.as_columns, dq_acc=self.dq_acc(call.ops.margin))
         statistics = row_statistics.for_fused(self.spec, call.lse, made["delta"], made.get("columns"))
-        return call.around_keys | call.tiles | statistics | call.ranges(self.tile.keys, of_keys=True)
+        return call.around_keys | call.tiles | statistics | call.visits(self.visits)
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct | None:
         """Return the accumulators of dQ in device memory, if the kernel has any; copies that add want a margin."""
@@ -254,7 +265,8 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
     def _visit(self, step: Array, head: Array, index: Array, carry: _Carry) -> _Carry:
         """Add what one tile gives to the accumulators, and what the tile before gives to dQ."""
         (acc, sums, before), spec = carry, self.plan.spec
-        start = self.order.tiles.start(index)
+        visited = self.order.tiles.tile(index)
+        start = visited.start
         key = self.first_key + self.warpgroup * WARPGROUP_ROWS
         at = TileCoord(self.item.batch, self.item.first_head + head, start, key)
         smem, ops, shape = self.smem, self.ops, (WARPGROUP_ROWS, self.plan.tile.queries)
@@ -270,7 +282,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         statistics = RowStatistics(self.inputs, shape, refs, smem.ones)
         if smem.bias is not None:
             loaded["bias"] = ops.load(smem.bias.at[slot, :, self.warpgroup_rows].T)
-        context = TileContext(self.inputs, self.order.tiles, index, at, loaded)
+        context = TileContext(self.inputs, visited, at, loaded)
 
         def add(acc_dk: Any, acc_dv: Any) -> tuple[Array, ...]:
             def differentiate(acc_dp: Any, acc_s: Any) -> tuple[Pieces, tuple[Array, ...]]:
@@ -301,7 +313,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
             return totals
 
         sums, (dk, dv) = piece_products.accumulate(spec, add, acc.dk, acc.dv, like=sums, ops=ops)
-        return Accumulators(dk, dv), sums, Step(jnp.int32(head), lax.div(self.order.tiles.start(index), 8))
+        return Accumulators(dk, dv), sums, Step(jnp.int32(head), lax.div(visited.start, 8))
 
     def _hand_over(self, ds: Array, parity: Array) -> Pieces:
         """Return dS^T as an operand of this warpgroup's dK, and store it for both warpgroups' dQ."""

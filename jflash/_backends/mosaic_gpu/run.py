@@ -34,15 +34,19 @@ class HopperForward(Prepared):
     """What Hopper's forward kernels read."""
 
     def factors(self, packed_heads: int, value_chunks: int) -> dict[str, Float[Array, "B L N columns"]]:
-        """Return query, key and value in whole tiles, of the values' columns in as many chunks, by name."""
+        """Return query, key and value in whole tiles, of the values' columns in as many chunks, by name; those of a
+        paged cache as they are."""
         spec, operands = self.spec, self.operands
         panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
         whole = functools.partial(array_shapes.whole_tiles, spec)
         query, axis = operands.query, 1
         if packed_heads > 1:
             query, axis = prepare.pack_heads(query, packed_heads), 2
+        query = whole("query", query, axis=axis, in_panels=panels)
+        if spec.pages is not None:
+            return dict(query=query, key=operands.key, value=operands.value)
         return dict(
-            query=whole("query", query, axis=axis, in_panels=panels),
+            query=query,
             key=whole("key", operands.key, in_panels=panels),
             value=whole("value", operands.value, chunks=value_chunks, in_panels=value_panels),
         )
@@ -50,7 +54,7 @@ class HopperForward(Prepared):
     def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
         """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""
         by_mma = bias_columns_of is not None
-        others = prepare.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.score_mod_arrays
+        others = prepare.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.function_arrays
         columns = bf16_columns.prepare_bias(self.spec, self.operands, bias_columns_of) if by_mma else {}
         return others | self.packed_mask() | columns
 
@@ -141,7 +145,7 @@ def forward(
     """Return output in the results' dtype and log-sum-exp in float32."""
     plan = kernel.plan
     made = kernel.run(HopperForward(plan.spec, operands, ops))
-    return finish_forward(plan.spec, operands, made, packed_heads=plan.packed_heads, splits=plan.splits)
+    return finish_forward(plan, operands, made)
 
 
 def moving(tangents: Operands) -> frozenset[str]:

@@ -78,14 +78,19 @@ def ring(
     chunk: int | None = None,
     in_panels: bool = False,
     cluster: str | None = None,
+    parts: int = 1,
+    mends: bool = False,
 ) -> Buffers:
     """Return `tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
 
-    `full` completes a phase when a slot's tile and as many `others` have arrived, `empty` when all readers are done: of
-    each CTA along the axis `cluster`, if copies are for all of them. The other arguments are those of `tile`.
+    `full` completes a phase when a slot's tile, in as many `parts`, and as many `others` have arrived, `empty` when all
+    readers are done: of each CTA along the axis `cluster`, if copies are for all of them. If the warpgroup that copies
+    `mends` a tile before others read it, `full` has one barrier more, of copies that this warpgroup waits for. The
+    other arguments are those of `tile`.
     """
     tiles = tile(shape, dtype, *divides, chunk=chunk, in_panels=in_panels)
-    full, empty = barriers(shape[0], arrivals=copies(tiles) + others), barriers(shape[0], arrivals=readers)
+    full = barriers(shape[0] + mends, arrivals=parts * copies(tiles) + others)
+    empty = barriers(shape[0], arrivals=readers)
     if cluster is not None:
         empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=shape[0], num_arrivals=readers)
     return Buffers(tiles=tiles, full=full, empty=empty)

@@ -51,12 +51,10 @@ from jflash._backends.nvidia.tile.base2 import LOG2_E
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import TileContext, VisitedTile
 from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
-
-PARAMETERS = ("scale", "alibi_slopes", "bias")
-"""Operands that shape logits, whose tangents the kernel takes."""
+from jflash._semantics.tile import PARAMETERS
 
 MOVING = frozenset({"query", "key", "value", "sinks", "score_mod_arrays", *PARAMETERS})
 """Operands whose tangents the kernel takes."""
@@ -106,7 +104,7 @@ class TangentPlan(QueryRowsPlan):
         names = [name for operand in ("query", "key", "value") for name in self.with_tangent(operand)]
         factors = call.factors(self.chunks, self.chunk, names)
         shaping = call.others | call.moved_others | call.packed_mask() | array_shapes.edges(call.operands, factors)
-        return factors | shaping | call.ranges(self.tile.rows) | dict(lse=call.lse)
+        return factors | shaping | call.visits(self.visits) | dict(lse=call.lse)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         t_out = made["t_out"][:, : self.spec.query_length, :, : self.dims[1]]
@@ -252,8 +250,9 @@ class TangentCta(QueryRowsCta[TangentPlan]):
         """Return the sums with those of one tile."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         slot = lax.rem(index, plan.tile.stages) + pipeline.opaque_zero(index, self.warpgroup)
-        at = TileCoord(self.batch, self.head, self.warpgroup_row, self.tiles.start(index))
-        p, ts = self._probabilities(index, slot, at, lse)
+        visited = self.tiles.tile(index)
+        at = TileCoord(self.batch, self.head, self.warpgroup_row, visited.start)
+        p, ts = self._probabilities(index, visited, slot, at, lse)
         if shared.biases:
             # A copy may overwrite what threads have read.
             plgpu.commit_smem()
@@ -279,7 +278,9 @@ class TangentCta(QueryRowsCta[TangentPlan]):
         plgpu.barrier_arrive(shared.v.empty.at[slot])
         return new._replace(t_out=t_out, out=out)
 
-    def _probabilities(self, index: Array, slot: Array, at: TileCoord, lse: Rows) -> tuple[Tile, Tile]:
+    def _probabilities(
+        self, index: Array, visited: VisitedTile, slot: Array, at: TileCoord, lse: Rows
+    ) -> tuple[Tile, Tile]:
         """Return P and tS of a tile."""
         plan, spec, shared, ops = self.plan, self.plan.spec, self.smem, self.ops
         shape, moved = (WARPGROUP_ROWS, plan.tile.keys), self.moved_products
@@ -305,7 +306,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
             )
             loaded = packed | bias("bias")
             s = ops.read(acc_s, pending=pending)
-            mask = TileContext(self.inputs, self.tiles, index, at, loaded)
+            mask = TileContext(self.inputs, visited, at, loaded)
             to_p = lambda logits: base2.of(spec)(logits, along_rows(lse, shape))
             p, push = logits.linearize(s, mask, to_p, parameters)
             ts = ops.read(acc_ts) if moved else ops.full(shape, 0)

@@ -42,18 +42,21 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """Return why no GPU serves a call by these kernels, in words for the user; `None` if some do."""
-    if spec.mask_mod is not None:
-        return "it has no mask_mod yet."
-    if spec.pages is not None:
-        return "it takes no paged cache yet (`page_table`)."
+    if spec.pages is not None and (spec.head_dim % 8, spec.value_dim % 8) != (0, 0):
+        return f"of a paged cache H and D must be multiples of 8. Got H={spec.head_dim} and D={spec.value_dim}."
     if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
     if max(spec.head_dim, spec.value_dim) > 256:
         return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    from jflash._backends.nvidia.tile import operand_pieces
+    from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
     from jflash._semantics import score_mod_reads
 
-    return score_mod_reads.unsupported(spec) or operand_pieces.unsupported(spec)
+    return score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec) or operand_pieces.unsupported(spec)
+
+
+def visits_lists(spec: Spec, platform: Platform) -> bool:
+    """Return whether the kernels visit tiles by lists, made of a map of what `mask_mod` shows."""
+    return spec.mask_mod is not None
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

@@ -32,8 +32,9 @@ from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
-from jflash._backends.nvidia.walk.tile_range import TileContext, TileRange
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, TileRange
 
 _OPERANDS = ("query", "key"), ("d_out", "value")
 """The operands of S, and those of dP."""
@@ -146,7 +147,8 @@ class DbiasCta(Cta[DbiasPlan]):
 
     def _tiles(self, visit: Any) -> tuple[TileRange, Any]:
         """Return what a visit's rows see, and whether they see some of the keys; `None` if they all do."""
-        tiles = self.visited(self.plan.schedule.sharing(visit)[0], self.block)
+        place = Place(*self.plan.schedule.sharing(visit), self.block)
+        tiles = tile_range.visited_range(self.inputs, place, self.plan.tile.rows, self.plan.tile.size)
         if tiles.whole is None:
             return tiles, None
         stop = tiles.first + tiles.count * tiles.size
@@ -184,7 +186,7 @@ class DbiasCta(Cta[DbiasPlan]):
             of_chunk = dataclasses.replace(tiles, first=key, count=jnp.int32(1), size=self.plan.chunk)
             own_bias = biases[chunk] if bias is None else ops.load_rows(bias.at[self.warpgroup, chunk])[0][0]
             loaded = self.inputs.load_packed_mask(at, self.shape) | {"bias": own_bias}
-            context = TileContext(self.inputs, of_chunk, jnp.int32(0), at, loaded)
+            context = TileContext(self.inputs, of_chunk.tile(0), at, loaded)
             gradients = BackwardTile.of(context, s[chunk], lse, ("bias",)).differentiate(dp[chunk], delta)
             added.append(totals[chunk] + gradients.parameters["bias"])
         return tuple(added)

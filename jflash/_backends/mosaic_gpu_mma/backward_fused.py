@@ -37,13 +37,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.cta import STATISTICS, CtaRows, bias_buffer, buffer
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
 from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
+from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.tiles import FusedTile
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.facts import facts_of
@@ -51,6 +51,7 @@ from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.walk.tile_range import VisitedTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,17 +196,18 @@ class FusedCta(KeysCta[FusedPlan]):
     def visit(self, own: Sequence[CtaRows], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         tile, shared, ops = self.plan.tile, self.smem, self.ops
         shares, slot = self.warpgroups, self.slot(step)
+        visited = self.order.tiles.tile(index)
         ops.wait(warpgroups=shares)
         # Parameters of the logits leave few registers: copies, whose addresses take some, are issued before.
         if tile.stages > 1 and not facts_of(self.plan.spec).is_plain:
             self._copy_tile(step + 1)
         for number in range(tile.passes):
-            carry = self._add_pass(own, step, head, index, number, carry)
+            carry = self._add_pass(own, step, head, visited, number, carry)
         acc, totals = carry
         ops.meet(shares)
         # All have read it.
         self._copy_bias(step + 1)
-        place = self.queries(head, index)
+        place = self.item.first_head + head, visited.start
         if shares > 1:
             acc = self._add_sums(acc, slot, *place)
         if tile.stages == 1:
@@ -217,12 +219,14 @@ class FusedCta(KeysCta[FusedPlan]):
             self._add_dq(*place, shared.ds, self._dq_columns())
         return acc, totals
 
-    def _add_pass(self, own: Sequence[CtaRows], step: Array, head: Any, index: Any, number: int, carry: Carry) -> Carry:
+    def _add_pass(
+        self, own: Sequence[CtaRows], step: Array, head: Any, visited: VisitedTile, number: int, carry: Carry
+    ) -> Carry:
         """Store P^T and dS^T of a pass, or add what this warpgroup makes of them."""
         acc, sums = dict(carry[0]), carry[1]
         spec, tile, shared, ops = self.plan.spec, self.plan.tile, self.smem, self.ops
         shares, queries = self.warpgroups, self.plan.queries
-        own_head, start = self.queries(head, index)
+        own_head, start = self.item.first_head + head, visited.start
         place = self._share(number) * queries
         first_row, shape = place if queries < tile.size else None, (WARPGROUP_ROWS, queries)
         at = [TileCoord(self.item.batch, own_head, start + place, keys.start) for keys in self.keys]
@@ -241,7 +245,7 @@ class FusedCta(KeysCta[FusedPlan]):
         if shared.bias is not None:
             (biases,) = ops.load_rows(shared.bias.at[self._share(number)], transposed=True)
             loaded = [some | {"bias": bias} for some, bias in zip(loaded, biases, strict=True)]
-        tiles = self.tiles(index, at, loaded, s, lse)
+        tiles = self.tiles(visited, at, loaded, s, lse)
         kept = tuple(one.kept.astype(spec.dtype) for one in tiles)
         add = lambda name, a, b: self.add_product(acc[name], (a,), b.at[0], transposed=False, first_row=first_row)
         if shares > 1:

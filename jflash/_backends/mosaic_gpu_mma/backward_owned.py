@@ -58,7 +58,8 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 
 DqCarry = tuple[Tiles, tuple[Sums, ...]]
 """dQ of each block of rows, and the sums of parameters' gradients."""
@@ -69,7 +70,7 @@ class DqPlan(SummingPlan, TiledPlan):
     """The kernel for dQ, before any array. It sums parameters' gradients over keys."""
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
-        return call.of_queries | call.ranges(self.tile.rows)
+        return call.of_queries | call.visits(Blocks(self.tile.rows, self.tile.size))
 
     @property
     def launch(self) -> Launch:
@@ -91,7 +92,7 @@ class DqCta(QueriesCta[DqPlan]):
         super().__init__(plan, refs, ops)
         self.rows = list(self.blocks_from(self.first_row))
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.head, self.block, 0)
-        self.tiles = self.visited(self.batch, self.block)
+        self.tiles = self.visited(Place(self.batch, self.head, self.block))
 
     def run(self) -> None:
         """Walk over the tiles of keys, and store dQ."""
@@ -113,7 +114,8 @@ class DqCta(QueriesCta[DqPlan]):
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
         plan, tile, ops = self.plan, self.plan.tile, self.ops
-        slot, at, shape = self.slot(index), self.places(index), (WARPGROUP_ROWS, tile.size)
+        visited, slot, shape = self.tiles.tile(index), self.slot(index), (WARPGROUP_ROWS, tile.size)
+        at = self.places(visited)
         ops.wait()
         if tile.stages > 1:
             self.copy_next(index + 1)
@@ -124,7 +126,7 @@ class DqCta(QueriesCta[DqPlan]):
         totals: list[Sums] = []
         for block, (s, dp) in enumerate(zip(every_s, every_dp, strict=True)):
             lse, delta = (along_rows(statistic, shape) for statistic in statistics[block])
-            context = TileContext(self.inputs, self.tiles, index, at[block], loaded[block])
+            context = TileContext(self.inputs, visited, at[block], loaded[block])
             of_block = BackwardTile.of(context, s, lse, plan.differentiated)
             gradients = of_block.differentiate(dp, delta)
             added = plan.sums.of_tile(gradients.parameters)
@@ -182,7 +184,8 @@ class DkvCta(KeysCta[DkvPlan]):
         acc, sums = dict(carry[0]), carry[1]
         tile, spec, ops, slot = self.plan.tile, self.plan.spec, self.ops, self.slot(step)
         q, do, shape = self.smem.query.at[slot], self.smem.d_out.at[slot], (WARPGROUP_ROWS, tile.size)
-        own_head, start = self.queries(head, index)
+        visited = self.order.tiles.tile(index)
+        own_head, start = self.item.first_head + head, visited.start
         at = [TileCoord(self.item.batch, own_head, start, keys.start) for keys in self.keys]
         ops.wait()
         if tile.stages > 1:
@@ -190,7 +193,7 @@ class DkvCta(KeysCta[DkvPlan]):
         statistics = self.statistics(self.item.batch, own_head, pl.ds(start, tile.size), 1)
         lse, delta = (along_columns(statistic, shape) for statistic in statistics)
         loaded = [self.load(one, shape) for one in at]
-        tiles = self.tiles(index, at, loaded, self.product(own[0], q), lse)
+        tiles = self.tiles(visited, at, loaded, self.product(own[0], q), lse)
         if "d_value" in acc:
             kept = by_piece(operand_pieces.split(spec, one.kept, ops) for one in tiles)
             acc["d_value"] = self.add_product(acc["d_value"], kept, do, transposed=False)

@@ -9,26 +9,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.products import Tiles
-from jflash._backends.mosaic_gpu_mma.smem_tile import CHUNK, SmemTile
+from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk, Rows, SourceRows, chunks_of_tile
+from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, array_type, places, tile
+from jflash._backends.nvidia.threads.builder import ThreadBuilder, array_type, places, tile
 
 _utils: Any = mgpu.utils
-
-
-class ColumnChunk(NamedTuple):
-    """Some columns of a tile's `whole` number: those from `first` on, a multiple of 8."""
-
-    first: Any
-    whole: int
 
 
 def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
@@ -50,7 +44,7 @@ def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, columns: ColumnC
 
 def copy_tile(
     o: Lanes,
-    rows: Rows,
+    rows: SourceRows,
     tile: SmemTile,
     base: Any,
     first: Any,
@@ -58,30 +52,14 @@ def copy_tile(
     columns: ColumnChunk | None = None,
     pieces: int = 1,
 ) -> None:
-    """Begin the copies of a tile, or of its pieces; a thread copies the same chunk of a panel's rows that are a fixed
-    number apart."""
-    thread, together = o.thread, THREADS // tile.chunks
-    thread_row, thread_chunk = o.arith.divui(thread, o(tile.chunks)), o.arith.remui(thread, o(tile.chunks))
-    row = o.add(first, thread_row)
-    target = o.add(base, o.times(thread_row, tile.pitch), tile.permuted(o, thread_row, thread_chunk))
-    other_columns = 0
-    if columns is not None:
-        thread_chunk, other_columns = o.add(thread_chunk, o.right(columns.first, 3)), columns.whole - tile.columns
-    source, width = rows.address(o, row, o.times(thread_chunk, CHUNK)), rows.columns // pieces
-    for index in range(0, tile.rows, together):
-        is_there = o.below(o.add(row, o(index)), limit)
-        # A copy of nothing writes zeros: past the tile there must be none.
-        is_in_tile = o.below(thread_row, o(tile.rows - index)) if index + together > tile.rows else None
-        for chunk in range(0, tile.panels * tile.chunks, tile.chunks):
-            is_inside = is_there
-            if (chunk + tile.chunks) * CHUNK + other_columns > width:
-                has_column = o.below(o.add(thread_chunk, o(chunk)), o(width // CHUNK))
-                is_inside = o.arith.andi(is_there, has_column)
-            size = o.arith.select(is_inside, o(16), o(0))
-            for piece in range(pieces):
-                place = piece * tile.bytes + tile.place(index, chunk)
-                at = index * rows.pitch + 16 * chunk + piece * width * rows.item_bytes
-                o.copy_chunk(target, source, (place, at), size, is_in_tile)
+    """Begin the copies of a tile, or of its pieces, which lie side by side in rows."""
+    width = rows.columns // pieces
+    for chunk in chunks_of_tile(o, rows, tile, base, first, limit, columns, width):
+        size = o.arith.select(chunk.is_inside, o(16), o(0))
+        for piece in range(pieces):
+            target, source = chunk.place + piece * tile.bytes, chunk.offset + piece * width * rows.item_bytes
+            # A copy of nothing writes zeros: past the tile there must be none.
+            o.copy_chunk(chunk.target, chunk.source.address, (target, source), size, chunk.is_in_tile)
 
 
 def copy_numbers(source: Ref, target: Ref, first: Any) -> None:
@@ -278,26 +256,3 @@ def load_tile(
         return tile(shape, map(o.vector_of, pairs))
 
     return Lanes.emit(make, source, row, column, returns=array_type(shape, source.dtype))
-
-
-class Rows(NamedTuple):
-    """Rows of an array in device memory, `[length, columns]`, that may be apart."""
-
-    start: Any
-    length: int
-    columns: int
-    pitch: int
-    """Bytes from one row to the next."""
-    item_bytes: int
-
-    @staticmethod
-    def of(o: Lanes, ref: Any) -> Rows:
-        """Return the rows of a reference."""
-        (length, columns), ((stride, one), _) = o.shape(ref), _utils.ir.MemRefType(ref.type).get_strides_and_offset()
-        assert one == 1 or columns == 1
-        item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
-        return Rows(o.device_address(ref), length, columns, stride * item_bytes, item_bytes)
-
-    def address(self, o: Lanes, row: Any, column: Any) -> Any:
-        """Return where an element is."""
-        return o.add(self.start, o.distance(row, self.pitch), o.distance(column, self.item_bytes))

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.copies import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs
@@ -27,8 +28,11 @@ from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_range import TileRange
+from jflash._backends.nvidia.walk.tile_range import Place, VisitedTile, Walk
 from jflash._semantics.spec import Spec
+
+SCALES = dict(key="k_scale", value="v_scale")
+"""What the keys, or values, of each page of a cache are multiplied by."""
 
 STATISTICS = "lse", "delta"
 """What a backward knows of each query."""
@@ -69,6 +73,12 @@ def buffers(spec: Spec, tile: Tile, rows: Sequence[str], visited: Sequence[str],
     of_rows = {name: None if tile.streams else buffer(spec, tile.rows, columns(dims[name])) for name in rows}
     rings = {name: buffer(spec, tile.stages, tile.size, columns(dims[name])) for name in visited}
     return Buffers(**of_rows, **rings, **others)
+
+
+def converts(spec: Spec, name: str) -> bool:
+    """Return whether keys or values of a paged cache are converted, rather than copied as they are."""
+    assert spec.pages is not None
+    return spec.pages.dtype != facts_of(spec).operand_dtype or SCALES[name] in spec.operands
 
 
 def copies_bias(spec: Spec) -> bool:
@@ -128,9 +138,9 @@ class Cta[Plan: TiledPlan]:
         """Return the CTA's rows, from `first` on, in slices of 64."""
         return (pl.ds(first + number * WARPGROUP_ROWS, WARPGROUP_ROWS) for number in range(self.plan.tile.blocks))
 
-    def visited(self, batch: Any, block: Any) -> TileRange:
+    def visited(self, place: Place) -> Walk:
         """Return the tiles that a block of the CTA's rows visits."""
-        return tile_range.visited(self.inputs, batch, block, self.plan.tile.rows, self.plan.tile.size)
+        return tile_range.visited(self.inputs, place, self.plan.tile.rows, self.plan.tile.size)
 
     def slot(self, index: Any) -> Any:
         """Return where in shared memory the tile is that is visited after `index` others."""
@@ -142,6 +152,25 @@ class Cta[Plan: TiledPlan]:
         0 * NaN is NaN."""
         source, limit = self._rows(name, batch, head)
         self.ops.copy_rows(source, target, first, limit, chunk)
+
+    def copy_cached(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:
+        """Begin to copy keys or values from the pages of a cache, with zeros for those past the sequence's length.
+
+        Those that are converted are stored at once.
+        """
+        spec, pages, arrays = self.plan.spec, self.plan.spec.pages, self.refs.arrays
+        assert pages is not None
+        width = spec.head_dim if name == "key" else spec.value_dim
+        column = spec.head_dim if pages.interleaved and name == "value" else 0
+        own = lambda array, *others: array.at[(0 if array.shape[0] == 1 else batch, *others)]
+        scales = arrays.get(SCALES[name])
+        if scales is not None:
+            scales = own(scales, slice(None), 0 if scales.shape[2] == 1 else head)
+        cache = own(arrays[name], slice(None), head, pl.ds(column, width))
+        rows = CachedRows(cache, own(arrays["page_table"]), pages.size, scales)
+        length: Any = self.inputs.value("key_lengths", batch)
+        copy = self.ops.convert_cached_rows if converts(spec, name) else self.ops.copy_cached_rows
+        copy(rows, target, first, jnp.minimum(length, spec.key_length))
 
     def copy_bias(self, at: TileCoord, target: Ref) -> None:
         """Begin to copy a tile of the bias, `[queries, keys]`, with zeros past the array's ends."""
@@ -222,7 +251,7 @@ class Cta[Plan: TiledPlan]:
 class QueriesCta[Plan: TiledPlan](Cta[Plan]):
     """A CTA that owns some rows of a head's queries, and walks over the tiles of keys that they see."""
 
-    tiles: TileRange
+    tiles: Walk
     """What the subclass visits."""
 
     def __init__(self, plan: Plan, refs: Refs, ops: MmaOps, **options: Any) -> None:
@@ -232,18 +261,20 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
         self.block = lax.axis_size("block") - 1 - lax.axis_index("block")
         self.first_row = self.block * plan.tile.rows
 
-    def places(self, index: Any) -> list[TileCoord]:
+    def places(self, tile: VisitedTile) -> list[TileCoord]:
         """Return where a tile of keys is, for each block of rows."""
-        key = self.tiles.start(index)
+        key = tile.start
         return [TileCoord(self.batch, self.head, rows.start, key) for rows in self.blocks_from(self.first_row)]
 
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         """Begin to copy a tile of keys and values, or one of both."""
         heads_of_rows = self.plan.spec.heads // self.inputs.packed_heads
         key_head = lax.div(self.head, heads_of_rows // self.plan.spec.key_heads)
+        first = self.tiles.start(index)
         for name in names:
-            first, ring = self.tiles.start(index), getattr(self.smem, name)
-            self.copy(name, self.batch, key_head, first, ring.at[self.slot(index)])
+            ring = getattr(self.smem, name)
+            copy = self.copy if self.plan.spec.pages is None else self.copy_cached
+            copy(name, self.batch, key_head, first, ring.at[self.slot(index)])
 
     def copy_next(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         """Begin to copy a tile of keys and values, or one of both, if there is such a tile."""

@@ -52,7 +52,8 @@ from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +64,15 @@ class ForwardPlan(ForwardShape, TiledPlan):
     packed_heads: int = 1
     """Query heads that share keys and are interleaved in the rows of one tile."""
     splits: int = 1
-    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards, and so are sinks."""
+    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
 
     def arrays(self, call: MmaCall) -> dict[str, Array]:
         operands, packed = call.operands, self.packed_heads
         query = operands.query if packed == 1 else prepare.pack_heads(operands.query, packed)
-        arrays = dict(query=query, key=operands.key, value=operands.value)
-        arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.others
-        return arrays | call.packed_mask() | call.ranges(max(self.tile.rows // packed, 1))
+        arrays = dict(query=query) | ({} if self.spec.pages else dict(key=operands.key, value=operands.value))
+        arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
+        blocks = Blocks(max(self.tile.rows // packed, 1), self.tile.size, packed)
+        return arrays | call.packed_mask() | call.visits(blocks)
 
     @property
     def launch(self) -> Launch:
@@ -111,7 +113,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads)
         self.form = logits.form(plan.spec, sums_in_parts=plan.tile.sums_in_parts)
         self.split = lax.axis_index("split")
-        self.tiles = self.visited(self.batch, self.block).split(self.split, plan.splits)
+        self.tiles = self.visited(Place(self.batch, self.head, self.block)).split(self.split, plan.splits)
 
     def run(self) -> None:
         """Attend, and store the output."""
@@ -125,7 +127,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         q = self._held(rows)
         visit = lambda index, state: self._visit(index, q, state)
         statistics, acc_o = lax.fori_loop(0, self.tiles.count, visit, before)
-        sink = None if plan.splits > 1 else self.inputs.value("sinks", self.batch, self.head)
+        sink = self.inputs.value("sinks", self.batch, self.head) if plan.has_sinks else None
         factors: list[Array] = []
         for rows, (m, l) in zip(self.blocks_from(self.first_row), statistics, strict=True):
             exponent = self.form.exponent(plan.spec)
@@ -161,7 +163,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         super().copy_keys(index, names)
         if "value" in names and self.smem.bias is not None:
-            for number, at in enumerate(self.places(index)):
+            for number, at in enumerate(self.places(self.tiles.tile(index))):
                 self.copy_bias(at, self.smem.bias.at[self.slot(index), number])
 
     def _held(self, rows: Sequence[Any]) -> list[tuple[CtaRows, dict[str, Any]]]:
@@ -184,7 +186,8 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
     def _visit(self, index: Any, q: Sequence[tuple[CtaRows, dict[str, Any]]], before: State) -> State:
         ops, tile = self.ops, self.plan.tile
-        places, shape = self.places(index), (WARPGROUP_ROWS, tile.size)
+        visited, shape = self.tiles.tile(index), (WARPGROUP_ROWS, tile.size)
+        places = self.places(visited)
         ops.wait()
         if tile.stages > 1:
             self.copy_next(index + 1)
@@ -200,7 +203,8 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             self.values_arrive(index)
         states: list[Softmax] = []
         for block, (at, numbers, (m, l)) in enumerate(zip(places, s, before[0], strict=True)):
-            context = TileContext(self.inputs, self.tiles, index, at, loaded[block] | self._bias(index, block))
+            loaded[block] |= self._bias(index, block)
+            context = TileContext(self.inputs, visited, at, loaded[block])
             states.append(self.form.step(numbers, context, Softmax(numbers, m, l, m)))
         acc_o = self.add_values(index, states, before[1])
         return tuple((state.m, state.l) for state in states), acc_o

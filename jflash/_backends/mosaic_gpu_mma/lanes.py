@@ -81,6 +81,32 @@ class Lanes(ThreadBuilder):
         copy = "cp.async.ca.shared.global [$0], [$1], 4;"
         _utils.inline_ptx(copy, target, source, predicate=condition, has_side_effects=True)
 
+    def load_words(self, address: Any, offset: int, count: int) -> list[Any]:
+        """Return neighbouring words of device memory, whose address is a multiple of their bytes."""
+        loaded = self.load(self.ir.VectorType.get((count,), self.type), self.arith.addi(address, self.long(offset)))
+        return self.numbers(loaded)
+
+    def store_chunk(self, address: Any, offset: int, words: Sequence[Any], condition: Any = None) -> None:
+        """Store 16 bytes, as four words, in shared memory, where a condition holds."""
+        store = f"st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+        _utils.inline_ptx(store, address, *words, predicate=condition, has_side_effects=True)
+
+    def bits(self, number: Any) -> Any:
+        """Return the bits of a float32."""
+        return _utils.bitcast(number, self.type)
+
+    def rounded_to(self, dtype: str, numbers: Sequence[Any]) -> Any:
+        """Return the word of the bfloat16 or float16 numbers nearest to two float32 numbers, as `rounded` does."""
+        if dtype == "bfloat16":
+            return self.rounded(numbers)
+        low, high = numbers
+        return _utils.inline_ptx("cvt.rn.f16x2.f32 $0, $1, $2;", high, low, result_types=self.type)
+
+    def halves(self, word: Any) -> list[Any]:
+        """Return the float32 values of a word's two numbers in half precision."""
+        pair = _utils.bitcast(word, self.ir.VectorType.get((2,), self.ir.F16Type.get()))
+        return [self.arith.extf(self.zero.type, number) for number in self.numbers(pair)]
+
     def store_in_row(self, address: Any, offset: int, words: Sequence[Any], condition: Any) -> None:
         """Store two words side by side in device memory, where a condition holds."""
         store = f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};"

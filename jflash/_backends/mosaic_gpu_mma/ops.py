@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Int
 
-from jflash._backends.mosaic_gpu_mma import copies, device_sums, products
+from jflash._backends.mosaic_gpu_mma import copies, device_sums, paged_copies, products
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.threads import coordinates
 
@@ -23,6 +23,8 @@ class MmaOps(Ops):
     scaled_pair = staticmethod(products.scaled_pair)
 
     copy_rows = staticmethod(copies.copy_rows)
+    copy_cached_rows = staticmethod(paged_copies.copy_cached_rows)
+    convert_cached_rows = staticmethod(paged_copies.convert_cached_rows)
     copy_numbers = staticmethod(copies.copy_numbers)
     commit = staticmethod(copies.commit)
     wait = staticmethod(copies.wait)

@@ -24,8 +24,9 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradien
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
 
 Carry = tuple[dict[str, Tiles], tuple[Sums, ...]]
 """dK and dV by name, and for each block of keys the sums of parameters' gradients for one head."""
@@ -38,7 +39,8 @@ class KeysPlan(SummingPlan, TiledPlan):
     schedule: BackwardSchedule
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
-        return call.of_keys | call.ranges(self.tile.rows, of_keys=True)
+        blocks = Blocks(self.tile.rows, self.tile.size, self.schedule.heads, of_keys=True)
+        return call.of_keys | call.visits(blocks)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         dims = self.spec.head_dim, self.spec.value_dim
@@ -73,7 +75,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
         wave, self.block, item = map(lax.axis_index, ("wave", "block", "item"))
         self.item = plan.schedule.item(wave, item)
         self.keys = list(self.blocks_from(self.block * plan.tile.rows))
-        tiles = self.visited(self.item.batch, self.block)
+        tiles = self.visited(Place(self.item.batch, self.item.head_group, self.block))
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, self.block, by_head=bool(plan.sums))
 
     def begin(self, step: Array, copy: Callable[[Any, Any], None]) -> None:
@@ -82,13 +84,10 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
 
         @pl.when(step < count * self.order.heads)
         def _() -> None:
-            copy(*self.queries(*self.order.at(step, count)))
+            head, index = self.order.at(step, count)
+            copy(self.item.first_head + head, self.order.tiles.start(index))
 
         self.ops.commit()
-
-    def queries(self, head: Any, index: Any) -> tuple[Any, Any]:
-        """Return the query head and the first query of a visited tile."""
-        return self.item.first_head + head, self.order.tiles.start(index)
 
     def walk(self, rows: Sequence[Ref | Streamed], outputs: Sequence[str]) -> None:
         """Visit all tiles with the CTA's rows, and store dK and dV, or one of both, and the sums for parameters."""
@@ -127,11 +126,11 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
             self.ops.store_rows(total, target, keys.start, target.shape[0])
 
     def tiles(
-        self, index: Any, at: Sequence[TileCoord], loaded: Sequence[dict[str, Array]], s: Tiles, lse: Array
+        self, visited: VisitedTile, at: Sequence[TileCoord], loaded: Sequence[dict[str, Array]], s: Tiles, lse: Array
     ) -> list[BackwardTile]:
         """Return a visited tile for each block of keys, from its products S."""
         of_block = lambda at, loaded, s: BackwardTile.of(
-            TileContext(self.inputs, self.order.tiles, index, at, loaded), s, lse, self.plan.differentiated
+            TileContext(self.inputs, visited, at, loaded), s, lse, self.plan.differentiated
         )
         return list(map(of_block, at, loaded, s))
 

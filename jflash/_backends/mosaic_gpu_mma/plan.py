@@ -51,7 +51,7 @@ def _form_of_forward(spec: Spec) -> str:
     is_biased = facts_of(spec).bias_kind in ("tile", "column") or spec.logits_soft_cap is not None
     if is_biased or facts_of(spec).is_float32:
         return "forward"
-    if not facts_of(spec).is_plain or spec.dropout_rate > 0:
+    if not facts_of(spec).is_plain or spec.dropout_rate > 0 or spec.mask_mod is not None:
         return "forward, unbiased"
     return "forward, causal" if spec.is_causal else "forward, plain"
 
@@ -136,9 +136,11 @@ def _capability(platform: Platform) -> str:
 
 
 def described(spec: Spec, platform: Platform) -> str:
-    """Return the forward's and the backward's kernels, tiles and shared memory in words."""
+    """Return the forward's and the backward's kernels, tiles and shared memory in words; a call with pages has no
+    backward."""
     forward, capacity = plan_forward(spec, platform).plan, SHARED_MEMORY[_capability(platform)]
-    backward = (kernel.plan for kernel in plan_backward(spec, platform))
     details = f"    {forward.packed_heads} heads packed, keys in {forward.splits} splits"
     lines = [*describe.kernels("forward", [forward], capacity), details]
-    return "\n".join([*lines, *describe.kernels("backward", backward, capacity)])
+    if spec.pages is None:
+        lines += describe.kernels("backward", (kernel.plan for kernel in plan_backward(spec, platform)), capacity)
+    return "\n".join(lines)

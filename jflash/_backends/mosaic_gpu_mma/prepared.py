@@ -21,12 +21,22 @@ class MmaCall(Prepared):
         """Return an array in pieces, with H a multiple of 8: copies take 16 bytes at a time."""
         return operand_pieces.split_array(self.spec, jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[3] % 8)]))
 
+    @property
+    def cache(self) -> dict[str, Array]:
+        """Keys and values in pages, as they are, with the table and the scales, by name; nothing without pages."""
+        operands = self.operands
+        if operands.page_table is None:
+            return {}
+        names = "key", "value", "page_table", "k_scale", "v_scale"
+        found = {name: getattr(operands, name) for name in names}
+        return {name: array for name, array in found.items() if array is not None}
+
     @functools.cached_property
     def others(self) -> dict[str, Array]:
         """The operands but query, key, value and a packed mask. A bias of both axes is padded for copies."""
         has_bias_tiles = facts_of(self.spec).has_bias_tiles
         found = prepare.operands_for_kernels(self.spec, self.operands, except_bias=has_bias_tiles)
-        found, bias = found | self.score_mod_arrays, self.operands.bias
+        found, bias = found | self.function_arrays, self.operands.bias
         if bias is not None and has_bias_tiles:
             missing = -bias.shape[3] % 8 if copies_bias(self.spec) else 0
             found["bias"] = jnp.pad(bias, [(0, 0)] * 3 + [(0, missing)])

@@ -24,7 +24,7 @@ def forward(
     """Return the output in the results' dtype and the log-sum-exp in float32."""
     plan = kernel.plan
     made = kernel.run(MmaCall(plan.spec, operands, ops))
-    return finish_forward(plan.spec, operands, made, packed_heads=plan.packed_heads, splits=plan.splits)
+    return finish_forward(plan, operands, made)
 
 
 @in_32_bits

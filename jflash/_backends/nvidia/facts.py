@@ -42,7 +42,7 @@ class Facts:
         self.bias_tile_bytes = spec.bias_dtype.itemsize if spec.bias_dtype is not None and self.has_bias_tiles else 0
         """Bytes for each logit that tiles of the bias take in shared memory."""
 
-        self.follows_products = spec.score_mod is None and {"bias", "alibi_slopes"}.isdisjoint(spec.operands)
+        self.follows_products = spec.score_mod is None and not spec.added
         """Whether nothing but the scale and a soft cap stands between a product and its logit."""
         scale = spec.scale if self.follows_products and spec.logits_soft_cap is None else None
         self.is_plain = scale is not None and scale > 1e-20

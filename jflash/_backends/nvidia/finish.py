@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jflash._backends.nvidia import prepare
 from jflash._backends.nvidia.facts import facts_of
+from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.online_softmax import finite_or_zero
 from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import PARAMETERS
 
 
-def finish_forward(
-    spec: Spec, operands: Operands, made: dict[str, Array], *, packed_heads: int, splits: int
-) -> tuple[Array, Array]:
+def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Array]) -> tuple[Array, Array]:
     """Return output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the
     keys."""
-    out, lse, rows = made["out"], made["lse"], spec.query_length * packed_heads
+    out, lse, packed_heads = made["out"], made["lse"], shape.packed_heads
     if packed_heads > 1:
         out = out.swapaxes(2, 3)
-    out, lse = out[:, :, :rows, :, : spec.value_dim], lse[..., :rows]
-    out, lse = (out[0], lse[0]) if splits == 1 else _merge(operands, out, lse)
-    out = out.astype(spec.result_dtype)
+    out, lse = out[:, :, : shape.rows, :, : shape.spec.value_dim], lse[..., : shape.rows]
+    out, lse = (out[0], lse[0]) if shape.splits == 1 else _merge(out, lse)
     if packed_heads > 1:
         out = prepare.unpack_heads(out, packed_heads)
         lse = prepare.unpack_heads(lse.transpose(0, 2, 1), packed_heads).transpose(0, 2, 1)
-    return out, lse
+    if operands.sinks is not None and not shape.has_sinks:
+        out, lse = _with_sinks(operands.sinks, out, lse)
+    return out.astype(shape.spec.result_dtype), lse
 
 
-def _merge(operands: Operands, out: Array, lse: Array) -> tuple[Array, Array]:
+def _with_sinks(sinks: Float[Array, "#B N"], out: Array, lse: Array) -> tuple[Array, Array]:
+    """Return `[B, T, N, D]` and `[B, N, T]` with one more logit for each head, which has no value."""
+    sink, empty = sinks[:, :, None].astype(jnp.float32), lse == -jnp.inf
+    share = jax.nn.sigmoid(jnp.where(empty, 0, lse) - sink)
+    return out.astype(jnp.float32) * share.swapaxes(1, 2)[..., None], jnp.where(empty, lse, jnp.logaddexp(lse, sink))
+
+
+def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
     """Return one output and log-sum-exp from those of all splits, `[splits, B, T, N, D]` and `[splits, B, N, T]`."""
     largest = finite_or_zero(lse.max(axis=0))
     weights = jnp.exp(lse - largest)
     total = weights.sum(axis=0)
     empty = total == 0
-    if operands.sinks is not None:
-        total = total + jnp.exp(operands.sinks[:, :, None].astype(jnp.float32) - largest)
     total = jnp.where(empty, 1, total)
     factors = jnp.moveaxis(weights / total, 3, 2)[..., None]
     return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
@@ -53,13 +62,14 @@ def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array],
         total = gradients.get(f"d_{name}")
         return None if total is None else _to_parameter(spec, name, total, getattr(operands, name))
 
+    parameters: dict[str, Any] = {name: summed(name) for name in PARAMETERS}
+    if "whole_d_bias" in gradients:
+        parameters["bias"] = gradients["whole_d_bias"]
     return Operands(
         query=trimmed("query"),
         key=trimmed("key"),
         value=trimmed("value"),
-        bias=gradients["whole_d_bias"] if "whole_d_bias" in gradients else summed("bias"),
-        scale=summed("scale"),
-        alibi_slopes=summed("alibi_slopes"),
+        **parameters,
         sinks=d_sinks,
         score_mod_arrays=score_mod_reads.gradients(spec, operands, gradients),
     )

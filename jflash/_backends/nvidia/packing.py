@@ -12,6 +12,9 @@ from jflash._semantics.spec import Spec
 _MOST_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
 
+_MOST_PAGED_QUERIES = 64
+"""The same where keys are in pages: of a ragged batch's blocks, which have up to so many, some have only one query."""
+
 
 def packs(spec: Spec) -> bool:
     """Whether heads that share keys go into the rows of one tile, whose blocks have to end where a query's heads do."""
@@ -20,10 +23,11 @@ def packs(spec: Spec) -> bool:
 
 
 def may_pack(spec: Spec) -> bool:
-    """Whether heads that share keys may be rows of one tile: few queries, and nothing that differs by head."""
-    alike = {"bias", "mask", "alibi_slopes", "query_segments", "sinks"}.isdisjoint(spec.operands)
-    few = spec.query_length <= _MOST_QUERIES
-    return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
+    """Whether heads that share keys may be rows of one tile: few queries, and logits alike for each."""
+    alike = {"bias", "mask", "alibi_slopes", "query_segments"}.isdisjoint(spec.operands)
+    few = spec.query_length <= (_MOST_QUERIES if spec.pages is None else _MOST_PAGED_QUERIES)
+    by_head = spec.mask_mod is not None and spec.mask_mod.looks_at[1]
+    return alike and spec.score_mod is None and not by_head and spec.dropout_rate == 0 and few and spec.group > 1
 
 
 class ForwardShape:
@@ -42,6 +46,12 @@ class ForwardShape:
     def heads(self) -> int:
         """Heads of the rows."""
         return self.spec.heads // self.packed_heads
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the kernel counts its head's sink. Packed heads have several, and of a split sum each kernel has a
+        part: there sinks follow the kernel."""
+        return self.packed_heads == self.splits == 1
 
     @property
     def out_dtype(self) -> Any:

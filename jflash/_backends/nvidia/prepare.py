@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jflash._backends.nvidia.facts import facts_of
 from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import PARAMETERS
 
 MARGIN = 256
 """Elements past the end of a vector that a tile at its end may read."""
@@ -34,13 +35,13 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     A bias or mask of one axis becomes a float32 vector with a margin. With `except_bias` the bias is left out.
     """
     prepared: dict[str, Array] = {}
-    scalars = "scale", "alibi_slopes", "sinks", "query_offset", "query_lengths", "key_lengths"
-    counted = spec.score_mod is not None or spec.dropout_rate > 0
+    scalars = *PARAMETERS, "sinks", "query_offset", "query_lengths", "key_lengths", "page_table"
+    counted = spec.score_mod is not None or spec.mask_mod is not None or spec.dropout_rate > 0
     indices = ("batch_index", "head_index", "first_query", "first_key") if counted else ()
     segments = "query_segments", "key_segments"
     for name in (*scalars, *indices, *segments):
         array = getattr(operands, name)
-        if array is not None:
+        if array is not None and name != "bias":
             prepared[name] = with_margin(array, (1,)) if name in segments else array
     for name, kind in facts_of(spec).kinds.items():
         array = getattr(operands, name)

@@ -14,8 +14,9 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
-from jflash._backends.nvidia.tile import base2, score_mod_reads
-from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.tile import base2, mask_mod_reads, score_mod_reads
+from jflash._backends.nvidia.walk import tile_list, tile_range
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 PerQuery = Float[Array, "B N L"]
@@ -28,16 +29,18 @@ class Prepared:
     def __init__(self, spec: Spec, operands: Operands, ops: Ops) -> None:
         self.spec, self.operands, self.ops = spec, operands, ops
         self._masks: dict[bool, dict[str, Array]] = {}
+        self._visits: dict[Blocks, dict[str, Array]] = {}
 
     @functools.cached_property
     def others(self) -> dict[str, Array]:
         """The operands but query, key, value and a packed mask, by name."""
-        return prepare.operands_for_kernels(self.spec, self.operands) | self.score_mod_arrays
+        return prepare.operands_for_kernels(self.spec, self.operands) | self.function_arrays
 
     @property
-    def score_mod_arrays(self) -> dict[str, Array]:
-        """What a score_mod reads, by name."""
-        return score_mod_reads.prepare(self.operands.score_mod_arrays)
+    def function_arrays(self) -> dict[str, Array]:
+        """What a score_mod and a mask_mod read, by name."""
+        of_score_mod = score_mod_reads.prepare(self.operands.score_mod_arrays)
+        return of_score_mod | mask_mod_reads.prepare(self.operands.mask_mod_arrays)
 
     def packed_mask(self, *, keys_first: bool = False) -> dict[str, Int[Array, "#B #N row_tiles column_tiles 128"]]:
         """Return a mask of both axes, packed for tiles whose rows are queries or, `keys_first`, keys, by name."""
@@ -50,6 +53,13 @@ class Prepared:
     def ranges(self, size: int, missing: int = 0, *, of_keys: bool = False) -> dict[str, Int[Array, "B blocks 4"]]:
         """Return `tile_range.table` of blocks of `size` queries or, `of_keys`, keys, by name."""
         return tile_range.table(self.spec, self.operands, size, missing, of_keys=of_keys)
+
+    def visits(self, blocks: Blocks) -> dict[str, Array]:
+        """Return what says which tiles each block visits, by name: lists, or ranges."""
+        if blocks not in self._visits:
+            ranges = lambda: self.ranges(blocks.rows, blocks.missing, of_keys=blocks.of_keys)
+            self._visits[blocks] = tile_list.lists(self.spec, self.operands, blocks) or ranges()
+        return self._visits[blocks]
 
 
 class PreparedBackward(Prepared):

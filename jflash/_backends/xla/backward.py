@@ -27,7 +27,7 @@ from jflash._backends.xla.recompute import RecomputedTile
 from jflash._backends.xla.sums import Place, Terms, tile_sum
 from jflash._semantics import online_softmax, visibility
 from jflash._semantics.spec import Operands, Residuals, Spec
-from jflash._semantics.tile import Parameters, smooth_parameters, split_heads
+from jflash._semantics.tile import PARAMETERS, Parameters, smooth_parameters, split_heads
 
 
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
@@ -52,9 +52,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
         query=d_query.reshape(operands.query.shape).astype(spec.result_dtype),
         key=d_key.astype(spec.result_dtype),
         value=d_value.astype(spec.result_dtype),
-        bias=typed(d_parameters.bias, operands.bias),
-        scale=d_parameters.scale,
-        alibi_slopes=d_parameters.alibi_slopes,
+        **{name: typed(getattr(d_parameters, name), getattr(operands, name)) for name in PARAMETERS},
         sinks=online_softmax.sinks_gradient(operands.sinks, lse, delta),
         score_mod_arrays=tuple(map(typed, d_parameters.score_mod_arrays, operands.score_mod_arrays)),
     )

@@ -123,7 +123,7 @@ def _may_be_bounded(spec: Spec, shape: Tiles) -> bool:
 
     Pages hold more than a call's keys, so their norms say nothing.
     """
-    plain = spec.score_mod is None and {"scale", "bias", "alibi_slopes", "page_table"}.isdisjoint(spec.operands)
+    plain = spec.score_mod is None and not spec.added and {"scale", "page_table"}.isdisjoint(spec.operands)
     many = shape.keys < spec.key_length or (shape.by_passes and not tiling.is_whole(spec, shape))
     return plain and many and jnp.finfo(spec.dtype).maxexp >= 128
 

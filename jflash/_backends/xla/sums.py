@@ -230,13 +230,8 @@ class _Walk:
             return jnp.zeros(whole.shape, whole.dtype if alone else widened(whole.dtype, dtype))
 
         def of_parameters(parts: Parameters) -> Parameters:
-            whole = tile_parameters(self.operands)
-            return Parameters(
-                of_parameter(parts.scale, whole.scale),
-                of_parameter(parts.bias, whole.bias),
-                of_parameter(parts.alibi_slopes, whole.alibi_slopes),
-                tuple(map(of_parameter, parts.score_mod_arrays, whole.score_mod_arrays)),
-            )
+            is_leaf = lambda part: part is None
+            return jax.tree.map(of_parameter, parts, tile_parameters(self.operands), is_leaf=is_leaf)
 
         return Terms(
             jax.tree.map(lambda part: jnp.zeros((*by_row, *part.shape[4:]), dtype), example.rows),

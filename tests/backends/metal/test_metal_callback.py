@@ -4,6 +4,7 @@ No such platform is here. The CPU stands in for it, as far as jflash knows, and 
 what is said, what is launched, and that results and gradients are right, of which jax-graft has no part.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -54,6 +55,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact(case: Case) -> None:
     call = cases.build(case)
+    oracle.assert_right(oracle.run(attention, call), call)
+
+
+@pytest.mark.usefixtures("mtl")
+def test_exact_with_a_mask_function() -> None:
+    """Its lists and bits come to the callback as any operand."""
+    call = dataclasses.replace(
+        cases.build(CASES[0]), mask_mod=lambda batch, head, query, key: (query + key) % 3 != batch
+    )
     oracle.assert_right(oracle.run(attention, call), call)
 
 

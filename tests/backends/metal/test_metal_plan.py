@@ -170,7 +170,7 @@ def test_parameters_are_laid_out_alike() -> None:
     """The same names in the same order and types; that sizes agree, the shader asserts when it is compiled."""
     text = (_source.SHADERS / "parameters.h").read_text()
     types = {"long": np.dtype("<i8"), "int": np.dtype("<i4"), "float": np.dtype("<f4")}
-    for struct in ("RowStrides", "PairStrides", "Parameters"):
+    for struct in ("RowStrides", "PairStrides", "PlaneStrides", "Parameters"):
         body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.DOTALL)[1]
         fields = re.findall(r"^  (\w+) (\w+);$", body, re.MULTILINE)
         types[struct] = np.dtype([(name, types[kind]) for kind, name in fields], align=True)

@@ -8,18 +8,21 @@ import dataclasses
 import functools
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import cases
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
+import paged
 import pytest
 from cases import Case
 from metal_shader import MISSING, SCHEDULES
+from plain_attention import Results
 from short_run import cover
 
 import jflash
@@ -38,14 +41,32 @@ CALLS = {
     "wide_shared_bias": WIDE,
     "by_row_and_column": SMALL._replace(mask="queries", bias="keys", segments=None),
     "by_row": SMALL._replace(mask=None, bias="queries", segments="unsorted", window=None, causal=False),
+    "listed_shared_bias": Case(query_length=150, key_length=290, dims=(8, 8), batch=(1,), bias="full"),
+    "paged": SMALL._replace(bias=None, mask=None, segments=None, lengths="keys"),
 }
 
 
 @functools.cache
 def call_of(name: str) -> oracle.Call:
     call = cases.build(CALLS[name])
-    shared = name.endswith("shared_bias")
-    return dataclasses.replace(call, bias=call.bias[:1, :1]) if shared else call
+    if name.endswith("shared_bias"):
+        call = dataclasses.replace(call, bias=call.bias[:1, :1])
+    if name.startswith("listed"):
+        call = dataclasses.replace(call, mask_mod=tiles_of_all_kinds)
+    return cases.of_forward(call) if name == "paged" else call
+
+
+def tiles_of_all_kinds(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """Show the first rows one whole tile, and other rows a third of two."""
+    return jnp.where(query < 128, key // 128 == 1, (key // 128 != 1) & ((query + key) % 3 == 0))
+
+
+def results_of(name: str) -> Results:
+    attention, call = functools.partial(jflash.attention, implementation="metal"), call_of(name)
+    if name != "paged":
+        return oracle.run(attention, call)
+    arguments = paged.paginate(call, 8) | dict(k_scale=1.0, v_scale=1.0)
+    return jax.block_until_ready(Results(*attention(**arguments, return_residual=True), {}))
 
 
 def outcome(name: str) -> str | None:
@@ -53,7 +74,7 @@ def outcome(name: str) -> str | None:
     call = call_of(name)
     jax.clear_caches()  # the shaders are read when a call is traced
     try:
-        oracle.assert_right(oracle.run(functools.partial(jflash.attention, implementation="metal"), call), call)
+        oracle.assert_right(results_of(name), call)
     except jax.errors.JaxRuntimeError as error:
         return f"rejected: {error}"
     except AssertionError as error:
@@ -106,7 +127,12 @@ UNDERSIZED = breaks(DECLARATIONS, r"\1[(\2) / 2];", "*.metal")
 MASKS = breaks(r"result = result && .*;", ";", "visibility.h") + breaks(
     r"query < head.query_limit && key < head.key_limit", "true", "visibility.h"
 )
-INDICES = breaks(r"(?<=\w)\[([^\[\]\n]+)\](?! *\))(?!;)", r"[(\1) + 1]", "*.h")
+ONLY_IN = {"pages.h": ("paged",), "tile_mask.h": ("listed_shared_bias",), "walk.h": ("listed_shared_bias",)}
+"""The call that goes through a file, where others do not."""
+INDICES = [
+    dataclasses.replace(one, calls=ONLY_IN.get(one.file, one.calls))
+    for one in breaks(r"(?<=\w)\[([^\[\]\n]+)\](?! *\))(?!;)", r"[(\1) + 1]", "*.h")
+]
 
 
 @cover(every=2)
@@ -118,16 +144,14 @@ def test_unbroken(name: str) -> None:
 @cover(every=6)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_schedule_gives_the_same_bits(name: str) -> None:
-    call = call_of(name)
-    attention = functools.partial(jflash.attention, implementation="metal")
-    first, *others = (by_schedule(attention, call, seed) for seed in SCHEDULES)
+    first, *others = (by_schedule(name, seed) for seed in SCHEDULES)
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
-def by_schedule(attention: Callable[..., Any], call: oracle.Call, seed: int) -> oracle.Results:
+def by_schedule(name: str, seed: int) -> Results:
     _ffi.set_schedule(seed)
-    return jax.block_until_ready(oracle.run(attention, call))
+    return jax.block_until_ready(results_of(name))
 
 
 def test_there_is_something_to_break() -> None:
@@ -137,14 +161,14 @@ def test_there_is_something_to_break() -> None:
     assert len(INDICES) > 50
 
 
-@cover(every=12)
+@cover(every=12, rest=2)
 @pytest.mark.parametrize("one", BARRIERS, ids=str)
 def test_missing_barrier(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match(r"rejected: INTERNAL: Metal emulator, kernel \w+: (race|uninitialised read)", found), found
 
 
-@cover(every=24)
+@cover(every=24, rest=2)
 @pytest.mark.parametrize("one", OVERSIZED, ids=str)
 def test_too_much_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
@@ -165,7 +189,7 @@ def test_missing_mask(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.startswith(("wrong", "rejected")), found
 
 
-@cover(every=8)
+@cover(every=8, rest=2)
 @pytest.mark.parametrize("one", some(INDICES), ids=str)
 def test_wrong_index(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")

@@ -32,7 +32,7 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_range import TileContext
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -88,7 +88,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first
             k, v = (rows(array, entry, key_head, operands.key_lengths) for array in (operands.key, operands.value))
             left, right, do_left, do_right = (k, q, v, do) if keys_first else (q, k, do, v)
             at = TileCoord(jnp.int32(entry), jnp.int32(head), jnp.int32(0), jnp.int32(0))
-            tiles = tile_range.visited(inputs, at.batch, jnp.int32(0), SIZE, SIZE)
+            tiles = tile_range.visited(inputs, Place(at.batch, at.head, jnp.int32(0)), SIZE, SIZE)
             loaded = inputs.load_packed_mask(at, (SIZE, SIZE))
             if kind == "tile":
                 shared, place = operands.bias.shape[:2], (entry, head)
@@ -97,7 +97,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first
                 loaded |= {"bias": bias.T if keys_first else bias}
             along = along_columns if keys_first else along_rows
             lse, delta = (along(call.rows[name][entry, head, :SIZE], (SIZE, SIZE)) for name in ("lse", "delta"))
-            context = TileContext(inputs, tiles, jnp.int32(0), at, loaded)
+            context = TileContext(inputs, tiles.tile(0), at, loaded)
             differentiated = *sums.names, *tables.reads, *["bias"] * (kind == "tile" and "bias" in wanted)
             tile = BackwardTile.of(context, left @ right.T, lse, differentiated)
             gradients = tile.differentiate(do_left @ do_right.T, delta)

@@ -31,6 +31,10 @@ SPILLS = {
             "faster at d64 causal, in rounds of four warpgroups, and 6% at d128, than with them added to logits.",
         ),
     ),
+    "latent, pages of 16, paged: forward": (
+        52,
+        "What it keeps of four pages of a tile. With pages of 64 it spills nothing. The cost was not measured yet.",
+    ),
     "soft cap, dropout: forward": (
         132,
         "It keeps a tile's words of dropout beside the polynomials. What that costs was not measured yet.",
@@ -97,6 +101,12 @@ SPILLS = {
     **dict.fromkeys(
         (f"{case}, score_mod of a table: tangent" for case in ("d128 causal", "d256 causal", "bias")),
         (172, "It keeps what is read for a tile of a table and of its tangent. What that costs was not measured yet."),
+    ),
+    "d128 mask_mod: forward": (24, "It keeps a tile's entry in the list. What that costs was not measured yet."),
+    "mask_mod of all operations: forward": (112, "No mask needs that many; those of people spill 24 bytes at most."),
+    **dict.fromkeys(
+        ("d128 mask_mod: tangent", "mask_mod of all operations: tangent"),
+        (108, "It holds two accumulators beside what the function needs. What that costs was not measured yet."),
     ),
     "soft cap and scale: tangent": (
         212,

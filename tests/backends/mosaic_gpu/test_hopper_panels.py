@@ -14,7 +14,7 @@ from short_run import cover
 from jflash._backends.mosaic_gpu import array_shapes, plan
 
 
-@cover(every=100)
+@cover(every=100, rest=2)
 @pytest.mark.parametrize(
     ("lengths", "heads", "dims", "options"),
     [

@@ -13,7 +13,7 @@ from short_run import cover
 from jflash._backends.mosaic_gpu import forward_schedule
 
 
-@cover(0)
+@cover(0, rest=3)
 @pytest.mark.parametrize(
     ("dtype", "dims", "options"),
     [

@@ -50,6 +50,7 @@ CASES = [
 IN_SHORT_RUN = next(case for case in CASES if case.dims == (64, 512) and case.query_length > 64 and case.mask == "full")
 
 
+@cover(rest=4)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == IN_SHORT_RUN else cover(0)) for case in CASES], ids=str
 )
@@ -88,13 +89,14 @@ def test_decoding(dtype: str, dims: tuple[int, int], heads: tuple[int, int], que
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
+@cover(0)
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
         ((512, 512), dict(causal=True)),
-        pytest.param((576, 512), dict(causal=True, segments="sorted", lengths="both"), marks=cover(0)),
-        pytest.param((320, 320), {}, marks=cover(0)),
-        pytest.param((576, 576), dict(causal=True), marks=cover(0)),
+        ((576, 512), dict(causal=True, segments="sorted", lengths="both")),
+        ((320, 320), {}),
+        ((576, 576), dict(causal=True)),
     ],
     ids=str,
 )
@@ -153,7 +155,7 @@ def test_registers():
         assert all(count % 8 == 0 for count in (weights, weigh, copy))
 
 
-@cover(0)
+@cover(0, rest=2)
 @pytest.mark.parametrize("moving", [None, ("value",)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "dims"),
@@ -183,7 +185,7 @@ def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
     hopper_kernels.assert_right(run, call)
 
 
-@cover(0)
+@cover(0, rest=2)
 @pytest.mark.parametrize(
     ("dtype", "dims"),
     [("bfloat16", (512, 512)), ("bfloat16", (576, 576)), ("bfloat16", (8, 512)), ("float32", (256, 256))],

@@ -46,6 +46,8 @@ SPILLS_OF_FLOAT32 = {
 }
 """Likewise in float32, of which nothing was measured: most with 256 columns, whose sums are half of the registers."""
 
+DECODING = dict(dtype="bfloat16", query_length=3, key_length=100, dims=(40, 40), heads=(4, 2), batch=(3,))
+
 EMULATED = [
     dict(dtype="bfloat16", dims=(64, 64), bias="full", mask="full", dropout=True, lengths="both", key_length=140),
     dict(dtype="float16", dims=(33, 40), bias="keys", soft_cap=1.5, segments="sorted", alibi=True, scale="traced"),
@@ -74,6 +76,12 @@ EMULATED = [
     dict(dtype="float32", dims=(128, 128), precision="highest", score_mod="arrays", heads=(1, 1), batch=()),
     dict(dtype="float32", dims=(250, 256), causal=True, bias="full", lengths="both", heads=(1, 1), batch=()),
     dict(dtype="float32", dims=(256, 250), precision="highest", bias="full", heads=(1, 1), batch=()),
+    # Keys and values from pages, as they are and converted.
+    dict(**dict(DECODING, key_length=600, dims=(64, 64), batch=(4,)), pages=dict(page_size=12)),
+    dict(**DECODING, pages=dict(page_size=16, interleaved=True, dtype="float8_e4m3fn")),
+    dict(**(DECODING | dict(dtype="float32", precision="highest")), pages=dict(page_size=1, dtype="int8")),
+    # Lists of tiles, of which one is not visited.
+    dict(dtype="bfloat16", key_length=140, dims=(64, 64), heads=(1, 1), mask_mod="documents"),
 ]
 
 

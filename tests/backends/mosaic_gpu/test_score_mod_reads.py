@@ -212,6 +212,7 @@ TABLES = [
 ]
 
 
+@cover(rest=2)
 @pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=cover(0)) for row in TABLES[1:])])
 def test_tables(row):
     """Read by position, with their gradients; padding holds NaN, which must reach nothing."""

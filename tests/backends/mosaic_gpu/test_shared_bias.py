@@ -29,7 +29,7 @@ def schedule(call: cases.Call, family: kernel_families.Family, processors: int) 
     return family.plans(spec, processors)[1][-1].plan.schedule
 
 
-@cover(every=3)
+@cover(every=6)
 @pytest.mark.parametrize(
     ("entries", "heads", "splits", "options"),
     [

@@ -64,7 +64,7 @@ def spec_of(call: Call) -> Any:
     return _canonical.canonicalize(**options, score_mod=traced)[0]
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_right(attention: Attention, name: str, dtype: str):
@@ -74,7 +74,7 @@ def test_right(attention: Attention, name: str, dtype: str):
     oracle.assert_right(oracle.run(attention, call), call)
 
 
-@cover(1)
+@cover(1, rest=2)
 @pytest.mark.parametrize("keys", [1, 2, 75])
 @pytest.mark.parametrize(
     "options",

@@ -24,9 +24,7 @@ from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._semantics import score_mod_reads
 from jflash._semantics.spec import Spec
-
-_PARAMETERS = ("scale", "alibi_slopes", "bias")
-"""Operands that shape logits, whose gradients kernels sum."""
+from jflash._semantics.tile import PARAMETERS
 
 Sums = tuple[Float[Array, "rows"], ...]
 """A warpgroup's sums for one head, one vector for each parameter."""
@@ -39,7 +37,7 @@ def wanted_parameters(spec: Spec) -> tuple[str, ...]:
     """
     asked = spec.operands - spec.undifferentiated
     reads = score_mod_reads.summed(spec) if "score_mod_arrays" in asked else []
-    return *(name for name in _PARAMETERS if name in asked), *(read.name for read in reads)
+    return *(name for name in PARAMETERS if name in asked), *(read.name for read in reads)
 
 
 @dataclasses.dataclass(frozen=True)

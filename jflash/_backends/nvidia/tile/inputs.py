@@ -15,7 +15,7 @@ from jflash._backends.nvidia.facts import Kind, facts_of
 from jflash._backends.nvidia.ops import Ops, Ref, along_columns, along_rows
 from jflash._semantics import visibility
 from jflash._semantics.spec import Spec
-from jflash._semantics.tile import Parameters, Tile
+from jflash._semantics.tile import PARAMETERS, Parameters, Tile
 
 _SEGMENTS: dict[str, Kind] = {"query_segments": "row", "key_segments": "column"}
 
@@ -79,14 +79,14 @@ class KernelInputs:
 
     def parameters(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Parameters:
         """Return what shapes the logits of the tile of `shape` at `at`, and load of it what is not `loaded`."""
-        read = lambda name: loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
-        bias = read("bias") if self.has_bias else None
-        return Parameters(
-            bias=None if bias is None else bias.astype(jnp.float32),
-            scale=read("scale"),
-            alibi_slopes=read("alibi_slopes"),
-            score_mod_arrays=(),
-        )
+
+        def read(name: str) -> Array | None:
+            if name == "bias" and not self.has_bias:
+                return None
+            value = loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
+            return value.astype(jnp.float32) if name == "bias" and value is not None else value
+
+        return Parameters(**{name: read(name) for name in PARAMETERS}, score_mod_arrays=())
 
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
         """Return what `_semantics` needs of the tile of `shape` at `at`, and load of it what is not `loaded`."""
@@ -125,7 +125,8 @@ class KernelInputs:
             dropout_seed=None,
             distance_override=distance,
         )
-        if spec.score_mod is None:
+        # Packed heads lie between a tile's rows.
+        if (spec.score_mod is None and spec.mask_mod is None) or self.packed_heads > 1:
             return tile
         query, key = tile._replace(query=at.query, key=at.key).indices
         return tile._replace(

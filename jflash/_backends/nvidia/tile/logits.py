@@ -20,16 +20,16 @@ from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, score_mod_reads, softmax
+from jflash._backends.nvidia.tile import base2, mask_mod_reads, score_mod_reads, softmax
 from jflash._backends.nvidia.tile.base2 import Exponent
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
+from jflash._backends.nvidia.tile.lowerable import lowerable
 from jflash._backends.nvidia.tile.soft_cap import soft_cap
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_range import TileContext
-from jflash._semantics import program
 from jflash._semantics import tile as semantics
-from jflash._semantics.logits import modify_logits, without_unseen
-from jflash._semantics.score_mod_reads import read_name
+from jflash._semantics.logits import may_be_nan, modify_logits, without_unseen
+from jflash._semantics.program_reads import read_name
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters
 
@@ -113,8 +113,8 @@ class LessDistances(LogitsForm):
     @staticmethod
     def serves(spec: Spec) -> bool:
         """Return whether a call's logits have this form."""
-        others = "bias" in spec.operands or spec.score_mod is not None or spec.logits_soft_cap is not None
-        return "alibi_slopes" in spec.operands and not others
+        others = spec.score_mod is not None or spec.logits_soft_cap is not None
+        return spec.added == frozenset({"alibi_slopes"}) and not others
 
 
 class SoftCapped(LogitsForm):
@@ -148,7 +148,7 @@ def _modified(s: Float[Array, "rows columns"], mask: TileContext) -> Float[Array
     if facts_of(inputs.spec).is_plain:
         return s
     tile = _tile(mask, s.shape)
-    return _lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec, tile), s, tile, _soft_cap(inputs)))(s)
+    return lowerable(lambda s: modify_logits(score_mod_reads.rest(inputs.spec, tile), s, tile, _soft_cap(inputs)))(s)
 
 
 def differentiate(
@@ -166,7 +166,7 @@ def differentiate(
     modify, parameters = _modification(mask, s.shape)
     values = {name: jnp.broadcast_to(value, s.shape) for name, value in _named(parameters, wanted).items()}
     logits, pull_back = jax.vjp(modify, s, values)
-    return mask.hide(probabilities(logits), 0.0), _lowerable(pull_back)
+    return mask.hide(probabilities(logits), 0.0), lowerable(pull_back)
 
 
 def linearize(
@@ -184,7 +184,7 @@ def linearize(
     logits, push = jax.linearize(modify, s, _named(parameters, moving))
     p = mask.hide(probabilities(logits), 0.0)
     # What padding holds may be NaN.
-    return p, lambda ts, values: jnp.where(p == 0, 0.0, _lowerable(push)(ts, values))
+    return p, lambda ts, values: jnp.where(p == 0, 0.0, lowerable(push)(ts, values))
 
 
 def _modification(
@@ -198,9 +198,10 @@ def _modification(
         reads = enumerate(tile.parameters.score_mod_arrays)
         reads = tuple(values.get(read_name(place), read) for place, read in reads)
         given = tile.parameters._replace(**others, score_mod_arrays=reads)
-        parameters = without_unseen(inputs.spec, given, inputs.visible(tile))
+        if may_be_nan(inputs.spec):
+            given = without_unseen(inputs.spec, given, mask_mod_reads.visible(inputs, mask.at, tile))
         spec = score_mod_reads.rest(inputs.spec, tile)
-        return modify_logits(spec, s, tile._replace(parameters=parameters), _soft_cap(inputs))
+        return modify_logits(spec, s, tile._replace(parameters=given), _soft_cap(inputs))
 
     return modify, tile.parameters
 
@@ -228,29 +229,3 @@ def _named(parameters: Parameters, names: Sequence[str]) -> dict[str, Any]:
 
 def _soft_cap(inputs: KernelInputs) -> Callable[[Array, Array | float, float], Array]:
     return lambda s, scale, cap: soft_cap(s, scale, cap, inputs.ops.warp_all_below)
-
-
-def _lowerable[**Arguments, Results](function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
-    """Return `function` without what Mosaic GPU does not lower: what differentiation leaves, and custom derivatives."""
-
-    def lowered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
-        leaves = program.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((args, kwargs)), _lowerable_results)
-        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
-
-    return lowered
-
-
-def _lowerable_results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    match equation.primitive.name:
-        case "add_any":
-            return [inputs[0] + inputs[1]]
-        case "reshape":
-            # Of a tile to its own shape: in a mesh, what comes from device memory has a sharding, and others have none,
-            # so that a cotangent is given that of its tile.
-            return [inputs[0].reshape(equation.params["new_sizes"])]
-        case "jit" | "pjit" | "custom_jvp_call":
-            inner = equation.params["call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"]
-            return program.evaluate(inner.jaxpr, inner.consts, inputs, _lowerable_results)
-        case _:
-            return program.apply(equation, inputs)

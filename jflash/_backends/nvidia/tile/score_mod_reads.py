@@ -1,4 +1,4 @@
-"""How a kernel has what a `score_mod` reads of its arrays (`_semantics.score_mod_reads`), and sums the gradients."""
+"""How a kernel has what a `score_mod` reads of its arrays (`program_reads`), and sums the gradients."""
 
 from __future__ import annotations
 
@@ -12,34 +12,24 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord, shared_index
+from jflash._backends.nvidia.tile import program_reads
+from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
+from jflash._semantics.program_reads import Read, indices, values
 from jflash._semantics.score_mod import ScoreMod, elementwise
-from jflash._semantics.score_mod_reads import Read, Slice, array_name, indices, of_tables, reads, summed, values
+from jflash._semantics.score_mod_reads import array_name, of_tables, summed
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Tile
 
 
 def prepare(arrays: Sequence[Array | None]) -> dict[str, Array]:
     """Return arrays, or their tangents, as kernels take them, by name: `[#B, numbers]`."""
-    prepared: dict[str, Array] = {}
-    for index, array in enumerate(arrays):
-        if array is not None:
-            dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
-            prepared[array_name(index)] = array.reshape(array.shape[0], -1).astype(dtype)
-    return prepared
+    return program_reads.prepare(arrays, array_name)
 
 
 def load(inputs: KernelInputs, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
     """Return all that a tile reads of the arrays of `inputs`: a tile of numbers, or one; 0 where there is no array."""
-
-    def number(read: Read) -> Any:
-        ref = inputs.refs.get(array_name(read.array))
-        if ref is None:
-            return 0.0
-        entry, index = shared_index(ref, at.batch, None)[0], _index(inputs.spec, read, tile)
-        return inputs.ops.gather(ref.at[entry], index) if read.by_position else ref[entry, index]
-
-    return tuple(map(number, reads(inputs.spec)))
+    score_mod = inputs.spec.score_mod
+    return () if score_mod is None else program_reads.load(inputs, score_mod, array_name, at, tile)
 
 
 def add_to_tables(
@@ -58,26 +48,11 @@ def add_to_tables(
     """
     if not sums:
         return
-    tile = inputs.tile(at, p.shape, loaded)
+    tile, score_mod = inputs.tile(at, p.shape, loaded), inputs.spec.score_mod
+    assert score_mod is not None
     for read in of_tables(inputs.spec):
         numbers = jnp.where(p == 0, 0.0, cotangents[read.name])
-        inputs.ops.add_by_index(sums[array_name(read.array)], _index(inputs.spec, read, tile), numbers)
-
-
-def _index(spec: Spec, read: Read, tile: Tile) -> Any:
-    """Return where in the flat array a tile's number is, or its numbers are."""
-    score_mod = spec.score_mod
-    assert score_mod is not None
-
-    def scalar(query: Any, batch: Any, head: Any, key: Any, key_minus_query: Any, _: Any) -> Any:
-        return indices(score_mod, batch, head, query, key, key_minus_query)[read.place]
-
-    if not read.by_position:
-        zero = jnp.int32(0)
-        return scalar(zero, tile.batch, tile.head, zero, zero, ())
-    query, key = tile.indices
-    others: Any = tile.batch, tile.head, key, tile.key_minus_query
-    return elementwise(scalar, query, others, ())
+        inputs.ops.add_by_index(sums[array_name(read.array)], program_reads.index(score_mod, read, tile), numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +67,7 @@ class _Rest:
 
         def scalar(logit: Any, *others: Any) -> Any:
             *of_logit, key_minus_query = others[:5]
-            remaining = iter(others[5:-1])
-
-            def read(part: Slice) -> Any:
-                number, dtype = next(remaining), self.score_mod.jaxpr.consts[part.array].dtype
-                return number != 0 if dtype == jnp.bool_ else jnp.asarray(number, dtype)
-
+            read = program_reads.reader(self.score_mod, others[5:-1])
             (result,) = values(self.score_mod, read, [logit, *of_logit], key_minus_query)
             return jnp.asarray(result, logit.dtype)
 

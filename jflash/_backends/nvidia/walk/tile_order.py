@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jflash._backends.nvidia.walk.tile_range import TileRange
+from jflash._backends.nvidia.walk.tile_range import Walk
 from jflash._semantics.spec import Spec
 
 
 class TileOrder:
     """The order of a block's tiles, for each of the `heads` of its head group."""
 
-    def __init__(self, spec: Spec, tiles: TileRange, heads: int, block: Int[Array, ""], *, by_head: bool) -> None:
+    def __init__(self, spec: Spec, tiles: Walk, heads: int, block: Int[Array, ""], *, by_head: bool) -> None:
         """Heads come one by one if the kernel wants them so, `by_head`, or if that is the better order."""
-        to_the_end = spec.bounds[0] is None and "query_segments" not in spec.operands
+        to_the_end = spec.bounds[0] is None and spec.mask_mod is None and "query_segments" not in spec.operands
         self.tiles, self.heads, self.by_head = tiles, heads, by_head or heads == 1 or not to_the_end
         self.rotation = block
         """By how many tiles later this block begins with a head."""

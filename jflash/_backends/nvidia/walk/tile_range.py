@@ -1,25 +1,41 @@
 """The tiles of keys that a block of queries visits, or of queries that a block of keys visits; and a tile's mask.
 
-A kernel finds them from the block's index and its entry's offset and lengths; with segments it reads a small table.
+They are a range, or with a mask function a list (`tile_list`). A kernel finds a range from the block's index and its
+entry's offset and lengths; with segments it reads a small table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile import mask_mod_reads
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
+from jflash._backends.nvidia.walk import tile_list
+from jflash._backends.nvidia.walk.tile_list import ListedTile, TileList
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.visibility import Spans
+
+
+class Place(NamedTuple):
+    """Where a block lies."""
+
+    batch: Any
+    group: Any
+    """The head, or the group of neighbouring query heads for all of which the block visits the same tiles."""
+    block: Any
+
 
 LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
 """Operands whose values, unknown before the call, limit what is seen."""
@@ -58,6 +74,15 @@ class TileRange:
     whole: tuple[Int[Array, ""], Int[Array, ""]] | None
     size: int
 
+    @property
+    def may_be_partial(self) -> bool:
+        """Whether some tile may be partial."""
+        return self.whole is not None
+
+    def tile(self, index: Int[Array, ""] | int) -> TileInRange:
+        """Return the tile that is visited after `index` others."""
+        return TileInRange(self, index)
+
     def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
         """Return the first key, or query, of the tile that is visited after `index` others."""
         return self.first + index * self.size
@@ -83,14 +108,49 @@ class TileRange:
         return dataclasses.replace(self, first=first, count=count, whole=whole)
 
 
-def visited(
-    inputs: KernelInputs, batch: Any, block: Any, rows: int, size: int, missing: int = 0, *, alignment: int = 8
-) -> TileRange:
+@dataclasses.dataclass(frozen=True)
+class TileInRange:
+    """A tile of a range."""
+
+    range: TileRange
+    index: Int[Array, ""] | int
+    """How many of the range's tiles come before it."""
+
+    @property
+    def start(self) -> Int[Array, ""]:
+        """The tile's first key, or query."""
+        return self.range.start(self.index)
+
+    @property
+    def is_partial(self) -> Bool[Array, ""] | None:
+        """Whether more than a dense mask hides some of the tile; `None` if nothing ever does."""
+        if self.range.whole is None:
+            return None
+        start, (whole_start, whole_stop) = self.start, self.range.whole
+        return (start < whole_start) | (start + self.range.size > whole_stop)
+
+
+Walk = TileRange | TileList
+"""What a block visits."""
+VisitedTile = TileInRange | ListedTile
+"""One of the tiles that a block visits."""
+
+
+def visited(inputs: KernelInputs, place: Place, rows: int, size: int, missing: int = 0, *, alignment: int = 8) -> Walk:
     """Return the tiles of `size` keys that a block of `rows` queries visits; or those of queries, if rows are keys.
 
-    The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, or more where masks or words do.
+    The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, and where masks, words and pages do.
     """
+    listed = tile_list.visited(inputs, *place, size)
+    return visited_range(inputs, place, rows, size, missing, alignment=alignment) if listed is None else listed
+
+
+def visited_range(
+    inputs: KernelInputs, place: Place, rows: int, size: int, missing: int = 0, *, alignment: int = 8
+) -> TileRange:
+    """Return a range of tiles that has all that a block sees; the arguments are those of `visited`."""
     spec, of_keys = inputs.spec, inputs.keys_first
+    batch, _, block = place
     rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
     row = block_start(block, rows, missing)
     known: Any = inputs.refs.get(TABLE)
@@ -99,6 +159,7 @@ def visited(
     tiled = facts_of(spec).has_bias_tiles or facts_of(spec).has_packed_mask
     # Dropout has words of 16 keys.
     alignment = max(alignment, 64 if tiled else 16 if spec.dropout_rate > 0 else 8)
+    alignment = math.lcm(alignment, cache_rows.alignment(spec, size))
     first = lax.div(found.start, alignment) * alignment
     count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
     whole = found.full_start, found.full_stop
@@ -111,7 +172,7 @@ def visited(
 
 def is_limited(spec: Spec) -> bool:
     """Return whether more than a dense mask, and where the keys end, says what is seen."""
-    return spec.bounds != (None, None) or not LIMITS.isdisjoint(spec.operands)
+    return spec.bounds != (None, None) or spec.mask_mod is not None or not LIMITS.isdisjoint(spec.operands)
 
 
 def blocks_grow(spec: Spec) -> bool:
@@ -128,14 +189,14 @@ def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
     return find(inputs.spec, nothing, 0, 1, first, rows)
 
 
-def own_key_tiles(inputs: KernelInputs, tiles: TileRange, at: TileCoord) -> tuple[Any, Any, TileRange]:
-    """Return the share of a CTA's range that a warpgroup's rows, from `at` on, see.
+def own_key_tiles(inputs: KernelInputs, tiles: Walk, at: TileCoord) -> tuple[Any, Any, Walk]:
+    """Return the share of a CTA's tiles that a warpgroup's rows, from `at` on, see.
 
     That is the first index and the one after the last, at least one tile; and the range with what is whole for these
-    rows. It is all of the range where a table says what is seen, or heads are packed.
+    rows. It is all where a table or a list says what is seen, or heads are packed.
     """
     spec = inputs.spec
-    if TABLE in inputs.refs or inputs.packed_heads > 1:
+    if TABLE in inputs.refs or isinstance(tiles, TileList) or inputs.packed_heads > 1:
         return 0, tiles.count, tiles
     found = _spans(inputs, at.batch, at.query, WARPGROUP_ROWS)
     seen_stop = jnp.where(at.query < spec.query_length, found.stop, found.start)
@@ -150,18 +211,14 @@ class TileContext:
     """A tile of logits in its kernel: where it lies, what was loaded of it, and what of it is hidden."""
 
     inputs: KernelInputs
-    tiles: TileRange
-    index: Any
+    tile: VisitedTile
     at: TileCoord
     loaded: Loaded
 
     @property
     def is_partial(self) -> Bool[Array, ""] | None:
         """Whether more than a dense mask hides some of the tile; `None` if nothing ever does."""
-        if self.tiles.whole is None:
-            return None
-        start, (whole_start, whole_stop) = self.tiles.start(self.index), self.tiles.whole
-        return (start < whole_start) | (start + self.tiles.size > whole_stop)
+        return self.tile.is_partial
 
     def hide(self, values: Array, hidden: float) -> Array:
         """Return `values` where the query sees the key, and `hidden` elsewhere."""
@@ -171,7 +228,7 @@ class TileContext:
 
         def hide_by_position(values: Array) -> Array:
             tile = self.inputs.tile(self.at, values.shape, self.loaded)._replace(mask=None)
-            return jnp.where(self.inputs.visible(tile), values, hidden)
+            return jnp.where(mask_mod_reads.visible(self.inputs, self.at, tile), values, hidden)
 
         return lax.cond(is_partial, hide_by_position, lambda values: values, values)
 

@@ -1,0 +1,157 @@
+"""What a warpgroup copies to shared memory from a paged cache: a tile's rows, each from the page that has it.
+
+Numbers of 16 bits in the query's dtype come by `cp.async`, as from any array. Others are loaded to registers, converted
+(`cache_numbers`) and stored: no copy converts. A row's page is looked up where the row is within its sequence's length
+alone, so the table may hold anything behind that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jax.experimental.mosaic import gpu as mgpu
+
+from jflash._backends.mosaic_gpu_mma import cache_numbers
+from jflash._backends.mosaic_gpu_mma.cache_numbers import UNITS
+from jflash._backends.mosaic_gpu_mma.copies import copy_tile
+from jflash._backends.mosaic_gpu_mma.lanes import Lanes
+from jflash._backends.mosaic_gpu_mma.rows import Rows, Source, chunks_of_tile
+from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
+from jflash._backends.nvidia.ops import Ref
+
+_utils: Any = mgpu.utils
+
+
+class CachedRows(NamedTuple):
+    """References to the keys, or values, of a sequence and a head in a paged cache."""
+
+    cache: Ref
+    """`[rows, columns]`, the rows of all pages one after the other."""
+    table: Ref
+    """`[pages]`, the numbers of the sequence's pages."""
+    page_size: int
+    scales: Ref | None = None
+    """`[#pages]`, what each page's rows are multiplied by; `None` if they are taken as they are."""
+
+
+def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
+    """Begin to copy a sequence's rows, from `first` on, to a tile `[rows, columns]`; zeros for those from `limit` on.
+
+    They have the tile's dtype and no scales.
+    """
+
+    def make(o: Lanes, cache: Any, table: Any, target: Any, first: Any, limit: Any) -> None:
+        paged = PagedRows.of(o, cache, table, rows.page_size)
+        copy_tile(o, paged, SmemTile(*o.shape(target)), o.shared_address(target), first, limit)
+
+    Lanes.emit(make, rows.cache, rows.table, target, first, limit)
+
+
+def convert_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
+    """Store a sequence's rows, from `first` on, in a tile `[rows, columns]`; zeros for those from `limit` on.
+
+    They are of any dtype, multiplied by their pages' scales, and converted to the tile's dtype. In pieces the tile is
+    `[pieces, rows, columns]`.
+    """
+    dtypes = rows.cache.dtype.name, target.dtype.name
+
+    def make(o: Lanes, cache: Any, table: Any, scales: Any, target: Any, first: Any, limit: Any) -> None:
+        *pieces, height, width = o.shape(target)
+        paged = PagedRows.of(o, cache, table, rows.page_size)
+        conversion = Conversion.of(o, *dtypes, math.prod(pieces), scales)
+        convert_tile(o, paged, conversion, SmemTile(height, width), o.shared_address(target), first, limit)
+
+    Lanes.emit(make, rows.cache, rows.table, rows.scales, target, first, limit)
+
+
+class PagedRows(NamedTuple):
+    """A sequence's rows in device memory, as threads find them."""
+
+    rows: Rows
+    """Those of the whole cache."""
+    table: Any
+    """Where the numbers of the sequence's pages begin."""
+    page_size: int
+
+    @staticmethod
+    def of(o: Lanes, cache: Any, table: Any, page_size: int) -> PagedRows:
+        """Return a sequence's rows, from references to the cache and its table."""
+        return PagedRows(Rows.of(o, cache), o.device_address(table), page_size)
+
+    @property
+    def columns(self) -> int:
+        """The columns of a row."""
+        return self.rows.columns
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number."""
+        return self.rows.item_bytes
+
+    def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
+        """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
+
+        All pages are looked up before the first is used: so a thread waits once.
+        """
+        places = [o.add(row, o(step)) for step in steps]
+        pages = [self._page(o, place, limit) for place in places]
+        rows = (
+            o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
+            for place, page in zip(places, pages, strict=True)
+        )
+        return [Source(self.rows.address(o, row, column), 0, page) for row, page in zip(rows, pages, strict=True)]
+
+    def _page(self, o: Lanes, place: Any, limit: Any) -> Any:
+        """Return the page that has a row; of a row that is not there, some page."""
+        index = o.arith.select(o.below(place, limit), o.arith.divui(place, o(self.page_size)), o(0))
+        (page,) = o.load_words(o.arith.addi(self.table, o.distance(index, 4)), 0, 1)
+        # What a table has for rows that are not there may be no page's number.
+        return o.arith.minsi(o.arith.maxsi(page, o(0)), o(self.rows.length // self.page_size - 1))
+
+
+class Conversion(NamedTuple):
+    """How rows of a cache become those of a tile."""
+
+    cached: str
+    """The dtype of the cache."""
+    stored: str
+    """The dtype of the tile."""
+    pieces: int
+    scales: Any
+    """Where the scales begin; `None` if there are none."""
+    scale_bytes: int
+    """Bytes from one page's scale to the next, 0 if they share one."""
+
+    @staticmethod
+    def of(o: Lanes, cached: str, stored: str, pieces: int, scales: Any) -> Conversion:
+        """Return the conversion of one dtype to another, with a reference to the scales, if there are any."""
+        if scales is None:
+            return Conversion(cached, stored, pieces, None, 0)
+        (number,), ((stride,), _) = o.shape(scales), _utils.ir.MemRefType(scales.type).get_strides_and_offset()
+        return Conversion(cached, stored, pieces, o.device_address(scales), 4 * stride if number > 1 else 0)
+
+    def factor(self, o: Lanes, page: Any) -> Any:
+        """Return what the numbers that were loaded from a page are to be multiplied by; `None` if by nothing."""
+        unit = UNITS.get(self.cached)
+        if self.scales is None:
+            return None if unit is None else o.plus(o.zero, unit)
+        (bits,) = o.load_words(o.arith.addi(self.scales, o.distance(page, self.scale_bytes)), 0, 1)
+        return o.number(bits) if unit is None else o.arith.mulf(o.number(bits), o.plus(o.zero, unit))
+
+
+def convert_tile(
+    o: Lanes, rows: PagedRows, conversion: Conversion, tile: SmemTile, base: Any, first: Any, limit: Any
+) -> None:
+    """Convert the rows of a tile, or of the tiles of its pieces, one behind the other, and store them."""
+    for chunk in chunks_of_tile(o, rows, tile, base, first, limit, None, rows.columns):
+        # What is not there may lie outside the array.
+        address = o.arith.select(chunk.is_inside, chunk.source.address, rows.rows.start)
+        numbers = cache_numbers.load(o, conversion.cached, address, chunk.offset)
+        factor = conversion.factor(o, chunk.source.page)
+        if factor is not None:
+            numbers = [o.arith.mulf(number, factor) for number in numbers]
+        for piece, words in enumerate(cache_numbers.chunks(o, conversion.stored, numbers, conversion.pieces)):
+            stored = [o.arith.select(chunk.is_inside, word, o(0)) for word in words]
+            o.store_chunk(chunk.target, chunk.place + piece * tile.bytes, stored, chunk.is_in_tile)

@@ -1,0 +1,81 @@
+"""A paged cache as kernels read it: the rows of all its pages, one after the other, and which of them a tile needs.
+
+Kernels read the cache where it lies: a padded or converted copy of it would take longer than attention does. So they
+take a cache that needs neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jflash._backends.nvidia.facts import facts_of
+from jflash._backends.nvidia.tile.inputs import KernelInputs, shared_index
+from jflash._semantics.spec import Spec
+
+TABLE = "page_table"
+"""The page table's name among a kernel's arrays."""
+
+
+def unsupported(spec: Spec) -> str | None:
+    """Return why no kernel reads the call's paged cache where it lies, in words for the user; `None`: one may."""
+    if spec.pages is None:
+        return None
+    if facts_of(spec).is_float32:
+        return "it takes paged caches of 16 bits. float32 would be split into pieces, the whole cache for every call."
+    if spec.pages.dtype != spec.dtype:
+        return f"it takes a paged cache in the query's dtype alone. Got {spec.pages.dtype} and {spec.dtype}."
+    if not {"k_scale", "v_scale"}.isdisjoint(spec.operands):
+        return "it takes no k_scale and no v_scale."
+    if spec.head_dim % 8 or spec.value_dim % 8:
+        return (
+            "it copies 16 bytes of a paged cache at a time, so 8 must divide H and D. "
+            f"Got H={spec.head_dim} and D={spec.value_dim}."
+        )
+    return None
+
+
+def suits(spec: Spec, keys: int) -> bool:
+    """Return whether a tile of `keys` keys is whole pages, or lies in one; without a paged cache any tile suits."""
+    return spec.pages is None or keys % spec.pages.size == 0 or spec.pages.size % keys == 0
+
+
+def parts(spec: Spec, keys: int) -> int:
+    """Return how many pages a tile of `keys` keys has parts of, which suits the call; without a paged cache 1."""
+    return 1 if spec.pages is None else max(1, keys // spec.pages.size)
+
+
+def alignment(spec: Spec, keys: int) -> int:
+    """Return a number that divides every tile's first key, so that its parts begin where pages do; 1 if any will do."""
+    return 1 if spec.pages is None else min(keys, spec.pages.size)
+
+
+class Part(NamedTuple):
+    """Neighbouring keys of a tile that lie in one page."""
+
+    row: Int[Array, ""]
+    """The row of the first one; the number of all rows if none of them is one of the entry's keys."""
+    size: int
+
+
+def parts_of_tile(inputs: KernelInputs, batch: Any, first: Any, keys: int, length: Any) -> list[Part]:
+    """Return the parts of a tile of `keys` keys from `first` on, which `alignment` divides, in order.
+
+    The entry has `length` keys. What the page table holds past them has no effect.
+    """
+    pages, table = inputs.spec.pages, inputs.refs[TABLE]
+    assert pages is not None
+    entry, last, rows = shared_index(table, batch, None)[0], table.shape[1] - 1, inputs.refs["key"].shape[1]
+    number, count = lax.div(first, pages.size), parts(inputs.spec, keys)
+    size = keys // count
+    first_row = first - number * pages.size if count == 1 else 0
+
+    def part(index: int) -> Part:
+        page = table[entry, jnp.minimum(number + index, last)]
+        is_inside = first + index * size < length
+        return Part(jnp.where(is_inside, page * pages.size + first_row, rows), size)
+
+    return list(map(part, range(count)))

@@ -1,0 +1,85 @@
+"""What a `mask_mod` hides of a tile: its program, of numbers that were read of the arrays that it closes over.
+
+A kernel evaluates it in the tiles that it leaves in part. Numbers may be read at indices that were read before. An
+array has no most size: what a tile reads along its queries and its keys is little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jaxtyping import Array, Bool
+
+from jflash._backends.nvidia.tile import program_reads
+from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
+from jflash._backends.nvidia.tile.lowerable import lowerable
+from jflash._semantics import tracing
+from jflash._semantics.mask_mod import MaskMod
+from jflash._semantics.program_reads import ELEMENTWISE, analysis, values
+from jflash._semantics.score_mod import elementwise
+from jflash._semantics.spec import Spec
+from jflash._semantics.tile import Tile
+
+_DTYPES = frozenset({np.dtype(bool), np.dtype(np.int32), np.dtype(np.float32)})
+
+
+def array_name(index: int) -> str:
+    """Return the name that an array has among a kernel's."""
+    return f"mask_mod_{index}"
+
+
+def unsupported(spec: Spec) -> str | None:
+    """Return why kernels cannot take a call's `mask_mod`, in words for the user; `None` if they can."""
+    if spec.mask_mod is None:
+        return None
+    found, jaxpr = analysis(spec.mask_mod), spec.mask_mod.jaxpr
+    if found.reason is not None:
+        return f"it takes no mask_mod that {found.reason}."
+    if (name := next(iter(sorted(found.primitives - ELEMENTWISE)), None)) is not None:
+        return f"it takes no mask_mod that computes {name}."
+    computed = [atom for equation in tracing.equations(jaxpr.jaxpr) for atom in (*equation.invars, *equation.outvars)]
+    dtypes = {np.dtype(atom.aval.dtype) for atom in computed if not isinstance(atom, Literal)}
+    if (other := next(iter(sorted(dtypes - _DTYPES, key=str)), None)) is not None:
+        return f"it takes no mask_mod that computes in {other}, but in int32, float32 and bool."
+    if any(math.prod(array.shape) >= 2**31 for array in jaxpr.consts):
+        return "it takes no mask_mod that reads an array of 2**31 numbers or more."
+    return None
+
+
+def prepare(arrays: Sequence[Array]) -> dict[str, Array]:
+    """Return the arrays as kernels take them, by name: `[#B, numbers]`."""
+    return program_reads.prepare(arrays, array_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfReads:
+    """A `mask_mod` of indices, and of what is read in the place of its arrays, for one tile."""
+
+    mask_mod: MaskMod
+    key_minus_query: Any
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any, numbers: Sequence[Any]) -> Bool[Array, "..."]:
+        def scalar(query: Any, batch: Any, head: Any, key: Any, key_minus_query: Any, *numbers: Any) -> Any:
+            read = program_reads.reader(self.mask_mod, numbers[:-1])
+            (result,) = values(self.mask_mod, read, [batch, head, query, key], key_minus_query)
+            return jnp.asarray(result, bool)
+
+        others = batch, head, key, self.key_minus_query, *map(jnp.asarray, numbers)
+        return lowerable(lambda query, *others: elementwise(scalar, query, others, ()))(query, *others)
+
+
+def visible(inputs: KernelInputs, at: TileCoord, tile: Tile) -> Bool[Array, "rows columns"]:
+    """Return which logits of a tile count; those of keys past the end do not."""
+    mask_mod = inputs.spec.mask_mod
+    if mask_mod is None:
+        return inputs.visible(tile)
+    numbers: Any = program_reads.load(inputs, mask_mod, array_name, at, tile)
+    of_reads: Any = _OfReads(mask_mod, tile.key_minus_query)
+    spec = dataclasses.replace(inputs.spec, mask_mod=of_reads)
+    return dataclasses.replace(inputs, spec=spec).visible(tile._replace(mask_mod_arrays=numbers))

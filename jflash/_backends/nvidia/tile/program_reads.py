@@ -1,0 +1,62 @@
+"""How a kernel has what a function of scalars reads of its arrays (`_semantics.program_reads`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord, shared_index
+from jflash._backends.nvidia.tile.lowerable import lowerable
+from jflash._semantics.program_reads import Function, Read, Slice, analysis, indices, number
+from jflash._semantics.score_mod import elementwise
+from jflash._semantics.tile import Tile
+
+Name = Callable[[int], str]
+"""The name that each array has among a kernel's."""
+
+
+def prepare(arrays: Sequence[Array | None], name: Name) -> dict[str, Array]:
+    """Return arrays, or their tangents, as kernels take them, by name: `[#B, numbers]`."""
+    prepared: dict[str, Array] = {}
+    for place, array in enumerate(arrays):
+        if array is not None:
+            dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
+            prepared[name(place)] = array.reshape(array.shape[0], -1).astype(dtype)
+    return prepared
+
+
+def load(inputs: KernelInputs, function: Function, name: Name, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
+    """Return all that a tile reads of the arrays of `inputs`: a tile of numbers, or one; 0 where there is no array."""
+    loaded: list[Any] = []
+    for read in analysis(function).reads:
+        ref = inputs.refs.get(name(read.array))
+        if ref is None:
+            loaded.append(0.0)
+            continue
+        entry = shared_index(ref, at.batch, None)[0]
+        place = index(function, read, tile, loaded if "array" in read.needs else ())
+        loaded.append(inputs.ops.gather(ref.at[entry], place) if read.by_position else ref[entry, place])
+    return tuple(loaded)
+
+
+def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = ()) -> Any:
+    """Return where in the flat array a tile's number is, or its numbers are; `numbers` as for `indices`."""
+
+    def scalar(query: Any, batch: Any, head: Any, key: Any, key_minus_query: Any, *numbers: Any) -> Any:
+        return indices(function, batch, head, query, key, key_minus_query, numbers[:-1])[read.place]
+
+    if not read.by_position:
+        zero = jnp.int32(0)
+        return scalar(zero, tile.batch, tile.head, zero, zero, *numbers, ())
+    query, key = tile.indices
+    others: Any = tile.batch, tile.head, key, tile.key_minus_query, *numbers
+    return lowerable(lambda query, *others: elementwise(scalar, query, others, ()))(query, *others)
+
+
+def reader(function: Function, numbers: Sequence[Any]) -> Callable[[Slice], Any]:
+    """Return what gives a function's program the numbers that were read, in their order."""
+    remaining = iter(numbers)
+    return lambda part: number(function, part, next(remaining))

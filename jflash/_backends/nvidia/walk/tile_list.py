@@ -1,0 +1,121 @@
+"""The tiles that a block visits as a list, where a mask function leaves tiles empty anywhere.
+
+Lists are made before a kernel (`_semantics.visits`) and lie in device memory. Whoever visits a tile reads its entry:
+the warpgroups that compute, and the one that copies ahead of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.tile.inputs import KernelInputs, shared_index
+from jflash._semantics import visits
+from jflash._semantics.spec import Operands, Spec
+
+LISTS = "tile_lists"
+"""The lists' name among a kernel's arrays."""
+
+
+class Blocks(NamedTuple):
+    """The blocks of a kernel, and the tiles of which they visit some."""
+
+    rows: int
+    """Queries of a block, or keys."""
+    size: int
+    """Keys of a tile, or queries."""
+    heads: int = 1
+    """Neighbouring query heads for all of which a block visits the same tiles."""
+    missing: int = 0
+    """Rows that the first block lacks."""
+    of_keys: bool = False
+    """Whether blocks have keys."""
+
+
+def lists(spec: Spec, operands: Operands, blocks: Blocks) -> dict[str, Int[Array, "#B #N blocks entries"]]:
+    """Return the list of every block, by name; nothing where a range says what is visited.
+
+    `#N` counts groups of `blocks.heads` heads. Behind the entries of all tiles there is one more, past the end.
+    """
+    if spec.mask_mod is None:
+        return {}
+    of_queries, of_keys = (blocks.size, blocks.rows) if blocks.of_keys else (blocks.rows, blocks.size)
+    # Rows past the last query need no mask.
+    of_queries = of_queries if blocks.missing else min(of_queries, spec.query_length)
+    queries = visits.cuts(spec.query_length, of_queries, blocks.missing)
+    keys = visits.cuts(spec.key_length, of_keys)
+    found = visits.list_tiles(spec, operands, queries, keys, heads=blocks.heads, of_keys=blocks.of_keys)
+    past_the_end = jnp.full((*found.shape[:-1], 1), 2 * (found.shape[-1] - 1) + 1, jnp.int32)
+    return {LISTS: jnp.concatenate([found, past_the_end], axis=-1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedTile:
+    """A tile of a list, whose entry was read."""
+
+    entry: Int[Array, ""]
+    size: int
+
+    @property
+    def start(self) -> Int[Array, ""]:
+        """The tile's first key, or query."""
+        return visits.start(self.entry, self.size)
+
+    @property
+    def is_partial(self) -> Bool[Array, ""]:
+        """Whether more than a dense mask hides some of the tile."""
+        return visits.is_partial(self.entry)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileList:
+    """The tiles of `size` that a block visits: as many as `count` of its list, from the one after `first` others on."""
+
+    entries: Ref
+    """How many tiles there are, and then the entry of each."""
+    first: Int[Array, ""] | int
+    count: Int[Array, ""]
+    size: int
+    may_be_partial = True
+    """Whether some tile may be partial."""
+
+    def tile(self, index: Int[Array, ""] | int) -> ListedTile:
+        """Read the entry of the tile that is visited after `index` others."""
+        return ListedTile(self.entries[1 + self.first + index], self.size)
+
+    def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
+        """Return the first key, or query, of the tile that is visited after `index` others."""
+        return self.tile(index).start
+
+    def share(self, index: Int[Array, ""] | int, shares: int) -> TileList:
+        """Return one CTA's share of the list; it may have no tile."""
+        if shares == 1:
+            return self
+        each = lax.div(self.count + shares - 1, shares)
+        return dataclasses.replace(
+            self, first=self.first + index * each, count=jnp.clip(self.count - index * each, 0, each)
+        )
+
+    def split(self, index: Int[Array, ""], splits: int) -> TileList:
+        """Return one CTA's share of a list that several split: at least one tile, which may be past the end."""
+        if splits == 1:
+            return dataclasses.replace(self, count=jnp.maximum(self.count, 1))
+        each = lax.div(self.count + splits - 1, splits)
+        first = self.first + jnp.minimum(index * each, self.count)
+        count = jnp.maximum(jnp.minimum(self.count - index * each, each), 1)
+        return dataclasses.replace(self, first=first, count=count)
+
+
+def visited(inputs: KernelInputs, batch: Any, group: Any, block: Any, size: int) -> TileList | None:
+    """Return the list of a block, for a group of heads; `None` if the kernel has no lists."""
+    ref = inputs.refs.get(LISTS)
+    if ref is None:
+        return None
+    place = *shared_index(ref, batch, group), block
+    entries = ref.at[place]
+    return TileList(entries, 0, entries[0], size)

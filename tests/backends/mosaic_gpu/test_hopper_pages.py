@@ -1,0 +1,167 @@
+"""The Hopper kernels with a paged cache, in Pallas' interpreter: right, free of races, padding without effect."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import cases
+import hopper_kernels
+import numpy as np
+import oracle
+import paged
+import pytest
+from cases import Case
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_families import HOPPER
+from short_run import cover
+
+import jflash
+from jflash import _autodiff
+from jflash._backends import mosaic_gpu
+from jflash._backends.mosaic_gpu import plan
+from jflash._backends.nvidia.launch import Kernel
+from jflash._semantics.spec import Operands, Spec
+
+DECODING = Case("bfloat16", 1, 300, heads=(4, 2), dims=(64, 64), batch=(3,))
+PREFILL = DECODING._replace(query_length=140, heads=(1, 1), causal=True, offset="each")
+SEVERAL = DECODING._replace(query_length=3, causal=True, offset="each")
+CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
+    "interleaved": (SEVERAL, 16, dict(interleaved=True)),
+    "pages larger than a tile": (DECODING, 256, {}),
+    "pages of 8": (DECODING, 8, {}),
+    "pages of 192, panels": (DECODING._replace(dims=(40, 24), dtype="float16"), 192, {}),
+    "window": (SEVERAL._replace(window=(50, 0), causal=False), 64, {}),
+    "prefill": (PREFILL, 32, {}),
+    "prefill, wide heads": (PREFILL._replace(query_length=70, dims=(256, 128)), 128, {}),
+    "cap, alibi, sinks": (SEVERAL._replace(soft_cap=1.5, alibi=True, sinks=True), 16, {}),
+    "bias and mask": (
+        SEVERAL._replace(key_length=384, bias="full", mask="full", window=(150, 3), causal=False),
+        16,
+        {},
+    ),
+    "score_mod, bias of keys": (SEVERAL._replace(key_length=384, score_mod="indices", bias="keys"), 128, {}),
+    "segments, dropout": (PREFILL._replace(query_length=20, key_length=304, segments="sorted", dropout=True), 8, {}),
+    "latent": (DECODING._replace(key_length=140, heads=(4, 1), dims=(576, 512)), 16, {}),
+    "wide heads": (SEVERAL._replace(key_length=140, dims=(320, 320)), 64, dict(interleaved=True)),
+    "both lengths": (PREFILL._replace(query_length=70, lengths="both"), 16, dict(interleaved=True)),
+}
+
+
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(*row, id=name, marks=cover(0) if name in names else ()) for name, row in CASES.items()]
+
+
+@pytest.mark.parametrize(("case", "page_size", "options"), slow(*list(CASES)[2:]))
+def test_exact(case: Case, page_size: int, options: dict[str, Any]):
+    """In shuffled pages, with lengths from 0 on, garbage in the table and NaN in pages past each."""
+    call = paged.with_lengths(cases.build(case))
+    oracle.assert_right(hopper_kernels.run(call, **paged.paginate(call, page_size, **options)), call)
+
+
+@cover(0)
+def test_mask_mod():
+    """A list of tiles, which begin where pages do."""
+    call = dataclasses.replace(cases.build(PREFILL), mask_mod=lambda b, h, q, k: ((k // 64 + b) % 2 == 0) | (k == q))
+    call = paged.with_lengths(call)
+    oracle.assert_right(hopper_kernels.run(call, **paged.paginate(call, 16)), call)
+
+
+@pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=cover(0))])
+def test_splits(page_size: int):
+    """Keys of an entry that several CTAs share: some have none, and one has the end."""
+    call = paged.with_lengths(cases.build(DECODING._replace(key_length=1100, batch=(2,))))
+    call = dataclasses.replace(call, key_value_seq_lengths=np.array([1, 700], np.int32))
+    arguments = paged.paginate(call, page_size)
+    spec, _ = hopper_kernels.canonical(call, **arguments)
+    assert plan.plan_forward(spec, 132).plan.splits > 1
+    oracle.assert_right(hopper_kernels.run(call, **arguments), call)
+
+
+@cover(0)
+def test_one_cache_for_each_entry():
+    """As `jax.vmap` over the pages makes of them."""
+    call = paged.with_lengths(cases.build(DECODING._replace(batch=(2,), key_length=140)))
+    spec, operands = hopper_kernels.canonical(call, **paged.paginate(call, 16))
+    other = lambda cache: np.concatenate([cache, np.roll(cache, 16, axis=1)])
+    pages = operands.key.shape[1] // 16
+    operands = operands._replace(
+        key=other(operands.key),
+        value=other(operands.value),
+        page_table=np.array(operands.page_table) + np.array([[0], [1]], np.int32),
+    )
+    operands = operands._replace(page_table=operands.page_table % pages)
+    ops = HOPPER.interpreter(plgpu.InterpretGPUParams(detect_races=True))
+    out, lse = HOPPER.call.forward(plan.plan_forward(spec.resized(operands), 132), operands, ops)
+    oracle.assert_right(oracle.Results(out, lse.swapaxes(1, 2), {}), call)
+
+
+@cover(0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(lengths=[(3, 18), (1, 129), (0, 0), (1, 1), (20, 140)], sinks=np.linspace(-2, 3, 4).astype(np.float32)),
+        dict(lengths=[(1, n) for n in (260, 17, 1)], interleaved=True, sliding_window=70),
+        dict(lengths=[(60, 70), (1, 129)], spare=(0, 0), soft_cap=5.0),
+    ],
+    ids=["mixed", "decode", "blocks of 32 tokens"],
+)
+def test_ragged(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]):
+    """Blocks of the tokens of several sequences, with what is none of them 0."""
+    ops = HOPPER.interpreter(plgpu.InterpretGPUParams(detect_races=True))
+    monkeypatch.setattr(mosaic_gpu, "unsupported", lambda spec, platform: mosaic_gpu.unsupported_call(spec))
+    # What is between takes nothing that has effects, as the interpreter has.
+    planned: list[Kernel[Any]] = []
+
+    def forward(choice: Any, spec: Spec, operands: Operands, names: Any) -> Any:
+        planned.append(plan.plan_forward(spec, 132))
+        return HOPPER.call.forward(planned[0], operands, ops)
+
+    monkeypatch.setattr(_autodiff, "attend", forward)
+    step = paged.ragged(page_size=16, dims=(64, 64), dtype="bfloat16", sm_scale=0.25, **options)
+    attend = functools.partial(jflash.ragged_paged_attention, implementation="mosaic_gpu", return_residual=True)
+    paged.assert_ragged_right(attend(**step.arguments), step)
+    assert [kernel.plan.packed_heads for kernel in planned] == [2]
+    assert not hopper_kernels.races_found()
+
+
+@pytest.mark.parametrize(
+    ("case", "page_size", "options", "reason"),
+    [
+        (DECODING, 12, {}, "pages of 8, 16 or 32 keys, or of a multiple of 64. Got pages of 12."),
+        (DECODING, 4, {}, "Got pages of 4."),
+        (DECODING, 96, {}, "Got pages of 96."),
+        (DECODING._replace(dtype="float32"), 16, {}, "paged caches of 16 bits"),
+        (DECODING, 16, dict(dtype="int8"), "a paged cache in the query's dtype alone. Got int8 and bfloat16."),
+        (DECODING._replace(dims=(60, 64)), 16, {}, "so 8 must divide H and D. Got H=60 and D=64."),
+        (DECODING._replace(dims=(40, 40)), 16, dict(interleaved=True), "interleaved pages in sixteens. Got H=40."),
+        (
+            DECODING._replace(dims=(136, 40), query_length=3, key_length=304, bias="full"),
+            16,
+            {},
+            "in sixteens beside such a bias. Got H=136 and D=40.",
+        ),
+        (DECODING._replace(dims=(520, 512)), 16, {}, "in sixteens. Got H=520 and D=512."),
+    ],
+    ids=str,
+)
+def test_refusals(case: Case, page_size: int, options: dict[str, Any], reason: str):
+    call = paged.with_lengths(cases.build(case))
+    spec, _ = hopper_kernels.canonical(call, **paged.paginate(call, page_size, **options))
+    told = mosaic_gpu.unsupported_call(spec)
+    assert told is not None
+    assert reason in told
+
+
+def test_scales_are_refused():
+    call = paged.with_lengths(cases.build(DECODING))
+    spec, _ = hopper_kernels.canonical(call, **paged.paginate(call, 16), k_scale=2.0)
+    assert mosaic_gpu.unsupported_call(spec) == "it takes no k_scale and no v_scale."
+
+
+def test_no_copy_of_the_cache():
+    """What is launched reads the cache itself, also where `explain` speaks of copies."""
+    call = paged.with_lengths(cases.build(DECODING._replace(dims=(40, 24))))
+    spec, _ = hopper_kernels.canonical(call, **paged.paginate(call, 16))
+    told = plan.describe(spec, 132)
+    assert "key is" not in told
+    assert "backward" not in told
