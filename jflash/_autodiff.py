@@ -260,8 +260,9 @@ class _Backward(_Part):
         rest = _Backward(self.where, dataclasses.replace(spec, undifferentiated=spec.undifferentiated | {"bias"}))
         # Devices that have the same queries, and other keys, would each count them.
         counted = sequence is None or sequence.ring or sequence.keys.own == 0
-        bias = bias_of_queries.gradient(spec, operands, *others, counted)
-        return rest.of(backend, sequence, operands, *others)._replace(bias=bias)
+        (residuals,) = others
+        bias = bias_of_queries.gradient(spec, operands, residuals, counted)
+        return rest.of(backend, sequence, operands, residuals)._replace(bias=bias)
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
         return _sequence.backward(backend, sequence, operands, *others)
