@@ -118,14 +118,16 @@ class CommonInterpreter(Ops):
 
     def zero_hidden_rows(self, rows: Ref, lse: Ref, first: Any) -> None:
         size = min(128, rows.shape[0])
-        # Rows of this warpgroup alone: others have others. At the array's end those before are read and kept.
+        # At the array's end the log-sum-exps before `first` are read too; their rows are another block's.
         start = jnp.minimum(first, rows.shape[0] - size)
-        own, index = rows.at[pl.ds(start, size)], start + jnp.arange(size)
-        hidden = (index >= first) & (lse[pl.ds(start, size)] == -jnp.inf)
+        hidden = (start + jnp.arange(size) >= first) & (lse[pl.ds(start, size)] == -jnp.inf)
 
-        @pl.when(hidden.any())
-        def _() -> None:
-            own[...] = jnp.where(hidden[:, None], 0, own[...])
+        def zero(row: Any, carry: None) -> None:
+            @pl.when(hidden[row])
+            def _() -> None:
+                rows[pl.ds(start + row, 1)] = jnp.zeros((1, rows.shape[1]), rows.dtype)
+
+        lax.fori_loop(0, size, zero, None)
 
     def add_by_index(self, table: Ref, index: Int[Array, "rows columns"], values: Float[Array, "rows columns"]) -> None:
         table[...] = table[...].at[index].add(values, mode="promise_in_bounds")
