@@ -71,6 +71,7 @@ def rows(array: Array, entry: int, head: int, length: Array | None) -> Float[Arr
 def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first: bool) -> Operands:
     """The gradients of a call, each head of which is one tile."""
     call = Delta(spec, operands, residuals, OPS)
+    d_out = call.residuals.d_out
     arrays = call.others | call.rows | call.packed_mask(keys_first=keys_first) | call.ranges(SIZE, of_keys=keys_first)
     refs = {name: ArrayRef(array) for name, array in arrays.items()}
     inputs = KernelInputs(spec, OPS, refs, keys_first=keys_first)
@@ -84,7 +85,7 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first
     for entry in range(spec.batch):
         for head in range(spec.heads):
             key_head = head // spec.group
-            q, do = (rows(array, entry, head, operands.query_lengths) for array in (operands.query, residuals.d_out))
+            q, do = (rows(array, entry, head, operands.query_lengths) for array in (operands.query, d_out))
             k, v = (rows(array, entry, key_head, operands.key_lengths) for array in (operands.key, operands.value))
             left, right, do_left, do_right = (k, q, v, do) if keys_first else (q, k, do, v)
             at = TileCoord(jnp.int32(entry), jnp.int32(head), jnp.int32(0), jnp.int32(0))
