@@ -90,8 +90,8 @@ class ColumnChunks:
         One warpgroup of each CTA along `cluster` reads them.
         """
         shape, in_array = (slots, rows, self.width), columns * self.pieces
-        dtype, parts = facts_of(spec).operand_dtype, cache_rows.parts(spec, rows)
-        return smem.ring(shape, dtype, in_array, readers=1, chunk=self.width, cluster=cluster, parts=parts)
+        ring = smem.ring(shape, facts_of(spec).operand_dtype, in_array, readers=1, chunk=self.width, cluster=cluster)
+        return smem.in_parts(ring, cache_rows.parts(spec, rows))
 
 
 @dataclasses.dataclass(frozen=True)

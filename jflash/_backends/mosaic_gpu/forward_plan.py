@@ -42,13 +42,15 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
     o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
-    walked = dict(readers=tile.warpgroups, parts=cache_rows.parts(spec, tile.keys))
+    others, parts = has_bias_tiles + bias_by_mma, cache_rows.parts(spec, tile.keys)
+    k = tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=others)
+    v = value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
         q_o=(q, o) if output_stores else smem.reused(q, None if spec.partial else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
-        k=tiles.ring((tile.stages, tile.keys, columns), others=has_bias_tiles + bias_by_mma, **walked),
-        v=value_tiles.ring((tile.stages, tile.keys, value_columns), mends=spec.pages is not None, **walked),
+        k=smem.in_parts(k, parts),
+        v=smem.in_parts(v, parts, mends=spec.pages is not None),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,

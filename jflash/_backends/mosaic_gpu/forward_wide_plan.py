@@ -147,13 +147,14 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
     cluster = PAIR if in_pairs else None
     q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, chunk=chunks.width)
     number, columns = _value_chunks(spec)
-    of_pages = dict(parts=cache_rows.parts(spec, tile.value_keys), mends=spec.pages is not None)
     values, bias = (tile.stages, tile.value_keys, columns), (1, tile.rows, tile.keys)
+    rings = [tiles.ring(values, value_dim, readers=1, cluster=cluster) for _ in range(number)]
+    parts = cache_rows.parts(spec, tile.value_keys)
     return Buffers(
         q_o=smem.reused(q, None),
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
-        values=[tiles.ring(values, value_dim, readers=1, cluster=cluster, **of_pages) for _ in range(number)],
+        values=[smem.in_parts(ring, parts, mends=spec.pages is not None) for ring in rings],
         biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if facts_of(spec).has_bias_tiles else [],
         p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
         rescale=smem.vectors(WARPGROUP_ROWS),

@@ -14,8 +14,8 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import Buffers, barriers, in_one_view, opened, size, vectors
 from jflash._semantics.spec import Spec
 
-__all__ = ["CAPACITY", "CallTiles", "Overlaid", "barriers", "copies", "fits", "panels_of", "reused", "ring"]
-__all__ += ["size", "tile", "vectors"]
+__all__ = ["CAPACITY", "CallTiles", "Overlaid", "barriers", "copies", "fits", "in_parts", "panels_of", "reused"]
+__all__ += ["ring", "size", "tile", "vectors"]
 
 CAPACITY = 227 * 1024
 """Bytes that a CTA may have on Hopper (CUDA programming guide, compute capability 9.0)."""
@@ -78,22 +78,28 @@ def ring(
     chunk: int | None = None,
     in_panels: bool = False,
     cluster: str | None = None,
-    parts: int = 1,
-    mends: bool = False,
 ) -> Buffers:
     """Return `tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
 
-    `full` completes a phase when a slot's tile, in as many `parts`, and as many `others` have arrived, `empty` when all
-    readers are done: of each CTA along the axis `cluster`, if copies are for all of them. If the warpgroup that copies
-    `mends` a tile before others read it, `full` has one barrier more, of copies that this warpgroup waits for. The
-    other arguments are those of `tile`.
+    `full` completes a phase when a slot's tile and as many `others` have arrived, `empty` when all readers are done: of
+    each CTA along the axis `cluster`, if copies are for all of them. The other arguments are those of `tile`.
     """
     tiles = tile(shape, dtype, *divides, chunk=chunk, in_panels=in_panels)
-    full = barriers(shape[0] + mends, arrivals=parts * copies(tiles) + others)
-    empty = barriers(shape[0], arrivals=readers)
+    full, empty = barriers(shape[0], arrivals=copies(tiles) + others), barriers(shape[0], arrivals=readers)
     if cluster is not None:
         empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=shape[0], num_arrivals=readers)
     return Buffers(tiles=tiles, full=full, empty=empty)
+
+
+def in_parts(ring: Buffers, parts: int, *, mends: bool = False) -> Buffers:
+    """Return a ring whose tiles come in so many parts.
+
+    If the warpgroup that copies `mends` a tile before others read it, `full` has one barrier more, of copies that this
+    warpgroup waits for.
+    """
+    arrivals = ring.full.num_arrivals + (parts - 1) * copies(ring.tiles)
+    full = barriers(ring.tiles.shape[0] + mends, arrivals)
+    return Buffers(tiles=ring.tiles, full=full, empty=ring.empty)
 
 
 def copies(*tiles: Any) -> int:
