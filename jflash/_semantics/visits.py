@@ -91,7 +91,8 @@ def coverage(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches:
     if operands.query_segments is not None:
         found = found & _shared(_of_segments(operands, queries, keys), spec.batch, batches, spec.heads, heads)
     inside = (queries.first >= 0) & (queries.first + queries.size <= spec.query_length)
-    inside = inside[:, None] & (keys.first >= 0) & (keys.first + keys.size <= spec.key_length)
+    of_keys = (keys.first >= 0) & (keys.first + keys.size <= spec.key_length)
+    inside = (inside[:, None] & of_keys[None])[None, None]
     return Coverage(found.full & found.some & inside, found.some)
 
 
@@ -119,7 +120,8 @@ def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches
     of_block = lambda batch, first: visibility.key_spans(spec, operands, batch, together, first, queries.size)
     spans = jax.vmap(jax.vmap(of_block, (None, 0)), (0, None))(entries, queries.first)
     start, full_start, full_stop, stop = (end[:, None, :, None] for end in spans)
-    first, last = keys.first, keys.first + keys.size
+    first = keys.first[None, None, None]
+    last = first + keys.size
     some = (first < stop) & (last > start) & (stop > start)
     return Coverage((first >= full_start) & (last <= full_stop), some)
 
@@ -155,7 +157,7 @@ def _any_within(
     count = array.shape[axis]
     zero = jnp.zeros([1 if a == axis else n for a, n in enumerate(array.shape)], jnp.int32)
     sums = jnp.concatenate([zero, jnp.cumsum(array, axis=axis, dtype=jnp.int32)], axis=axis)
-    first = cut.first[None] if moved is None else cut.first + moved[:, None]
+    first = cut.first[None] if moved is None else cut.first[None] + moved[:, None]
     begin, end = jnp.clip(first // TILE, 0, count), jnp.clip(-(-(first + cut.size) // TILE), 0, count)
     take = jax.vmap(lambda sums, places: jnp.take(sums, places, axis=axis - 1), (0 if array.shape[0] > 1 else None, 0))
     if first.shape[0] == 1:

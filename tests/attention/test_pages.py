@@ -211,4 +211,3 @@ def test_explain(serving: str):
     assert told.startswith(f"{serving} serves")
     assert "backward" not in told
     assert told.endswith("derivatives: none of a call with pages")
-    assert "page_table" in jflash.explain(**arguments, implementation="metal")

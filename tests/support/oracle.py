@@ -44,13 +44,14 @@ def tf32(call: Call) -> Results:
 
 
 @functools.lru_cache(maxsize=2)
-def tolerances(call: Call, *, by_rows: bool = True) -> Results:
+def tolerances(call: Call, *, by_rows: bool = True, by_lse: bool = False) -> Results:
     """The largest error allowed in each result: twice plain attention's, and a few roundings of it and of its terms.
 
     The roundings matter where plain attention is exact by luck, as with a single key or in a result of few entries
     (`_roundings`). One gradient may have more, if it is made `by_rows`: that of a bias which all keys share, where a
     kernel adds up dS over a query's keys, as it does beside a `score_mod`: twice what knowing only output and
-    log-sum-exp costs it (`_error_of_rows`).
+    log-sum-exp costs it (`_error_of_rows`). Where products are exact and logits are in the hundreds, plain attention
+    has no error of them, and a backward has the log-sum-exp's rounding: `by_lse` allows every gradient what that costs.
     """
     truth, yardstick, sizes = exact(call), plain(call), _widest(call).sizes()
     dtype = call.query.dtype
@@ -69,7 +70,14 @@ def tolerances(call: Call, *, by_rows: bool = True) -> Results:
         features = getattr(call, name).shape[-1] if name in ("query", "key", "value") else 1
         arrays = (results.gradients[name] for results in (truth, yardstick, sizes))
         found = jax.tree.map(functools.partial(allowed, features=features), *arrays)
-        return found + 2 * _error_of_rows(call, yardstick) if name == "bias" and by_rows else found
+        if name == "bias" and by_rows:
+            found += 2 * _error_of_rows(call, yardstick)
+        if by_lse:
+            recomputed = _widest(call).results(residuals=yardstick).gradients[name]
+            found = jax.tree.map(
+                lambda found, *pair: found + 2 * error(*pair), found, recomputed, truth.gradients[name]
+            )
+        return found
 
     out, lse, _ = zip(truth, yardstick, sizes, strict=True)
     return Results(
@@ -108,9 +116,11 @@ def error(got: Any, truth: np.ndarray) -> float:
     return float(np.max(np.where(np.isnan(difference), np.inf, difference), initial=0))
 
 
-def assert_right(got: Results, call: Call, *, as_tf32: bool = False, by_rows: bool = True) -> None:
+def assert_right(
+    got: Results, call: Call, *, as_tf32: bool = False, by_rows: bool = True, by_lse: bool = False
+) -> None:
     """Every result is within its tolerance, or `as_tf32` within the error of plain attention by products in TF32."""
-    allowed, truth = tolerances(call, by_rows=by_rows), exact(call)
+    allowed, truth = tolerances(call, by_rows=by_rows, by_lse=by_lse), exact(call)
     if as_tf32:
         by_tf32 = tf32(call)
         errors = jax.tree.map(error, by_tf32, truth)

@@ -22,6 +22,7 @@ from jflash._choice import Program
 from jflash._semantics.dtypes import widened
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import (
+    PARAMETERS,
     Corner,
     Parameters,
     Tile,
@@ -230,8 +231,11 @@ class _Walk:
             return jnp.zeros(whole.shape, whole.dtype if alone else widened(whole.dtype, dtype))
 
         def of_parameters(parts: Parameters) -> Parameters:
-            is_leaf = lambda part: part is None
-            return jax.tree.map(of_parameter, parts, tile_parameters(self.operands), is_leaf=is_leaf)
+            whole = tile_parameters(self.operands)
+            sums = {name: of_parameter(getattr(parts, name), getattr(whole, name)) for name in PARAMETERS}
+            # None of them has a part where no parameter moves.
+            captured = tuple(map(of_parameter, parts.score_mod_arrays, whole.score_mod_arrays))
+            return Parameters(**sums, score_mod_arrays=captured)
 
         return Terms(
             jax.tree.map(lambda part: jnp.zeros((*by_row, *part.shape[4:]), dtype), example.rows),
