@@ -80,6 +80,12 @@ CASES = {
         ),
         dict(bias=((1, 4, 1, LENGTH), bfloat16)),
     ),
+    "score_mod of some heads": (
+        64,
+        64,
+        dict(score_mod=lambda logit, batch, head, *_: jnp.where(head > 1, 2 * logit, logit)),
+        {},
+    ),
     "score_mod of a number for each head": (
         128,
         128,

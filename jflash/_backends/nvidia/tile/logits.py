@@ -165,7 +165,7 @@ def differentiate(
         return mask.hide(probabilities(s), 0.0), lambda cotangent: (cotangent, {})
     modify, parameters = _modification(mask, s.shape)
     values = {name: jnp.broadcast_to(value, s.shape) for name, value in _named(parameters, wanted).items()}
-    logits, pull_back = jax.vjp(modify, s, values)
+    logits, pull_back = lowerable(lambda s, values: jax.vjp(modify, s, values))(s, values)
     return mask.hide(probabilities(logits), 0.0), lowerable(pull_back)
 
 
@@ -181,7 +181,7 @@ def linearize(
     if facts_of(inputs.spec).is_plain:
         return mask.hide(probabilities(s), 0.0), lambda ts, _: ts * facts_of(inputs.spec).sums_scale
     modify, parameters = _modification(mask, s.shape)
-    logits, push = jax.linearize(modify, s, _named(parameters, moving))
+    logits, push = lowerable(lambda s, values: jax.linearize(modify, s, values))(s, _named(parameters, moving))
     p = mask.hide(probabilities(logits), 0.0)
     # What padding holds may be NaN.
     return p, lambda ts, values: jnp.where(p == 0, 0.0, lowerable(push)(ts, values))
