@@ -92,7 +92,7 @@ def ring(
 
 
 def in_parts(ring: Buffers, parts: int, *, mends: bool = False) -> Buffers:
-    """Return a ring whose tiles come in so many parts.
+    """Return a ring whose tiles each come in `parts` copies of rows.
 
     If the warpgroup that copies `mends` a tile before others read it, `full` has one barrier more, of copies that this
     warpgroup waits for.

@@ -13,7 +13,8 @@ _MOST_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
 
 _MOST_PAGED_QUERIES = 64
-"""The same where keys are in pages: of a ragged batch's blocks, which have up to so many, some have only one query."""
+"""Queries up to which heads are packed where keys are in pages. A ragged batch has blocks of up to 64 queries, of which
+some have only one."""
 
 
 def packs(spec: Spec) -> bool:

@@ -106,8 +106,8 @@ def test_tangents():
 
 
 def test_only_listed_tiles_are_visited():
-    """What nobody sees is NaN: 0 times that is NaN, and would be in the sums of who visits its tile. The array that is
-    read has a batch axis, as `jax.vmap` makes one."""
+    """Values that no query sees are NaN: a kernel that visited their tile would add 0 * NaN to its sums. The array that
+    is read has a batch axis, as `jax.vmap` makes one."""
     call = call_of(documents, SQUARE._replace(query_length=100, dims=(8, 8)))
     call = dataclasses.replace(call, d_out=None)
     _, of_entries = hopper_kernels.canonical(call)

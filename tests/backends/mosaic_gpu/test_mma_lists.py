@@ -63,7 +63,7 @@ def test_decoding():
 
 
 def test_only_listed_tiles_are_visited():
-    """What nobody sees is NaN: 0 times that is NaN, and would be in the sums of who visits its tile."""
+    """Values that no query sees are NaN. A kernel that visited their tile would add 0 * NaN to its sums."""
     call = dataclasses.replace(call_of(documents, SQUARE._replace(query_length=100, batch=(1,))), d_out=None)
     value = call.value.copy()
     value[:, 128:256] = jnp.nan

@@ -1,7 +1,7 @@
 """The tiles that a block visits as a list, where a mask function leaves tiles empty anywhere.
 
-Lists are made before a kernel (`_semantics.visits`) and lie in device memory. Whoever visits a tile reads its entry:
-the warpgroups that compute, and the one that copies ahead of them.
+Lists are made before a kernel (`_semantics.visits`) and lie in device memory. The warpgroups that compute, and the one
+that copies ahead of them, read a tile's entry when they visit it.
 """
 
 from __future__ import annotations
