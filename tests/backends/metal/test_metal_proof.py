@@ -131,8 +131,9 @@ ONLY_IN = {"pages.h": ("paged",), "tile_mask.h": ("listed_shared_bias",), "walk.
 """The call that goes through a file, where others do not."""
 INDICES = [
     dataclasses.replace(one, calls=ONLY_IN.get(one.file, one.calls))
-    for one in breaks(r"(?<=\w)\[([^\[\]\n]+)\](?! *\))(?!;)", r"[(\1) + 1]", "*.h")
+    for one in breaks(r"(?<=\w)\[(?![A-Z_]+\])([^\[\]\n]+)\](?! *\))(?!;)", r"[(\1) + 1]", "*.h")
 ]
+"""Subscripts that are one too large. A constant alone is an array's size, which may be larger."""
 
 
 @cover(every=2)
