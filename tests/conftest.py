@@ -16,6 +16,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
+# In Pallas' interpreter each warpgroup holds one of XLA's threads while it waits for another warpgroup. Without this
+# XLA has as many threads as the machine has cores: on two, three warpgroups can wait for one another for ever.
+os.environ.setdefault("PJRT_NPROC", "16")
+
 import ctypes
 import functools
 import gc
