@@ -16,8 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
-# In Pallas' interpreter each warpgroup holds one of XLA's threads while it waits for another warpgroup. Without this
-# XLA has as many threads as the machine has cores: on two, three warpgroups can wait for one another for ever.
+# In Pallas' interpreter a warpgroup holds threads of XLA's while it waits for another warpgroup. XLA has as many as
+# there are devices or cores, and a kernel of three warpgroups has hung with eight on a busy machine.
 os.environ.setdefault("PJRT_NPROC", "16")
 
 import ctypes
