@@ -47,15 +47,22 @@ struct BackwardMemory {
   threadgroup RowMetadata* tile_metadata;
 };
 
-/// Rows of dO without those of queries that see no key: nothing may come of them, and 0 * NaN is NaN.
+/// Rows of dO. A query that sees no key has P = 0, so its finite numbers add nothing; others become 0, as 0 * NaN is NaN.
+/// The log-sum-exp is looked up for those alone.
 struct SeeingRows {
   typedef Scalar Element;
   Rows rows;
   device const float* lse;
 
-  bool is_kept(int row) const { return !HIDDEN_ROWS_HAVE_COTANGENTS || lse[row] != -INFINITY; }
+  bool is_kept(int) const { return true; }
   device const Scalar* at(int row) const { return rows.at(row); }
-  Scalar4 widened(Scalar4 four, int) const { return four; }
+  Scalar4 widened(Scalar4 four, int row) const {
+    float zero = 0.0f;
+    for (int element = 0; HIDDEN_ROWS_HAVE_COTANGENTS && element < 4; ++element) {
+      zero += 0.0f * float(four[element]);
+    }
+    return zero == 0.0f || lse[row] != -INFINITY ? four : Scalar4(Scalar(0.0f));
+  }
 };
 
 inline SeeingRows d_out_rows(thread const Residuals& residuals, constant Parameters& parameters, int first) {
