@@ -57,11 +57,9 @@ struct SeeingRows {
   bool is_kept(int) const { return true; }
   device const Scalar* at(int row) const { return rows.at(row); }
   Scalar4 widened(Scalar4 four, int row) const {
-    float zero = 0.0f;
-    for (int element = 0; HIDDEN_ROWS_HAVE_COTANGENTS && element < 4; ++element) {
-      zero += 0.0f * float(four[element]);
-    }
-    return zero == 0.0f || lse[row] != -INFINITY ? four : Scalar4(Scalar(0.0f));
+    float zero = 0.0f * (float(four.x) + float(four.y) + float(four.z) + float(four.w));
+    bool stays = !HIDDEN_ROWS_HAVE_COTANGENTS || zero == 0.0f || *(lse + row) != -INFINITY;
+    return stays ? four : Scalar4(Scalar(0.0f));
   }
 };
 
