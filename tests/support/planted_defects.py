@@ -3,9 +3,9 @@
     python tests/support/planted_defects.py [--all] [--only WORD]
 
 The defects are in `defects.py`. Each names a definition, and has a piece of text that is found once in definitions of
-this name, in whichever files of the packages they are, and what takes its place. Of the short run (`make test`) the
-tests that are there to notice it go first, and all others after them, until one fails. What the short run notices, all
-tests do, as they include it; with `--all` a defect that it misses is shown to the slow tests as well.
+this name, in whichever files of the packages they are, and what takes its place. For each defect the tool runs the
+tests of the short run (`make test`): first those that `defects.py` names for it, then all others, until one fails.
+With `--all` it runs the slow tests too where the short run misses a defect.
 """
 
 from __future__ import annotations

@@ -32,13 +32,12 @@ def unsupported_call(spec: Spec) -> str | None:
     if widest > 576:
         return f"H and D must be at most 576. Got {dims}."
     from jflash._backends.mosaic_gpu import array_shapes, plan
-    from jflash._backends.nvidia import cache_rows
     from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
     from jflash._semantics import score_mod_reads
 
     reason = score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec)
     reason = reason or operand_pieces.unsupported(spec)
-    reason = reason or cache_rows.unsupported(spec) or array_shapes.unsupported_cache(spec)
+    reason = reason or array_shapes.unsupported_cache(spec)
     if reason is not None or plan.fits(spec):
         return reason
     such = f"with {dims}" + " and such a bias" * facts_of(spec).has_bias_tiles

@@ -91,6 +91,17 @@ def unsupported_cache(spec: Spec) -> str | None:
     """
     if spec.pages is None:
         return None
+    if facts_of(spec).is_float32:
+        return "it takes paged caches of 16 bits. float32 would be split into pieces, the whole cache for every call."
+    if spec.pages.dtype != spec.dtype:
+        return f"it takes a paged cache in the query's dtype alone. Got {spec.pages.dtype} and {spec.dtype}."
+    if not {"k_scale", "v_scale"}.isdisjoint(spec.operands):
+        return "it takes no k_scale and no v_scale."
+    if spec.head_dim % 8 or spec.value_dim % 8:
+        return (
+            "it copies 16 bytes of a paged cache at a time, so 8 must divide H and D. "
+            f"Got H={spec.head_dim} and D={spec.value_dim}."
+        )
     if spec.pages.size % 8 or not cache_rows.suits(spec, _SMALLEST_TILE):
         return f"it takes pages of 8, 16 or 32 keys, or of a multiple of 64. Got pages of {spec.pages.size}."
     if not forward_in_panels(spec) and block_dims(spec) != _dims(spec):

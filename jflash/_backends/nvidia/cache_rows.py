@@ -1,7 +1,6 @@
 """A paged cache as kernels read it: the rows of all its pages, one after the other, and which of them a tile needs.
 
-Kernels read the cache where it lies: a padded or converted copy of it would take longer than attention does. So they
-take a cache that needs neither.
+Kernels read the cache where it lies: a padded or converted copy of it would take longer than attention does.
 """
 
 from __future__ import annotations
@@ -12,30 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.tile.inputs import KernelInputs, shared_index
 from jflash._semantics.spec import Spec
 
 TABLE = "page_table"
 """The page table's name among a kernel's arrays."""
-
-
-def unsupported(spec: Spec) -> str | None:
-    """Return why no kernel reads the call's paged cache where it lies, in words for the user; `None`: one may."""
-    if spec.pages is None:
-        return None
-    if facts_of(spec).is_float32:
-        return "it takes paged caches of 16 bits. float32 would be split into pieces, the whole cache for every call."
-    if spec.pages.dtype != spec.dtype:
-        return f"it takes a paged cache in the query's dtype alone. Got {spec.pages.dtype} and {spec.dtype}."
-    if not {"k_scale", "v_scale"}.isdisjoint(spec.operands):
-        return "it takes no k_scale and no v_scale."
-    if spec.head_dim % 8 or spec.value_dim % 8:
-        return (
-            "it copies 16 bytes of a paged cache at a time, so 8 must divide H and D. "
-            f"Got H={spec.head_dim} and D={spec.value_dim}."
-        )
-    return None
 
 
 def suits(spec: Spec, keys: int) -> bool:
