@@ -67,7 +67,7 @@ def listed(found: Coverage) -> Lists:
     order = jnp.argsort(kind, axis=-1, stable=True).astype(jnp.int32)
     visited = found.some.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     count = order.shape[-1]
-    kind = jnp.take_along_axis(kind, order, axis=-1)
+    kind = jnp.take_along_axis(kind, order, axis=-1).astype(jnp.int32)
     entries = jnp.where(kind == 2, 2 * count + 1, 2 * order + kind)
     return jnp.concatenate([visited, entries], axis=-1)
 
