@@ -129,6 +129,6 @@ def keep_tile(spec: Spec, tile: Tile) -> Bool[Array, "b k g i j"]:
     """Return which probabilities of a tile stay."""
     assert tile.dropout_seed is not None
     assert tile.head is not None
-    first, second = (tile.dropout_seed[:, word][:, None, None, None, None] for word in (0, 1))
+    first, second = (tile.dropout_seed[:, word].reshape(-1, *[1] * (tile.query.ndim - 1)) for word in (0, 1))
     query, key = tile.indices
     return keep(spec, head_seed(spec, (first, second), tile.head), query, key)

@@ -101,26 +101,18 @@ def step_bounded(rows: Rows, logits: Float[Array, "*rows j"], weigh: Weigh) -> R
     return rows._replace(total=rows.total + probabilities.sum(axis=-1), weighted=rows.weighted + weigh(probabilities))
 
 
-def exponentials(
-    logits: Float[Array, "*rows j"], *, rounded: bool
-) -> tuple[Float[Array, "*rows j"], Float[Array, "*rows"]]:
+def exponentials(logits: Float[Array, "*rows j"]) -> tuple[Float[Array, "*rows j"], Float[Array, "*rows"]]:
     """Return exp(logit - largest), where the logits of all keys are at hand, and the largest of each row.
 
-    Maximum, subtraction and XLA's own exponential are one pass on a CPU, if no selection stands between them. So the
-    maximum begins at the lowest number of all: a row that sees no key has that, and its exponentials are 0.
+    Product, maximum, subtraction and XLA's own exponential are one kernel on a CPU, if no selection stands between them
+    and nothing else asks for the maximum. So a row that sees no key has the lowest finite number for its maximum, and
+    its exponentials are 0.
 
-    Args:
-      rounded: whether the logits may come from a product that is rounded. XLA computes them twice, and the second
-        time subtracts before it rounds: a large logit less itself would be far from 0. So they are computed once.
+    Logits that end in a product that is rounded must come from behind a barrier. XLA may compute them twice, and
+    subtract before it rounds the second time: a large logit less itself would be far from 0.
     """
-    if rounded:
-        logits = lax.optimization_barrier(logits)
     fixed, lowest = lax.stop_gradient(logits), np.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
-    if logits.shape[-1] == 1:
-        # XLA takes the maximum of one number to be that number, wherever it begins.
-        largest = jnp.maximum(fixed, lowest)[..., 0]
-    else:
-        largest = lax.reduce(fixed, lowest, lax.max, (logits.ndim - 1,))
+    largest = jnp.maximum(fixed.max(axis=-1), lowest)
     return jnp.exp(logits - largest[..., None]), largest
 
 
@@ -137,7 +129,7 @@ def probabilities(logits: Float[Array, "*rows j"], lse: Float[Array, "*rows 1"])
     It is computed without `lse`, by its own sum, as in plain attention.
     """
     del lse
-    return divided(exponentials(logits, rounded=False)[0])
+    return divided(exponentials(logits)[0])
 
 
 def _probabilities_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -152,15 +144,15 @@ def whole_divided(
     logits: Float[Array, "*rows j"], weigh: Weigh
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
     """Return output and log-sum-exp from the logits of all keys. Probabilities are divided before they weigh values."""
-    unscaled, largest = exponentials(logits, rounded=False)
+    unscaled, largest = exponentials(logits)
     total = unscaled.sum(axis=-1)
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(jnp.where(total == 0, 1, total)))
     return weigh(divided(unscaled)), lse
 
 
-def whole(logits: Float[Array, "*rows j"], weigh: Weigh, *, rounded: bool) -> Rows:
-    """Return the state of rows after the logits of all keys; `rounded` means the same as to `exponentials`."""
-    probabilities, largest = exponentials(logits, rounded=rounded)
+def whole(logits: Float[Array, "*rows j"], weigh: Weigh) -> Rows:
+    """Return the state of rows after the logits of all keys."""
+    probabilities, largest = exponentials(logits)
     return Rows(largest, probabilities.sum(axis=-1), weigh(probabilities))
 
 

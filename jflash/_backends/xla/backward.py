@@ -39,7 +39,9 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     empty = residuals.lse == -jnp.inf
     delta = jnp.where(empty, 0, weighted - residuals.d_lse)
     shape = plans.plan(spec, "backward")
-    subtracted = jnp.where(empty, 0, -residuals.d_lse) if tiling.holds_rows(spec, shape) else delta
+    subtracted = delta
+    if tiling.holds_rows(spec, shape):
+        subtracted = jnp.where(empty, 0, -residuals.d_lse) if spec.lse_has_cotangent else jnp.zeros_like(delta)
     of_rows = recompute.by_row(spec, lse, recompute.sink_probabilities(operands, lse), subtracted)
     arguments = Terms(
         rows=(split_heads(operands.query, 2, spec), split_heads(residuals.d_out, 2, spec), *of_rows),

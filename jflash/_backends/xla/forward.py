@@ -28,7 +28,7 @@ from jflash._semantics import dropout, online_softmax
 from jflash._semantics.dtypes import widened
 from jflash._semantics.logits import may_end_in_rounding, modify_logits
 from jflash._semantics.spec import Operands, Spec
-from jflash._semantics.tile import Corner, cut, load_tile, paste, split_heads
+from jflash._semantics.tile import Corner, cut, paste, split_heads
 
 Results = tuple[Float[Array, "B T K G D"], Float[Array, "B K G T"]]
 type Step[State] = Callable[[State, Float[Array, "b k g i j"], online_softmax.Weigh], State]
@@ -49,18 +49,18 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         queries = tiling.load_rows(spec, query, block, shape)
         if operands.query_lengths is not None:
             lengths = cut(operands.query_lengths, (block.batch,), (batch,))
-            index = (block.first + jnp.arange(rows))[None, None, None, :, None]
-            queries = tiling.zero_padding(queries, index, lengths[:, None, None, None, None])
+            index = (block.first + jnp.arange(rows))[:, None]
+            queries = tiling.zero_padding(queries, index, lengths.reshape(-1, *[1] * (queries.ndim - 1)))
 
         def attend_tiles[State](step: Step[State], state: State) -> State:
             def attend_tile(corner: Corner, span: Span | None, state: State) -> State:
-                tile = load_tile(spec, operands, corner, shape)
+                tile = tiling.load_tile(spec, operands, corner, shape)
                 keys, values = tiling.load_keys_and_values(spec, operands, corner, shape)
                 if span is not None:
                     keys, values = (tiling.zero_padded_keys(array, tile) for array in (keys, values))
                 products = tiling.products(spec, shape, queries.reshape(batch, heads, -1, spec.head_dim), keys)
-                logits = modify_logits(spec, products.reshape(batch, heads, spec.group, rows, shape.keys), tile)
-                if divided and may_end_in_rounding(spec):
+                logits = modify_logits(spec, tiling.pairs(spec, products), tile)
+                if whole and may_end_in_rounding(spec):
                     # `online_softmax.exponentials` says why. It comes before the mask, which so takes no extra pass.
                     logits = lax.optimization_barrier(logits)
                 visible = tiling.visible(spec, tile, span)
@@ -77,20 +77,19 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 
             return tiling.for_each_tile(spec, operands, shape, block, attend_tile, state, lists)
 
-        largest = jnp.full((batch, heads, spec.group, rows), -jnp.inf, spec.accumulator)
+        largest = jnp.full(queries.shape[:-1], -jnp.inf, spec.accumulator)
         unseen = online_softmax.start(largest, spec.value_dim)
         if divided:
             divide = lambda _, logits, weigh: online_softmax.whole_divided(logits, weigh)
             out, lse = attend_tiles(divide, (unseen.weighted, largest))
         else:
             if whole:
-                rounded = may_end_in_rounding(spec)
-                step = lambda _, logits, weigh: online_softmax.whole(logits, weigh, rounded=rounded)
-                state = attend_tiles(step, unseen)
+                state = attend_tiles(lambda _, logits, weigh: online_softmax.whole(logits, weigh), unseen)
             elif key_norms is None:
                 state = attend_tiles(online_softmax.step, unseen)
             else:
-                bound = _norms(queries) * cut(key_norms, (block.batch, block.key_head, 0, 0), (batch, heads, 1, 1))
+                of_keys = cut(key_norms, (block.batch, block.key_head, 0, 0), (batch, heads, 1, 1))
+                bound = _norms(queries) * tiling.without_group(spec, of_keys)
                 state = lax.cond(
                     jnp.all(bound <= online_softmax.BOUND_LIMIT),
                     lambda: attend_tiles(online_softmax.step_bounded, online_softmax.start(bound, spec.value_dim)),
@@ -99,7 +98,9 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
             block_sinks = None
             if sinks is not None:
                 block_sinks = cut(sinks, (block.batch, block.key_head, 0), (batch, heads, spec.group))[..., None]
+                block_sinks = tiling.without_group(spec, block_sinks)
             out, lse = online_softmax.finish(state, block_sinks)
+        out, lse = tiling.with_group(spec, (out, lse))
         out = jnp.moveaxis((out / (1 - spec.dropout_rate)).astype(spec.result_dtype), 3, 1)
         return (
             paste(results[0], out, (block.batch, block.first, block.key_head, 0, 0)),

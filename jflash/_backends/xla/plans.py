@@ -18,11 +18,12 @@ from jflash._semantics.spec import Spec
 from jflash._semantics.tile import TileShape
 from jflash._tuning import TuningKey
 
-Kind = Literal["alike", "masked", "narrow window", "listed"]
+Kind = Literal["alike", "whole rows", "masked", "narrow window", "listed"]
 """The kinds of call for which tiles are chosen.
 
-Where every row sees the same keys, taller tiles need fewer of them. In a narrow window, one tile holds all that a few
-rows see: little of it is outside the window, and nothing is rescaled. Where blocks have lists of tiles, small ones
+Where every row sees the same keys, tiles leave nothing out, whatever their size. A CPU's backward then takes rows with
+all their keys: one kernel makes a product, the row's sum of it, and dS. In a narrow window, one tile holds all that a
+few rows see: little of it is outside the window, and nothing is rescaled. Where blocks have lists of tiles, small ones
 leave out more.
 """
 
@@ -55,13 +56,20 @@ _CPU_ROWS, _CPU_WINDOW = 128, 1280
 
 CPU: Mapping[Kind, Sequence[Blocks]] = {
     "alike": [
-        Blocks(1024, 1024, 2**20),
-        Blocks(1024, 512, 2**20),
         Blocks(512, 512, 2**20),
-        Blocks(2048, 512, 2**21),
+        Blocks(1024, 512, 2**20),
+        Blocks(1024, 1024, 2**20),
+        Blocks(512, 512, 2**19),
         Blocks(1024, 256, 2**19),
         Blocks(512, 512, 2**18),
         Blocks(256, 256, 2**18),
+    ],
+    "whole rows": [
+        Blocks(512, 8192, 2**20),
+        Blocks(512, 8192, 2**19),
+        Blocks(256, 4096, 2**19),
+        Blocks(512, 512, 2**20),
+        Blocks(512, 512, 2**19),
     ],
     "masked": [
         Blocks(512, 512, 2**20),
@@ -126,6 +134,8 @@ def plan(spec: Spec, work: Literal["forward", "backward"]) -> Tiles:
         return _of_pages(spec, _CPU_PAGES if on_cpu else _GPU_PAGES)
     tables, rows, window = (CPU, _CPU_ROWS, _CPU_WINDOW) if on_cpu else (GPU, _GPU_ROWS, _GPU_WINDOW)
     kind = _kind(spec, rows, window, on_cpu=on_cpu)
+    if kind == "alike" and on_cpu and work == "backward":
+        kind = "whole rows"
     blocks = _tuning.choose(TuningKey(f"xla {work}", (kind,)), tables[kind])
     tiles = _on_cpu if on_cpu else _on_gpu
     return tiles(spec, blocks, listed=kind == "listed")
@@ -161,7 +171,8 @@ def _may_be_sparse(spec: Spec) -> bool:
 def _on_cpu(spec: Spec, blocks: Blocks, *, listed: bool) -> Tiles:
     # Listed blocks are made of tiles of the map, which begin at multiples of their size.
     step = TILE if listed else 16
-    queries = _even(spec.query_length, max(blocks.rows // spec.group, 16), step)
+    rows = min(blocks.rows, blocks.logits // max(min(blocks.keys, spec.key_length), 1))
+    queries = _even(spec.query_length, max(rows // spec.group, 16), step)
     keys = _even(spec.key_length if listed else _seen(spec, queries), blocks.keys, step)
     return Tiles(*_filled(spec, blocks, queries, keys), listed=listed)
 

@@ -81,12 +81,11 @@ class RecomputedTile:
 
     def pairs(self, products: Float[Array, "b k gi j"]) -> Float[Array, "b k g i j"]:
         """Return products with query heads and rows taken apart."""
-        batch, heads, _, columns = products.shape
-        return products.reshape(batch, heads, self.spec.group, -1, columns)
+        return tiling.pairs(self.spec, products)
 
     def flat(self, weights: Float[Array, "b k g i j"]) -> Float[Array, "b k gi j"]:
         """Return weights as a factor of products, in the call's dtype."""
-        batch, heads, _, _, keys = weights.shape
+        batch, heads, *_, keys = weights.shape
         return weights.astype(self.spec.dtype).reshape(batch, heads, -1, keys)
 
     def modify(self, products: Float[Array, "b k g i j"], parameters: Parameters) -> Float[Array, "b k g i j"]:
@@ -102,20 +101,18 @@ class RecomputedTile:
     ) -> Float[Array, "b k g i j"]:
         """Return P. `sunk` is the share of each row's softmax that goes to a sink."""
         lse, sunk = lse[..., None], sunk[..., None]
-        rounded = may_end_in_rounding(self.spec)
-        divided = self.place.whole_rows and self.place.shape.by_passes and "sinks" not in self.spec.operands
-        if divided and rounded:
+        if self.place.whole_rows and may_end_in_rounding(self.spec):
             logits = lax.optimization_barrier(logits)
         if self.place.visible is not None:
             logits = jnp.where(self.place.visible, logits, -jnp.inf)
-        if divided:
+        if self.place.whole_rows and "sinks" not in self.spec.operands:
             found = online_softmax.probabilities(logits, lse)
             return found if self.place.fresh is None else jnp.where(self.place.fresh[:, None], found, 0)
         if self.place.fresh is not None:
             lse = jnp.where(self.place.fresh[:, None], lse, jnp.inf)
         if not self.place.whole_rows:
             return online_softmax.exp(logits - lse)
-        exponentials, largest = online_softmax.exponentials(logits, rounded=rounded)
+        exponentials, largest = online_softmax.exponentials(logits)
         weight = jnp.exp(largest[..., None] - lse)
         # The total is 1 but for rounding, so it has no derivative.
         total = lax.stop_gradient(weight * exponentials.sum(axis=-1, keepdims=True) + sunk)

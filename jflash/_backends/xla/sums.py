@@ -8,6 +8,7 @@ JAX alone could not transpose such a loop.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,9 +27,6 @@ from jflash._semantics.tile import (
     Corner,
     Parameters,
     Tile,
-    add_parameters,
-    load_parameters,
-    load_tile,
     tile_parameters,
 )
 
@@ -188,7 +186,7 @@ class _Walk:
             def add_tile(corner: Corner, span: Span | None, sums: Terms) -> Terms:
                 terms = self._terms(block, corner, span, rows)
                 parameters = [
-                    add_parameters(self.spec, total, part, corner, self.shape)
+                    tiling.add_parameters(self.spec, total, part, corner, self.shape)
                     for total, part in zip(sums.parameters, terms.parameters, strict=True)
                 ]
                 return Terms(
@@ -200,7 +198,7 @@ class _Walk:
             zeros = jax.tree.map(lambda part: jnp.zeros(part.shape, self.spec.accumulator), example.rows)
             of_block = sums._replace(rows=zeros)
             found = tiling.for_each_tile(self.spec, self.operands, self.shape, block, add_tile, of_block, lists)
-            add = lambda total, part: tiling.add_rows(total, part, block)
+            add = lambda total, part: tiling.add_rows(self.spec, total, part, block)
             return found._replace(rows=jax.tree.map(add, sums.rows, found.rows))
 
         sums = tiling.for_each_block(self.spec, self.operands, self.shape, add_block, self._zeros(example))
@@ -213,8 +211,8 @@ class _Walk:
         """Return the terms that one tile adds."""
         spec, shape = self.spec, self.shape
         keys = jax.tree.map(lambda array: tiling.load_keys(array, corner, shape), self.arguments.keys)
-        parameters = tuple(load_parameters(spec, whole, corner, shape) for whole in self.arguments.parameters)
-        tile = load_tile(spec, self.operands, corner, shape)
+        parameters = tuple(tiling.load_parameters(spec, whole, corner, shape) for whole in self.arguments.parameters)
+        tile = tiling.load_tile(spec, self.operands, corner, shape)
         place = Place(tile, tiling.visible(spec, tile, span), block.fresh, tiling.holds_rows(spec, shape), shape)
         return self.function(Terms(rows, keys, parameters), place)
 
@@ -222,6 +220,7 @@ class _Walk:
         """Return zeros of the shapes of all sums."""
         spec, dtype = self.spec, self.spec.accumulator
         by_row = (spec.batch, spec.query_length, spec.key_heads, spec.group)
+        rows = jax.eval_shape(functools.partial(tiling.with_group, spec), example.rows)
 
         def of_parameter(part: Array | None, whole: Array | None) -> Array | None:
             if part is None or whole is None:
@@ -238,7 +237,7 @@ class _Walk:
             return Parameters(**sums, score_mod_arrays=captured)
 
         return Terms(
-            jax.tree.map(lambda part: jnp.zeros((*by_row, *part.shape[4:]), dtype), example.rows),
+            jax.tree.map(lambda part: jnp.zeros((*by_row, *part.shape[4:]), dtype), rows),
             jax.tree.map(
                 lambda part: jnp.zeros((spec.batch, spec.key_heads, *part.shape[3:], spec.key_length), dtype),
                 example.keys,

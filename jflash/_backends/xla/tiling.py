@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -14,8 +15,9 @@ from jflash._backends.xla import plans
 from jflash._backends.xla.plans import Tiles
 from jflash._mesh import varying_alike
 from jflash._semantics import pages, visibility, visits
+from jflash._semantics import tile as tiles
 from jflash._semantics.spec import Operands, Spec
-from jflash._semantics.tile import Corner, Tile, TileShape, cut, paste_add
+from jflash._semantics.tile import PARAMETERS, Corner, Parameters, Tile, TileShape, cut, paste_add
 
 
 def is_whole(spec: Spec, shape: TileShape) -> bool:
@@ -190,21 +192,66 @@ def visible(spec: Spec, tile: Tile, span: Span | None) -> Bool[Array, "#b #k #g 
     return own if seen is None else own & seen
 
 
+def without_group[T](spec: Spec, arrays: T) -> T:
+    """Return a tile's arrays without the axis of a group's heads where a group has one head: `[b, k, i, ...]`.
+
+    XLA's CPU compiler takes an axis of size 1 between two others for another layout. It would copy the tile, and not
+    make the row's maximum and the exponentials in the product's kernel.
+    """
+    return arrays if spec.group > 1 else jax.tree.map(lambda array: jnp.squeeze(array, 2), arrays)
+
+
+def with_group[T](spec: Spec, arrays: T) -> T:
+    """Return the arrays that `without_group` took, with the group's axis."""
+    return arrays if spec.group > 1 else jax.tree.map(lambda array: jnp.expand_dims(array, 2), arrays)
+
+
+def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) -> Tile:
+    """Return the tile at a corner, its arrays without the group's axis where a group has one head."""
+    whole = tiles.load_tile(spec, operands, corner, shape)
+    broadcast = whole._replace(parameters=None, dropout_seed=None, mask_mod_arrays=())
+    return without_group(spec, broadcast)._replace(
+        parameters=_parameters(without_group, spec, whole.parameters),
+        dropout_seed=whole.dropout_seed,
+        mask_mod_arrays=whole.mask_mod_arrays,
+    )
+
+
+def load_parameters(spec: Spec, whole: Parameters, corner: Corner, shape: TileShape) -> Parameters:
+    """Return the tile's part of a whole call's parameters."""
+    return _parameters(without_group, spec, tiles.load_parameters(spec, whole, corner, shape))
+
+
+def add_parameters(spec: Spec, sums: Parameters, part: Parameters, corner: Corner, shape: TileShape) -> Parameters:
+    """Return `sums` with `part` added where `load_parameters` takes it."""
+    return tiles.add_parameters(spec, sums, _parameters(with_group, spec, part), corner, shape)
+
+
+def _parameters(change: Callable[[Spec, Any], Any], spec: Spec, parameters: Parameters) -> Parameters:
+    return parameters._replace(**{name: change(spec, getattr(parameters, name)) for name in PARAMETERS})
+
+
 def load_rows(spec: Spec, array: Array, block: Block, shape: TileShape) -> Array:
-    """Return the block's part of `[B, T, K, G, ...]` as `[b, k, g, i, ...]`."""
+    """Return the block's part of `[B, T, K, G, ...]` as `[b, k, g, i, ...]`, `[b, k, i, ...]` without a group."""
     rest = array.shape[4:]
     part = cut(
         array,
         (block.batch, block.first, block.key_head, 0, *[0] * len(rest)),
         (shape.batch, shape.queries, shape.key_heads, spec.group, *rest),
     )
-    return jnp.moveaxis(part, 1, 3)
+    return without_group(spec, jnp.moveaxis(part, 1, 3))
 
 
-def add_rows(array: Array, part: Array, block: Block) -> Array:
+def add_rows(spec: Spec, array: Array, part: Array, block: Block) -> Array:
     """Return `array` with `part` added where `load_rows` takes it."""
     starts = (block.batch, block.first, block.key_head, 0, *[0] * (array.ndim - 4))
-    return paste_add(array, jnp.moveaxis(part, 3, 1), starts)
+    return paste_add(array, jnp.moveaxis(with_group(spec, part), 3, 1), starts)
+
+
+def pairs(spec: Spec, products: Float[Array, "b k gi j"]) -> Float[Array, "b k g i j"]:
+    """Return products with query heads and rows taken apart."""
+    batch, heads, _, columns = products.shape
+    return products if spec.group == 1 else products.reshape(batch, heads, spec.group, -1, columns)
 
 
 def load_keys(array: Array, corner: Corner, shape: TileShape) -> Array:
@@ -244,7 +291,7 @@ def zero_padded_keys(array: Float[Array, "b k j H"], tile: Tile) -> Float[Array,
     """Return a tile's keys or values, with padding as zeros."""
     if tile.key_lengths is None:
         return array
-    return zero_padding(array, tile.key[:, :, 0, 0, :, None], tile.key_lengths[:, 0])
+    return zero_padding(array, tile.key.reshape(-1, 1), tile.key_lengths.reshape(-1, 1, 1, 1))
 
 
 def dot(

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import cases
 import jax
@@ -71,10 +71,24 @@ def test_tiles_are_few_and_no_larger_than_the_budget(shape: Any, options: dict[s
         assert tiling.is_whole(spec, tiles) == (steps == 1)
 
 
-def test_a_cpu_keeps_its_tiles():
-    spec = spec_of(4, 4096, 4096, (16, 16))
+@pytest.mark.parametrize(
+    ("length", "options", "tiles"),
+    [
+        (512, {}, {"forward": (512, 512), "backward": (512, 512)}),
+        (4096, {}, {"forward": (512, 512), "backward": (256, 4096)}),
+        (16384, {}, {"forward": (512, 512), "backward": (128, 8192)}),
+        (4096, {"is_causal": True}, {"forward": (512, 512), "backward": (512, 512)}),
+    ],
+    ids=str,
+)
+def test_a_cpus_backward_holds_rows_that_see_all_keys(
+    length: int, options: dict[str, Any], tiles: dict[Literal["forward", "backward"], tuple[int, int]]
+):
+    spec = spec_of(4, length, length, (16, 16), **options)
     with _platform.lowered_for(Platform("cpu", "cpu", None)):
-        assert plans.plan(spec, "forward") == plans.Tiles(1, 1, 1024, 1024)
+        planned = {work: plans.plan(spec, work) for work in tiles}
+    assert {work: (shape.queries, shape.keys) for work, shape in planned.items()} == tiles
+    assert all(shape.key_heads * shape.queries * shape.keys <= 2**20 for shape in planned.values())
 
 
 OPTIONS = {
