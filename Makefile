@@ -44,7 +44,7 @@ test-rest: .venv/installed-test
 	$(PYTEST) -m "(slow or hypothesis) and not deep"
 
 test-all: test test-rest
-	JFLASH_TEST_PROFILE=deep $(PYTEST)
+	JFLASH_TEST_PROFILE=deep $(PYTEST) -o faulthandler_timeout=14400
 
 # The tests run the Metal backend in its emulator, which has to be compiled: by the machine's C++ compiler, or by zig.
 .venv/installed-test: export JFLASH_METAL_EMULATOR := 1

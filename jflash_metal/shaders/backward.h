@@ -58,7 +58,7 @@ struct SeeingRows {
   device const Scalar* at(int row) const { return rows.at(row); }
   Scalar4 widened(Scalar4 four, int row) const {
     float zero = 0.0f * (float(four.x) + float(four.y) + float(four.z) + float(four.w));
-    bool stays = !HIDDEN_ROWS_HAVE_COTANGENTS || zero == 0.0f || *(lse + row) != -INFINITY;
+    bool stays = !HIDDEN_ROWS_HAVE_COTANGENTS || zero == 0.0f || lse[row] != -INFINITY;
     return stays ? four : Scalar4(Scalar(0.0f));
   }
 };

@@ -25,13 +25,16 @@ CASES = list(dict.fromkeys([*FEWER, *QUICK, *SHORT, *LONG]))
 EMULATED = list(dict.fromkeys([*EMULATED_FEWER, *EMULATED_QUICK, *EMULATED_SHORT, *EMULATED_LONG]))
 # The definition has no tiles; cuDNN takes few of these cases, and has tests of its own.
 IN_FULL = dict.fromkeys(_dispatch.BACKENDS, CASES) | {"metal": EMULATED, "reference": [*FEWER, *QUICK], "cudnn": []}
+# The options of which QUICK has more kinds than FEWER.
+KINDS = ("bias", "mask", "offset", "window", "lengths", "segments")
 IN_SHORT_RUN = {
-    "xla": {*FEWER, *cases.once(SHORT, ["dims"]), *cases.once(LONG, ["dtype"])},
-    # Each option once, and each width: how two of them meet is tested on xla.
+    # How every two options meet, each kind of them, and several tiles (test_tiles has more). Widths are all one to XLA.
+    "xla": {*FEWER, *cases.once(QUICK, KINDS), *cases.once(LONG, ["causal"])},
+    # Each option once, heads in a part of a block of columns and in several, and several tiles.
     "metal": {
         *cases.once(EMULATED_FEWER),
-        *cases.once(EMULATED_SHORT, ["dims"]),
-        *cases.once(EMULATED_LONG, ["dtype"]),
+        *(next(case for case in EMULATED_SHORT if case.dims == dims) for dims in ((1, 1), (33, 256))),
+        *cases.once(EMULATED_LONG, ["causal"]),
     },
     # The definition is short, and what others are held against in many tests; Hopper kernels have tests of their own.
     "reference": set(cases.once(FEWER)),

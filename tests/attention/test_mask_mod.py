@@ -49,6 +49,8 @@ def call_of(name: str, case: Case) -> oracle.Call:
     return dataclasses.replace(cases.build(case), mask_mod=function)
 
 
+# Metal's lists have tests of their own (test_metal_lists).
+@cover(every=2)
 @pytest.mark.parametrize(
     ("name", "case"),
     [pytest.param(name, case, marks=() if name in IN_SHORT_RUN else cover(0), id=name) for name, case in CASES],
@@ -113,6 +115,7 @@ def documents() -> jax.Array:
     return jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 5, 1024)))
 
 
+@cover(0)
 def test_one_map_for_all_layers(documents: jax.Array) -> None:
     """XLA keeps one of equal computations, forward and backward, and nothing of the map is made at compile time."""
 

@@ -238,6 +238,7 @@ def test_query_offset_gives_the_last_rows(attention: Attention, seed: int, rows:
     assert_close(got, end, oracle.tolerances(whole))
 
 
+@cover(every=2)
 @hypothesis.given(seed=seeds, dtype=st.sampled_from([jnp.bfloat16, jnp.float32]), where=positions, seen=visibility)
 def test_large_logits_stay_finite(attention: Attention, seed: int, dtype: Any, where: dict, seen: dict):
     one = call(seed, scale=np.asarray(1e4, np.float32), **where, **seen)
@@ -250,6 +251,7 @@ def test_large_logits_stay_finite(attention: Attention, seed: int, dtype: Any, w
     assert np.abs(got.out.astype(jnp.float32)).max() <= most
 
 
+@cover(every=2)
 @hypothesis.given(seed=seeds, where=positions)
 def test_minus_infinity_is_not_seen(attention: Attention, seed: int, where: dict):
     seen = coins(seed, 2, 4, T, S)
@@ -265,6 +267,7 @@ def test_minus_infinity_is_not_seen(attention: Attention, seed: int, where: dict
     np.testing.assert_array_equal(got.gradients["query"][0, 2], 0)
 
 
+@cover(every=2)
 @hypothesis.given(seed=seeds, where=st.sampled_from([dict(local_window_size=(S, S)), {}]))
 def test_a_sink_is_a_key_without_a_value(attention: Attention, seed: int, where: dict):
     sinks = normal(seed + 9, 4)

@@ -86,6 +86,7 @@ def test_other_platforms_that_a_call_is_traced_for_are_not_measured():
     assert trial.asked == {}
 
 
+@cover(every=3)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 5}], ids=str)
 def test_tiles_found_serve_calls_and_are_right(monkeypatch, options):
     monkeypatch.setattr(plans, "CPU", BLOCKS)

@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@cover(0)
 @pytest.mark.usefixtures("mtl")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact(case: Case) -> None:
@@ -58,6 +59,7 @@ def test_exact(case: Case) -> None:
     oracle.assert_right(oracle.run(attention, call), call)
 
 
+@cover(0)
 @pytest.mark.usefixtures("mtl")
 def test_exact_with_a_mask_function() -> None:
     """Its lists and bits come to the callback as any operand."""

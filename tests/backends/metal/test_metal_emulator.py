@@ -153,6 +153,7 @@ BROKEN = {
 }
 
 
+@cover(every=4)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rule(name: str) -> None:
     """Under every schedule: detection does not depend on luck."""
@@ -175,11 +176,11 @@ ENDLESS = {
 }
 
 
+@cover(0)
 @pytest.mark.parametrize(
     "name",
     [
-        "alone",
-        pytest.param("waiting_for_another", marks=cover(0)),
+        *("alone", "waiting_for_another"),
         *(["together"] if hypothesis.settings.get_current_profile_name() == "deep" else []),
     ],
 )

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from metal_shader import HEADER, MISSING, launch, run
+from short_run import cover
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -73,6 +74,7 @@ EXPECTED = {
 }
 
 
+@cover(every=4)
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_expression(name: str) -> None:
     expression, expected = EXPRESSIONS[name]
@@ -80,6 +82,7 @@ def test_expression(name: str) -> None:
     np.testing.assert_array_equal(run(f"y[thread_index] = {expression};"), np.asarray(expected, np.float32))
 
 
+@cover(every=5)
 @pytest.mark.parametrize("function", ["exp", "exp2", "log", "log2", "tanh", "sqrt", "rsqrt", "sin", "floor", "rint"])
 def test_elementary_function(function: str) -> None:
     expected = {"rsqrt": lambda x: 1 / np.sqrt(x)}.get(function, getattr(np, function, None))(INDEX / 16 + 0.1)

@@ -46,9 +46,15 @@ CALLS = {
 }
 
 
+UNSEEING = 3
+"""The query that a mask hides from all keys."""
+
+
 @functools.cache
 def call_of(name: str) -> oracle.Call:
     call = cases.build(CALLS[name])
+    if call.mask is not None:
+        call = dataclasses.replace(call, mask=call.mask & (np.arange(call.mask.shape[-2])[:, None] != UNSEEING))
     if name.endswith("shared_bias"):
         call = dataclasses.replace(call, bias=call.bias[:1, :1])
     if name.startswith("listed"):
@@ -64,9 +70,16 @@ def tiles_of_all_kinds(batch: Any, head: Any, query: Any, key: Any) -> Any:
 def results_of(name: str) -> Results:
     attention, call = functools.partial(jflash.attention, implementation="metal"), call_of(name)
     if name != "paged":
-        return oracle.run(attention, call)
+        return oracle.run(attention, with_nan_where_nothing_is_seen(call))
     arguments = paged.paginate(call, 8) | dict(k_scale=1.0, v_scale=1.0)
     return jax.block_until_ready(Results(*attention(**arguments, return_residual=True), {}))
+
+
+def with_nan_where_nothing_is_seen(call: oracle.Call) -> oracle.Call:
+    """The call with NaN as the cotangents of queries that see no key, which reach no gradient."""
+    hidden = np.isneginf(oracle.exact(call).lse)
+    d_out, d_lse = np.where(hidden[..., None], np.nan, call.d_out), np.where(hidden, np.nan, call.d_lse)
+    return dataclasses.replace(call, d_out=d_out.astype(call.d_out.dtype), d_lse=d_lse.astype(call.d_lse.dtype))
 
 
 def outcome(name: str) -> str | None:
@@ -136,13 +149,14 @@ INDICES = [
 """Subscripts that are one too large. A constant alone is an array's size, which may be larger."""
 
 
-@cover(every=2)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("small", "listed_shared_bias") else cover(0)) for name in CALLS]
+)
 def test_unbroken(name: str) -> None:
     assert outcome(name) is None
 
 
-@cover(every=6)
+@cover(0)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_schedule_gives_the_same_bits(name: str) -> None:
     first, *others = (by_schedule(name, seed) for seed in SCHEDULES)
@@ -162,35 +176,35 @@ def test_there_is_something_to_break() -> None:
     assert len(INDICES) > 50
 
 
-@cover(every=12, rest=2)
+@cover(every=100, rest=2)
 @pytest.mark.parametrize("one", BARRIERS, ids=str)
 def test_missing_barrier(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match(r"rejected: INTERNAL: Metal emulator, kernel \w+: (race|uninitialised read)", found), found
 
 
-@cover(every=24, rest=2)
+@cover(every=100, rest=2)
 @pytest.mark.parametrize("one", OVERSIZED, ids=str)
 def test_too_much_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.search(r"the kernel holds \d+ bytes of it; the limit is 32768", found), found
 
 
-@cover(every=8)
+@cover(every=100)
 @pytest.mark.parametrize("one", some(UNDERSIZED), ids=str)
 def test_too_little_threadgroup_memory(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert re.match("rejected: INTERNAL: Metal emulator, kernel .* out of bounds", found), found
 
 
-@cover(every=8)
+@cover(every=100)
 @pytest.mark.parametrize("one", MASKS, ids=str)
 def test_missing_mask(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
     assert found.startswith(("wrong", "rejected")), found
 
 
-@cover(every=8, rest=2)
+@cover(every=100, rest=2)
 @pytest.mark.parametrize("one", some(INDICES), ids=str)
 def test_wrong_index(one: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(one.outcomes(tmp_path, monkeypatch), "not caught")
