@@ -130,6 +130,12 @@ def _fitting(spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], 
     return [tile for tile in tiles if (has_pairs or not getattr(tile, "paired", False)) and fits(tile)]
 
 
+def fits(spec: Spec, platform: Platform) -> bool:
+    """Return whether shared memory has room for every kernel of a call: that of dQ wants most."""
+    no_sums = ParameterSums(), TableSums.none(spec)
+    return bool(_fitting(spec, platform, "d_query", lambda tile: DqPlan(spec, tile, *no_sums)))
+
+
 def _capability(platform: Platform) -> str:
     assert platform.compute_capability is not None
     return platform.compute_capability
