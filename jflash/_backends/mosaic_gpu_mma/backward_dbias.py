@@ -24,8 +24,8 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan, bias_buffer, buffer, columns
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.mosaic_gpu_mma.tiles import DbiasTile
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows

@@ -40,10 +40,10 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu_mma.cta import STATISTICS, bias_buffer, buffer
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
 from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.mosaic_gpu_mma.tiles import FusedTile
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.facts import facts_of

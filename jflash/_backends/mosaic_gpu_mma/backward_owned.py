@@ -46,8 +46,8 @@ from jflash._backends.mosaic_gpu_mma.cta import (
 )
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
-from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_columns, along_rows

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.products import Tiles
-from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk, Rows, SourceRows, chunks_of_tile
+from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk, Rows, chunks_of_tile
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -44,7 +44,7 @@ def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, columns: ColumnC
 
 def copy_tile(
     o: Lanes,
-    rows: SourceRows,
+    rows: Rows,
     tile: SmemTile,
     base: Any,
     first: Any,

@@ -107,11 +107,6 @@ class Cta[Plan: TiledPlan]:
         self.inputs = KernelInputs(plan.spec, ops, refs.arrays, **options)
         self.warpgroups = plan.launch.warpgroups or 1
 
-    @classmethod
-    def body(cls, plan: Plan, refs: Refs, ops: MmaOps) -> None:
-        """Run one warpgroup of the plan's kernel."""
-        cls(plan, refs, ops).run()
-
     def run(self) -> None:
         """Do what the warpgroup does."""
         raise NotImplementedError

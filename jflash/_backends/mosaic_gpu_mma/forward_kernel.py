@@ -41,8 +41,8 @@ from jflash._backends.mosaic_gpu_mma.cta import (
     rows_of_head,
 )
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaCall
-from jflash._backends.mosaic_gpu_mma.products import STEP, Tiles
+from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
 from jflash._backends.nvidia import prepare, smem
 from jflash._backends.nvidia.launch import Launch, Refs

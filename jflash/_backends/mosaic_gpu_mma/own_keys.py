@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan, rows_of_head
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
-from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
