@@ -237,7 +237,7 @@ DEFECTS = [
     ),
     Defect(
         "mosaic_gpu_mma: dQ of the fused backward is without the scale",
-        "body",
+        "RoundDqCta.run",
         "plan.columns, plan.together) * ",
         "plan.columns, plan.together) + 0 * ",
         "tests/backends/mosaic_gpu/test_mma_interpreted.py",

@@ -46,13 +46,13 @@ LARGEST_FLOAT32 = {
     "float32 d192 causal, bias": (192, 192, dict(is_causal=True), dict(bias=(PAIRS, float32))),
     "float32 d128, highest, bias": (128, 128, dict(precision="highest"), dict(bias=(PAIRS, float32))),
     "float32 d192/64, highest": (192, 64, dict(precision="highest"), {}),
-    "float32 d256, highest, bias": (256, 256, dict(precision="highest"), dict(bias=(PAIRS, float32))),
+    "float32 d96/112, highest, bias": (96, 112, dict(precision="highest"), dict(bias=(PAIRS, float32))),
     **{
         f"float32 d128{name}, score_mod of a table": (128, 128, options, dict(numbers=((4, 256), float32)))
         for name, options in (("", {}), (", highest", dict(precision="highest")))
     },
 }
-"""Heads as wide as are served, which have tiles of their own."""
+"""Heads as wide as some GPUs serve, which have tiles of their own."""
 PAGED = {
     "pages, mask_mod": dict(query_length=LENGTH, mask_mod=lambda b, h, q, k: (k <= q) | (k // 96 == q // 96)),
     "pages of float8": dict(query_length=1, cached=jnp.float8_e4m3fn, scaled=True),
@@ -145,8 +145,9 @@ def _lowered(name: str, capability: str) -> Any:
     def both(query, key, value, d_out, d_lse, arrays):
         spec, operands = canonical_arguments(query=query, key=key, value=value, **options, **with_functions(**arrays))
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
-        if family.backend.unsupported_call(spec) is not None:
-            # Wider heads are Hopper's alone.
+        platform = Platform("gpu", Device.device_kind, capability, Device.num_cores)
+        if family.backend.unsupported(spec, platform) is not None:
+            # Wider heads are Hopper's alone, or have no room in this GPU's shared memory.
             return ()
         forward, backward = family.plans(spec, Device.num_cores)
         plans = [backward]

@@ -227,14 +227,6 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
             return sums.as_rows(found.reshape(64, columns))
         return found.reshape(8, columns // 16, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3).reshape(64, columns)
 
-    def load_device_rows(
-        self, source: Ref, first: Any, limit: Any, pieces: int, column: int, width: int
-    ) -> tuple[Tiles, ...]:
-        rows = first + jnp.arange(64)
-        found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
-        each = jnp.pad(found.reshape(64, pieces, -1), [(0, 0), (0, 0), (0, width)])[..., column : column + width]
-        return tuple((each[:, piece],) for piece in range(pieces))
-
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
         rows, columns = (
             first + jnp.arange(size)

@@ -66,11 +66,13 @@ DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0), broadcast_dropou
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "bfloat16 or float16": [dict(dtype=jnp.bfloat16), dict(dtype=jnp.float16)],
-    "float32": [dict(dtype=jnp.float32), *(dict(dtype=jnp.float32, head_dim=dim, value_dim=256) for dim in (128, 256))],
-    'float32 with `precision="highest"` and head dimensions of more than 384 together': [
-        # With `jax.jvp` they are in a row of its own, too.
-        dict(dtype=jnp.float32, head_dim=200, value_dim=192, precision="highest", derivative="backward"),
-        *(dict(dtype=jnp.float32, head_dim=256, value_dim=dim, precision="highest") for dim in (192, 256)),
+    "float32 whose head dimensions, in multiples of 16, add up to at most 304": [
+        dict(dtype=jnp.float32),
+        *(dict(dtype=jnp.float32, head_dim=dim, value_dim=304 - dim) for dim in (144, 256)),
+        *(dict(dtype=jnp.float32, head_dim=dim, value_dim=208 - dim, precision="highest") for dim in (96, 192)),
+    ],
+    'float32 with `precision="highest"` and head dimensions of more than 480 together': [
+        dict(dtype=jnp.float32, head_dim=256, value_dim=dim, precision="highest") for dim in (240, 256)
     ],
     'float32 with `precision="highest"` and a soft cap': [
         dict(dtype=jnp.float32, precision="highest", logits_soft_cap=2.0),
@@ -126,7 +128,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(dict(dtype=jnp.float32, head_dim=dim, value_dim=289) for dim in (257, 576)),
         *(dict(derivative="tangent", dtype=jnp.bfloat16, head_dim=dim) for dim in (433, 576)),
         *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim) for dim in (193, 544)),
-        *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim, precision="highest") for dim in (129, 256)),
+        *(dict(derivative="tangent", dtype=jnp.float32, head_dim=dim, precision="highest") for dim in (129, 192)),
     ],
     "`page_table`: a paged cache in bfloat16 or float16, in pages of 8, 16 or 32 keys or a multiple of 64, heads of a "
     "multiple of 16, without derivatives": [
@@ -160,7 +162,7 @@ SUMMARY: dict[str, list[str]] = {
         "a gradient",
     ],
     "float32, any mask, window or bias, a `mask_mod`, a paged cache (`page_table`), sequences split over devices": [
-        "float32",
+        "float32 whose head dimensions, in multiples of 16, add up to at most 304",
         "a `mask_mod`",
         next(label for label in ROWS if label.startswith("`page_table`: a paged cache")),
         "masks, other windows, segments, biases, sinks, other heads up to 256, odd lengths, any option without a row",

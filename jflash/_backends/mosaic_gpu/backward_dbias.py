@@ -48,7 +48,9 @@ from jflash._semantics.spec import Spec
 def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
     """Return the kernel's buffers and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), tile_dims(spec)
-    all_done = smem.barriers(1, arrivals=tile.warpgroups)
+    barriers = lambda *tiles: Buffers(
+        full=smem.barriers(1, arrivals=smem.copies(*tiles)), empty=smem.barriers(1, arrivals=tile.warpgroups)
+    )
     operand = CallTiles.of(spec).operand
     q, k = (operand((rows, columns), head_dim) for rows in (tile.rows, tile.keys))
     do, v = (operand((rows, value_columns), value_dim) for rows in (tile.rows, tile.keys))
@@ -59,10 +61,8 @@ def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
         v=v,
         bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
         d_bias=smem.tile((tile.rows, tile.keys), dbias_schedule.stored_dtype(spec, splits)),
-        qk_full=smem.barriers(1, arrivals=smem.copies(q, k)),
-        qk_empty=all_done,
-        vo_full=smem.barriers(1, arrivals=smem.copies(do, v)),
-        vo_empty=all_done,
+        qk=barriers(q, k),
+        vo=barriers(do, v),
     )
 
 
@@ -117,7 +117,7 @@ class DbiasCta(Cta[DbiasPlan]):
     def compute(self) -> None:
         """Add up tiles of the gradient, and store them."""
         tile, shared, ops = self.plan.tile, self.smem, self.ops
-        pipeline.release(shared.bias.empty, shared.qk_empty, shared.vo_empty)
+        pipeline.release(shared.bias.empty, shared.qk.empty, shared.vo.empty)
         pipeline.split_registers(tile.warpgroups, copies=False)
 
         def make_tile(number: Array, _: None) -> None:
@@ -157,18 +157,18 @@ class DbiasCta(Cta[DbiasPlan]):
         packed_mask = self.inputs.load_packed_mask(at, shape)
 
         def differentiate(acc_dp: Any, acc_s: Any) -> Array:
-            plgpu.barrier_wait(shared.qk_full)
+            plgpu.barrier_wait(shared.qk.full)
             piece_products.mma(acc_s, pieces(shared.q.at[rows]), operand_pieces.transposed(pieces(shared.k)), ops)
-            plgpu.barrier_wait(shared.vo_full)
+            plgpu.barrier_wait(shared.vo.full)
             v = operand_pieces.transposed(pieces(shared.v))
             piece_products.mma(acc_dp, pieces(shared.do.at[rows]), v, ops)
             s = ops.read(acc_s, pending=piece_products.issued(v))
             loaded = {"bias": ops.load(bias.at[self.warpgroup_rows])} | packed_mask
-            plgpu.barrier_arrive(shared.qk_empty)
+            plgpu.barrier_arrive(shared.qk.empty)
             context = TileContext(self.inputs, tiles.tile(0), at, loaded)
             tile = BackwardTile.of(context, s, along_rows(lse, shape), ("bias",))
             dp = ops.read(acc_dp)
-            plgpu.barrier_arrive(shared.vo_empty)
+            plgpu.barrier_arrive(shared.vo.empty)
             return tile.differentiate(dp, along_rows(delta, shape)).parameters["bias"]
 
         return ops.accumulators(differentiate, shape, shape)
@@ -189,7 +189,7 @@ class DbiasCta(Cta[DbiasPlan]):
             pipeline.for_each_copy(self.visits, copy_head, "block")
 
         pipeline.for_each_copy(self.count, copy_tile, "block")
-        pipeline.drain(shared.bias.empty, shared.qk_empty, shared.vo_empty)
+        pipeline.drain(shared.bias.empty, shared.qk.empty, shared.vo.empty)
 
     def _copy_head(self, step: Array, first_key: Array) -> None:
         tile, shared = self.plan.tile, self.smem
@@ -197,11 +197,11 @@ class DbiasCta(Cta[DbiasPlan]):
 
         @pl.when(seen)
         def _() -> None:
-            plgpu.barrier_wait(shared.qk_empty)
+            plgpu.barrier_wait(shared.qk.empty)
             queries = GmemTile(batch, self.first_row, tile.rows, head)
             keys = GmemTile(batch, first_key, tile.keys, lax.div(head, self.plan.spec.group))
-            self.inputs.copy_rows("query", queries, shared.q, shared.qk_full)
-            self.inputs.copy_rows("key", keys, shared.k, shared.qk_full)
-            plgpu.barrier_wait(shared.vo_empty)
-            self.inputs.copy_rows("d_out", queries, shared.do, shared.vo_full)
-            self.inputs.copy_rows("value", keys, shared.v, shared.vo_full)
+            self.inputs.copy_rows("query", queries, shared.q, shared.qk.full)
+            self.inputs.copy_rows("key", keys, shared.k, shared.qk.full)
+            plgpu.barrier_wait(shared.vo.empty)
+            self.inputs.copy_rows("d_out", queries, shared.do, shared.vo.full)
+            self.inputs.copy_rows("value", keys, shared.v, shared.vo.full)

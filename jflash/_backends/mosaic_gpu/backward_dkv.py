@@ -83,19 +83,19 @@ class DkvPlan(SummingPlan):
             dk = dv = None
         p = smem.tile((rows, QUERIES), spec.dtype)
         return Buffers(
-            k_dk=smem.reused(k, dk),
-            v_dv=smem.reused(v, dv),
-            kv_full=smem.barriers(1, arrivals=smem.copies(k, v)),
+            keys=Buffers(
+                k_dk=smem.reused(k, dk),
+                v_dv=smem.reused(v, dv),
+                full=smem.barriers(1, arrivals=smem.copies(k, v)),
+            ),
             q=ring((stages, QUERIES, columns), head_dim, others=1 + has_bias_tiles),
             do=ring((stages, QUERIES, value_columns), value_dim, others=1),
             # Tiles of the bias come and go with the queries.
             bias=smem.tile((stages, QUERIES, rows), spec.bias_dtype) if has_bias_tiles else None,
             # First lse of all tiles, then delta.
             statistics=smem.vectors(2 * stages, QUERIES),
-            p=p,
-            slopes=[p] * self.slopes,
-            p_full=smem.barriers(1),
-            p_empty=smem.barriers(1),
+            # What the first warpgroup hands to the second one.
+            p=Buffers(tile=p, slopes=[p] * self.slopes, full=smem.barriers(1), empty=smem.barriers(1)),
             finished=smem.barriers(1, arrivals=2),
         )
 
@@ -137,7 +137,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
-        (self.k, self.dk), (self.v, self.dv) = refs.smem.k_dk, refs.smem.v_dv
+        (self.k, self.dk), (self.v, self.dv) = refs.smem.keys.k_dk, refs.smem.keys.v_dv
         place = Place(self.item.batch, self.item.head_group, block)
         tiles = tile_range.visited(self.inputs, place, WARPGROUP_ROWS, QUERIES)
         self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
@@ -149,7 +149,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
     @property
     def p(self) -> Ref:
         """P^T of a tile."""
-        return self.smem.p
+        return self.smem.p.tile
 
     def run(self) -> None:
         for index, body in enumerate((self.make_dv, self.make_dk, self.copy)):
@@ -160,11 +160,11 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         shared = self.smem
         pipeline.release(shared.q.empty, shared.do.empty)
         pipeline.split_registers(2, copies=False)
-        self.copy_rows(self.key_tile, shared.kv_full, key=self.k, value=self.v)
-        plgpu.barrier_wait(shared.kv_full)
+        self.copy_rows(self.key_tile, shared.keys.full, key=self.k, value=self.v)
+        plgpu.barrier_wait(shared.keys.full)
         zeros = self.ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[1]), 0)
         acc_dv = self.order.each(self._add_dv, zeros)
-        plgpu.barrier_wait(shared.p_empty)
+        plgpu.barrier_wait(shared.p.empty)
         self._store(dropped.scaled(self.plan.spec, acc_dv), "d_value", self.dv)
 
     def _add_dv(self, step: Array, head: Array, index: Array, acc_dv: Array) -> Array:
@@ -181,15 +181,15 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
             loaded["bias"] = ops.load(shared.bias.at[slot].T)
         context = TileContext(self.inputs, visited, at, loaded)
         tile = BackwardTile.of(context, s, lse, self.plan.score_mod_of_bias)
-        plgpu.barrier_wait(shared.p_empty)
+        plgpu.barrier_wait(shared.p.empty)
         self.p[...] = tile.p.astype(spec.dtype)
-        if shared.slopes:
+        if shared.p.slopes:
             slope, others = tile.pull_back(ops.full(shape, 1))
-            for ref, values in zip(shared.slopes, [slope, *others.values()], strict=True):
+            for ref, values in zip(shared.p.slopes, [slope, *others.values()], strict=True):
                 ref[...] = values.astype(spec.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.q.empty.at[slot])
-        plgpu.barrier_arrive(shared.p_full)
+        plgpu.barrier_arrive(shared.p.full)
         plgpu.barrier_wait(shared.do.full.at[slot])
         kept = operand_pieces.split(spec, tile.kept, ops)
         do = piece_products.of_tile(spec, shared.do.tiles.at[slot])
@@ -200,9 +200,9 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         """Make dS and dK: the second warpgroup."""
         shared, ops = self.smem, self.ops
         pipeline.release(shared.q.empty, shared.do.empty)
-        plgpu.barrier_arrive(shared.p_empty)
+        plgpu.barrier_arrive(shared.p.empty)
         pipeline.split_registers(2, copies=False)
-        plgpu.barrier_wait(shared.kv_full)
+        plgpu.barrier_wait(shared.keys.full)
 
         start = ops.full((WARPGROUP_ROWS, tile_dims(self.plan.spec)[0]), 0), self.plan.sums.zeros(ops)
         acc_dk, _ = self.order.each(self._add_dk, start, self.finish_head)
@@ -218,9 +218,9 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         delta = along_columns(ops.load(shared.statistics.at[self.plan.stages + slot], 1), shape)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])
-        plgpu.barrier_wait(shared.p_full)
+        plgpu.barrier_wait(shared.p.full)
         d_logits = backward_tile.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
-        slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.slopes]
+        slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.p.slopes]
         d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
         sums = tuple(total + d_bias.sum(axis=1) for total in sums)
         ds = d_logits * slopes[0] if slopes else d_logits
@@ -232,7 +232,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
 
     def hand_over(self, ds: Float[Array, "keys queries"], q_full: Any) -> Pieces:
         """Signal that this warpgroup has read P, wait for the tile of queries, and return dS^T as an operand."""
-        plgpu.barrier_arrive(self.smem.p_empty)
+        plgpu.barrier_arrive(self.smem.p.empty)
         plgpu.barrier_wait(q_full)
         return operand_pieces.split(self.plan.spec, ds, self.ops)
 

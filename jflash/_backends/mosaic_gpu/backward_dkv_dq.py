@@ -54,10 +54,10 @@ class DkvDqPlan(DkvPlan):
     @property
     def smem(self) -> Buffers:
         """The buffers of `backward_dkv`, with dS^T in the place of P^T."""
-        others = vars(super().smem)
-        p, ds = others.pop("p"), CallTiles.of(self.spec).operand((WARPGROUP_ROWS, QUERIES))
-        handed = dict(p_ds=smem.reused(p, ds), p_empty=smem.barriers(1, arrivals=_WARPGROUPS), ds_full=smem.barriers(1))
-        return Buffers(**others | handed)
+        shared = super().smem
+        handed, ds = shared.p, CallTiles.of(self.spec).operand((WARPGROUP_ROWS, QUERIES))
+        p = Buffers(slopes=handed.slopes, full=handed.full, empty=smem.barriers(1, arrivals=_WARPGROUPS))
+        return Buffers(**vars(shared) | dict(p=p, p_ds=smem.reused(handed.tile, ds), ds_full=smem.barriers(1)))
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         return call.around_keys | call.tiles | call.rows | call.visits(self.visits)
@@ -92,7 +92,7 @@ class DkvDqCta(DkvCta[DkvDqPlan]):
 
     def make_dv(self) -> None:
         """Make P, dV and half of dQ. P's place is empty when both warpgroups have made their halves."""
-        plgpu.barrier_arrive(self.smem.p_empty)
+        plgpu.barrier_arrive(self.smem.p.empty)
         super().make_dv()
 
     def hand_over(self, ds: Float[Array, "keys queries"], q_full: Any) -> Pieces:
@@ -127,7 +127,7 @@ class DkvDqCta(DkvCta[DkvDqPlan]):
         else:
             acc = super().add_matmul(acc, a, b, free, at, opaque_index)
             dq = ops.accumulators(lambda acc_dq: self._make_dq(acc_dq, opaque_index, lambda: None), shape)
-        plgpu.barrier_arrive(self.smem.p_empty)
+        plgpu.barrier_arrive(self.smem.p.empty)
         acc_dq = self.refs.arrays["dq_acc"].at[at.batch, at.head, self.warpgroup]
         ops.add_to_sums(acc_dq.at[pl.ds(at.query, QUERIES)], dq)
         return acc

@@ -46,11 +46,6 @@ class Cta[Plan: KernelPlan]:
         self.inputs = TmaInputs(plan.spec, ops, refs.arrays, **options)
         self.warpgroup = lax.axis_index("warpgroup")
 
-    @classmethod
-    def body(cls, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
-        """Run one warpgroup of the kernel."""
-        cls(plan, refs, ops).run()
-
     def run(self) -> None:
         """Run this warpgroup."""
         last = lax.axis_size("warpgroup") - 1

@@ -44,11 +44,6 @@ from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile, Walk
 
 
-def body(plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    ForwardCta(plan, refs, ops).run()
-
-
 class ForwardCta(Cta[ForwardPlan]):
     """A CTA of the forward; of wide heads' too, which differs where it says so."""
 

@@ -57,11 +57,6 @@ Sums = tuple[Float[Array, "rows columns"], ...]
 """O of some chunks of the values' columns."""
 
 
-def body(plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
-    """Run one warpgroup of the kernel."""
-    _Cta(plan, refs, ops).run()
-
-
 class _Item(NamedTuple):
     """A work item of a CTA."""
 
@@ -79,7 +74,9 @@ class _Item(NamedTuple):
         return self.before + self.tiles.count
 
 
-class _Cta(ForwardCta):
+class WideForwardCta(ForwardCta):
+    """A CTA of the forward of wide heads."""
+
     plan: WideForwardPlan  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
@@ -155,11 +152,11 @@ class _Cta(ForwardCta):
         def visit(index: Array, before: Softmax | None) -> Softmax:
             state = self._softmax(item, index, before, seed)
             pieces = operand_pieces.split(plan.spec, state.p, self.ops)
-            plgpu.barrier_wait(shared.p_empty)
-            for target, piece in zip(piece_products.of_tile(plan.spec, shared.p), pieces, strict=True):
+            plgpu.barrier_wait(shared.handed.empty)
+            for target, piece in zip(piece_products.of_tile(plan.spec, shared.handed.p), pieces, strict=True):
                 target[...] = piece
-            shared.rescale[...] = state.rescale
-            plgpu.barrier_arrive(shared.p_full)
+            shared.handed.rescale[...] = state.rescale
+            plgpu.barrier_arrive(shared.handed.full)
             return state
 
         # Of plain logits of 16-bit operands ptxas spills less if the compiler cannot know that 0 is 0, of others more.
@@ -167,9 +164,9 @@ class _Cta(ForwardCta):
         first = self.ops.opaque_zero(jnp.int32(number)) if is_hidden else jnp.int32(0)
         last = lax.fori_loop(1, item.tiles.count, visit, visit(first, None))
         self._if_next(number, lambda following: self._copy_queries(self._item(following, item.stop)))
-        shared.statistics[0], shared.statistics[1] = last.m, softmax.whole(last.l)
-        plgpu.barrier_wait(shared.p_empty)
-        plgpu.barrier_arrive(shared.p_full)
+        shared.handed.statistics[0], shared.handed.statistics[1] = last.m, softmax.whole(last.l)
+        plgpu.barrier_wait(shared.handed.empty)
+        plgpu.barrier_arrive(shared.handed.full)
 
     def _softmax(self, item: _Item, index: Array, before: Softmax | None, seed: HeadSeed | None) -> Softmax:
         plan, inputs, ops, shape = self.plan, self.inputs, self.ops, self.shape
@@ -190,7 +187,7 @@ class _Cta(ForwardCta):
         number = plan.value_chunks // HALVES
         chunks = range(half * number, (half + 1) * number)
         pipeline.release(*(shared.values[chunk].empty for chunk in chunks))
-        plgpu.barrier_arrive(shared.p_empty)
+        plgpu.barrier_arrive(shared.handed.empty)
         self._set_registers(plan.registers.weigh)
         self._each(functools.partial(self._weigh, chunks))
 
@@ -198,9 +195,9 @@ class _Cta(ForwardCta):
         plan, shared, ops, spec = self.plan, self.smem, self.ops, self.plan.spec
         acc_o = tuple(ops.full((WARPGROUP_ROWS, plan.columns), 0) for _ in chunks)
         acc_o = lax.fori_loop(0, item.tiles.count, functools.partial(self._add_tile, chunks, item), acc_o)
-        plgpu.barrier_wait(shared.p_full)
-        m, l = (ops.load(shared.statistics.at[which], 0) for which in range(2))
-        self._if_next(number, lambda _: plgpu.barrier_arrive(shared.p_empty))
+        plgpu.barrier_wait(shared.handed.full)
+        m, l = (ops.load(shared.handed.statistics.at[which], 0) for which in range(2))
+        self._if_next(number, lambda _: plgpu.barrier_arrive(shared.handed.empty))
         (batch, head, *_), block = item.at, item.block
         sink, exponent = self.sink(batch, head), self.form.exponent(spec)
         result = self.refs.results["out"].at[self.split, batch]
@@ -214,14 +211,14 @@ class _Cta(ForwardCta):
     def _add_tile(self, chunks: Sequence[int], item: _Item, index: Array, acc_o: Sums) -> Sums:
         """The sums of some chunks, with what a tile of keys adds to them."""
         shared, ops, spec, tile = self.smem, self.ops, self.plan.spec, self.plan.tile
-        plgpu.barrier_wait(shared.p_full)
-        rescale, opaque_index = ops.load(shared.rescale, 0), ops.opaque_zero(index)
+        plgpu.barrier_wait(shared.handed.full)
+        rescale, opaque_index = ops.load(shared.handed.rescale, 0), ops.opaque_zero(index)
         sums = [self.form.rescaled(self.inputs, rescale, acc) for acc in acc_o]
         for number in range(tile.value_tiles):
-            p = piece_products.of_tile(spec, shared.p, number * tile.value_keys, tile.value_keys)
+            p = piece_products.of_tile(spec, shared.handed.p, number * tile.value_keys, tile.value_keys)
             p = tuple(map(ops.load, p))
             if number == tile.value_tiles - 1:
-                plgpu.barrier_arrive(shared.p_empty)
+                plgpu.barrier_arrive(shared.handed.empty)
             slot = pipeline.slot((item.before + index) * tile.value_tiles + number, tile.stages, opaque_index)
             for turn, chunk in enumerate(chunks):
                 v = shared.values[chunk]

@@ -156,11 +156,14 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
         values=[smem.in_parts(ring, parts, mends=spec.pages is not None) for ring in rings],
         biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if facts_of(spec).has_bias_tiles else [],
-        p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
-        rescale=smem.vectors(WARPGROUP_ROWS),
-        statistics=smem.vectors(2, WARPGROUP_ROWS),
-        p_full=smem.barriers(1),
-        p_empty=smem.barriers(1, arrivals=HALVES),
+        # What the warpgroup that makes P hands to those that weigh.
+        handed=Buffers(
+            p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
+            rescale=smem.vectors(WARPGROUP_ROWS),
+            statistics=smem.vectors(2, WARPGROUP_ROWS),
+            full=smem.barriers(1),
+            empty=smem.barriers(1, arrivals=HALVES),
+        ),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,8 +38,9 @@ from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.run import VALUES_ALONE
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
 from jflash._backends.nvidia.choose import choose
+from jflash._backends.nvidia.describe import kernels
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Kernel, KernelPlan
+from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
@@ -86,8 +86,8 @@ def _smallest(spec: Spec) -> Iterator[Buffers]:
 def plan_forward(spec: Spec, processors: int | None) -> Kernel[Any]:
     """Return the kernel of a call's forward on a device with `processors` multiprocessors; `None` is unknown."""
     if is_wide(spec):
-        return Kernel(forward_wide_plan.plan_forward(spec, processors), forward_wide.body)
-    return Kernel(forward_plan.plan_forward(spec, processors), forward_kernel.body)
+        return Kernel(forward_wide_plan.plan_forward(spec, processors), forward_wide.WideForwardCta)
+    return Kernel(forward_plan.plan_forward(spec, processors), forward_kernel.ForwardCta)
 
 
 def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> Kernel[Any]:
@@ -97,7 +97,7 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
     """
     if moving == VALUES_ALONE:
         return plan_forward(spec, processors)
-    return Kernel(tangent_kernel.plan_tangent(spec, moving, processors), tangent_kernel.TangentCta.body)
+    return Kernel(tangent_kernel.plan_tangent(spec, moving, processors), tangent_kernel.TangentCta)
 
 
 def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]:
@@ -107,17 +107,17 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     dbias: tuple[Kernel[Any], ...] = ()
     if bias_kind == "tile":
         wanted = tuple(name for name in wanted if name != "bias")
-        dbias = (Kernel(_plan_dbias(spec, processors), DbiasCta.body),)
+        dbias = (Kernel(_plan_dbias(spec, processors), DbiasCta),)
     if is_wide(spec):
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
-        return *(Kernel(plan, WideCta.body) for plan in wide), *dbias
+        return *(Kernel(plan, WideCta) for plan in wide), *dbias
     # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
     one_kernel = bias_kind != "row"
     if one_kernel and backward_short.suits(spec, processors) and (tile := _short_tiles(spec)) is not None:
         short = backward_short.plan(spec, tile, ParameterSums(wanted), processors)
-        return Kernel(short, ShortCta.body), *dbias
+        return Kernel(short, ShortCta), *dbias
     if one_kernel and not spec.deterministic and (fused := _plan_fused(spec, wanted, processors)) is not None:
-        return Kernel(fused, FusedCta.body), *dbias
+        return Kernel(fused, FusedCta), *dbias
     by_key = ParameterSums(("bias",) if bias_kind == "column" else ())
     others = tuple(name for name in wanted if name not in by_key.names)
     has_other_sums = others or score_mod_reads.tables(spec)
@@ -125,13 +125,13 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
         dkv_dq = _staged(DkvDqPlan(spec, *of_keys))
         if smem.fits(dkv_dq.smem):
-            return Kernel(dkv_dq, DkvDqCta.body), *dbias
+            return Kernel(dkv_dq, DkvDqCta), *dbias
     tile = _dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
     of_queries = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
     tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
     dq = DqPlan(spec, tile, of_queries, ParameterSums(others), tables)
-    return Kernel(dq, DqCta.body), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta.body), *dbias
+    return Kernel(dq, DqCta), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta), *dbias
 
 
 def _by_keys(
@@ -260,7 +260,7 @@ def describe(spec: Spec, processors: int | None) -> str:
         details += f", output in {forward.output_stores} stores"
     if isinstance(forward, WideForwardPlan) and forward.dealt is not None:
         details += f", lists of up to {max(map(len, forward.dealt.lists))} blocks"
-    lines = ["forward:", *_of_kernel(forward), f"    {details}"]
+    lines = [*kernels("forward", [forward], smem.CAPACITY), f"    {details}"]
     if spec.pages is None:
         lines += _derivatives(spec, processors)
     copies = array_shapes.copied(spec)
@@ -271,20 +271,6 @@ def _derivatives(spec: Spec, processors: int | None) -> Iterator[str]:
     """Yield a call's kernels of tangent and backward, in words."""
     if tangent_kernel.fits(spec):
         tangent = plan_tangent(spec, tangent_kernel.MOVING & spec.operands, processors)
-        yield from ("tangent:", *_of_kernel(tangent.plan), f"    output in {tangent.plan.chunks} chunks of columns")
-    yield "backward:"
-    for kernel in plan_backward(spec, processors):
-        yield from _of_kernel(kernel.plan)
-
-
-def _of_kernel(plan: KernelPlan) -> list[str]:
-    """Return a kernel's name, grid and shared memory, and the fields of its tiles and schedule, in words."""
-    launch = plan.launch
-    grid = " x ".join(f"{size} {axis}" for axis, size in launch.grid.items())
-    if launch.cluster:
-        grid += f" in clusters of {math.prod(launch.cluster.values())}"
-    return [
-        f"  {launch.name}: grid {grid}, {launch.warpgroups} warpgroups",
-        f"    {smem.size(launch.smem) / 1024:.1f} of {smem.CAPACITY / 1024:.1f} KiB of shared memory",
-        *(f"    {vars(plan)[name]}" for name in ("tile", "schedule") if name in vars(plan)),
-    ]
+        yield from kernels("tangent", [tangent.plan], smem.CAPACITY)
+        yield f"    output in {tangent.plan.chunks} chunks of columns"
+    yield from kernels("backward", (kernel.plan for kernel in plan_backward(spec, processors)), smem.CAPACITY)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
+from jflash._backends.nvidia.facts import facts_of
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -37,7 +38,17 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
         return f"it needs an NVIDIA GPU since Ampere (compute capability 8.0 or newer), and this is {platform}."
     if capability not in SHARED_MEMORY:
         return f"it has no tiles for compute capability {capability}, of {platform}."
-    return unsupported_call(spec)
+    reason = unsupported_call(spec)
+    if reason is not None or not facts_of(spec).is_float32:
+        return reason
+    from jflash._backends.mosaic_gpu_mma import plan
+
+    if plan.fits(spec, platform):
+        return None
+    return (
+        f"it takes float32 as {facts_of(spec).pieces} bfloat16 pieces; with H={spec.head_dim} and D={spec.value_dim} "
+        f"their tiles do not fit in {SHARED_MEMORY[capability] // 1024} KiB of shared memory."
+    )
 
 
 def unsupported_call(spec: Spec) -> str | None:

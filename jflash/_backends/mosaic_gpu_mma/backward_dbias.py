@@ -24,8 +24,8 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan, bias_buffer, buffer, columns
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.mosaic_gpu_mma.tiles import DbiasTile
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows
@@ -74,7 +74,7 @@ class DbiasPlan(TiledPlan):
     def _smem(self) -> Buffers:
         """Each warpgroup's rows, all chunks of keys, and the bias of both."""
         spec, tile, chunks = self.spec, self.tile, self.tile.size // self.chunk
-        rows = lambda dim: None if tile.streams else buffer(spec, tile.blocks, WARPGROUP_ROWS, columns(dim))
+        rows = lambda dim: buffer(spec, tile.blocks, WARPGROUP_ROWS, columns(dim))
         keys = lambda dim: buffer(spec, chunks, self.chunk, columns(dim))
         buffers = dict(query=rows(spec.head_dim), d_out=rows(spec.value_dim))
         buffers |= dict(key=keys(spec.head_dim), value=keys(spec.value_dim))
@@ -131,8 +131,7 @@ class DbiasCta(Cta[DbiasPlan]):
         def copy() -> None:
             rows, keys = _OPERANDS[product]
             (batch, head), own = self.plan.schedule.sharing(visit), self.warpgroup
-            if self.buffers[rows] is not None:
-                self.copy(rows, batch, head, self.query, self.buffers[rows].at[own])
+            self.copy(rows, batch, head, self.query, self.buffers[rows].at[own])
             for chunk in range(0, len(self.keys), self.warpgroups):
                 first = self.first_key + (chunk + own) * self.plan.chunk
                 key_head = lax.div(head, self.plan.spec.group)
@@ -194,7 +193,6 @@ class DbiasCta(Cta[DbiasPlan]):
     def _products(self, visit: Any, product: int) -> list[Array]:
         """Return S or dP of this warpgroup's rows and each chunk of the keys."""
         rows, keys = (self.buffers[name] for name in _OPERANDS[product])
-        place = *self.plan.schedule.sharing(visit), self.query
-        own = self.streamed(_OPERANDS[product][0], *place) if rows is None else rows.at[self.warpgroup]
+        own = rows.at[self.warpgroup]
         zeros = lambda: self.zeros(1, self.plan.chunk)
         return [self.add_product(zeros(), own, keys.at[chunk], transposed=True)[0] for chunk in range(len(self.keys))]

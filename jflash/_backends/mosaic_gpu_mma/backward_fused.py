@@ -37,13 +37,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import STATISTICS, CtaRows, bias_buffer, buffer
+from jflash._backends.mosaic_gpu_mma.cta import STATISTICS, bias_buffer, buffer
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
 from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.mosaic_gpu_mma.tiles import FusedTile
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.facts import facts_of
@@ -186,14 +186,14 @@ class FusedCta(KeysCta[FusedPlan]):
         """Return which share of a tile's queries is this warpgroup's in a pass."""
         return self.warpgroup * self.plan.tile.passes + number
 
-    def _products(self, own: Sequence[CtaRows], tiles: Ref, first: Any) -> Tiles:
+    def _products(self, own: Sequence[Operand], tiles: Ref, first: Any) -> Tiles:
         """Return products of the CTA's keys and a pass's queries, from `first` of the tile on, of all columns."""
         acc = self.zeros(self.plan.tile.blocks, self.plan.queries)
         for share, rows in enumerate(own):
             acc = self.add_product(acc, rows, tiles.at[share], transposed=True, first_row=first)
         return acc
 
-    def visit(self, own: Sequence[CtaRows], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+    def visit(self, own: Sequence[Operand], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         tile, shared, ops = self.plan.tile, self.smem, self.ops
         shares, slot = self.warpgroups, self.slot(step)
         visited = self.order.tiles.tile(index)
@@ -220,7 +220,7 @@ class FusedCta(KeysCta[FusedPlan]):
         return acc, totals
 
     def _add_pass(
-        self, own: Sequence[CtaRows], step: Array, head: Any, visited: VisitedTile, number: int, carry: Carry
+        self, own: Sequence[Operand], step: Array, head: Any, visited: VisitedTile, number: int, carry: Carry
     ) -> Carry:
         """Store P^T and dS^T of a pass, or add what this warpgroup makes of them."""
         acc, sums = dict(carry[0]), carry[1]

@@ -37,7 +37,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import (
-    CtaRows,
     QueriesCta,
     TiledPlan,
     buffers,
@@ -47,8 +46,8 @@ from jflash._backends.mosaic_gpu_mma.cta import (
 )
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
-from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_columns, along_rows
@@ -110,7 +109,7 @@ class DqCta(QueriesCta[DqPlan]):
             plan.sums.store(results, of_rows, self.batch, self.head, rows)
             ops.store_rows(acc * facts_of(spec).sums_scale, target, rows.start, spec.query_length)
 
-    def _visit(self, index: Any, own: Sequence[CtaRows], statistics: Any, carry: DqCarry) -> DqCarry:
+    def _visit(self, index: Any, own: Sequence[Operand], statistics: Any, carry: DqCarry) -> DqCarry:
         """Add one tile's part to dQ and to the sums of parameters' gradients."""
         acc_dq, sums = carry
         plan, tile, ops = self.plan, self.plan.tile, self.ops
@@ -180,7 +179,7 @@ class DkvCta(KeysCta[DkvPlan]):
 
         self.begin(step, copy)
 
-    def visit(self, own: Sequence[CtaRows], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+    def visit(self, own: Sequence[Operand], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         acc, sums = dict(carry[0]), carry[1]
         tile, spec, ops, slot = self.plan.tile, self.plan.spec, self.ops, self.slot(step)
         q, do, shape = self.smem.query.at[slot], self.smem.d_out.at[slot], (WARPGROUP_ROWS, tile.size)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.products import Tiles
-from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk, Rows, SourceRows, chunks_of_tile
+from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk, Rows, chunks_of_tile
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -44,7 +44,7 @@ def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, columns: ColumnC
 
 def copy_tile(
     o: Lanes,
-    rows: SourceRows,
+    rows: Rows,
     tile: SmemTile,
     base: Any,
     first: Any,
@@ -196,39 +196,6 @@ def store_in_rows(
         if more + 16 + other_columns > rows.columns:
             is_inside = o.arith.andi(is_inside, o.below(o.add(place, o(more)), o(rows.columns)))
         o.store_in_row(start, 8 * half * rows.pitch + more * rows.item_bytes, two, is_inside)
-
-
-def load_device_rows(
-    source: Ref, first: Any, limit: Any, pieces: int, column: int, width: int
-) -> tuple[tuple[Float[Array, "64 width"], ...], ...]:
-    """Return 64 rows of 16-bit numbers of `[L, H]` in device memory, from `first` on: of each of the pieces that lie
-    side by side in rows `width` columns from `column` on, both multiples of 16.
-
-    Rows from `limit` on, which is at most L, and columns past a piece's are zeros.
-    """
-    shape = WARPGROUP_ROWS, width
-
-    def make(o: Lanes, source: Any, first: Any, limit: Any) -> Any:
-        rows = Rows.of(o, source)
-        columns = rows.columns // pieces
-        row = o.add(first, o.times(o.warp, 16), o.row)
-        start = rows.address(o, row, o.first_column)
-        is_there = o.below(row, limit), o.below(o.add(row, o(8)), limit)
-        pair = _utils.ir.VectorType.get((2,), o.dtype(source))
-
-        def register(piece: int, eight: int, half: int) -> Any:
-            place = column + 8 * eight
-            if place >= columns:
-                return _utils.bitcast(o(0), pair)
-            offset = 8 * half * rows.pitch + (piece * columns + place) * rows.item_bytes
-            # Rows past the end may lie outside the array.
-            address = o.arith.select(is_there[half], o.arith.addi(start, o.long(offset)), rows.start)
-            return _utils.bitcast(o.arith.select(is_there[half], o.load(o.type, address), o(0)), pair)
-
-        return tuple(tile(shape, (register(n, *place) for place in places(width))) for n in range(pieces))
-
-    returns = (array_type(shape, source.dtype),) * pieces
-    return tuple((one,) for one in Lanes.emit(make, source, first, limit, returns=returns))
 
 
 def load_tile(

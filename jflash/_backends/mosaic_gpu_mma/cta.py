@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
-from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
 from jflash._backends.nvidia.facts import facts_of
@@ -38,20 +37,6 @@ STATISTICS = "lse", "delta"
 """What a backward knows of each query."""
 
 
-class Streamed(NamedTuple):
-    """64 rows in device memory, loaded for every product."""
-
-    source: Ref
-    """`[L, H]`, in pieces side by side."""
-    first: Any
-    limit: Any
-    """Rows from here on are zeros: 0 * NaN is NaN."""
-
-
-CtaRows = Operand | Streamed
-"""A CTA's rows as an operand of products: in registers, shared memory or device memory."""
-
-
 def columns(dim: int) -> int:
     """Return the columns of a tile of rows of H or D numbers."""
     return round_up(dim, 16)
@@ -65,12 +50,9 @@ def buffer(spec: Spec, *shape: int) -> Any:
 
 
 def buffers(spec: Spec, tile: Tile, rows: Sequence[str], visited: Sequence[str], **others: Any) -> Buffers:
-    """Return shared memory for a CTA's rows and for what it visits, by the arrays' names, and for others.
-
-    Rows that stay in device memory have none.
-    """
+    """Return shared memory for a CTA's rows and for what it visits, by the arrays' names, and for others."""
     dims = dict(query=spec.head_dim, key=spec.head_dim, value=spec.value_dim, d_out=spec.value_dim)
-    of_rows = {name: None if tile.streams else buffer(spec, tile.rows, columns(dims[name])) for name in rows}
+    of_rows = {name: buffer(spec, tile.rows, columns(dims[name])) for name in rows}
     rings = {name: buffer(spec, tile.stages, tile.size, columns(dims[name])) for name in visited}
     return Buffers(**of_rows, **rings, **others)
 
@@ -125,11 +107,6 @@ class Cta[Plan: TiledPlan]:
         self.inputs = KernelInputs(plan.spec, ops, refs.arrays, **options)
         self.warpgroups = plan.launch.warpgroups or 1
 
-    @classmethod
-    def body(cls, plan: Plan, refs: Refs, ops: MmaOps) -> None:
-        """Run one warpgroup of the plan's kernel."""
-        cls(plan, refs, ops).run()
-
     def run(self) -> None:
         """Do what the warpgroup does."""
         raise NotImplementedError
@@ -150,7 +127,10 @@ class Cta[Plan: TiledPlan]:
     def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, chunk: ColumnChunk | None = None) -> None:
         """Begin to copy rows of queries, keys, values or d_out, or a chunk of their columns, with zeros for padding:
         0 * NaN is NaN."""
-        source, limit = self._rows(name, batch, head)
+        array, packed = self.refs.arrays[name], self.inputs.packed_heads if name == "query" else 1
+        source = rows_of_head(array, batch, head, heads_first=packed > 1)
+        length: Any = self.inputs.value(LENGTHS[name], batch)
+        limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
         self.ops.copy_rows(source, target, first, limit, chunk)
 
     def copy_cached(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:
@@ -179,29 +159,14 @@ class Cta[Plan: TiledPlan]:
         whole = round_up(source.shape[1], 64) + max(target.shape[1] - 64, 0)
         self.ops.copy_rows(source, target, at.query, source.shape[0], ColumnChunk(at.key, whole))
 
-    def cta_rows(self, names: Sequence[str], batch: Any, head: Any, first: Any) -> list[Ref | Streamed]:
-        """Begin to copy the CTA's rows to shared memory, if they have room there; return where products find them."""
-        rows: list[Ref | Streamed] = []
-        for name in names:
-            target = getattr(self.smem, name)
-            rows.append(self.streamed(name, batch, head, first) if target is None else target)
-            if target is not None:
-                self.copy(name, batch, head, first, target)
+    def cta_rows(self, names: Sequence[str], batch: Any, head: Any, first: Any) -> list[Ref]:
+        """Begin to copy the CTA's rows to shared memory, and return where they come to lie."""
+        rows = [getattr(self.smem, name) for name in names]
+        for name, target in zip(names, rows, strict=True):
+            self.copy(name, batch, head, first, target)
         return rows
 
-    def streamed(self, name: str, batch: Any, head: Any, first: Any) -> Streamed:
-        """Return rows that products load from device memory."""
-        source, limit = self._rows(name, batch, head)
-        return Streamed(source, first, limit)
-
-    def _rows(self, name: str, batch: Any, head: Any) -> tuple[Ref, Any]:
-        """Return a head's rows, and where padding begins."""
-        array, packed = self.refs.arrays[name], self.inputs.packed_heads if name == "query" else 1
-        source = rows_of_head(array, batch, head, heads_first=packed > 1)
-        length: Any = self.inputs.value(LENGTHS[name], batch)
-        return source, source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
-
-    def held(self, rows: Sequence[Ref | Streamed]) -> list[CtaRows]:
+    def held(self, rows: Sequence[Ref]) -> list[Operand]:
         """Return the CTA's rows with the first ones in registers, when these have arrived, if the tile holds any."""
         held = self.plan.tile.held
         if held:
@@ -212,21 +177,14 @@ class Cta[Plan: TiledPlan]:
         """Return accumulators."""
         return tuple(self.ops.full((WARPGROUP_ROWS, width), 0) for _ in range(blocks))
 
-    def product(self, a: CtaRows, b: Ref) -> Tiles:
+    def product(self, a: Operand, b: Ref) -> Tiles:
         """Return a @ b.T, for the CTA's rows and a tile in shared memory."""
         return self.add_product(self.zeros(self.plan.tile.blocks, b.shape[-2]), a, b, transposed=True)
 
-    def add_product(self, acc: Tiles, a: CtaRows, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
+    def add_product(self, acc: Tiles, a: Operand, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
         """Return acc + a @ b, or with `transposed` acc + a @ b.T, for a tile in shared memory; `options` are those of
         the operation."""
-        pieces = facts_of(self.plan.spec).pieces
-        order = operand_pieces.order(pieces)
-        if isinstance(a, Streamed):
-            # As few columns at a time as are one sum.
-            for steps in itertools.batched(range(b.shape[-1] // STEP), STEPS_OF_PIECES):
-                rows = self.ops.load_device_rows(*a, pieces, STEP * steps[0], STEP * len(steps))
-                acc = self.ops.add_product(acc, rows, b, order, transposed=transposed, steps=steps, **options)
-            return acc
+        order = operand_pieces.order(facts_of(self.plan.spec).pieces)
         return self.ops.add_product(acc, a, b, order, transposed=transposed, **options)
 
     def statistics(self, batch: Any, head: Any, rows: Any, axis: int) -> Iterator[Array]:

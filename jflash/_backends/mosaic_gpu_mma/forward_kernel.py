@@ -32,7 +32,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.cta import (
-    CtaRows,
     QueriesCta,
     TiledPlan,
     bias_buffer,
@@ -42,8 +41,8 @@ from jflash._backends.mosaic_gpu_mma.cta import (
     rows_of_head,
 )
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaCall
-from jflash._backends.mosaic_gpu_mma.products import STEP, Tiles
+from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
 from jflash._backends.nvidia import prepare, smem
 from jflash._backends.nvidia.launch import Launch, Refs
@@ -166,7 +165,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             for number, at in enumerate(self.places(self.tiles.tile(index))):
                 self.copy_bias(at, self.smem.bias.at[self.slot(index), number])
 
-    def _held(self, rows: Sequence[Any]) -> list[tuple[CtaRows, dict[str, Any]]]:
+    def _held(self, rows: Sequence[Any]) -> list[tuple[Operand, dict[str, Any]]]:
         """Return Q as operands, and which steps of K each has: of rows in shared memory some columns may be in
         registers."""
         steps = self.plan.tile.held_columns // STEP
@@ -184,7 +183,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         ((tile,),) = self.ops.load_rows(self.smem.bias.at[self.slot(index), block])
         return {"bias": tile}
 
-    def _visit(self, index: Any, q: Sequence[tuple[CtaRows, dict[str, Any]]], before: State) -> State:
+    def _visit(self, index: Any, q: Sequence[tuple[Operand, dict[str, Any]]], before: State) -> State:
         ops, tile = self.ops, self.plan.tile
         visited, shape = self.tiles.tile(index), (WARPGROUP_ROWS, tile.size)
         places = self.places(visited)

@@ -32,7 +32,6 @@ class MmaOps(Ops):
     store_tile = staticmethod(copies.store_tile)
     store_rows = staticmethod(copies.store_rows)
     store_pair = staticmethod(copies.store_pair)
-    load_device_rows = staticmethod(copies.load_device_rows)
     load_tile = staticmethod(copies.load_tile)
 
     add_rows = staticmethod(device_sums.add_rows)

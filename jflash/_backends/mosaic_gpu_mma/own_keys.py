@@ -11,10 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import Cta, CtaRows, Streamed, TiledPlan, rows_of_head
+from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan, rows_of_head
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
-from jflash._backends.mosaic_gpu_mma.products import Tiles
+from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
@@ -89,7 +89,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
 
         self.ops.commit()
 
-    def walk(self, rows: Sequence[Ref | Streamed], outputs: Sequence[str]) -> None:
+    def walk(self, rows: Sequence[Ref], outputs: Sequence[str]) -> None:
         """Visit all tiles with the CTA's rows, and store dK and dV, or one of both, and the sums for parameters."""
         spec, sums = self.plan.spec, self.plan.sums
         widths = dict(d_key=self.smem.query.shape[-1], d_value=self.smem.d_out.shape[-1])
@@ -116,7 +116,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
         """Return zeros for the gradient of the CTA's rows."""
         return self.zeros(self.plan.tile.blocks, width)
 
-    def visit(self, own: Sequence[CtaRows], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
+    def visit(self, own: Sequence[Operand], step: Array, head: Any, index: Any, carry: Carry) -> Carry:
         """Add one tile's part to the sums."""
         raise NotImplementedError
 

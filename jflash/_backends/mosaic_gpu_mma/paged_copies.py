@@ -7,6 +7,7 @@ alone, so the table may hold anything behind that.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> N
     """
 
     def make(o: Lanes, cache: Any, table: Any, target: Any, first: Any, limit: Any) -> None:
-        paged = PagedRows.of(o, cache, table, rows.page_size)
+        paged = PagedRows.of(o, cache, o.device_address(table), rows.page_size)
         copy_tile(o, paged, SmemTile(*o.shape(target)), o.shared_address(target), first, limit)
 
     Lanes.emit(make, rows.cache, rows.table, target, first, limit)
@@ -59,36 +60,20 @@ def convert_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -
 
     def make(o: Lanes, cache: Any, table: Any, scales: Any, target: Any, first: Any, limit: Any) -> None:
         *pieces, height, width = o.shape(target)
-        paged = PagedRows.of(o, cache, table, rows.page_size)
+        paged = PagedRows.of(o, cache, o.device_address(table), rows.page_size)
         conversion = Conversion.of(o, *dtypes, math.prod(pieces), scales)
         convert_tile(o, paged, conversion, SmemTile(height, width), o.shared_address(target), first, limit)
 
     Lanes.emit(make, rows.cache, rows.table, rows.scales, target, first, limit)
 
 
-class PagedRows(NamedTuple):
-    """A sequence's rows in device memory, as threads find them."""
+@dataclasses.dataclass(frozen=True)
+class PagedRows(Rows):
+    """A sequence's rows in device memory, as threads find them; those of `Rows` are the whole cache's."""
 
-    rows: Rows
-    """Those of the whole cache."""
     table: Any
     """Where the numbers of the sequence's pages begin."""
     page_size: int
-
-    @staticmethod
-    def of(o: Lanes, cache: Any, table: Any, page_size: int) -> PagedRows:
-        """Return a sequence's rows, from references to the cache and its table."""
-        return PagedRows(Rows.of(o, cache), o.device_address(table), page_size)
-
-    @property
-    def columns(self) -> int:
-        """The columns of a row."""
-        return self.rows.columns
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of a number."""
-        return self.rows.item_bytes
 
     def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
         """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
@@ -101,14 +86,14 @@ class PagedRows(NamedTuple):
             o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
             for place, page in zip(places, pages, strict=True)
         )
-        return [Source(self.rows.address(o, row, column), 0, page) for row, page in zip(rows, pages, strict=True)]
+        return [Source(self.address(o, row, column), 0, page) for row, page in zip(rows, pages, strict=True)]
 
     def _page(self, o: Lanes, place: Any, limit: Any) -> Any:
         """Return the page that has a row; of a row that is not there, some page."""
         index = o.arith.select(o.below(place, limit), o.arith.divui(place, o(self.page_size)), o(0))
         (page,) = o.load_words(o.arith.addi(self.table, o.distance(index, 4)), 0, 1)
         # What a table has for rows that are not there may be no page's number.
-        return o.arith.minsi(o.arith.maxsi(page, o(0)), o(self.rows.length // self.page_size - 1))
+        return o.arith.minsi(o.arith.maxsi(page, o(0)), o(self.length // self.page_size - 1))
 
 
 class Conversion(NamedTuple):
@@ -147,7 +132,7 @@ def convert_tile(
     """Convert the rows of a tile, or of the tiles of its pieces, one behind the other, and store them."""
     for chunk in chunks_of_tile(o, rows, tile, base, first, limit, None, rows.columns):
         # What is not there may lie outside the array.
-        address = o.arith.select(chunk.is_inside, chunk.source.address, rows.rows.start)
+        address = o.arith.select(chunk.is_inside, chunk.source.address, rows.start)
         numbers = cache_numbers.load(o, conversion.cached, address, chunk.offset)
         factor = conversion.factor(o, chunk.source.page)
         if factor is not None:

@@ -43,7 +43,7 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
     splits = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if rows <= plan.tile.rows else 1
     cta = PairedForwardCta if plan.tile.paired else ForwardCta
-    return Kernel(dataclasses.replace(plan, splits=splits), cta.body)
+    return Kernel(dataclasses.replace(plan, splits=splits), cta)
 
 
 def _form_of_forward(spec: Spec) -> str:
@@ -64,14 +64,14 @@ def plan_backward(spec: Spec, platform: Platform) -> tuple[Kernel[Any], ...]:
     if bias_kind == "tile":
         of_tile = lambda tile: DbiasSchedule.of(spec, tile.rows, tile.size, _ctas(platform, tile.blocks))
         dbias = _choose(spec, platform, "d_bias", lambda tile: DbiasPlan(spec, tile, of_tile(tile)))
-        others = (Kernel(dbias, DbiasCta.body),)
+        others = (Kernel(dbias, DbiasCta),)
         wanted = tuple(name for name in wanted if name != "bias")
     # Each sum over keys, and with deterministic=True or in float32 every sum, has an owner in the other kernels alone.
     if not spec.deterministic and bias_kind != "row" and not facts_of(spec).is_float32:
         make = functools.partial(_fused, spec, platform, ParameterSums(wanted))
         if _fitting(spec, platform, "backward", make):
             fused = _choose(spec, platform, "backward", make)
-            return Kernel(fused, FusedCta.body), Kernel(fused.rounding, round_dq.body), *others
+            return Kernel(fused, FusedCta), Kernel(fused.rounding, round_dq.RoundDqCta), *others
     by_key = ("bias",) if bias_kind == "column" else ()
     sums = ParameterSums(tuple(name for name in wanted if name not in by_key))
     tables = lambda tile: TableSums.of(spec, pl.cdiv(spec.query_length, tile.rows), 1, platform.processors)
@@ -80,7 +80,7 @@ def plan_backward(spec: Spec, platform: Platform) -> tuple[Kernel[Any], ...]:
     # Both sums together may be more than a warpgroup has registers for.
     launches = [both] if spec.head_dim + spec.value_dim <= 256 else [(name,) for name in both]
     dkv = (_plan_dkv(spec, platform, outputs, by_key) for outputs in launches)
-    return Kernel(dq, DqCta.body), *(Kernel(plan, DkvCta.body) for plan in dkv), *others
+    return Kernel(dq, DqCta), *(Kernel(plan, DkvCta) for plan in dkv), *others
 
 
 def _fused(spec: Spec, platform: Platform, sums: ParameterSums, tile: FusedTile) -> FusedPlan:
@@ -128,6 +128,12 @@ def _fitting(spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], 
     capacity = SHARED_MEMORY[_capability(platform)]
     fits = lambda tile: smem.size(make(tile).launch.smem) <= capacity
     return [tile for tile in tiles if (has_pairs or not getattr(tile, "paired", False)) and fits(tile)]
+
+
+def fits(spec: Spec, platform: Platform) -> bool:
+    """Return whether shared memory has room for every kernel of a call: that of dQ wants most."""
+    no_sums = ParameterSums(), TableSums.none(spec)
+    return bool(_fitting(spec, platform, "d_query", lambda tile: DqPlan(spec, tile, *no_sums)))
 
 
 def _capability(platform: Platform) -> str:

@@ -87,7 +87,7 @@ def add_product(
 
     Args:
       acc: blocks of 64 rows, in float32.
-      a: the same rows; in registers perhaps those columns alone that belong to `steps`.
+      a: the same rows; in registers perhaps only as many columns as `steps` reach.
       b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before.
       order, transposed, steps, first_column: as for `Chosen`.
       first_row: a multiple of 16, from which on the rows of b count; `None` if it is 0.
@@ -106,14 +106,12 @@ def add_pair_product(
 
 
 def _add(acc: Tiles, a: Operand, b: Ref, chosen: Chosen, first_row: Any = None, *, paired: bool = False) -> Tiles:
-    first_step, kind = 0, TransposedOperand if isinstance(a, Transposed) else LeftOperand
-    if isinstance(a, tuple) and chosen.steps is not None and a[0][0].shape[1] == STEP * len(chosen.steps):
-        first_step = chosen.steps[0]
+    kind = TransposedOperand if isinstance(a, Transposed) else LeftOperand
 
     def make(o: Lanes, acc: Any, a: Any, b: Any, first_row: Any) -> Any:
         left: Sequence[Left]
         if isinstance(a, tuple):
-            left = [RegisterOperand(list(map(o.words_of, tiles)), first_step) for tiles in a]
+            left = [RegisterOperand(list(map(o.words_of, tiles))) for tiles in a]
         else:
             left = _operands(o, a, lambda *place: kind(o, *place, paired=paired))
         sums = [list(map(o.numbers, block.registers.flat)) for block in acc]
@@ -182,14 +180,12 @@ def row_numbers(o: Lanes, base: Any) -> list[list[Any]]:
 class RegisterOperand:
     """Rows of A that a warpgroup holds in the layout of accumulators, as words of two numbers."""
 
-    def __init__(self, blocks: Sequence[Sequence[Any]], first: int = 0) -> None:
-        """The rows' columns begin with those of step `first`."""
-        self.blocks, self.depth, self.first = blocks, 4 * len(blocks[0]), first
+    def __init__(self, blocks: Sequence[Sequence[Any]]) -> None:
+        self.blocks, self.depth = blocks, 4 * len(blocks[0])
 
     def fragment(self, block: int, index: int) -> Sequence[Any]:
         """Return the four words of 16 columns of a block of 64 rows."""
-        place = 4 * (index - self.first)
-        return self.blocks[block][place : place + 4]
+        return self.blocks[block][4 * index : 4 * index + 4]
 
 
 class SmemOperand:

@@ -8,6 +8,7 @@ Of a partial call, whose sums go on, it stays float32.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,7 +17,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu_mma import device_sums
 from jflash._backends.mosaic_gpu_mma.cta import d_query_type, rows_of_head
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.mosaic_gpu_mma.prepared import MmaBackward
+from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -53,10 +54,17 @@ class RoundDqPlan(KernelPlan):
         )
 
 
-def body(plan: RoundDqPlan, refs: Refs, ops: MmaOps) -> None:
-    """Round 64 rows of one head."""
-    batch, head, block = map(lax.axis_index, ("batch", "head", "block"))
-    first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
-    rows = ops.load_sums(source, first, plan.columns, plan.together) * facts_of(plan.spec).sums_scale
-    target = rows_of_head(refs.results["d_query"], batch, head)
-    ops.store_rows(rows, target, first, plan.spec.query_length)
+class RoundDqCta(NamedTuple):
+    """A CTA, which rounds 64 rows of one head."""
+
+    plan: RoundDqPlan
+    refs: Refs
+    ops: MmaOps
+
+    def run(self) -> None:
+        """Round the rows."""
+        (plan, refs, ops), (batch, head, block) = self, map(lax.axis_index, ("batch", "head", "block"))
+        first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
+        rows = ops.load_sums(source, first, plan.columns, plan.together) * facts_of(plan.spec).sums_scale
+        target = rows_of_head(refs.results["d_query"], batch, head)
+        ops.store_rows(rows, target, first, plan.spec.query_length)

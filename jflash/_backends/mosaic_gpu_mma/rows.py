@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 from jax.experimental.mosaic import gpu as mgpu
 
@@ -21,28 +22,8 @@ class ColumnChunk(NamedTuple):
     whole: int
 
 
-class SourceRows(Protocol):
-    """Rows in device memory of which a tile is copied."""
-
-    @property
-    def columns(self) -> int:
-        """The columns of a row."""
-        ...
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of a number."""
-        ...
-
-    def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
-        """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
-
-        Rows from `limit` on are not there.
-        """
-        ...
-
-
-class Rows(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rows:
     """Rows of an array in device memory, `[length, columns]`, that may be apart."""
 
     start: Any
@@ -52,16 +33,19 @@ class Rows(NamedTuple):
     """Bytes from one row to the next."""
     item_bytes: int
 
-    @staticmethod
-    def of(o: Lanes, ref: Any) -> Rows:
-        """Return the rows of a reference."""
+    @classmethod
+    def of(cls, o: Lanes, ref: Any, *more: Any) -> Self:
+        """Return the rows of a reference; `more` are the fields of a subclass."""
         (length, columns), ((stride, one), _) = o.shape(ref), _utils.ir.MemRefType(ref.type).get_strides_and_offset()
         assert one == 1 or columns == 1
         item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
-        return Rows(o.device_address(ref), length, columns, stride * item_bytes, item_bytes)
+        return cls(o.device_address(ref), length, columns, stride * item_bytes, item_bytes, *more)
 
     def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
-        """Return where a thread finds its chunk of rows that are some steps below its first, from a column on."""
+        """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
+
+        Rows from `limit` on are not there.
+        """
         del limit
         address = self.address(o, row, column)
         return [Source(address, step * self.pitch) for step in steps]
@@ -98,7 +82,7 @@ class TileChunk(NamedTuple):
 
 def chunks_of_tile(
     o: Lanes,
-    rows: SourceRows,
+    rows: Rows,
     tile: SmemTile,
     base: Any,
     first: Any,

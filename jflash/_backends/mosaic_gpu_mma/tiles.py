@@ -21,9 +21,6 @@ class Tile:
     held: int = 0
     """Operands of the CTA's rows, of those that the kernel names first, that are in registers. From shared memory they
     are read again for every tile."""
-    streams: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether the CTA's rows, one block of float32, stay in device memory and are loaded for every product: shared
-    memory has room for what is visited alone."""
 
     @property
     def rows(self) -> int:
@@ -66,11 +63,6 @@ def _tiles[Kind](kind: Callable[..., Kind], *fields: tuple[int, ...]) -> tuple[K
     return tuple(kind(*numbers) for numbers in fields)
 
 
-def _streamed[Kind](kind: Callable[..., Kind]) -> tuple[Kind, ...]:
-    """Return tiles for operands of which shared memory cannot hold a CTA's rows."""
-    return tuple(kind(1, size, streams=True) for size in (32, 16))
-
-
 _FORWARD = {
     64: _tiles(ForwardTile, (2, 64), (2, 64, 2), (2, 64, 1, 1)),
     128: _tiles(ForwardTile, (2, 64), (2, 64, 2), (1, 64), (1, 64, 2, 1)),
@@ -82,13 +74,12 @@ _OF_PRODUCTS = {
     64: (ForwardTile(2, 128), *_FORWARD[64]),
     256: (ForwardTile(1, 64, held_columns=128, paired=True, sums_in_parts=True), *_FORWARD[256]),
 }
-_NARROW = (*_tiles(Tile, (1, 32), (1, 16)), *_streamed(Tile))
-_NARROW_FORWARD = (*_tiles(ForwardTile, (1, 32), (1, 16)), *_streamed(ForwardTile))
+_NARROW = _tiles(Tile, (1, 32), (1, 16))
+_NARROW_FORWARD = _tiles(ForwardTile, (1, 32), (1, 16))
 _DBIAS_OF_PIECES = {
     256: (
         *_tiles(DbiasTile, (1, 32), (1, 64)),
         *(DbiasTile(1, size, lends=True) for size in (32, 16)),
-        DbiasTile(1, 32, lends=True, streams=True),
     )
 }
 
@@ -104,8 +95,7 @@ TILES: Mapping[str, Mapping[int, Mapping[int, Sequence[Tile]]]] = {
         3: {
             64: _tiles(ForwardTile, (1, 64), (1, 32), (2, 32)),
             128: _tiles(ForwardTile, (1, 32), (1, 64)),
-            192: _NARROW_FORWARD,
-            256: _streamed(ForwardTile),
+            256: _NARROW_FORWARD,
         },
     },
     "forward, unbiased": {1: _FORWARD | _IN_PARTS},

@@ -122,13 +122,13 @@ class KernelPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel[Plan: KernelPlan]:
-    """A plan, and the body that each warpgroup of a CTA runs."""
+    """A plan, and the class of its CTAs: each warpgroup makes one and runs it."""
 
     plan: Plan
-    body: Callable[[Plan, Refs, Any], None]
+    cta: Callable[[Plan, Refs, Any], Any]
 
     def run(self, call: Any) -> dict[str, Array]:
         """Launch the kernel on what was prepared of a call, and return its results by name."""
         plan, ops = self.plan, call.ops
-        body = lambda refs: self.body(plan, refs, ops)
+        body = lambda refs: self.cta(plan, refs, ops).run()
         return plan.finish(*plan.launch.update(body, plan.arrays(call), plan.states(call), ops))

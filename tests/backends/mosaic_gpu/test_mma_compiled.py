@@ -71,11 +71,9 @@ EMULATED = [
         **dict(scale="traced", causal=True, lengths="queries"),
     ),
     dict(dtype="float32", dims=(40, 64), precision="highest", segments="sorted", bias="queries", alibi=True, batch=()),
-    # Where there is least shared memory, a CTA's own rows stay in device memory.
-    dict(dtype="float32", dims=(128, 128), precision="highest", bias="full", heads=(1, 1), batch=()),
-    dict(dtype="float32", dims=(128, 128), precision="highest", score_mod="arrays", heads=(1, 1), batch=()),
-    dict(dtype="float32", dims=(250, 256), causal=True, bias="full", lengths="both", heads=(1, 1), batch=()),
-    dict(dtype="float32", dims=(256, 250), precision="highest", bias="full", heads=(1, 1), batch=()),
+    # As wide as there is room for where there is least shared memory.
+    dict(dtype="float32", dims=(90, 108), precision="highest", bias="full", heads=(1, 1), batch=()),
+    dict(dtype="float32", dims=(150, 144), causal=True, score_mod="arrays", lengths="both", heads=(1, 1), batch=()),
     # Keys and values from pages, as they are and converted.
     dict(**dict(DECODING, key_length=600, dims=(64, 64), batch=(4,)), pages=dict(page_size=12)),
     dict(**DECODING, pages=dict(page_size=16, interleaved=True, dtype="float8_e4m3fn")),

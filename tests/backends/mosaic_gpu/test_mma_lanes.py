@@ -307,14 +307,14 @@ def test_products_of_a_pair(columns: int, a_transposed: bool):
 @pytest.mark.parametrize("has_others", [False, True])
 def test_parts_of_products(steps: list[int], first_column: int, paired: bool, has_others: bool):
     """Some steps in K, and of the columns, or of each half of a pair's, 16 from one on. A is held in registers, whole
-    or its columns of these steps."""
+    or as many of its columns as these steps reach."""
     a, b = normal(64, 64), normal(64, 128)
     tiles = SmemTile(64, 64), SmemTile(64, 128)
     o = copied(a, tiles[0])
     o.shared = np.concatenate([o.shared, copied(b, tiles[1]).shared])
     rows, blocks = LeftOperand(o, tiles[0], o(0), paired=paired), range(2 if paired else 1)
-    held = range(4) if has_others else steps
-    left = RegisterOperand([[word for k in held for word in rows.fragment(block, k)] for block in blocks], held[0])
+    held = range(4 if has_others else steps[-1] + 1)
+    left = RegisterOperand([[word for k in held for word in rows.fragment(block, k)] for block in blocks])
     right = (PairedColumns if paired else SmemOperand)(o, tiles[1], o(a.nbytes))
     sums = [[[np.zeros(THREADS, np.float32)] * 2 for _ in range(4)] for _ in blocks]
     multiply(o, DTYPE, sums, [left], [right], ONE._replace(steps=steps, first_column=first_column))

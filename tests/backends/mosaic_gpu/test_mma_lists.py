@@ -17,7 +17,7 @@ from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu_mma.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu_mma.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu_mma.backward_owned import DqPlan
-from jflash._backends.mosaic_gpu_mma.prepared import MmaCall
+from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.nvidia.walk.tile_list import LISTS
 
 MMA = kernel_families.mma("8.0")

@@ -51,7 +51,7 @@ def memory(cache: np.ndarray, page_size: int) -> tuple[np.ndarray, PagedRows, in
     rows, heads, columns = cache.shape
     item = cache.dtype.itemsize
     of_head = Rows(places[2] + columns * item, rows, columns, heads * columns * item, item)
-    return np.concatenate(parts), PagedRows(of_head, np.int64(places[1]), page_size), 0
+    return np.concatenate(parts), PagedRows(*dataclasses.astuple(of_head), np.int64(places[1]), page_size), 0
 
 
 def rows_of(o: Warpgroup, tile: SmemTile, dtype: str, piece: int = 0) -> np.ndarray:

@@ -49,11 +49,18 @@ def test_every_kernel_fits(capability: str):
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 @pytest.mark.parametrize("precision", ["BF16_BF16_F32", None, "highest"])
-def test_every_kernel_of_float32_fits(precision: str | None, capability: str):
+def test_every_kernel_of_float32_fits_or_the_call_is_refused(precision: str | None, capability: str):
+    platform = Platform("gpu", "some GPU", capability, 108)
+    room = SHARED_MEMORY[capability] // 1024
+    most = {"BF16_BF16_F32": 512, None: 512 if room > 99 else 304, "highest": {99: 208, 163: 336, 227: 480}[room]}
     for *dims, queries in itertools.product((*DIMS, 144, 208), (*DIMS, 144, 208), (3, 100)):
         spec = spec_of(*dims, jnp.float32, queries=queries, precision=precision)
-        assert mosaic_gpu_mma.unsupported_call(spec) is None
-        assert_every_kernel_fits(spec, capability)
+        refusal = mosaic_gpu_mma.unsupported(spec, platform)
+        assert (refusal is None) == (sum(smem.round_up(dim, 16) for dim in dims) <= most[precision]), dims
+        if refusal is None:
+            assert_every_kernel_fits(spec, capability)
+        else:
+            assert refusal.endswith(f"their tiles do not fit in {room} KiB of shared memory.")
 
 
 def plans(capability: str, dim: int, dtype=jnp.bfloat16, **arguments: object) -> list[KernelPlan]:
