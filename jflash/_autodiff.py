@@ -158,6 +158,11 @@ class _Part:
         """Return the results where sequences are split."""
         raise NotImplementedError
 
+    def form_if_untraced(self, args: Any) -> Any:
+        """Return `None`: this is computed whenever it is made."""
+        del args
+        return None
+
     def like(self, operands: Operands) -> Any:
         """Return arrays or shapes with the form of the results."""
         spec = self.spec.resized(operands)
@@ -218,6 +223,10 @@ class _Tangent(_Part):
     """The tangent: operands, out and lse, tangents of operands (`None`: 0) -> tangents of out and lse."""
 
     kind = "tangent"
+
+    def form_if_untraced(self, args: Any) -> Results:
+        """Return the form: reverse mode makes a tangent only to transpose it, and asks for no program."""
+        return self.like(args[0])
 
     def _split(self, backend: Functions, sequence: SequenceSplit, operands: Operands, *others: Any) -> Any:
         _, tangents = others

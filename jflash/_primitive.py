@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
@@ -49,6 +50,10 @@ class Operation(Protocol):
         """The names of the arguments' fields that the entries of the batch never share; `OWN` but for a paged cache."""
         ...
 
+    def form_if_untraced(self, args: Any) -> Any:
+        """Return the results' form, as arrays or shapes, if no program is traced before it is lowered; else `None`."""
+        ...
+
     def __call__(self, program: Program | None, args: Any) -> Any:
         """Return the results where `program` serves, in one form for all programs; JAX never differentiates it."""
         ...
@@ -70,14 +75,19 @@ def perform(operation: Operation, *args: Any) -> Any:
     leaves, tree = jax.tree.flatten(varying_alike(args, like=args))
     programs = (None,) if operation.choice is None else operation.choice.programs
     # A program for other platforms is traced when it is lowered, if ever. But a mesh is known only here.
-    programs = programs if in_mesh(leaves) else programs[:1]
+    form = None
+    if not in_mesh(leaves):
+        form = operation.form_if_untraced(args)
+        programs = programs[: form is None]
     traced = [_trace(leaves, operation, program, tree) for program in programs]
-    jaxprs, results = zip(*traced, strict=True)
+    jaxprs = tuple(jaxpr for jaxpr, _ in traced)
+    results = [result for _, result in traced] or [form]
     forms = [jax.tree.map(lambda array: (array.shape, array.dtype), result) for result in results]
     assert all(form == forms[0] for form in forms), forms
-    result_tree = jax.tree.structure(results[0])
-    made = _primitive.bind(*leaves, operation=operation, tree=tree, result_tree=result_tree, jaxprs=jaxprs)
-    return result_tree.unflatten(made)
+    shapes, result_tree = jax.tree.flatten(results[0])
+    types = tuple(jaxprs[0].out_avals if jaxprs else map(jax.typeof, shapes))
+    params = dict(operation=operation, tree=tree, result_tree=result_tree, types=types, jaxprs=jaxprs)
+    return result_tree.unflatten(_primitive.bind(*leaves, **params))
 
 
 def tangents_of(function: Callable[..., Any], args: Any, tangents: Any) -> Any:
@@ -172,7 +182,7 @@ def _compute(*leaves: Any, **params: Any) -> Any:
         _computing.reset(token)
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "tree", "result_tree", "jaxprs"))
+@functools.partial(jax.jit, static_argnames=("operation", "tree", "result_tree", "types", "jaxprs"))
 def _compiled(*leaves: Array, **params: Any) -> Any:
     return _primitive.bind(*leaves, **params)
 
@@ -202,7 +212,7 @@ _WITHOUT_GRADIENT = ("mask_mod_arrays",)
 
 
 def _batch(
-    leaves: Any, axes: Any, *, operation: Operation, tree: Any, jaxprs: Sequence[ClosedJaxpr], **_: Any
+    leaves: Any, axes: Any, *, operation: Operation, tree: Any, types: Sequence[ShapedArray], **_: Any
 ) -> tuple[list[Array], list[int]]:
     """Make a mapped axis part of the batch.
 
@@ -212,10 +222,9 @@ def _batch(
     arrays = [leaf if axis is None else jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True)]
     mapped = [axis is not None for axis in axes]
     single = [jax.ShapeDtypeStruct(x.shape[m:], x.dtype) for x, m in zip(arrays, mapped, strict=True)]
-    results: Any = jaxprs[0].out_avals
     size = next(array.shape[0] for array, m in zip(arrays, mapped, strict=True) if m)
     if size == 0:
-        return [jnp.zeros((0, *result.shape), result.dtype) for result in results], [0] * len(results)
+        return [jnp.zeros((0, *result.shape), result.dtype) for result in types], [0] * len(types)
     batch = max(array.shape[0] for array in single)
     # Places are those within an argument: an operand and its tangent have the same.
     places = [path[1:] for path, _ in jax.tree.leaves_with_path(tree.unflatten(single))]
@@ -238,13 +247,13 @@ def _batch(
         return array.astype(result.dtype)
 
     folded = perform(operation, *tree.unflatten(map(fold, places, arrays, mapped)))
-    return list(map(unfold, jax.tree.leaves(folded), results)), [0] * len(results)
+    return list(map(unfold, jax.tree.leaves(folded), types)), [0] * len(types)
 
 
 _primitive = Primitive("jflash")
 _primitive.multiple_results = True
 _primitive.def_impl(_compute)
-_primitive.def_abstract_eval(lambda *_, jaxprs, **others: jaxprs[0].out_avals)
+_primitive.def_abstract_eval(lambda *_, types, **others: list(types))
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch

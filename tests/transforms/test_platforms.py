@@ -293,10 +293,10 @@ def test_second_derivatives_are_those_of_plain_jax(cuda_only: CudaOnly, gpu_mach
 
 def programs(function: Callable[..., Any], *args: Any) -> set[int]:
     """Return among how many programs lowering chooses for a call, its tangent and its gradient; one of them is traced
-    before."""
+    before, but for a tangent."""
     every = equations(jax.make_jaxpr(function)(*args).jaxpr)
     calls = [equation.params for equation in every if equation.primitive.name == "jflash"]
-    assert all(len(call["jaxprs"]) == 1 for call in calls)
+    assert all(len(call["jaxprs"]) == (getattr(call["operation"], "kind", None) != "tangent") for call in calls)
     return {len(getattr(call["operation"].choice, "programs", (None,))) for call in calls}
 
 

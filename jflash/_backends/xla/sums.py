@@ -97,6 +97,9 @@ class _TileSum:
     sums = True
     own = _primitive.OWN
 
+    def form_if_untraced(self, args: Any) -> None:
+        """Return `None`: the form is known from the tile function's program alone."""
+
     def __call__(self, program: Program | None, args: Any) -> Terms:
         operands, arguments = args
         return _Walk(self.spec.resized(operands), self.shape, self.function, operands, arguments).total()
