@@ -103,14 +103,15 @@ def cut(array: Array, starts: tuple[Int[Array, ""] | int, ...], sizes: tuple[int
     sizes = tuple(1 if have == 1 else size for have, size in zip(array.shape, sizes, strict=True))
     if sizes == array.shape:
         return array
-    return lax.dynamic_slice(array, _int32(array, starts), sizes)
+    return lax.dynamic_slice(array, _int32(array, starts), sizes, allow_negative_indices=False)
 
 
 def paste(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
     """Return `array` with `block` in it at `starts`, in place inside a compiled loop."""
     if block.shape == array.shape:
         return block.astype(array.dtype)
-    return lax.dynamic_update_slice(array, block.astype(array.dtype), _int32(array, starts))
+    starts = _int32(array, starts)
+    return lax.dynamic_update_slice(array, block.astype(array.dtype), starts, allow_negative_indices=False)
 
 
 def paste_add(array: Array, block: Array, starts: tuple[Int[Array, ""] | int, ...]) -> Array:
