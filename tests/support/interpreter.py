@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dropped_words
@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu import panels
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia.ops import Ops, Ref, rounded
 from jflash._backends.nvidia.threads import sums
+from jflash._backends.nvidia.tile import operand_pieces
 
 
 @dataclasses.dataclass
@@ -90,6 +91,9 @@ class CommonInterpreter(Ops):
     def leading_piece(self, values: Float[Array, "rows columns"]) -> tuple[Array, Array]:
         piece = rounded(values)
         return piece.astype(jnp.bfloat16), values - piece
+
+    def partial_sums(self, tile: Float[Array, "rows columns"], parts: int) -> Float[Array, "rows parts"]:
+        return tile.reshape(len(tile), -1, parts).sum(axis=1)
 
     def pack_mask(self, mask: Ref, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
         return packed_masks.pack(mask[...], plane, query, key, keys_first)
@@ -167,9 +171,6 @@ class Interpreter(CommonInterpreter, WarpgroupOps):
             def _(row: int = row) -> None:
                 ref[pl.ds(first + row, 1)] = values[row : row + 1, : ref.shape[1]]
 
-    def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
-        return rounded(values)
-
     def accumulators(self, body: Any, *shapes: tuple[int, int]) -> Any:
         return body(*(Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
 
@@ -203,6 +204,11 @@ class Interpreter(CommonInterpreter, WarpgroupOps):
 
     def reduce_add(self, destination: Ref, source: Ref) -> None:
         destination[...] = destination[...] + source[...]
+
+    def piece_columns(self, numbers: Sequence[Float[Array, "rows"]], columns: int) -> Float[Array, "rows columns"]:
+        pieces = [piece for each in numbers for piece in operand_pieces.split_numbers(each)]
+        stored = jnp.stack(pieces, axis=1).astype(jnp.bfloat16)
+        return jnp.pad(stored, [(0, 0), (0, columns - len(pieces))])
 
     def add_to_sums(self, target: Ref, rows: Float[Array, "64 columns"]) -> None:
         target[...] = target[...] + sums.from_rows(rows[:, : target.shape[1]])

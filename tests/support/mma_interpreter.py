@@ -19,7 +19,7 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles, Transposed
 from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
-from jflash._backends.nvidia.ops import Ref, rounded
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.tile import operand_pieces
 
@@ -153,7 +153,7 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
             numbers *= rows.scales[...].at[page].get(mode="clip")[:, None]
         found = jnp.where((place < limit)[:, None], numbers, 0)
         if target.ndim == 3:
-            pieces = operand_pieces.split_numbers(found, rounded, target.shape[0])
+            pieces = operand_pieces.split_numbers(found, target.shape[0])
             found = jnp.stack(pieces)
         missing = target.shape[-1] - found.shape[-1]
         target[...] = jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, missing)]).astype(target.dtype)

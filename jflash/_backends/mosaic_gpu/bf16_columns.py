@@ -21,9 +21,10 @@ from jflash._backends.mosaic_gpu import pipeline, smem
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.ops import Ref, along_columns, rounded
+from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.prepare import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.threads.piece_columns import PIECES
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord, shared_index
 from jflash._backends.nvidia.tile.logits import LogitsForm, Plain
@@ -31,8 +32,6 @@ from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Operands, Spec
 
-PIECES = 3
-"""bfloat16 numbers that together have the 24 bits of one float32 number."""
 STORED_COLUMNS = 8
 """Columns in device memory: up to two numbers' pieces, in rows of 16 bytes, the least that copies take."""
 SMEM_COLUMNS = 16
@@ -113,7 +112,7 @@ def prepare_bias(spec: Spec, operands: Operands, keys: int) -> dict[str, Array]:
 def _pieces(values: Array) -> Array:
     """`[B, N, L]` as `[B, N, L, 8]`: bfloat16 numbers whose sum is the given one, and zeros."""
     is_finite = jnp.isfinite(values)
-    first, *others = operand_pieces.split_numbers(jnp.where(is_finite, values, 0), rounded)
+    first, *others = operand_pieces.split_numbers(jnp.where(is_finite, values, 0))
     stored = jnp.stack([jnp.where(is_finite, first, values), *others], -1).astype(jnp.bfloat16)
     return jnp.pad(stored, [(0, 0), (0, 0), (0, 0), (0, STORED_COLUMNS - PIECES)])
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import panels
 from jflash._backends.nvidia.ops import Ops, Ref
-from jflash._backends.nvidia.threads import sums
+from jflash._backends.nvidia.threads import piece_columns, sums
 from jflash._backends.nvidia.threads.builder import ThreadBuilder, strided
 
 _MOST_COLUMNS = 256
@@ -30,10 +30,6 @@ class WarpgroupOps(Ops):
 
     The matrix unit makes products while the warpgroup goes on, in the order of their issue.
     """
-
-    def rounded(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return the nearest bfloat16 numbers."""
-        return values.astype(jnp.bfloat16).astype(jnp.float32)
 
     def accumulators[Results](self, body: Callable[..., Results], *shapes: tuple[int, int]) -> Results:
         """Return what `body` returns for accumulators of zeros of some `shapes`, which it may set before it adds."""
@@ -108,6 +104,7 @@ class WarpgroupOps(Ops):
 
         ThreadBuilder.emit(make, ref, values, first, layout=strided(values.shape))
 
+    piece_columns = staticmethod(piece_columns.of_rows)
     add_to_sums = staticmethod(sums.add)
     store_sums = staticmethod(sums.store)
 

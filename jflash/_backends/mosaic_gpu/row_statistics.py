@@ -33,16 +33,16 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_shape, forward_in_panels, panel_dim, tile_dims
-from jflash._backends.mosaic_gpu.bf16_columns import PIECES, SMEM_COLUMNS, STORED_COLUMNS
+from jflash._backends.mosaic_gpu.bf16_columns import SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import panel
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import Ref, along_columns, along_rows
+from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.prepare import MARGIN, with_margin
 from jflash._backends.nvidia.prepared import for_exponent
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile import operand_pieces
+from jflash._backends.nvidia.threads.piece_columns import PIECES
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._semantics.spec import Residuals, Spec
@@ -82,12 +82,7 @@ def columns(
     # Infinity times 0, for the other product, would be NaN.
     least = -float(jnp.finfo(jnp.bfloat16).max)
     first = jnp.where(lse == -jnp.inf, least, jnp.maximum(lse * (-1 / spec.scale), least))
-    index = ops.iota((lse.shape[0], STORED_COLUMNS), 1)
-    made = ops.full(index.shape, 0)
-    pieces = operand_pieces.split_numbers(first, ops.rounded) + operand_pieces.split_numbers(-delta, ops.rounded)
-    for column, piece in enumerate(pieces):
-        made = jnp.where(index == column, along_rows(piece, index.shape), made)
-    return made.astype(jnp.bfloat16)
+    return ops.piece_columns((first, -delta), STORED_COLUMNS)
 
 
 def ones() -> Float[Array, "2 64 16"]:

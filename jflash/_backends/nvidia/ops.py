@@ -21,6 +21,7 @@ from jflash._backends.nvidia.threads import (
     hidden_rows,
     leading_piece,
     packed_mask,
+    partial_sums,
     table,
     votes,
 )
@@ -93,6 +94,7 @@ class Ops:
     distances = staticmethod(coordinates.distances)
     key_minus_query = staticmethod(coordinates.key_minus_query)
     leading_piece = staticmethod(leading_piece.take)
+    partial_sums = staticmethod(partial_sums.of_rows)
     pack_mask = staticmethod(packed_mask.pack)
     expand_mask = staticmethod(packed_mask.expand)
     drop = staticmethod(dropout_words.drop)

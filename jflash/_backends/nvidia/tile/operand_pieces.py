@@ -12,7 +12,6 @@ Source: Henry, Tang and Heinecke, arXiv:1904.06376, section II.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,11 +54,8 @@ def products(spec: Spec) -> int:
     return len(order(facts_of(spec).pieces))
 
 
-def split_numbers(
-    rest: Float[Array, "..."], rounded: Callable[[Array], Array], number: int = 3
-) -> list[Float[Array, "..."]]:
-    """bfloat16 numbers, the largest first, whose sum is the given finite number; fewer than three approximate it.
-    `rounded` gives the nearest bfloat16."""
+def split_numbers(rest: Float[Array, "..."], number: int = 3) -> list[Float[Array, "..."]]:
+    """bfloat16 numbers, the largest first, whose sum is the given finite number; fewer than three approximate it."""
     pieces = [rounded(rest)]
     while len(pieces) < number:
         rest = rest - pieces[-1]
@@ -79,9 +75,7 @@ def split_array(spec: Spec, array: Float[Array, "... H"], parts: int = 1) -> Flo
     # A finite number that rounds to infinity would be lost.
     most = float(jnp.finfo(jnp.bfloat16).max)
     is_finite = jnp.isfinite(array)
-    first, *others = split_numbers(
-        jnp.where(is_finite, jnp.clip(array, -most, most), 0), rounded, facts_of(spec).pieces
-    )
+    first, *others = split_numbers(jnp.where(is_finite, jnp.clip(array, -most, most), 0), facts_of(spec).pieces)
     pieces = [jnp.where(is_finite, first, array), *others]
     return jnp.concatenate(pieces, axis=-1).astype(facts_of(spec).operand_dtype).reshape(*shape[:-1], -1)
 

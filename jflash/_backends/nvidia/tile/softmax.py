@@ -5,8 +5,6 @@ Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import along_rows
+from jflash._backends.nvidia.ops import Ops, along_rows
 from jflash._backends.nvidia.tile import dropped
 from jflash._backends.nvidia.tile.base2 import LOG2_E, Exponent
 from jflash._backends.nvidia.tile.soft_cap import SoftCap
@@ -65,7 +63,7 @@ def step(
     factor, shape = factor * unit, s.shape
     scaled = s * (along_rows(factor, shape) if isinstance(factor, jax.Array) else factor)
     p = jnp.exp2(scaled - along_rows(subtrahend, shape))
-    l = _sums(p, in_parts=in_parts)
+    l = _sums(inputs.ops, p, in_parts=in_parts)
     if before is None:
         rescale = inputs.ops.full(shape[:1], 0.0)
     else:
@@ -83,12 +81,8 @@ def _rescaled(l: Float[Array, "rows *parts"], rescale: Float[Array, "rows"]) -> 
     return l * (rescale if l.ndim == 1 else along_rows(rescale, l.shape))
 
 
-def _sums(p: Float[Array, "rows keys"], *, in_parts: bool) -> Float[Array, "rows *parts"]:
-    if not in_parts:
-        return p.sum(axis=1)
-    rows, keys = p.shape
-    parts = (lax.slice(p, (0, first), (rows, first + PARTS_OF_L)) for first in range(0, keys, PARTS_OF_L))
-    return functools.reduce(operator.add, parts)
+def _sums(ops: Ops, p: Float[Array, "rows keys"], *, in_parts: bool) -> Float[Array, "rows *parts"]:
+    return ops.partial_sums(p, PARTS_OF_L) if in_parts else p.sum(axis=1)
 
 
 def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax | None, *, in_parts: bool) -> Softmax:
@@ -130,7 +124,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax
 
     def exponentiate(exponents: Array) -> tuple[Array, Array]:
         p = jnp.exp2(exponents)
-        return dropped.keep(inputs, mask.at, p, mask.loaded).astype(dtype), _sums(p, in_parts=in_parts)
+        return dropped.keep(inputs, mask.at, p, mask.loaded).astype(dtype), _sums(ops, p, in_parts=in_parts)
 
     def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
         # One basic block, in which exponentials are made beside the polynomials.
