@@ -21,7 +21,6 @@ from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.timing_model import Visits, block_times
 from jflash._backends.nvidia import cache_rows
-from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch
 from jflash._backends.nvidia.packing import ForwardShape, packs
@@ -245,7 +244,7 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     facts = *dims, bias_bytes, "short" if few_rows else "long", *facts_of(spec).tuned_pieces
     room = lambda tile: shared_memory(spec, tile, dtype(tile))
-    tile = choose("mosaic_gpu forward", facts, candidates, room, smem.CAPACITY)
+    tile = smem.choose_tiles("forward", facts, candidates, room)
     assert tile is not None, "the call is a wide one"
     return tile
 

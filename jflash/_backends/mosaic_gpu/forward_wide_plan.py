@@ -23,7 +23,6 @@ from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
 from jflash._backends.nvidia import cache_rows
-from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.packing import may_pack
@@ -222,7 +221,7 @@ def _choose_tiles(spec: Spec, *, few_rows: bool) -> WideTiles:
     rows_kind = "short" if few_rows else "long"
     facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, rows_kind, *facts_of(spec).tuned_pieces
     candidates, room = tuple(_candidates(spec, few_rows=few_rows)), lambda tile: shared_memory(spec, tile)
-    tile = choose("mosaic_gpu wide forward", facts, candidates, room, smem.CAPACITY)
+    tile = smem.choose_tiles("wide forward", facts, candidates, room)
     assert tile is not None, "`fits` says so"
     return tile
 
