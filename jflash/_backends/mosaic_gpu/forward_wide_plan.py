@@ -14,11 +14,11 @@ from typing import NamedTuple
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu import smem, timing_model
+from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan, visited_tiles
-from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, ForwardSchedule
+from jflash._backends.mosaic_gpu.forward_schedule import ITEM_TIME, DealtItems, ForwardSchedule
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
@@ -204,7 +204,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     else:
         places = ((head, entry, turn) for head, turn, entry in itertools.product(heads, turns, entries))
     visits = visited_tiles(spec, plan.packed_heads, plan.rows_of_a_range, plan.tile.keys)
-    return DealtItems.of(tuple(places), tuple(timing_model.ITEM + count for count in reversed(visits)), pairs)
+    return DealtItems.of(tuple(places), tuple(ITEM_TIME + count for count in reversed(visits)), pairs)
 
 
 def _limits_are_known(spec: Spec) -> bool:
