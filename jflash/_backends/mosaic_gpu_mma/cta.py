@@ -21,7 +21,7 @@ from jflash._backends.mosaic_gpu_mma.tiles import Tile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.prepare import LENGTHS
+from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord

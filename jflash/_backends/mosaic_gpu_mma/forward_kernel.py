@@ -44,7 +44,7 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
-from jflash._backends.nvidia import prepare, smem
+from jflash._backends.nvidia import prepared, smem
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import ForwardShape
@@ -67,7 +67,7 @@ class ForwardPlan(ForwardShape, TiledPlan):
 
     def arrays(self, call: MmaCall) -> dict[str, Array]:
         operands, packed = call.operands, self.packed_heads
-        query = operands.query if packed == 1 else prepare.pack_heads(operands.query, packed)
+        query = operands.query if packed == 1 else prepared.pack_heads(operands.query, packed)
         arrays = dict(query=query) | ({} if self.spec.pages else dict(key=operands.key, value=operands.value))
         arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
         blocks = Blocks(max(self.tile.rows // packed, 1), self.tile.size, packed)
