@@ -152,7 +152,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             self.form.rescaled(self.inputs, state.rescale, acc) for state, acc in zip(states, acc_o, strict=True)
         ]
         p = by_piece(operand_pieces.split(self.plan.spec, state.p, self.ops) for state in states)
-        return self.add_product(tuple(rescaled), p, self.smem.value.at[self.slot(index)], transposed=False)
+        return self.add_product(tuple(rescaled), p, self.smem.value.at[self.slot(index)])
 
     def values_arrive(self, index: Any) -> None:
         """With one stage: wait for the tile's values, when its keys are read, and begin to copy the next ones."""
@@ -229,4 +229,4 @@ class PairedForwardCta(ForwardCta):
         self.smem.factors[...] = state.rescale
         self.values_arrive(index)
         acc_o = self.ops.scaled_pair(acc_o, self.smem.factors)
-        return self.ops.add_pair_product(acc_o, self.smem.p, self.smem.value.at[self.slot(index)])
+        return self.add_product(acc_o, self.smem.p, self.smem.value.at[self.slot(index)], paired=True)
