@@ -67,7 +67,7 @@ def run(
     ops, kernels = family.interpreter(plgpu.InterpretGPUParams(detect_races=detect_races)), family.call
     spec, operands = canonical(call, **options)
     spec = dataclasses.replace(spec, undifferentiated=frozenset(undifferentiated))
-    reason = family.backend.unsupported_call(spec)
+    reason = family.unsupported(spec)
     assert reason is None, reason
     forward, backward = family.plans(spec, processors)
     # Jitted, as each operation around the kernels would be compiled on its own.
@@ -156,8 +156,8 @@ def assert_tangents_right(call: Call, along: dict[str, Any], **options: object) 
             oracle.assert_tangents_right(got, call, along, as_tf32=not precision)
 
 
-def assert_right(attend: Callable[..., Results], call: Call, backend: Any = mosaic_gpu) -> None:
-    """A call is right in each precision in which a backend's kernels take it, which is an option of `attend`.
+def assert_right(attend: Callable[..., Results], call: Call, family: Family = HOPPER) -> None:
+    """A call is right in each precision in which a family takes it, which is an option of `attend`.
 
     float32 has its own rule with six products of pieces for one, and that of TF32 with three.
     """
@@ -165,9 +165,9 @@ def assert_right(attend: Callable[..., Results], call: Call, backend: Any = mosa
         oracle.assert_right(attend(), call)
         return
     both = ({}, dict(precision="highest"))
-    reasons = [backend.unsupported_call(canonical(call, **options)[0]) for options in both]
+    reasons = [family.unsupported(canonical(call, **options)[0]) for options in both]
     if None not in reasons:
-        raise unittest.SkipTest(f"{backend.__name__.split('.')[-1]}: {reasons[0]}")
+        raise unittest.SkipTest(f"{family.backend.__name__.split('.')[-1]}: {reasons[0]}")
     for options, reason in zip(both, reasons, strict=True):
         if reason is None:
             oracle.assert_right(attend(**options), call, as_tf32=not options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ class Family(NamedTuple):
     """A call's forward and backward plans for a device with this number of multiprocessors."""
     ops: Any
     interpreter: Callable[[Any], Any]
+    unsupported: Callable[[Spec], str | None]
+    """Why a call cannot be served where these plans are made; `None` if it can."""
 
 
 HOPPER = Family(
@@ -46,14 +49,18 @@ HOPPER = Family(
     ),
     ops=HOPPER_OPS,
     interpreter=Interpreter,
+    unsupported=mosaic_gpu.unsupported_call,
 )
 
 
 def mma(compute_capability: str) -> Family:
     """The kernels by `mma.sync`, as they are planned for GPUs of a compute capability."""
 
-    def plans(spec: Spec, processors: int) -> tuple[Any, Any]:
-        platform = Platform("gpu", "some GPU", compute_capability, processors)
-        return mma_plan.plan_forward(spec, platform), mma_plan.plan_backward(spec, platform)
+    platform = functools.partial(Platform, "gpu", "some GPU", compute_capability)
 
-    return Family(mosaic_gpu_mma, mma_call, plans, MMA_OPS, MmaInterpreter)
+    def plans(spec: Spec, processors: int) -> tuple[Any, Any]:
+        on = platform(processors)
+        return mma_plan.plan_forward(spec, on), mma_plan.plan_backward(spec, on)
+
+    unsupported = lambda spec: mosaic_gpu_mma.unsupported(spec, platform(None))
+    return Family(mosaic_gpu_mma, mma_call, plans, MMA_OPS, MmaInterpreter, unsupported)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
-from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Operand, Tiles, Transposed
+from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Chosen, Operand, Tiles, Transposed
 from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.threads import sums
@@ -88,17 +88,15 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
     """The operations of a warpgroup that is a CTA. Copies arrive at once: a wait that is missing does not show."""
 
     def add_product(
-        self,
-        acc: Tiles,
-        a: Operand,
-        b: Ref,
-        order: Sequence[tuple[int, int]],
-        *,
-        transposed: bool,
-        first_row: Any = None,
-        steps: Sequence[int] | None = None,
-        first_column: int = 0,
+        self, acc: Tiles, a: Operand, b: Ref, chosen: Chosen, *, first_row: Any = None, paired: bool = False
     ) -> Tiles:
+        order, transposed, steps, first_column = chosen
+        if paired:
+            assert first_row is None
+            left, right = _of_steps(_together(a[0]) if isinstance(a, tuple) else _left(a)[0], b[...], steps)
+            halves = right.reshape(len(right), 2, -1)[..., first_column : first_column + acc[0].shape[1]]
+            made = jnp.dot(left, halves.reshape(len(right), -1), preferred_element_type=jnp.float32)
+            return _pair(_joined(acc) + made)
         left, right = _left(a), _pieces(b)
         if first_row is not None:
             right = lax.dynamic_slice_in_dim(right, first_row, acc[0].shape[1] if transposed else left.shape[2], axis=1)
@@ -112,14 +110,6 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
         else:
             total = _add_products(total, left, right, order)
         return tuple(jnp.split(total, len(acc)))
-
-    def add_pair_product(
-        self, acc: Tiles, a: Operand, b: Ref, *, steps: Sequence[int] | None = None, first_column: int = 0
-    ) -> Tiles:
-        left, right = _of_steps(_together(a[0]) if isinstance(a, tuple) else _left(a)[0], b[...], steps)
-        halves = right.reshape(len(right), 2, -1)[..., first_column : first_column + acc[0].shape[1]]
-        made = jnp.dot(left, halves.reshape(len(right), -1), preferred_element_type=jnp.float32)
-        return _pair(_joined(acc) + made)
 
     def load_rows(
         self, ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False

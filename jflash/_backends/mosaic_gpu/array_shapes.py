@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.prepare import LENGTHS
+from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import round_up
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Operands, Spec

@@ -18,7 +18,6 @@ from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WalkedTiles
-from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
@@ -211,6 +210,6 @@ def _choose_tiles(spec: Spec, gradient: Gradient) -> WalkedTiles:
         tiles = (WalkedTiles(size, stages, slots) for slots in range(2 * chunks.number, least - 1, -1))
         candidates += [tile for tile in tiles if smem.fits(room(tile))][:1]
     facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, *facts_of(spec).tuned_pieces
-    tile = choose(f"mosaic_gpu wide {gradient}", facts, candidates, room, smem.CAPACITY)
+    tile = smem.choose_tiles(f"wide {gradient}", facts, candidates, room)
     assert tile is not None, "`fits` says so"
     return tile

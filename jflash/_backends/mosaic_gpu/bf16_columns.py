@@ -22,7 +22,7 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref, along_columns
-from jflash._backends.nvidia.prepare import MARGIN
+from jflash._backends.nvidia.prepared import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.threads.piece_columns import PIECES
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax

@@ -13,15 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, forward_schedule, smem, timing_model
+from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, forward_schedule, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, forward_in_panels, tile_dims, values_in_panels
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
-from jflash._backends.mosaic_gpu.tiles import RowTiles
-from jflash._backends.mosaic_gpu.timing_model import Visits, block_times
+from jflash._backends.mosaic_gpu.tiles import (
+    KEYS_OF_THREE_WARPGROUPS,
+    LONGER_WHERE_UNTIMED,
+    PACES,
+    RowTiles,
+    Visits,
+    block_times,
+)
 from jflash._backends.nvidia import cache_rows
-from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch
 from jflash._backends.nvidia.packing import ForwardShape, packs
@@ -228,12 +233,12 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
         # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
     elif not few_rows and not bias_bytes and (more := _tiles_of_more_warpgroups(spec, visits)):
-        pace = timing_model.PACES[max(64, *dims)]
+        pace = PACES[max(64, *dims)]
         timed = spec.dropout_rate == 0 and spec.operands.isdisjoint({"query_segments", "mask", "bias"})
 
         def time(tile: RowTiles) -> float:
             each = block_times(tile, rows, visits, pace)
-            longer = 1.0 if timed or tile.warpgroups != 3 else timing_model.LONGER_WHERE_UNTIMED
+            longer = 1.0 if timed or tile.warpgroups != 3 else LONGER_WHERE_UNTIMED
             return max(sum(each), max(each) * processors_per_head) * longer
 
         candidates = sorted((candidates[0], *more), key=time)
@@ -245,7 +250,7 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
     dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     facts = *dims, bias_bytes, "short" if few_rows else "long", *facts_of(spec).tuned_pieces
     room = lambda tile: shared_memory(spec, tile, dtype(tile))
-    tile = choose("mosaic_gpu forward", facts, candidates, room, smem.CAPACITY)
+    tile = smem.choose_tiles("forward", facts, candidates, room)
     assert tile is not None, "the call is a wide one"
     return tile
 
@@ -262,7 +267,7 @@ def _tiles_of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
         return [tile for tile in tiles if tile.warpgroups <= form.max_warpgroups]
     # What comes in words or columns for whole tiles comes for 64 keys.
     in_words = facts_of(spec).has_packed_mask or form.bias_by_mma or spec.dropout_rate > 0
-    keys = timing_model.KEYS_OF_THREE_WARPGROUPS.get(value_dim)
+    keys = KEYS_OF_THREE_WARPGROUPS.get(value_dim)
     if keys is None or in_words or head_dim != value_dim or form.max_warpgroups < 3:
         return []
     if values_in_panels(spec) and keys % max(smem.panels_of(value_dim, spec.dtype)):
@@ -291,8 +296,8 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
         return one
     # Tiles of fewer rows take less time, if not in proportion.
     first = visits[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
-    of_two = timing_model.BEGIN_BY_STORES[stores]
-    beginning = timing_model.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else of_two
+    of_two = forward_schedule.BEGIN_BY_STORES[stores]
+    beginning = forward_schedule.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else of_two
     tile_bytes = tile.keys * (head_dim + value_dim) * facts_of(spec).pieces * 2
     device = forward_schedule.Device(processors, beginning, tile_bytes)
     return forward_schedule.choose(one, (*visits[:0:-1], first), heads, device)

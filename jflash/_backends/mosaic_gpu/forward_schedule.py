@@ -7,6 +7,9 @@ the same time shares keys, which stay in the second-level cache.
 `ForwardSchedule` counts items out: a head's blocks, or those of several batch entries, make one list, from which they
 go to CTAs in turn. `DealtItems` are lists made before the call: each item goes to the CTA that should be done first.
 
+`choose` asks a model of the device, fitted to measurements:
+examples/benchmarks/experiments/2026-11-22-forward-schedule.md.
+
 Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969): list scheduling.
 """
 
@@ -28,11 +31,31 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Int
 
-from jflash._backends.mosaic_gpu import timing_model
 from jflash._backends.nvidia.ops import Ref
 
 MOST_ITEMS = 32
 """The most work items of a CTA, and the most batch entries whose blocks make one list."""
+
+ITEM_TIME = 0.3
+"""How long a work item takes beside its tiles, in visits to a tile of keys."""
+_SPREAD = 0.05
+"""How much longer the slowest multiprocessor takes than the fastest."""
+_CACHE = 10 * 2**20
+"""Bytes of keys and values, of all heads at work, that are read at full speed."""
+_MISSES = 0.0008 / 2**20
+"""The part of the time that every byte beyond `_CACHE` adds."""
+
+_WORTH = 1.025
+"""A schedule with several items a CTA, or more head groups, is taken where a call takes so much longer without it."""
+_ENOUGH = 1.006
+"""Among schedules within this of the best, the first is taken."""
+
+BEGIN_THREE_WARPGROUPS = 3.0
+"""How long a CTA of three warpgroups takes to begin and end, in visits: they wait for the slowest."""
+BEGIN_BY_STORES = (0.6, 1.0, 1.5)
+"""How long a CTA of two warpgroups takes to begin and end, in visits, by the stores in which its output leaves. With
+none it takes the place of the queries, and the next item's queries wait for it, which takes half of what several items
+save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +145,9 @@ def choose(one: ForwardSchedule, visits: tuple[float, ...], heads: int, device: 
         """The first of the others that is about as good as the best, if that is worth it."""
         others = tuple(others)
         least = min(map(time, others))
-        if time(one) <= timing_model.WORTH * least:
+        if time(one) <= _WORTH * least:
             return one
-        return next(schedule for schedule in others if time(schedule) <= timing_model.ENOUGH * least)
+        return next(schedule for schedule in others if time(schedule) <= _ENOUGH * least)
 
     # Where a head has too few blocks for all multiprocessors, the long blocks of several heads have to begin first.
     groups = (groups for groups in range(one.head_groups, heads + 1) if heads % groups == 0)
@@ -152,12 +175,12 @@ def _time(schedule: ForwardSchedule, visits: tuple[float, ...], heads: int, devi
     for index, cta in itertools.product(range(schedule.items_per_cta), range(ctas)):
         place = index * ctas + (ctas - 1 - cta if index % 2 else cta)
         if place < schedule.blocks * schedule.entries:
-            times[cta] += timing_model.ITEM + visits[place % schedule.blocks]
+            times[cta] += ITEM_TIME + visits[place % schedule.blocks]
     at_work = min(heads * schedule.batch, max(schedule.head_groups, device.processors / ctas))
     read = at_work * device.tile_bytes * sum(visits) / len(visits)
     together = [time for time in times for _ in range(schedule.head_groups * lists)]
     last = _last(together, heads // schedule.head_groups, device.processors)
-    return last * (1 + timing_model.MISSES * max(0, read - timing_model.CACHE))
+    return last * (1 + _MISSES * max(0, read - _CACHE))
 
 
 def _last(times: list[float], repeats: int, processors: int) -> float:
@@ -165,7 +188,7 @@ def _last(times: list[float], repeats: int, processors: int) -> float:
     if repeats * len(times) > 32 * processors:
         return repeats * sum(times) / processors + max(times)
     # In no order: neighbours differ as much as any two.
-    free = [(0.0, 1 + timing_model.SPREAD * (index * 0.618 % 1)) for index in range(processors)]
+    free = [(0.0, 1 + _SPREAD * (index * 0.618 % 1)) for index in range(processors)]
     last = 0.0
     for time in itertools.chain.from_iterable(itertools.repeat(times, repeats)):
         start, speed = free[0]

@@ -14,16 +14,15 @@ from typing import NamedTuple
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu import smem, timing_model
+from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan, visited_tiles
-from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, ForwardSchedule
+from jflash._backends.mosaic_gpu.forward_schedule import ITEM_TIME, DealtItems, ForwardSchedule
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
 from jflash._backends.nvidia import cache_rows
-from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.packing import may_pack
@@ -205,7 +204,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     else:
         places = ((head, entry, turn) for head, turn, entry in itertools.product(heads, turns, entries))
     visits = visited_tiles(spec, plan.packed_heads, plan.rows_of_a_range, plan.tile.keys)
-    return DealtItems.of(tuple(places), tuple(timing_model.ITEM + count for count in reversed(visits)), pairs)
+    return DealtItems.of(tuple(places), tuple(ITEM_TIME + count for count in reversed(visits)), pairs)
 
 
 def _limits_are_known(spec: Spec) -> bool:
@@ -222,7 +221,7 @@ def _choose_tiles(spec: Spec, *, few_rows: bool) -> WideTiles:
     rows_kind = "short" if few_rows else "long"
     facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, rows_kind, *facts_of(spec).tuned_pieces
     candidates, room = tuple(_candidates(spec, few_rows=few_rows)), lambda tile: shared_memory(spec, tile)
-    tile = choose("mosaic_gpu wide forward", facts, candidates, room, smem.CAPACITY)
+    tile = smem.choose_tiles("wide forward", facts, candidates, room)
     assert tile is not None, "`fits` says so"
     return tile
 

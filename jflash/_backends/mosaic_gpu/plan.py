@@ -37,7 +37,6 @@ from jflash._backends.mosaic_gpu.backward_wide import WideCta
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.run import VALUES_ALONE
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
-from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.describe import kernels
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
@@ -176,7 +175,7 @@ def _choose[Tiles](
 ) -> Tiles | None:
     """Return the fastest of a kernel's tiles that fit in shared memory; `None` if none do."""
     facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, *facts_of(spec).tuned_pieces, *more_facts
-    return choose(f"mosaic_gpu {kernel}", facts, candidates, functools.partial(room, spec), smem.CAPACITY)
+    return smem.choose_tiles(kernel, facts, candidates, functools.partial(room, spec))
 
 
 def _fused_tiles(spec: Spec) -> FusedTiles | None:

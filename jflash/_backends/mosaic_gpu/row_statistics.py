@@ -39,8 +39,7 @@ from jflash._backends.mosaic_gpu.panels import panel
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
-from jflash._backends.nvidia.prepare import MARGIN, with_margin
-from jflash._backends.nvidia.prepared import for_exponent
+from jflash._backends.nvidia.prepared import MARGIN, for_exponent, with_margin
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads.piece_columns import PIECES
 from jflash._backends.nvidia.tile.inputs import KernelInputs

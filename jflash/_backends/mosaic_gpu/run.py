@@ -17,11 +17,10 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, row_statistics
 from jflash._backends.mosaic_gpu.array_shapes import in_panels
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia import prepared
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
 from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.prepare import in_32_bits
-from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent
+from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent, in_32_bits
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Results, Spec
@@ -41,7 +40,7 @@ class HopperForward(Prepared):
         whole = functools.partial(array_shapes.whole_tiles, spec)
         query, axis = operands.query, 1
         if packed_heads > 1:
-            query, axis = prepare.pack_heads(query, packed_heads), 2
+            query, axis = prepared.pack_heads(query, packed_heads), 2
         query = whole("query", query, axis=axis, in_panels=panels)
         if spec.pages is not None:
             return dict(query=query, key=operands.key, value=operands.value)
@@ -54,7 +53,7 @@ class HopperForward(Prepared):
     def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
         """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""
         by_mma = bias_columns_of is not None
-        others = prepare.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.function_arrays
+        others = prepared.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.function_arrays
         columns = bf16_columns.prepare_bias(self.spec, self.operands, bias_columns_of) if by_mma else {}
         return others | self.packed_mask() | columns
 
@@ -123,7 +122,7 @@ class HopperTangent(Prepared):
     @property
     def moved_others(self) -> dict[str, Array]:
         """The tangents of operands but query, key and value, by their operands' names with `t_` before them."""
-        moved = prepare.operands_for_kernels(self.spec, self.tangents)
+        moved = prepared.operands_for_kernels(self.spec, self.tangents)
         if jax.tree.leaves(self.tangents.score_mod_arrays):
             # Arrays that have tangents, and do not move, have zeros.
             zeros = lambda array: jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else None

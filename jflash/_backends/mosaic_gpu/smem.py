@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jflash import _tuning
 from jflash._backends.mosaic_gpu import array_shapes, panels
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import Buffers, barriers, in_one_view, opened, size, vectors
 from jflash._semantics.spec import Spec
+from jflash._tuning import TuningKey
 
-__all__ = ["CAPACITY", "CallTiles", "Overlaid", "barriers", "copies", "fits", "in_parts", "panels_of", "reused"]
-__all__ += ["ring", "size", "tile", "vectors"]
+__all__ = ["CAPACITY", "CallTiles", "Overlaid", "barriers", "choose_tiles", "copies", "fits", "in_parts", "panels_of"]
+__all__ += ["reused", "ring", "size", "tile", "vectors"]
 
 CAPACITY = 227 * 1024
 """Bytes that a CTA may have on Hopper (CUDA programming guide, compute capability 9.0)."""
@@ -137,6 +140,21 @@ def reused(first: Any, then: Any | None) -> Reused:
 def fits(declaration: Any) -> bool:
     """Return whether a CTA may have what a kernel declares."""
     return size(declaration) <= CAPACITY
+
+
+def choose_tiles[T](
+    kernel: str, facts: tuple[int | str, ...], candidates: Sequence[T], room: Callable[[T], Buffers]
+) -> T | None:
+    """Return the tiles that were measured fastest on this device, else the first that fit; `None` if none do.
+
+    Args:
+      kernel: its name, under which tuned tiles are stored.
+      facts: all that the answer may depend on, besides the device.
+      candidates: dataclasses of whole numbers and booleans, the best first.
+      room: the buffers that a kernel with such tiles declares.
+    """
+    fitting = [tiles for tiles in candidates if fits(room(tiles))]
+    return _tuning.choose(TuningKey(f"mosaic_gpu {kernel}", facts), fitting) if fitting else None
 
 
 @jax.tree_util.register_dataclass

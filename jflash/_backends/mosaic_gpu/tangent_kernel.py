@@ -41,7 +41,6 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.run import HopperTangent
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
-from jflash._backends.nvidia.choose import choose
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_rows
@@ -182,7 +181,7 @@ def _choose_tile(plan: TangentPlan) -> RowTiles:
         sizes = [deep, wide, three, *sizes] if is_masked else [wide, deep, three, *sizes]
     facts = *plan.dims, facts_of(spec).bias_tile_bytes, *facts_of(spec).tuned_pieces, int(is_masked)
     candidates = [RowTiles(*size) for size in sizes]
-    tile = choose("mosaic_gpu tangent", (*facts, *sorted(plan.moving)), candidates, plan.shared_memory, smem.CAPACITY)
+    tile = smem.choose_tiles("tangent", (*facts, *sorted(plan.moving)), candidates, plan.shared_memory)
     assert tile is not None, "`fits` says so"
     return tile
 

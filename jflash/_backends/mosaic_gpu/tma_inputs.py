@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 from jflash._backends.mosaic_gpu import pipeline
 from jflash._backends.mosaic_gpu.array_shapes import edge_row
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.prepare import LENGTHS
+from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 
 

@@ -247,7 +247,7 @@ class FusedCta(KeysCta[FusedPlan]):
             loaded = [some | {"bias": bias} for some, bias in zip(loaded, biases, strict=True)]
         tiles = self.tiles(visited, at, loaded, s, lse)
         kept = tuple(one.kept.astype(spec.dtype) for one in tiles)
-        add = lambda name, a, b: self.add_product(acc[name], (a,), b.at[0], transposed=False, first_row=first_row)
+        add = lambda name, a, b: self.add_product(acc[name], (a,), b.at[0], first_row=first_row)
         if shares > 1:
             ops.store_tile(kept, shared.p, place)
         else:
@@ -274,10 +274,7 @@ class FusedCta(KeysCta[FusedPlan]):
             for columns in chunks[len(chunks) * step // steps : len(chunks) * (step + 1) // steps]:
                 self._add_dq(head, first, rows, columns)
             for name, a, b in (("d_value", shared.p, do), ("d_key", shared.ds, q)):
-                if self._are_pair(acc[name]):
-                    acc[name] = self.ops.add_pair_product(acc[name], a, b, steps=[step])
-                else:
-                    acc[name] = self.add_product(acc[name], a, b, transposed=False, steps=[step])
+                acc[name] = self.add_product(acc[name], a, b, steps=[step], paired=self._are_pair(acc[name]))
         return acc
 
     def _dq_chunks(self) -> tuple[Operand, list[range]]:
@@ -302,10 +299,10 @@ class FusedCta(KeysCta[FusedPlan]):
         width = k.shape[-1]
         rows = rows if isinstance(rows, tuple) else Transposed(rows)
         place = first, self.warpgroup * width + columns.start
-        if can_pair(width):
-            dq = self.ops.add_pair_product(self.zeros(2, len(columns)), rows, k, first_column=columns.start)
+        paired = can_pair(width)
+        zeros = self.zeros(2 if paired else 1, len(columns))
+        dq = self.add_product(zeros, rows, k, first_column=columns.start, paired=paired)
+        if paired:
             self.ops.add_pair(dq, target, *place, together, width // 2)
-            return
-        zeros = self.zeros(1, len(columns))
-        (dq,) = self.add_product(zeros, rows, k, transposed=False, first_column=columns.start)
-        self.ops.add_rows(dq, target, *place, together)
+        else:
+            self.ops.add_rows(dq[0], target, *place, together)

@@ -132,7 +132,7 @@ class DqCta(QueriesCta[DqPlan]):
             totals.append(tuple(map(operator.add, sums[block], added)))
             every_ds.append(operand_pieces.split(plan.spec, gradients.ds, ops))
             of_block.add_to_tables(self.tables, gradients, ops.opaque_zero(index))
-        acc_dq = self.add_product(acc_dq, by_piece(every_ds), self.smem.key.at[slot], transposed=False)
+        acc_dq = self.add_product(acc_dq, by_piece(every_ds), self.smem.key.at[slot])
         if tile.stages == 1:
             ops.wait()
             self.copy_next(index + 1)
@@ -195,11 +195,11 @@ class DkvCta(KeysCta[DkvPlan]):
         tiles = self.tiles(visited, at, loaded, self.product(own[0], q), lse)
         if "d_value" in acc:
             kept = by_piece(operand_pieces.split(spec, one.kept, ops) for one in tiles)
-            acc["d_value"] = self.add_product(acc["d_value"], kept, do, transposed=False)
+            acc["d_value"] = self.add_product(acc["d_value"], kept, do)
         if "d_key" in acc:
             gradients, sums = self.differentiate(tiles, self.product(own[1], do), delta, sums)
             ds = by_piece(operand_pieces.split(spec, one.ds, ops) for one in gradients)
-            acc["d_key"] = self.add_product(acc["d_key"], ds, q, transposed=False)
+            acc["d_key"] = self.add_product(acc["d_key"], ds, q)
         if tile.stages == 1:
             ops.wait()
             self._copy_tile(step + 1)

@@ -15,13 +15,13 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
-from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
+from jflash._backends.mosaic_gpu_mma.products import Chosen, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.prepare import LENGTHS
+from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
@@ -181,11 +181,15 @@ class Cta[Plan: TiledPlan]:
         """Return a @ b.T, for the CTA's rows and a tile in shared memory."""
         return self.add_product(self.zeros(self.plan.tile.blocks, b.shape[-2]), a, b, transposed=True)
 
-    def add_product(self, acc: Tiles, a: Operand, b: Ref, *, transposed: bool, **options: Any) -> Tiles:
-        """Return acc + a @ b, or with `transposed` acc + a @ b.T, for a tile in shared memory; `options` are those of
-        the operation."""
+    def add_product(
+        self, acc: Tiles, a: Operand, b: Ref, *, first_row: Any = None, paired: bool = False, **chosen: Any
+    ) -> Tiles:
+        """Return acc + a @ b of all pieces, for a tile in shared memory.
+
+        `first_row` and `paired` are as for `products.add_product`, `chosen` the fields of `Chosen` but the order.
+        """
         order = operand_pieces.order(facts_of(self.plan.spec).pieces)
-        return self.ops.add_product(acc, a, b, order, transposed=transposed, **options)
+        return self.ops.add_product(acc, a, b, Chosen(order, **chosen), first_row=first_row, paired=paired)
 
     def statistics(self, batch: Any, head: Any, rows: Any, axis: int) -> Iterator[Array]:
         """Load lse and delta of rows of queries, which are along an axis of tiles."""

@@ -44,7 +44,7 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
-from jflash._backends.nvidia import prepare, smem
+from jflash._backends.nvidia import prepared, smem
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import ForwardShape
@@ -67,7 +67,7 @@ class ForwardPlan(ForwardShape, TiledPlan):
 
     def arrays(self, call: MmaCall) -> dict[str, Array]:
         operands, packed = call.operands, self.packed_heads
-        query = operands.query if packed == 1 else prepare.pack_heads(operands.query, packed)
+        query = operands.query if packed == 1 else prepared.pack_heads(operands.query, packed)
         arrays = dict(query=query) | ({} if self.spec.pages else dict(key=operands.key, value=operands.value))
         arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
         blocks = Blocks(max(self.tile.rows // packed, 1), self.tile.size, packed)
@@ -152,7 +152,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             self.form.rescaled(self.inputs, state.rescale, acc) for state, acc in zip(states, acc_o, strict=True)
         ]
         p = by_piece(operand_pieces.split(self.plan.spec, state.p, self.ops) for state in states)
-        return self.add_product(tuple(rescaled), p, self.smem.value.at[self.slot(index)], transposed=False)
+        return self.add_product(tuple(rescaled), p, self.smem.value.at[self.slot(index)])
 
     def values_arrive(self, index: Any) -> None:
         """With one stage: wait for the tile's values, when its keys are read, and begin to copy the next ones."""
@@ -229,4 +229,4 @@ class PairedForwardCta(ForwardCta):
         self.smem.factors[...] = state.rescale
         self.values_arrive(index)
         acc_o = self.ops.scaled_pair(acc_o, self.smem.factors)
-        return self.ops.add_pair_product(acc_o, self.smem.p, self.smem.value.at[self.slot(index)])
+        return self.add_product(acc_o, self.smem.p, self.smem.value.at[self.slot(index)], paired=True)

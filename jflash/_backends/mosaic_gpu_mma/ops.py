@@ -18,7 +18,6 @@ class MmaOps(Ops):
         return coordinates.indices(shape, axis, first)
 
     add_product = staticmethod(products.add_product)
-    add_pair_product = staticmethod(products.add_pair_product)
     load_rows = staticmethod(products.load_rows)
     scaled_pair = staticmethod(products.scaled_pair)
 

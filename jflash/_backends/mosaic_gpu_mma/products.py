@@ -73,39 +73,18 @@ def can_pair(columns: int) -> bool:
 
 
 def add_product(
-    acc: Tiles,
-    a: Operand,
-    b: Ref,
-    order: Sequence[tuple[int, int]],
-    *,
-    transposed: bool,
-    first_row: Any = None,
-    steps: Sequence[int] | None = None,
-    first_column: int = 0,
+    acc: Tiles, a: Operand, b: Ref, chosen: Chosen, *, first_row: Any = None, paired: bool = False
 ) -> Tiles:
-    """Return acc + a @ b, or with `transposed` acc + a @ b.T.
+    """Return acc + a @ b, or acc + a @ b.T.
 
     Args:
-      acc: blocks of 64 rows, in float32.
-      a: the same rows; in registers perhaps only as many columns as `steps` reach.
+      acc: blocks of 64 rows, in float32, of all columns or of those that are chosen.
+      a: the same rows; in registers perhaps only as many columns as the chosen steps reach.
       b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before.
-      order, transposed, steps, first_column: as for `Chosen`.
+      chosen: what is multiplied of both.
       first_row: a multiple of 16, from which on the rows of b count; `None` if it is 0.
+      paired: whether the blocks are a pair, each of half of the columns.
     """
-    return _add(acc, a, b, Chosen(order, transposed, steps, first_column), first_row)
-
-
-def add_pair_product(
-    acc: Tiles, a: Operand, b: Ref, *, steps: Sequence[int] | None = None, first_column: int = 0
-) -> Tiles:
-    """Return acc + a @ b for a pair of blocks, each of 64 rows and of half of the columns; of one piece.
-
-    `acc` may have some columns of each half, from `first_column` on.
-    """
-    return _add(acc, a, b, Chosen([(0, 0)], False, steps, first_column), paired=True)
-
-
-def _add(acc: Tiles, a: Operand, b: Ref, chosen: Chosen, first_row: Any = None, *, paired: bool = False) -> Tiles:
     kind = TransposedOperand if isinstance(a, Transposed) else LeftOperand
 
     def make(o: Lanes, acc: Any, a: Any, b: Any, first_row: Any) -> Any:

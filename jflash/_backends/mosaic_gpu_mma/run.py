@@ -14,12 +14,11 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.cta import copies_bias
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia import prepared
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
 from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.prepare import in_32_bits
-from jflash._backends.nvidia.prepared import Prepared, PreparedBackward
+from jflash._backends.nvidia.prepared import Prepared, PreparedBackward, in_32_bits
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals
@@ -46,7 +45,7 @@ class MmaCall(Prepared):
     def others(self) -> dict[str, Array]:
         """The operands but query, key, value and a packed mask. A bias of both axes is padded for copies."""
         has_bias_tiles = facts_of(self.spec).has_bias_tiles
-        found = prepare.operands_for_kernels(self.spec, self.operands, except_bias=has_bias_tiles)
+        found = prepared.operands_for_kernels(self.spec, self.operands, except_bias=has_bias_tiles)
         found, bias = found | self.function_arrays, self.operands.bias
         if bias is not None and has_bias_tiles:
             missing = -bias.shape[3] % 8 if copies_bias(self.spec) else 0

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia import prepare
+from jflash._backends.nvidia import prepared
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.tile import score_mod_reads
@@ -26,8 +26,8 @@ def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Arra
     out, lse = out[:, :, : shape.rows, :, : shape.spec.value_dim], lse[..., : shape.rows]
     out, lse = (out[0], lse[0]) if shape.splits == 1 else _merge(out, lse)
     if packed_heads > 1:
-        out = prepare.unpack_heads(out, packed_heads)
-        lse = prepare.unpack_heads(lse.transpose(0, 2, 1), packed_heads).transpose(0, 2, 1)
+        out = prepared.unpack_heads(out, packed_heads)
+        lse = prepared.unpack_heads(lse.transpose(0, 2, 1), packed_heads).transpose(0, 2, 1)
     if operands.sinks is not None and not shape.has_sinks:
         out, lse = _with_sinks(operands.sinks, out, lse)
     return out.astype(shape.spec.result_dtype), lse

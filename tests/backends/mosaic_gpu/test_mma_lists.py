@@ -13,7 +13,6 @@ from cases import Case
 from kernel_masks import LENGTH, call_of, chained, documents, nothing, of_heads
 from short_run import cover
 
-from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu_mma.backward_dbias import DbiasPlan
 from jflash._backends.mosaic_gpu_mma.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu_mma.backward_owned import DqPlan
@@ -45,7 +44,7 @@ def test_right(name: str):
     call = call_of(mask_mod, case)
     spec, _ = hopper_kernels.canonical(call, **options)
     assert kernel_families.plan_of(MMA.plans(spec, 108)[1], kind) is not None
-    hopper_kernels.assert_right(functools.partial(run, call, **options), call, mosaic_gpu_mma)
+    hopper_kernels.assert_right(functools.partial(run, call, **options), call, MMA)
 
 
 def test_decoding():

@@ -34,7 +34,7 @@ class TileCoord(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelInputs:
-    """References to what `prepare` made, and how a tile reads them."""
+    """References to what `prepared` makes, and how a tile reads them."""
 
     spec: Spec
     ops: Ops
