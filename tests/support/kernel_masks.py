@@ -7,6 +7,7 @@ from typing import Any
 
 import cases
 import jax.numpy as jnp
+import mask_functions
 import numpy as np
 from cases import Case
 
@@ -44,3 +45,12 @@ MASKS = dict(documents=documents, of_heads=of_heads, chained=chained, nothing=no
 def call_of(mask_mod: Any, case: Case) -> cases.Call:
     """The call of a case with a mask function."""
     return dataclasses.replace(cases.build(case), mask_mod=mask_mod)
+
+
+def dense_call_of(mask_mod: Any, case: Case) -> cases.Call:
+    """The call of a case with a mask function as an array, of one batch entry or head if it looks at none."""
+    mask = mask_functions.dense(mask_mod, *case.batch, case.heads[0], case.query_length, case.key_length)
+    for axis in range(2):
+        if (mask == mask.take([0], axis)).all():
+            mask = mask.take([0], axis)
+    return dataclasses.replace(cases.build(case), mask=mask)
