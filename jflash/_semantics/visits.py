@@ -22,17 +22,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
-from jflash._semantics import visibility
+from jflash._semantics import score_mod_as_mask, visibility
 from jflash._semantics.coverage import TILE, Coverage
 from jflash._semantics.spec import Operands, Spec
 
 Lists = Int32[Array, "#B #N blocks entries"]
 
 
+def has_map(spec: Spec) -> bool:
+    """Return whether a function hides keys by position, so that a map of its tiles is of use."""
+    return spec.mask_mod is not None or score_mod_as_mask.hides(spec.score_mod)
+
+
 def has_gaps(spec: Spec) -> bool:
-    """Return whether a mask leaves tiles empty that neither a range nor a segment leaves out."""
+    """Return whether a function or a mask leaves tiles empty that neither a range nor a segment leaves out."""
     by_pair = spec.mask_shape is not None and min(spec.mask_shape[2:]) > 1
-    return spec.mask_mod is not None or by_pair
+    return has_map(spec) or by_pair
 
 
 class Cuts(NamedTuple):
@@ -101,7 +106,7 @@ def coverage(
     """
     found = _in_spans(spec, operands, queries, keys, batches)
     of_mask = _of_mask(operands, queries, keys) if of_mask is None else of_mask
-    for part in (_of_mask_mod(spec, operands, queries, keys), of_mask):
+    for part in (_of_functions(spec, operands, queries, keys), of_mask):
         if part is not None:
             found = found & _shared(part, spec.batch, batches, spec.heads, heads)
     if operands.query_segments is not None:
@@ -142,12 +147,11 @@ def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches
     return Coverage((first >= full_start) & (last <= full_stop), some)
 
 
-def _of_mask_mod(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
-    """Return what `mask_mod` shows, whose map is of the whole sequences: some of every tile, if there is no map."""
-    if spec.mask_mod is None:
-        return None
+def _of_functions(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
+    """Return what the functions show, whose map is of the whole sequences: some of every tile, if there is no map."""
     if operands.coverage is None:
-        return Coverage(jnp.zeros((1, 1, 1, 1), bool), jnp.ones((1, 1, 1, 1), bool))
+        unknown = Coverage(jnp.zeros((1, 1, 1, 1), bool), jnp.ones((1, 1, 1, 1), bool))
+        return None if spec.mask_mod is None else unknown
     found = Coverage.decoded(operands.coverage)
     return covering(found, queries, keys, operands.first_query, operands.first_key)
 

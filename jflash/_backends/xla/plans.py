@@ -156,7 +156,7 @@ def seen_at_once(spec: Spec) -> int | None:
 def _kind(spec: Spec, rows: int, window: int, *, on_cpu: bool) -> Kind:
     seen = seen_at_once(spec)
     is_narrow = seen is not None and seen + rows <= window
-    if spec.mask_mod is not None or (on_cpu and not is_narrow and _may_be_sparse(spec)):
+    if visits.has_map(spec) or (on_cpu and not is_narrow and _may_be_sparse(spec)):
         return "listed"
     if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         return "alike"
