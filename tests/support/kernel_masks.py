@@ -34,6 +34,11 @@ def chained(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (k <= q) & jnp.any(chosen[q // 100] == ids[k]) & kinds[jnp.clip(ids[k] + 1, 0, 2)]
 
 
+def of_packed_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Other blocks of 128 keys of each entry; of each head but the first other keys, by a number that it reads."""
+    return (k // 128 % 2 == b) & (k % jnp.asarray([1, 2, 3, 5])[h] != h)
+
+
 def nothing(b: Any, h: Any, q: Any, k: Any) -> Any:
     """No pair, which is known of each tile alone."""
     return (q < 0) & (k > q)

@@ -15,7 +15,7 @@ from array_ref import ArrayRef
 from cases import Case
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_families import HOPPER
-from kernel_masks import IDS, LENGTH, call_of, chained, dense_call_of, documents, nothing, of_heads
+from kernel_masks import IDS, LENGTH, call_of, chained, dense_call_of, documents, nothing, of_heads, of_packed_heads
 from short_run import cover
 
 from jflash._backends import mosaic_gpu
@@ -114,7 +114,13 @@ def test_right(name: str):
     hopper_kernels.assert_right(run, call)
 
 
-@pytest.mark.parametrize("mask_mod", [lambda b, h, q, k: k // 128 % 2 == b, pytest.param(nothing, marks=cover(0))])
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q, k: k // 128 % 2 == b,
+        *(pytest.param(function, marks=cover(0)) for function in (of_packed_heads, nothing)),
+    ],
+)
 def test_decoding(mask_mod: Any):
     """Heads are packed, and CTAs share a list, of which some have no tile."""
     case = Case("bfloat16", 2, 1100, heads=(4, 1), dims=(64, 64), batch=(2,))

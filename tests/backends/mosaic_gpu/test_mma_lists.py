@@ -10,7 +10,7 @@ import kernel_families
 import oracle
 import pytest
 from cases import Case
-from kernel_masks import LENGTH, call_of, chained, dense_call_of, documents, nothing, of_heads
+from kernel_masks import LENGTH, call_of, chained, dense_call_of, documents, nothing, of_heads, of_packed_heads
 from short_run import cover
 
 from jflash._backends import mosaic_gpu_mma
@@ -63,10 +63,11 @@ def test_right(name: str):
     hopper_kernels.assert_right(functools.partial(run, call, **options), call, mosaic_gpu_mma)
 
 
-def test_decoding():
-    """Heads are packed, and CTAs share a list, of which some have no tile."""
+@pytest.mark.parametrize("mask_mod", [lambda b, h, q, k: k // 128 % 2 == b, of_packed_heads])
+def test_decoding(mask_mod: Any):
+    """Heads are packed, and CTAs share a list of what any of them sees, of which some have no tile."""
     case = Case("bfloat16", 2, 600, heads=(4, 1), dims=(64, 64), batch=(2,))
-    call = dataclasses.replace(call_of(lambda b, h, q, k: k // 128 % 2 == b, case), d_out=None)
+    call = dataclasses.replace(call_of(mask_mod, case), d_out=None)
     spec, operands = hopper_kernels.canonical(call)
     plan = MMA.plans(spec, 108)[0].plan
     assert plan.packed_heads == 4

@@ -38,8 +38,13 @@ def load(inputs: KernelInputs, function: Function, name: Name, at: TileCoord, ti
             continue
         entry = shared_index(ref, at.batch, None)[0]
         place = index(function, read, tile, loaded if "array" in read.needs else ())
-        loaded.append(inputs.ops.gather(ref.at[entry], place) if read.by_position else ref[entry, place])
+        loaded.append(inputs.ops.gather(ref.at[entry], place) if _differs(read, tile) else ref[entry, place])
     return tuple(loaded)
+
+
+def _differs(read: Read, tile: Tile) -> bool:
+    """Return whether a tile's elements read different numbers; where heads are packed, its rows have their own."""
+    return read.by_position or ("head" in read.needs and jnp.ndim(tile.head) > 0)
 
 
 def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = ()) -> Any:
@@ -48,7 +53,7 @@ def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = (
     def scalar(query: Any, batch: Any, head: Any, key: Any, key_minus_query: Any, *numbers: Any) -> Any:
         return indices(function, batch, head, query, key, key_minus_query, numbers[:-1])[read.place]
 
-    if not read.by_position:
+    if not _differs(read, tile):
         zero = jnp.int32(0)
         return scalar(zero, tile.batch, tile.head, zero, zero, *numbers, ())
     query, key = tile.indices
