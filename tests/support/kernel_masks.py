@@ -36,7 +36,7 @@ def chained(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def of_packed_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
     """Other blocks of 128 keys of each entry; of each head but the first other keys, by a number that it reads."""
-    return (k // 128 % 2 == b) & (k % jnp.asarray([1, 2, 3, 5])[h] != h)
+    return (k // 128 % 2 == jnp.asarray([0, 1])[b]) & (k % jnp.asarray([1, 2, 3, 5])[h] != h)
 
 
 def nothing(b: Any, h: Any, q: Any, k: Any) -> Any:
