@@ -67,10 +67,10 @@ LENGTH = 768
 
 
 def blocks(numbers):
-    """Causal, where the second 256 keys are seen by none, and the fifth 128 by every other head."""
-    return lambda s, b, h, q, k: jnp.where(
-        (k <= q) & (k // 256 != 1) & ((k // 128 != 4) | (h % 2 == 0)), s + numbers[k // 128], -jnp.inf
-    )
+    """Causal, where the second 256 keys are seen by none, and the fifth 128 by every other head; of each 384 queries
+    the second 128 see none."""
+    seen = lambda h, q, k: (k <= q) & (k // 256 != 1) & ((k // 128 != 4) | (h % 2 == 0)) & (q // 128 % 3 != 1)
+    return lambda s, b, h, q, k: jnp.where(seen(h, q, k), s + numbers[k // 128], -jnp.inf)
 
 
 def call_of(case: Case) -> cases.Call:
