@@ -44,7 +44,7 @@ def nothing(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q < 0) & (k > q)
 
 
-MASKS = dict(documents=documents, of_heads=of_heads, chained=chained, nothing=nothing)
+MASKS = dict(documents=documents, of_heads=of_heads, of_packed_heads=of_packed_heads, chained=chained, nothing=nothing)
 
 
 def call_of(mask_mod: Any, case: Case) -> cases.Call:
