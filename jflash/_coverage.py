@@ -1,4 +1,4 @@
-"""Makes the map of the tiles that a call's `mask_mod` shows, before the call is split and differentiated.
+"""Makes the map of the tiles that a call's functions show, before the call is split and differentiated.
 
 The forward, the backward and all else that is made of one call share that map.
 """
@@ -13,23 +13,36 @@ import jax.numpy as jnp
 from jflash import _dispatch
 from jflash._choice import Choice
 from jflash._ring import in_shard_map
-from jflash._semantics import coverage
-from jflash._semantics.coverage import Grid
+from jflash._semantics import coverage, score_mod_as_mask, visits
+from jflash._semantics.coverage import Coverage, Grid
 from jflash._semantics.spec import Operands, Spec
 
 
 def with_coverage(choice: Choice, spec: Spec, operands: Operands) -> tuple[Spec, Operands]:
-    """Return the call with the map of its `mask_mod`, if some backend that serves it visits tiles by a map."""
-    if spec.mask_mod is None or operands.coverage is not None or 0 in (spec.query_length, spec.key_length, spec.batch):
+    """Return the call with the map of its functions, if some backend that serves it visits tiles by a map."""
+    if not visits.has_map(spec) or 0 in (spec.query_length, spec.key_length, spec.batch):
         return spec, operands
     if not any(_visits(spec, program.backend, program.platform) for program in choice.programs):
         return spec, operands
+    return mapped(spec, operands)
+
+
+def mapped(spec: Spec, operands: Operands) -> tuple[Spec, Operands]:
+    """Return the call with the map of its `mask_mod`, if it has none yet, and of a `score_mod` that hides keys."""
     whole = in_shard_map(spec)
     queries, keys = (
         (spec.query_length, spec.key_length) if whole is None else (whole.call.query_length, whole.call.key_length)
     )
-    arrays = tuple(array[0] for array in operands.mask_mod_arrays)
-    found = coverage.of_mask_mod(spec.mask_mod, arrays, spec.batch, spec.heads, queries, keys)
+    size = spec.batch, spec.heads, queries, keys
+    found = operands.coverage
+    if spec.mask_mod is not None and found is None:
+        found = coverage.of_mask_mod(spec.mask_mod, tuple(array[0] for array in operands.mask_mod_arrays), *size)
+    if spec.score_mod is not None and score_mod_as_mask.hides(spec.score_mod):
+        traced = score_mod_as_mask.mask_of(spec.score_mod, [array[0] for array in operands.score_mod_arrays])
+        shown = Coverage.decoded(coverage.of_mask_mod(traced.mask_mod, traced.arrays, *size)).some
+        # What is left of the tile is hidden by the function itself.
+        of_score_mod = Coverage(shown, shown)
+        found = (of_score_mod if found is None else Coverage.decoded(found) & of_score_mod).encoded()
     operands = operands._replace(coverage=found)
     return spec.resized(operands), operands
 
@@ -40,7 +53,9 @@ def _visits(spec: Spec, name: str, platform: object) -> bool:
 
 
 def lines(spec: Spec) -> Iterator[str]:
-    """Yield what intervals do not see through in a `mask_mod`, in words for the user."""
+    """Yield what is known of the tiles of a call's functions, in words for the user."""
+    if score_mod_as_mask.hides(spec.score_mod):
+        yield "score_mod: it chooses -inf by position; tiles of which that is known are not visited."
     if spec.mask_mod is None:
         return
     found: dict[str, int] = {}

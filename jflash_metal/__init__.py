@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._platform import Platform
+from jflash._semantics import visits
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash_metal import _ffi, _parts
 from jflash_metal._launch import BY_CALLBACK, launch, prepare
 from jflash_metal._plan import CACHE_SCALARS, SCALARS, copies, plan_backward, plan_forward
-from jflash_metal._tile_lists import has_lists
 
 __all__ = ["ONLY_BY_NAME", "backward", "describe", "forward", "program", "unsupported", "visits_lists"]
 
@@ -64,7 +64,7 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 def visits_lists(spec: Spec, platform: Platform) -> bool:
     """Whether blocks have lists of the tiles that they visit, so that a map of them is of use."""
     del platform
-    return has_lists(spec)
+    return visits.has_gaps(spec)
 
 
 def program(platform: Platform) -> str:

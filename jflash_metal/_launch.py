@@ -10,12 +10,13 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jflash import _mesh, _platform
+from jflash._semantics import visits
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash_metal import _ffi
 from jflash_metal._blocks import THREADS
 from jflash_metal._parameters import with_arrays
 from jflash_metal._plan import OPERANDS, Plan
-from jflash_metal._tile_lists import has_lists, tile_lists
+from jflash_metal._tile_lists import tile_lists
 
 BY_CALLBACK = ("mtl",)
 """Platforms whose custom calls are not told of the work before them, and which have host callbacks in its order."""
@@ -39,7 +40,7 @@ def prepare(spec: Spec, plan: Plan, operands: Operands, residuals: Residuals | N
     for side in ("query", "key"):
         if f"{side}_segments" in arrays:
             arrays[f"{side}_segment_ranges"] = _ranges(arrays[f"{side}_segments"])
-    if has_lists(spec):
+    if visits.has_gaps(spec):
         arrays |= tile_lists(spec, operands)
     # In place of an operand that the call does not have, a kernel binds an array that it does not read.
     placeholders = dict.fromkeys(names, jnp.zeros(1, jnp.int32))

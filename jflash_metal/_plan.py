@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jflash._semantics import visibility
+from jflash._semantics import visibility, visits
 from jflash._semantics.coverage import TILE
 from jflash._semantics.spec import Spec
 from jflash_metal import _source
 from jflash_metal._blocks import THREADS, Block, Blocks, Memory, blocks_of
 from jflash_metal._parameters import PARAMETERS, parameters_of
-from jflash_metal._tile_lists import has_lists
 
 SCALARS = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
 """The names of dtypes in JAX and in Metal."""
@@ -225,7 +224,7 @@ def copies(spec: Spec) -> list[str]:
         words
         for present, words in (
             ("query_segments" in spec.operands, "the smallest and the largest segment of every 8 queries and keys"),
-            (has_lists(spec), f"lists of the tiles of {TILE} x {TILE} that show something"),
+            (visits.has_gaps(spec), f"lists of the tiles of {TILE} x {TILE} that show something"),
             (
                 spec.mask_mod is not None,
                 "a bit of the mask function for each pair of those that are seen in part, up to 32 MiB at a time",
@@ -276,7 +275,7 @@ def _features(spec: Spec) -> dict[str, str | int]:
         HAS_QUERY_LENGTHS="query_lengths" in spec.operands,
         HAS_KEY_LENGTHS="key_lengths" in spec.operands,
         HAS_SEGMENTS="query_segments" in spec.operands,
-        HAS_LISTS=has_lists(spec),
+        HAS_LISTS=visits.has_gaps(spec),
         HAS_MASK_MOD=spec.mask_mod is not None,
         LISTED_TILE=TILE,
         CACHE_SCALAR=CACHE_SCALARS[(spec.pages or spec).dtype.name],

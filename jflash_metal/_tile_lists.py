@@ -23,11 +23,6 @@ MASK_BYTES = TILE * TILE // 8
 """The bytes of the mask of a tile."""
 
 
-def has_lists(spec: Spec) -> bool:
-    """Return whether something leaves tiles empty that no range and no segment leaves out."""
-    return spec.mask_mod is not None or (spec.mask_shape is not None and min(spec.mask_shape[2:]) > 1)
-
-
 def tile_lists(spec: Spec, operands: Operands) -> dict[str, Array]:
     """Return the arrays that the shaders bind: the lists of both sides, and the masks if there is a `mask_mod`."""
     queries, keys = visits.cuts(spec.query_length, TILE), visits.cuts(spec.key_length, TILE)

@@ -72,7 +72,8 @@ class Operands(NamedTuple):
     mask_mod_arrays: tuple[Array, ...] = ()
     """The arrays that `mask_mod` closes over, each `[#B, *its own shape]`; they have no gradient."""
     coverage: Int8[Array, "#B #N I J"] | None = None
-    """How much of each tile of the whole sequences `mask_mod` shows, as `Coverage.encoded`; `None`: not known."""
+    """How much of each tile of the whole sequences `mask_mod` shows, and `score_mod` does not hide, as
+    `Coverage.encoded`; `None`: not known."""
     page_table: Int32[Array, "#B pages"] | None = None
     """The page that holds each entry's next `Pages.size` keys; past its length, anything."""
     k_scale: Float[Array, "#B #P #K"] | None = None

@@ -22,11 +22,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
-from jflash._semantics import visibility
+from jflash._semantics import score_mod_as_mask, visibility
 from jflash._semantics.coverage import TILE, Coverage
 from jflash._semantics.spec import Operands, Spec
 
 Lists = Int32[Array, "#B #N blocks entries"]
+
+
+def has_map(spec: Spec) -> bool:
+    """Return whether a function hides keys by position, so that a map of its tiles is of use."""
+    return spec.mask_mod is not None or score_mod_as_mask.hides(spec.score_mod)
+
+
+def has_gaps(spec: Spec) -> bool:
+    """Return whether a function or a mask leaves tiles empty that neither a range nor a segment leaves out."""
+    by_pair = spec.mask_shape is not None and min(spec.mask_shape[2:]) > 1
+    return has_map(spec) or by_pair
 
 
 class Cuts(NamedTuple):
@@ -50,15 +61,13 @@ def list_tiles(
     *,
     batches: int = 1,
     heads: int = 1,
-    of_keys: bool = False,
 ) -> Lists:
-    """Return the tiles of keys that each block of queries visits; with `of_keys`, those of queries for a block of keys.
+    """Return the tiles of keys that each block of queries visits.
 
     `batches` entries and `heads` query heads share a list: what any of them sees is visited, and what all see whole is
     whole. Along batch entries or heads that see alike the result has size 1.
     """
-    found = coverage(spec, operands, queries, keys, batches, heads)
-    return listed(found.transposed() if of_keys else found)
+    return listed(coverage(spec, operands, queries, keys, batches, heads))
 
 
 def listed(found: Coverage) -> Lists:
@@ -82,10 +91,22 @@ def is_partial(entry: Int32[Array, "..."]) -> Bool[Array, "..."]:
     return lax.bitwise_and(entry, jnp.int32(1)) == 1
 
 
-def coverage(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches: int, heads: int) -> Coverage:
-    """Return how much all that limits a call shows of its tiles, `[#B, #N, blocks of queries, blocks of keys]`."""
+def coverage(
+    spec: Spec,
+    operands: Operands,
+    queries: Cuts,
+    keys: Cuts,
+    batches: int,
+    heads: int,
+    of_mask: Coverage | None = None,
+) -> Coverage:
+    """Return how much all that limits a call shows of its tiles, `[#B, #N, blocks of queries, blocks of keys]`.
+
+    `of_mask` is what the dense mask shows of them, where that was found before.
+    """
     found = _in_spans(spec, operands, queries, keys, batches)
-    for part in (_of_mask_mod(spec, operands, queries, keys), _of_mask(spec, operands, queries, keys)):
+    of_mask = _of_mask(operands, queries, keys) if of_mask is None else of_mask
+    for part in (_of_functions(spec, operands, queries, keys), of_mask):
         if part is not None:
             found = found & _shared(part, spec.batch, batches, spec.heads, heads)
     if operands.query_segments is not None:
@@ -126,12 +147,11 @@ def _in_spans(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts, batches
     return Coverage((first >= full_start) & (last <= full_stop), some)
 
 
-def _of_mask_mod(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
-    """Return what `mask_mod` shows, whose map is of the whole sequences: some of every tile, if there is no map."""
-    if spec.mask_mod is None:
-        return None
+def _of_functions(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
+    """Return what the functions show, whose map is of the whole sequences: some of every tile, if there is no map."""
     if operands.coverage is None:
-        return Coverage(jnp.zeros((1, 1, 1, 1), bool), jnp.ones((1, 1, 1, 1), bool))
+        unknown = Coverage(jnp.zeros((1, 1, 1, 1), bool), jnp.ones((1, 1, 1, 1), bool))
+        return None if spec.mask_mod is None else unknown
     found = Coverage.decoded(operands.coverage)
     return covering(found, queries, keys, operands.first_query, operands.first_key)
 
@@ -142,23 +162,25 @@ def covering(
     keys: Cuts,
     first_query: Int32[Array, "#B"] | None = None,
     first_key: Int32[Array, "#B"] | None = None,
+    *,
+    tile: int = TILE,
 ) -> Coverage:
-    """Return the map of other tiles than those of 128 x 128: each shows what all that it meets show."""
+    """Return the map of other tiles than those of `tile` x `tile`: each shows what all that it meets show."""
     full, some = ~found.full, found.some
     for axis, cut, moved in ((2, queries, first_query), (3, keys, first_key)):
-        full, some = (_any_within(array, axis, cut, moved) for array in (full, some))
+        full, some = (_any_within(array, axis, cut, moved, tile) for array in (full, some))
     return Coverage(~full, some)
 
 
 def _any_within(
-    array: Bool[Array, "..."], axis: int, cut: Cuts, moved: Int32[Array, "#B"] | None
+    array: Bool[Array, "..."], axis: int, cut: Cuts, moved: Int32[Array, "#B"] | None, tile: int
 ) -> Bool[Array, "..."]:
     """Return whether a block meets any True along an axis: a difference of running sums says it."""
     count = array.shape[axis]
     zero = jnp.zeros([1 if a == axis else n for a, n in enumerate(array.shape)], jnp.int32)
     sums = jnp.concatenate([zero, jnp.cumsum(array, axis=axis, dtype=jnp.int32)], axis=axis)
     first = cut.first[None] if moved is None else cut.first[None] + moved[:, None]
-    begin, end = jnp.clip(first // TILE, 0, count), jnp.clip(-(-(first + cut.size) // TILE), 0, count)
+    begin, end = jnp.clip(first // tile, 0, count), jnp.clip(-(-(first + cut.size) // tile), 0, count)
     take = jax.vmap(lambda sums, places: jnp.take(sums, places, axis=axis - 1), (0 if array.shape[0] > 1 else None, 0))
     if first.shape[0] == 1:
         return jnp.take(sums, end[0], axis=axis) > jnp.take(sums, begin[0], axis=axis)
@@ -166,7 +188,7 @@ def _any_within(
     return take(sums, end) > take(sums, begin)
 
 
-def _of_mask(spec: Spec, operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
+def _of_mask(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
     """Return what a dense mask shows."""
     mask = operands.mask
     if mask is None:

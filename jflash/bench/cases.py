@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jflash._platform import Platform
-from jflash.bench import score_mods
+from jflash.bench import mask_mods, score_mods
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Mask = Literal["full", "causal"]
@@ -57,6 +57,7 @@ class Case:
     sinks: bool = False
     dropout_rate: float = 0.0
     score_mod: score_mods.Name | None = None
+    mask_mod: mask_mods.Name | None = None
     has_backward: bool = True
     """Whether such a call is ever differentiated: decoding is not."""
 
@@ -164,6 +165,7 @@ def feature_cases(tokens: int, width: int, dtype: Dtype) -> list[Case]:
         case("causal, score_mod: per head", is_causal=True, score_mod="per head"),
         case("score_mod: scalar", score_mod="scalar"),
         case("score_mod: relative", score_mod="relative"),
+        *(case(f"mask_mod: {name}", mask_mod=name) for name in mask_mods.MASK_MODS),
         case("dropout of 0.1", dropout_rate=0.1),
         case("causal, 8 packed segments", is_causal=True, segments=8),
         case("half is padding", length=max(1, length // 2)),
@@ -183,8 +185,10 @@ def visible_pairs(case: Case) -> float:
     """Return how many pairs of a query and a key are visible, for one head and one batch entry.
 
     Causal alone counts half of all pairs, as everywhere in the field. A random mask counts nothing off: no tile is
-    without a pair that is seen.
+    without a pair that is seen. A `mask_mod` counts what it shows.
     """
+    if case.mask_mod is not None:
+        return mask_mods.visible_pairs(case.mask_mod, case.batch, case.queries, case.keys)
     if case.is_causal and (case.window, case.length, case.segments) == (None, None, 1):
         return case.queries * case.keys / 2
     query = np.arange(case.queries if case.length is None else case.length)
@@ -219,7 +223,7 @@ def flops(case: Case, work: Work) -> float:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """Return the arguments of `jflash.attention` that are no arrays and not the defaults, without `score_mod`."""
+    """Return the arguments of `jflash.attention` that are no arrays and not the defaults, without functions."""
     given: dict[str, Any] = {}
     if case.is_causal:
         given["is_causal"] = True
@@ -240,7 +244,7 @@ class Data(NamedTuple):
     cotangent: Array
     """The cotangent of the output."""
     captured: dict[str, Array]
-    """The arrays that the case's `score_mod` closes over, by names of their own."""
+    """The arrays that the case's `score_mod` and `mask_mod` close over, by names of their own."""
 
 
 def data(case: Case) -> Data:
@@ -272,4 +276,7 @@ def data(case: Case) -> Data:
     if case.dropout_rate > 0:
         arrays["dropout_key"] = jax.random.PRNGKey(2)
     captured = {} if case.score_mod is None else score_mods.SCORE_MODS[case.score_mod].captured(N)
+    if case.mask_mod is not None:
+        of_mask_mod = mask_mods.MASK_MODS[case.mask_mod].captured(B, T, S)
+        captured |= {name: jnp.asarray(array) for name, array in of_mask_mod.items()}
     return Data(arrays, cotangent, captured)

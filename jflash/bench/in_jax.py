@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 import jflash
 from jflash._platform import Platform
-from jflash.bench import clocks, packages, score_mods
+from jflash.bench import clocks, mask_mods, packages, score_mods
 from jflash.bench.cases import DIFFERENTIATED, Case, Data, Work, options
 
 
@@ -51,6 +51,8 @@ class InJax:
         unknown = [name for name in names if not self._takes(name)]
         if case.score_mod is not None and self._form(case.score_mod) is None:
             unknown += ["score_mod", score_mods.SCORE_MODS[case.score_mod].stand_in]
+        if case.mask_mod is not None and not self._takes("mask_mod"):
+            unknown.append("mask_mod")
         return f"It has no argument {', '.join(unknown)}." if unknown else None
 
     def _takes(self, name: str) -> bool:
@@ -65,8 +67,8 @@ class InJax:
         """Return the implementation asked for, or the one that jflash chooses."""
         if self.package != "jflash" or self.implementation is not None:
             return self.implementation
-        modification = _modification(case, "score_mod", data.captured)
-        return jflash.explain(**data.arguments, **options(case), **modification).partition(" ")[0]
+        functions = _functions(case, "score_mod", data.captured)
+        return jflash.explain(**data.arguments, **options(case), **functions).partition(" ")[0]
 
     def prepare(self, case: Case, work: Work, data: Data) -> clocks.Prepared:
         """Return the work, compiled by JAX."""
@@ -91,7 +93,7 @@ def function_of_arrays(
 
     def attend(**arrays: Array) -> Any:
         captured = {name: arrays.pop(name) for name in data.captured}
-        return attention(**arrays, **options(case), **_modification(case, form, captured))
+        return attention(**arrays, **options(case), **_functions(case, form, captured))
 
     if work == "fwd":
         return lambda arguments: attend(**arguments), (arrays,)
@@ -110,11 +112,12 @@ def function_of_arrays(
     return both, (variable, constant, data.cotangent)
 
 
-def _modification(case: Case, form: score_mods.Form | None, captured: dict[str, Array]) -> dict[str, Any]:
-    """Return the argument by which the case's `score_mod` is asked for, if it has one."""
+def _functions(case: Case, form: score_mods.Form | None, captured: dict[str, Array]) -> dict[str, Any]:
+    """Return the arguments by which the case's `mask_mod` and `score_mod` are asked for, if it has them."""
+    given: dict[str, Any] = {} if case.mask_mod is None else {"mask_mod": mask_mods.bound(case.mask_mod, captured)}
     name = case.score_mod
     if name is None or form is None:
-        return {}
+        return given
     if form == "bias":
-        return {form: score_mods.bias(name, captured, case.heads, case.queries, case.keys, case.dtype)}
-    return {form: score_mods.CAP if form == "logits_soft_cap" else score_mods.bound(name, jnp, captured)}
+        return given | {form: score_mods.bias(name, captured, case.heads, case.queries, case.keys, case.dtype)}
+    return given | {form: score_mods.CAP if form == "logits_soft_cap" else score_mods.bound(name, jnp, captured)}

@@ -12,7 +12,7 @@ from typing import Any
 from jaxtyping import Array
 
 from jflash._platform import Platform
-from jflash.bench import clocks, packages, score_mods
+from jflash.bench import clocks, mask_mods, packages, score_mods
 from jflash.bench.cases import DIFFERENTIATED, Case, Data, Work, options
 from jflash.bench.record import Figures
 
@@ -77,6 +77,8 @@ class InTorch:
         unknown = [name for name in names if name not in self.arguments]
         if case.score_mod is not None and self._form(case.score_mod) is None:
             unknown.append("score_mod")
+        if case.mask_mod is not None and "mask_mod" not in self.arguments:
+            unknown.append("mask_mod")
         return f"It has no argument {', '.join(unknown)}." if unknown else None
 
     def _form(self, name: score_mods.Name) -> score_mods.Form | None:
@@ -108,6 +110,8 @@ class InTorch:
         if case.score_mod is not None and (form := self._form(case.score_mod)) is not None:
             capped = form == "logits_soft_cap"
             asked[form] = score_mods.CAP if capped else score_mods.bound(case.score_mod, torch, captured)
+        if case.mask_mod is not None:
+            asked["mask_mod"] = mask_mods.bound(case.mask_mod, captured)
         given = {own: value for name, value in asked.items() if (own := self.arguments[name])}
         if case.heads != case.key_heads and self.for_grouped_heads is not None:
             given |= self.for_grouped_heads
@@ -181,14 +185,21 @@ def flex_attention() -> InTorch:
 
         attention.__code__ = attention.__code__.replace()
         compiled = _torch().compile(attention, fullgraph=True, dynamic=False)
-        before = lambda batch, head, query, key: query >= key
+        before = mask_mods.bound("causal", {})
 
+        # A mask of blocks is made once, as torch's documentation has it, and is not timed.
         @functools.cache
-        def causal(queries: int, keys: int, device: Any) -> Any:
-            return module.create_block_mask(before, None, None, queries, keys, device=device)
+        def blocks(mask_mod: mask_mods.Bound, batch: int | None, queries: int, keys: int, device: Any) -> Any:
+            return module.create_block_mask(mask_mod, batch, None, queries, keys, device=device)
 
-        def attend(query: Any, key: Any, value: Any, *, is_causal: bool = False, **options: Any) -> Any:
-            mask = causal(query.shape[2], key.shape[2], query.device) if is_causal else None
+        def attend(
+            query: Any, key: Any, value: Any, *, is_causal: bool = False, mask_mod: Any = None, **options: Any
+        ) -> Any:
+            mask, lengths = None, (query.shape[2], key.shape[2], query.device)
+            if mask_mod is not None:
+                mask = blocks(mask_mod, query.shape[0], *lengths)
+            elif is_causal:
+                mask = blocks(before, None, *lengths)
             return compiled(query, key, value, block_mask=mask, **options)
 
         return attend
@@ -197,7 +208,7 @@ def flex_attention() -> InTorch:
         package="torch",
         module="torch.nn.attention.flex_attention",
         load=load,
-        arguments=dict(query="query", key="key", value="value", is_causal="is_causal", score_mod="score_mod"),
+        arguments={name: name for name in ("query", "key", "value", "is_causal", "score_mod", "mask_mod")},
         heads_first=True,
         for_grouped_heads={"enable_gqa": True},
         needs_nvidia=True,

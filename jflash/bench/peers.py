@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -12,7 +14,7 @@ from jaxtyping import Array
 import jflash
 from jflash import _dispatch, _versions
 from jflash._platform import Platform
-from jflash.bench import in_torch
+from jflash.bench import in_torch, mask_mods
 from jflash.bench.cases import Case, Data, Work
 from jflash.bench.clocks import Prepared
 from jflash.bench.in_jax import InJax
@@ -71,13 +73,27 @@ def _fa4_jax() -> Callable[..., Any]:
         is_causal: bool = False,
         local_window_size: tuple[int, int] | None = None,
         segment_ids: Array | None = None,
+        mask_mod: mask_mods.Bound | None = None,
     ) -> Array:
         if query.shape[1] != key.shape[1] and (is_causal or local_window_size is not None):
             raise ValueError("It aligns a mask with the last query and key, and jflash with the first ones.")
-        mask_mod = None if segment_ids is None else library.document_mask(segment_ids)
-        return library.flash_attn(query, key, value, causal=is_causal, window_size=local_window_size, mask_mod=mask_mod)
+        if mask_mod is not None:
+            mask = _fa4_mask(library)(mask_mod.args[0], mask_mod.func)
+        else:
+            mask = None if segment_ids is None else library.document_mask(segment_ids)
+        return library.flash_attn(query, key, value, causal=is_causal, window_size=local_window_size, mask_mod=mask)
 
     return attention
+
+
+@functools.cache
+def _fa4_mask(library: Any) -> Callable[..., Any]:
+    """Return the class of fa4-jax's masks by a function of captured arrays; its kernels are kept by the class."""
+    see = lambda mask, *indices: mask.function(mask.captured, *indices)
+    fields = [("captured", Any), ("function", Any, library.static())]
+    return dataclasses.make_dataclass(
+        "CapturedMask", fields, bases=(library.MaskMod,), frozen=True, namespace={"__call__": see}
+    )
 
 
 PEERS: dict[Name, Peer] = {

@@ -17,10 +17,9 @@ from kernel_families import HOPPER, Family
 from plain_attention import Call, Results, Tangents
 
 import jflash
-from jflash import _api, _canonical
+from jflash import _api, _canonical, _coverage
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan, tangent_kernel
-from jflash._semantics import coverage
 from jflash._semantics import spec as semantics
 from jflash._semantics.spec import Operands, Residuals, Spec
 
@@ -41,12 +40,7 @@ def canonical_arguments(**arguments: object) -> tuple[Spec, Operands]:
         if name not in ("implementation", "return_residual", "residual_checkpoint_name")
     }
     spec, operands, _ = _canonical.canonicalize(**_api._with_functions_traced(defaults | arguments))
-    if spec.mask_mod is not None and operands.coverage is None:
-        arrays = tuple(array[0] for array in operands.mask_mod_arrays)
-        sizes = spec.batch, spec.heads, spec.query_length, spec.key_length
-        operands = operands._replace(coverage=coverage.of_mask_mod(spec.mask_mod, arrays, *sizes))
-        spec = spec.resized(operands)
-    return spec, operands
+    return _coverage.mapped(spec, operands)
 
 
 def run(

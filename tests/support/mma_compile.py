@@ -61,7 +61,7 @@ PAGED = {
 CHOSEN = (
     *("d8", "d40", "d64", "d64 causal", "d128", "d128 causal", "d256", "d256 causal", "d192/128 causal", "window"),
     *("soft cap", "bias", "mask", "lengths", "alibi and scale", "d128 causal, dropout", "d256 causal, dropout"),
-    *("score_mod of a bias of keys", "bias, partial", *FLOAT32, *LARGEST_FLOAT32),
+    *("d128 mask_mod", "score_mod of a bias of keys", "bias, partial", *FLOAT32, *LARGEST_FLOAT32),
     *("score_mod of a number for each head", *(f"d{d} causal, score_mod of a table" for d in (64, 128, 256))),
     *("bias, score_mod of a table", *PAGED),
 )

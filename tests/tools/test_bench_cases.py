@@ -1,6 +1,7 @@
 """Tests of what `python -m jflash.bench` measures: its calls, their operations, and which ones are chosen."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -11,7 +12,7 @@ from short_run import cover
 
 import jflash
 from jflash import _platform
-from jflash.bench import cases, in_jax, record, report, score_mods
+from jflash.bench import cases, in_jax, mask_mods, record, report, score_mods
 
 PLAIN = cases.square("full", "float32", 2, 12, 2, 16)
 
@@ -68,6 +69,21 @@ def test_what_is_counted_is_what_is_computed(options):
     arguments["query"] = jnp.zeros_like(arguments["query"])
     _, lse = jflash.attention(**arguments, **cases.options(case), return_residual=True)
     assert np.exp(lse).sum() == pytest.approx(case.batch * case.heads * cases.visible_pairs(case))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "documents" else pytest.param(name, marks=cover(0)) for name in mask_mods.MASK_MODS]
+)
+def test_what_a_mask_mod_shows_is_what_is_counted(name):
+    """As above, by the function that jflash is given."""
+    case = dataclasses.replace(PLAIN, heads=1, key_heads=1, queries=1100, keys=1100, mask_mod=name)
+    data = cases.data(case)
+    data.arguments["query"] = jnp.zeros_like(data.arguments["query"])
+    attend = functools.partial(jflash.attention, return_residual=True)
+    function, arguments = in_jax.function_of_arrays(case, "fwd", data, attend)
+    _, lse = function(*arguments)
+    assert np.exp(lse).sum() == pytest.approx(case.batch * cases.visible_pairs(case))
+    assert 0 < cases.visible_pairs(case) < 1100**2
 
 
 @cover(0)

@@ -1,5 +1,6 @@
 """The bench's peer fa4-jax: what it is asked for in its own words. A module of the test stands in for it."""
 
+import dataclasses
 import importlib.machinery
 import sys
 import types
@@ -7,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from short_run import cover
 
 from jflash import _platform
-from jflash.bench import cases, clocks, peers
+from jflash.bench import cases, clocks, mask_mods, peers
 
 pytestmark = cover(0)
 
@@ -39,6 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return q * jnp.mean(k) * jnp.mean(v)
 
     vars(library).update(flash_attn=flash_attn, document_mask=lambda ids: f"documents {ids.shape}")
+    vars(library).update(MaskMod=type("MaskMod", (), {}), static=dataclasses.field)
     monkeypatch.setitem(sys.modules, "fa4_jax", library)
     return calls
 
@@ -51,6 +54,19 @@ def test_a_case_is_asked_for_in_its_words(asked: list[dict[str, Any]], name: str
     for work in ("fwd", "fwd+bwd", "jvp"):
         PEER.prepare(case, work, data)
     assert asked[:3] == [ASKED[name]] * 3
+
+
+@pytest.mark.parametrize("name", mask_mods.MASK_MODS)
+def test_a_mask_mod_is_its_own_kind_of_mask(asked: list[dict[str, Any]], name: mask_mods.Name):
+    case = next(case for case in FEATURES if case.mask_mod == name)
+    data = cases.data(case)
+    PEER.prepare(case, "fwd", data)
+    PEER.load()(**data.arguments, mask_mod=mask_mods.bound(name, data.captured))  # pyright: ignore
+    first, last = (options["mask_mod"] for options in asked)
+    assert type(first) is type(last)
+    indices = np.ix_(*map(np.arange, (case.batch, 1, case.queries, case.keys)))
+    want = mask_mods.bound(name, data.captured)(*indices)
+    np.testing.assert_array_equal(last(*indices), want)
 
 
 @pytest.mark.usefixtures("asked")

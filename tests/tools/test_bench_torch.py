@@ -18,7 +18,7 @@ from jax.experimental.mosaic.gpu import profiler
 from short_run import cover
 
 from jflash import _platform
-from jflash.bench import cases, clocks, measure, peers, score_mods
+from jflash.bench import cases, clocks, mask_mods, measure, peers, score_mods
 
 pytestmark = cover(0)
 
@@ -128,18 +128,25 @@ class StandIn:
         """Attend as torch's flex_attention does: heads before tokens, and a mask of blocks."""
         arrays = {name: tensor.array.swapaxes(1, 2) for name, tensor in dict(query=query, key=key, value=value).items()}
         assert enable_gqa == (arrays["query"].shape[2] != arrays["key"].shape[2])
-        options = dict(is_causal=block_mask is not None)
-        if block_mask is not None:
+        shown, by_entry = (None, False) if block_mask is None else block_mask
+        options = dict(is_causal=shown is not None and not by_entry)
+        if options["is_causal"]:
             queries, keys = np.indices((query.shape[2], key.shape[2]))
-            np.testing.assert_array_equal(block_mask, queries >= keys)
+            np.testing.assert_array_equal(shown, queries >= keys)
+        elif by_entry:
+            options["mask_mod"] = shown
         if score_mod is not None:
             options["score_mod"] = score_mod
         return self.out(arrays | options, heads_first=True)
 
     @staticmethod
     def create_block_mask(function, batch, heads, queries, keys, device):
-        assert (batch, heads, device) == (None, None, "cuda")
-        return function(0, 0, *np.indices((queries, keys)))
+        """Return all pairs of each batch entry, or of one, and whether entries are told apart."""
+        assert (heads, device) == (None, "cuda")
+        if batch is None:
+            return function(0, 0, *np.indices((queries, keys))), False
+        entries, queries, keys = np.indices((batch, queries, keys))
+        return function(entries, 0, queries, keys), True
 
     def flash_attn_func(
         self, q, k, v, *, causal=False, window_size=(None, None), softcap=0.0, learnable_sink=None, **unknown
@@ -237,6 +244,9 @@ def test_peers_are_asked_for_the_attention_of_the_case(name, stand_in):
         if case.score_mod is not None:
             own = score_mods.bound(case.score_mod, jnp, data.captured)
             expected |= dict(logits_soft_cap=50.0) if name == "FlashAttention-4" else dict(score_mod=own)
+        if case.mask_mod is not None:
+            entries, queries, keys = np.indices((case.batch, case.queries, case.keys))
+            expected["mask_mod"] = mask_mods.bound(case.mask_mod, data.captured)(entries, 0, queries, keys)
         # torch draws from a state of its own.
         expected.pop("dropout_key", None)
         for work in ("fwd", "fwd+bwd"):
@@ -264,7 +274,7 @@ def test_flex_attention_has_what_a_score_mod_needs(stand_in):
     flex = peers.PEERS["flex_attention"]
     assert flex.missing(_platform.current()) is None
     taken = {case.name for case in CASES} - lacking(flex).keys()
-    assert {case.name for case in CASES if case.score_mod is not None} <= taken
+    assert {case.name for case in CASES if case.score_mod is not None or case.mask_mod is not None} <= taken
     assert {"full", "causal, grouped heads", "decoding, latent, keys of 576, values of 512"} <= taken
     assert {"bias per pair", "causal, window", "causal, sinks", "dropout of 0.1"} <= lacking(flex).keys()
     # torch has a limit of compilations for one function.
@@ -288,6 +298,7 @@ def test_flash_attention_4_says_which_options_it_lacks():
         "score_mod: scalar": "It has no argument score_mod.",
         "score_mod: relative": "It has no argument score_mod.",
         "dropout of 0.1": "It has no argument dropout_key, dropout_rate.",
+        **{f"mask_mod: {name}": "It has no argument mask_mod." for name in mask_mods.MASK_MODS},
         "causal, 8 packed segments": "It has no argument segment_ids.",
         "half is padding": "It has no argument query_seq_lengths, key_value_seq_lengths.",
     }

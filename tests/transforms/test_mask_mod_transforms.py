@@ -56,6 +56,12 @@ def assert_near(got: Any, want: Any) -> None:
     sequences.assert_near(got, jax.tree.map(np.asarray, want), ROUNDED)
 
 
+def hiding(function: Any, argument: str) -> dict[str, Any]:
+    """A mask function as a `mask_mod`, or as a `score_mod` that chooses -inf."""
+    choose = lambda logit, *indices: jnp.where(function(*indices), logit, -jnp.inf)
+    return {argument: function if argument == "mask_mod" else choose}
+
+
 def placed(mesh: Any, spec: PartitionSpec, arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda array: jax.device_put(array, NamedSharding(mesh, spec)), arrays)
 
@@ -65,6 +71,7 @@ def placed(mesh: Any, spec: PartitionSpec, arrays: Arrays) -> Arrays:
     ("name", "length", "options", "spec"),
     [
         ("block table", 1024, {}, P(None, "x")),
+        ("block table", 1024, dict(argument="score_mod"), P("y", "x")),
         ("strided", 1040, {}, P(None, "x")),
         ("block table", 1024, {}, P("y", "x")),
         ("window of each head", 1024, {}, P("y", None, "x")),
@@ -76,21 +83,24 @@ def test_sharded_jit(name: str, length: int, options: Any, spec: PartitionSpec) 
     function = mask_functions.families(length)[name]
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     given = arrays(length)
-    split = functools.partial(derivatives, functools.partial(attend, mask_mod=function, **options))
+    how = hiding(function, options.get("argument", "mask_mod"))
+    others = {name: option for name, option in options.items() if name != "argument"}
+    split = functools.partial(derivatives, functools.partial(attend, **how, **others))
     got = jit(split)(*placed(mesh, spec, given))
     assert_near(got, by_definition(mask_functions.dense(function, 2, HEADS, length, length), *given))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name", "options"),
+    ("strategy", "name", "argument", "options"),
     [
-        ("gather", "strided", {}),
-        pytest.param("ring", "causal documents", dict(is_causal=True), marks=cover(0)),
-        pytest.param("ring", "block table", dict(segment_ids=True), marks=cover(0)),
-        pytest.param("all_to_all", "window of each head", {}, marks=cover(0)),
+        ("gather", "strided", "mask_mod", {}),
+        pytest.param("ring", "causal documents", "score_mod", {}, marks=cover(0)),
+        pytest.param("ring", "causal documents", "mask_mod", dict(is_causal=True), marks=cover(0)),
+        pytest.param("ring", "block table", "mask_mod", dict(segment_ids=True), marks=cover(0)),
+        pytest.param("all_to_all", "window of each head", "mask_mod", {}, marks=cover(0)),
     ],
 )
-def test_shard_map(strategy: str, name: str, options: Any) -> None:
+def test_shard_map(strategy: str, name: str, argument: str, options: Any) -> None:
     """With causality halves are traded, and the function still gets the indices of the whole sequences."""
     function, given = mask_functions.families(LENGTH)[name], arrays()
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -99,7 +109,8 @@ def test_shard_map(strategy: str, name: str, options: Any) -> None:
 
     def part(query: Any, key: Any, value: Any, segments: Any) -> Any:
         more = {**options, "segment_ids": segments} if "segment_ids" in options else options
-        return attend(query, key, value, mask_mod=function, sequence_axis="x", sequence_strategy=strategy, **more)
+        more |= hiding(function, argument)
+        return attend(query, key, value, sequence_axis="x", sequence_strategy=strategy, **more)
 
     split = jax.shard_map(part, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"), check_vma=False)
     got = jit(lambda *all_: derivatives(lambda *three: split(*three, all_[3]), *all_[:3]))(*operands)
@@ -115,14 +126,17 @@ def test_shard_map_says_what_it_needs() -> None:
         jax.shard_map(part, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"))(*arrays(16))
 
 
-def test_vmap_of_a_closed_over_array() -> None:
+@pytest.mark.parametrize("argument", ["mask_mod", pytest.param("score_mod", marks=cover(0))])
+def test_vmap_of_a_closed_over_array(argument: str) -> None:
     """Each entry of the mapped axis has a map of its own, forward and backward."""
     ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (3, 640)), axis=1))
     query, key, value = arrays(640, 3)
 
     def one(ids: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
         mask = lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q)
-        how = dict(mask_mod=mask) if not options else dict(options, mask=mask(0, 0, *jnp.ix_(*[jnp.arange(640)] * 2)))
+        how = (
+            hiding(mask, argument) if not options else dict(options, mask=mask(0, 0, *jnp.ix_(*[jnp.arange(640)] * 2)))
+        )
         return derivatives(functools.partial(attend, **how), query, key, value)
 
     got = jit(jax.vmap(one))(ids, query, key, value)

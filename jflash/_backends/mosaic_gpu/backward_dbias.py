@@ -41,7 +41,8 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import dbias_schedule, tile_range
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
-from jflash._backends.nvidia.walk.tile_range import Place, TileContext, TileRange
+from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
 from jflash._semantics.spec import Spec
 
 
@@ -76,7 +77,7 @@ class DbiasPlan(KernelPlan):
     """Tiles of keys that a CTA takes."""
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around_queries | call.ranges(self.tile.rows)
+        return call.tiles | call.rows | call.around_queries | call.kinds(Blocks(self.tile.rows, self.tile.keys))
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         return dict(whole_d_bias=self.schedule.summed(self.spec, made["d_bias"]))
@@ -106,13 +107,11 @@ class DbiasCta(Cta[DbiasPlan]):
         self.first_visit, self.visits = plan.schedule.own_visits()
         self.query_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-    def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, TileRange, Array]:
-        """Return a batch entry and head that share the bias, their tile as a range, and whether any of it is seen."""
-        tile = self.plan.tile
-        batch, head = self.plan.schedule.sharing(step)
-        tiles = tile_range.visited_range(self.inputs, Place(batch, head, self.block), tile.rows, tile.keys)
-        seen = (first_key < tiles.first + tiles.count * tiles.size) & (first_key + tile.keys > tiles.first)
-        return batch, head, dataclasses.replace(tiles, first=first_key, count=jnp.int32(1)), seen
+    def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, VisitedTile, Array]:
+        """Return a batch entry and head that share the bias, their tile, and whether any of it is seen."""
+        place, tile = Place(*self.plan.schedule.sharing(step), self.block), self.plan.tile
+        visited, seen = tile_range.seen_tile(self.inputs, place, tile.rows, first_key, tile.keys)
+        return place.batch, place.group, visited, seen
 
     def compute(self) -> None:
         """Add up tiles of the gradient, and store them."""
@@ -140,16 +139,16 @@ class DbiasCta(Cta[DbiasPlan]):
 
     def _add_head(self, step: Array, first_key: Array, bias: Ref, total: Array) -> Array:
         """Return a tile of the gradient with what one head adds to it."""
-        batch, head, tiles, seen = self.sharing_head(step, first_key)
+        batch, head, tile, seen = self.sharing_head(step, first_key)
         rows = self.warpgroup_rows
         if max(self.smem.q.shape[1], self.smem.do.shape[1]) > 256:
             # The compiler would spill the addresses of all these columns.
             rows = pl.ds((self.warpgroup + self.ops.opaque_zero(step)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        add = lambda total: total + self._of_head((batch, head), tiles, bias, rows)
-        return lax.cond(seen, add, lambda total: total, total) if tiles.may_be_partial else add(total)
+        at = TileCoord(batch, head, self.query_rows.start, first_key)
+        add = lambda total: total + self._of_head(at, tile, bias, rows)
+        return add(total) if tile.is_partial is None else lax.cond(seen, add, lambda total: total, total)
 
-    def _of_head(self, place: tuple[Array, Array], tiles: TileRange, bias: Ref, rows: Any) -> Array:
-        at = TileCoord(*place, self.query_rows.start, tiles.first)
+    def _of_head(self, at: TileCoord, visited: VisitedTile, bias: Ref, rows: Any) -> Array:
         shared, ops, spec, shape = self.smem, self.ops, self.plan.spec, (WARPGROUP_ROWS, self.plan.tile.keys)
         pieces = functools.partial(piece_products.of_tile, spec)
         queries = at.batch, at.head, self.query_rows
@@ -165,7 +164,7 @@ class DbiasCta(Cta[DbiasPlan]):
             s = ops.read(acc_s, pending=piece_products.issued(v))
             loaded = {"bias": ops.load(bias.at[self.warpgroup_rows])} | packed_mask
             plgpu.barrier_arrive(shared.qk.empty)
-            context = TileContext(self.inputs, tiles.tile(0), at, loaded)
+            context = TileContext(self.inputs, visited, at, loaded)
             tile = BackwardTile.of(context, s, along_rows(lse, shape), ("bias",))
             dp = ops.read(acc_dp)
             plgpu.barrier_arrive(shared.vo.empty)
@@ -193,7 +192,7 @@ class DbiasCta(Cta[DbiasPlan]):
 
     def _copy_head(self, step: Array, first_key: Array) -> None:
         tile, shared = self.plan.tile, self.smem
-        batch, head, _tiles, seen = self.sharing_head(step, first_key)
+        batch, head, _tile, seen = self.sharing_head(step, first_key)
 
         @pl.when(seen)
         def _() -> None:

@@ -289,7 +289,7 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
     head_dim, value_dim = block_dims(spec)
     # Growing blocks of several heads leave fewer multiprocessors waiting at the end.
     groups = heads // math.gcd(heads, 8) if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
-    staggered = spec.mask_mod is not None or not spec.operands.isdisjoint(tile_range.LIMITS)
+    staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
     stores = 1 if spec.partial else output_stores(spec, tile)
     if processors is None or not (stores or head_dim == value_dim):

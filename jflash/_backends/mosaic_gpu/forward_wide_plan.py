@@ -208,8 +208,8 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
 
 
 def _limits_are_known(spec: Spec) -> bool:
-    """Whether what is seen is known before the call, but for a dense mask."""
-    return spec.mask_mod is None and spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
+    """Whether what is seen is known before the call, but for a mask of one axis."""
+    return not facts_of(spec).has_lists and spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
 
 
 def fits(spec: Spec) -> bool:

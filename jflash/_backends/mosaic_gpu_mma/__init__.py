@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from jflash import _platform
 from jflash._backends.nvidia.facts import facts_of
 from jflash._platform import Platform
+from jflash._semantics import visits
 from jflash._semantics.spec import Operands, Residuals, Spec
 
 SHARED_MEMORY: Mapping[str, int] = {
@@ -66,8 +67,8 @@ def unsupported_call(spec: Spec) -> str | None:
 
 
 def visits_lists(spec: Spec, platform: Platform) -> bool:
-    """Return whether the kernels visit tiles by lists, made of a map of what `mask_mod` shows."""
-    return spec.mask_mod is not None
+    """Return whether the kernels visit tiles by lists, made of a map of what the call's functions show."""
+    return visits.has_map(spec)
 
 
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:

@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -34,7 +33,8 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
-from jflash._backends.nvidia.walk.tile_range import Place, TileContext, TileRange
+from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
 
 _OPERANDS = ("query", "key"), ("d_out", "value")
 """The operands of S, and those of dP."""
@@ -53,7 +53,7 @@ class DbiasPlan(TiledPlan):
         return min(self.tile.size // self.tile.blocks, 64)
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
-        return call.of_queries | call.ranges(self.tile.rows)
+        return call.of_queries | call.kinds(Blocks(self.tile.rows, self.tile.size))
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         return dict(whole_d_bias=self.schedule.summed(self.spec, made["d_bias"]))
@@ -139,24 +139,21 @@ class DbiasCta(Cta[DbiasPlan]):
 
         @pl.when(visit < self.stop)
         def _() -> None:
-            _, is_seen = self._tiles(visit)
+            _, is_seen = self._tile(visit)
             copy() if is_seen is None else pl.when(is_seen)(copy)
 
         self.ops.commit()
 
-    def _tiles(self, visit: Any) -> tuple[TileRange, Any]:
-        """Return what a visit's rows see, and whether they see some of the keys; `None` if they all do."""
-        place = Place(*self.plan.schedule.sharing(visit), self.block)
-        tiles = tile_range.visited_range(self.inputs, place, self.plan.tile.rows, self.plan.tile.size)
-        if tiles.whole is None:
-            return tiles, None
-        stop = tiles.first + tiles.count * tiles.size
-        return tiles, (self.first_key < stop) & (self.first_key + self.plan.tile.size > tiles.first)
+    def _tile(self, visit: Any) -> tuple[VisitedTile, Any]:
+        """Return a visit's tile, and whether its rows see some of the keys; `None` if they all do."""
+        place, tile = Place(*self.plan.schedule.sharing(visit), self.block), self.plan.tile
+        visited, is_seen = tile_range.seen_tile(self.inputs, place, tile.rows, self.first_key, tile.size)
+        return visited, None if visited.is_partial is None else is_seen
 
     def _visit(self, visit: Any, biases: Sequence[Array], totals: Tiles) -> Tiles:
         """Add one head's part, if its rows see some of the keys."""
-        tiles, is_seen = self._tiles(visit)
-        add = lambda totals: self._added(visit, tiles, biases, totals)
+        tile, is_seen = self._tile(visit)
+        add = lambda totals: self._added(visit, tile, biases, totals)
 
         def skip(totals: Tiles) -> Tiles:
             self._copy_ahead(visit + 1)
@@ -164,7 +161,7 @@ class DbiasCta(Cta[DbiasPlan]):
 
         return add(totals) if is_seen is None else lax.cond(is_seen, add, skip, totals)
 
-    def _added(self, visit: Any, tiles: TileRange, biases: Sequence[Array], totals: Tiles) -> Tiles:
+    def _added(self, visit: Any, tile: VisitedTile, biases: Sequence[Array], totals: Tiles) -> Tiles:
         ops, lends, warpgroups = self.ops, self.plan.tile.lends, self.warpgroups
         # dO and V come while S is made, if they have room of their own.
         pending = 0 if lends else 1
@@ -182,10 +179,9 @@ class DbiasCta(Cta[DbiasPlan]):
         added, bias = list[Array](), self.smem.bias
         for chunk, key in enumerate(self.keys):
             at = TileCoord(batch, head, self.query, key)
-            of_chunk = dataclasses.replace(tiles, first=key, count=jnp.int32(1), size=self.plan.chunk)
             own_bias = biases[chunk] if bias is None else ops.load_rows(bias.at[self.warpgroup, chunk])[0][0]
             loaded = self.inputs.load_packed_mask(at, self.shape) | {"bias": own_bias}
-            context = TileContext(self.inputs, of_chunk.tile(0), at, loaded)
+            context = TileContext(self.inputs, tile.part(key, self.plan.chunk), at, loaded)
             gradients = BackwardTile.of(context, s[chunk], lse, ("bias",)).differentiate(dp[chunk], delta)
             added.append(totals[chunk] + gradients.parameters["bias"])
         return tuple(added)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jflash._semantics import visits
 from jflash._semantics.spec import Spec
 
 Kind = Literal["tile", "row", "column", "scalar"]
@@ -39,6 +40,8 @@ class Facts:
         """Whether the bias has both axes, so that kernels copy its tiles to shared memory."""
         self.has_packed_mask = self.kinds.get("mask") == "tile"
         """Whether the mask has both axes, so that kernels read it packed."""
+        self.has_lists = visits.has_gaps(spec)
+        """Whether blocks visit lists of tiles, and not ranges."""
         self.bias_tile_bytes = spec.bias_dtype.itemsize if spec.bias_dtype is not None and self.has_bias_tiles else 0
         """Bytes for each logit that tiles of the bias take in shared memory."""
 

@@ -16,6 +16,7 @@ from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._backends.nvidia.threads.packed_mask import KEYS_PER_LOAD, SIZE
+from jflash._semantics.coverage import Coverage
 
 _SPARE_TILES = 4
 """Tiles past the last one, of nothing to be seen, in both directions: where a kernel's tiles may end."""
@@ -51,3 +52,9 @@ def pack_mask(
         results=dict(words=jax.ShapeDtypeStruct((batch, heads, *shape, THREADS), jnp.int32)),
     )
     return launch.run(kernel, dict(mask=mask), ops)["words"]
+
+
+def coverage(words: Int[Array, "#B #N row_tiles column_tiles 128"], *, keys_first: bool = False) -> Coverage:
+    """Return how much a packed mask shows of each of its tiles of 64 x 64, of which those past its ends are empty."""
+    found = Coverage(jnp.all(words == -1, axis=-1), jnp.any(words != 0, axis=-1))
+    return found.transposed() if keys_first else found

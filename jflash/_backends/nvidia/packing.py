@@ -27,8 +27,7 @@ def may_pack(spec: Spec) -> bool:
     """Whether heads that share keys may be rows of one tile: few queries, and logits alike for each."""
     alike = {"bias", "mask", "alibi_slopes", "query_segments"}.isdisjoint(spec.operands)
     few = spec.query_length <= (_MOST_QUERIES if spec.pages is None else _MOST_PAGED_QUERIES)
-    by_head = spec.mask_mod is not None and spec.mask_mod.looks_at[1]
-    return alike and spec.score_mod is None and not by_head and spec.dropout_rate == 0 and few and spec.group > 1
+    return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
 
 
 class ForwardShape:

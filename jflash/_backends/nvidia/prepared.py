@@ -138,8 +138,15 @@ class Prepared:
         """Return what says which tiles each block visits, by name: lists, or ranges."""
         if blocks not in self._visits:
             ranges = lambda: self.ranges(blocks.rows, blocks.missing, of_keys=blocks.of_keys)
-            self._visits[blocks] = tile_list.lists(self.spec, self.operands, blocks) or ranges()
+            self._visits[blocks] = tile_list.lists(*self._mask_of(blocks)) or ranges()
         return self._visits[blocks]
+
+    def kinds(self, blocks: Blocks) -> dict[str, Array]:
+        """Return what says of every tile whether a block of queries sees it, by name: `tile_list.kinds`, or ranges."""
+        return tile_list.kinds(*self._mask_of(blocks)) or self.ranges(blocks.rows)
+
+    def _mask_of(self, blocks: Blocks) -> tuple[Spec, Operands, Blocks, Array | None]:
+        return self.spec, self.operands, blocks, self.packed_mask(keys_first=blocks.of_keys).get("mask")
 
 
 class PreparedBackward(Prepared):

@@ -14,6 +14,7 @@ from jflash._backends.xla.plans import is_cpu, plan
 from jflash._backends.xla.tangent import tangent
 from jflash._backends.xla.tiling import holds_rows, is_whole
 from jflash._platform import Platform, lowered_for
+from jflash._semantics import visits
 from jflash._semantics.spec import Spec
 
 __all__ = ["backward", "describe", "forward", "program", "tangent", "unsupported", "visits_lists"]
@@ -68,5 +69,5 @@ def describe(spec: Spec, platform: Platform) -> str:
             lines[-1] += ", the forward's if compiled with it"
         else:
             lines[-1] += ", computed again" + ("" if holds_rows(spec, shape) else " from the log-sum-exp")
-    of_pairs = "none that grows" if spec.mask_mod is None else "a byte for each tile of 128 x 128, no more that grows"
+    of_pairs = "a byte for each tile of 128 x 128, no more that grows" if visits.has_map(spec) else "none that grows"
     return "\n".join([*lines, f"memory: a few tiles, and arrays that grow with T + S; {of_pairs} with T * S"])

@@ -13,6 +13,7 @@ from typing import Literal
 
 from jflash import _platform, _tuning
 from jflash._platform import Platform
+from jflash._semantics import visits
 from jflash._semantics.coverage import TILE
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import TileShape
@@ -155,7 +156,7 @@ def seen_at_once(spec: Spec) -> int | None:
 def _kind(spec: Spec, rows: int, window: int, *, on_cpu: bool) -> Kind:
     seen = seen_at_once(spec)
     is_narrow = seen is not None and seen + rows <= window
-    if spec.mask_mod is not None or (on_cpu and not is_narrow and _may_be_sparse(spec)):
+    if visits.has_map(spec) or (on_cpu and not is_narrow and _may_be_sparse(spec)):
         return "listed"
     if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         return "alike"
@@ -164,8 +165,7 @@ def _kind(spec: Spec, rows: int, window: int, *, on_cpu: bool) -> Kind:
 
 def _may_be_sparse(spec: Spec) -> bool:
     """Return whether segments, or a mask of both queries and keys, may leave tiles empty where no range says so."""
-    by_pair = spec.mask_shape is not None and min(spec.mask_shape[2:]) > 1
-    return by_pair or "query_segments" in spec.operands
+    return visits.has_gaps(spec) or "query_segments" in spec.operands
 
 
 def _on_cpu(spec: Spec, blocks: Blocks, *, listed: bool) -> Tiles:

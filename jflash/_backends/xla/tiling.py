@@ -119,6 +119,8 @@ def for_each_tile[Carry](
     size, length = shape.keys, spec.key_length
     corner = lambda key: Corner(block.batch, block.key_head, block.first, key)
     unmasked = lambda index, carry: body(corner(full_start + index * size), None, carry)
+    if lists is not None:
+        return _for_each_listed(spec, shape, block, body, carry, lists)
     limited = visibility.limited(spec)
     if not limited and length % size == 0:
         full_start = jnp.int32(0)
@@ -126,8 +128,6 @@ def for_each_tile[Carry](
 
     if is_whole(spec, shape):
         return body(corner(jnp.int32(0)), Span(), carry)
-    if lists is not None:
-        return _for_each_listed(spec, shape, block, body, carry, lists)
     spans = visibility.key_spans(spec, operands, block.batch, shape.batch, block.first, shape.queries)
     if one_tile_for_a_block(spec, shape):
         visit = lambda carry: body(corner(jnp.minimum(spans.start, length - size)), Span(), carry)

@@ -1,4 +1,4 @@
-"""A `mask_mod` in the Hopper kernels: lists of tiles, and the function in those that it leaves in part."""
+"""Masks of pairs in the Hopper kernels: lists of tiles, and a function or bits in those that are seen in part."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from array_ref import ArrayRef
 from cases import Case
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_families import HOPPER
-from kernel_masks import IDS, LENGTH, call_of, chained, documents, nothing, of_heads
+from kernel_masks import IDS, LENGTH, call_of, chained, dense_call_of, documents, nothing, of_heads, of_packed_heads
 from short_run import cover
 
 from jflash._backends import mosaic_gpu
@@ -39,6 +39,7 @@ class Row:
     """The kind of the backward's first plan."""
     processors: int = 132
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    call_of: Any = call_of
 
 
 SQUARE = Case("bfloat16", LENGTH, LENGTH, heads=(2, 1), dims=(40, 24), batch=(2,))
@@ -56,6 +57,31 @@ ROWS = {
         FusedPlan,
     ),
     "nothing is seen": Row(nothing, SQUARE._replace(query_length=70, key_length=100, sinks=True), FusedPlan),
+    "dense mask": Row(
+        documents,
+        SQUARE._replace(query_length=200, key_length=128, segments="unsorted", causal=True),
+        FusedPlan,
+        call_of=dense_call_of,
+    ),
+    "dense mask, two kernels": Row(
+        of_heads,
+        SQUARE._replace(query_length=200, soft_cap=1.5),
+        DqPlan,
+        options=dict(deterministic=True),
+        call_of=dense_call_of,
+    ),
+    "dense mask, wide heads": Row(
+        documents,
+        SQUARE._replace(dims=(264, 40), query_length=140, batch=(1,), causal=True),
+        WidePlan,
+        call_of=dense_call_of,
+    ),
+    "dense mask, gradient of a bias": Row(
+        documents,
+        SQUARE._replace(bias="full", query_length=140, batch=(1,), key_length=128),
+        FusedPlan,
+        call_of=dense_call_of,
+    ),
 }
 IN_SHORT_RUN = ("one kernel",)
 
@@ -81,14 +107,20 @@ def test_program(name: str, keys_first: bool):
 )
 def test_right(name: str):
     row = ROWS[name]
-    call = call_of(row.mask_mod, row.case)
+    call = row.call_of(row.mask_mod, row.case)
     spec, _ = hopper_kernels.canonical(call, **row.options)
     assert isinstance(HOPPER.plans(spec, row.processors)[1][0].plan, row.plan)
     run = functools.partial(hopper_kernels.run, call, row.processors, **row.options)
     hopper_kernels.assert_right(run, call)
 
 
-@pytest.mark.parametrize("mask_mod", [lambda b, h, q, k: k // 128 % 2 == b, pytest.param(nothing, marks=cover(0))])
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q, k: k // 128 % 2 == b,
+        *(pytest.param(function, marks=cover(0)) for function in (of_packed_heads, nothing)),
+    ],
+)
 def test_decoding(mask_mod: Any):
     """Heads are packed, and CTAs share a list, of which some have no tile."""
     case = Case("bfloat16", 2, 1100, heads=(4, 1), dims=(64, 64), batch=(2,))
@@ -120,6 +152,14 @@ def test_only_listed_tiles_are_visited():
     out, lse = forward(spec.resized(operands), operands)
     got = oracle.Results(out, lse.transpose(0, 2, 1), {})
     oracle.assert_right(got, call)
+
+
+def test_only_listed_tiles_of_a_dense_mask_are_visited():
+    call = dense_call_of(documents, SQUARE._replace(query_length=100, dims=(8, 8), batch=(1,)))
+    call = dataclasses.replace(call, d_out=None)
+    value = call.value.copy()
+    value[0, 128:256] = np.nan
+    oracle.assert_right(hopper_kernels.run(dataclasses.replace(call, value=value)), call)
 
 
 FEW, MANY = jnp.arange(9), jnp.arange(300)

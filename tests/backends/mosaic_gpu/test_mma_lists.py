@@ -1,4 +1,4 @@
-"""A `mask_mod` in the kernels by `mma.sync`: lists of tiles, and the function in those that it leaves in part."""
+"""Masks of pairs in the kernels by `mma.sync`: lists of tiles, and a function or bits in those seen in part."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import kernel_families
 import oracle
 import pytest
 from cases import Case
-from kernel_masks import LENGTH, call_of, chained, documents, nothing, of_heads
+from kernel_masks import LENGTH, call_of, chained, dense_call_of, documents, nothing, of_heads, of_packed_heads
 from short_run import cover
 
 from jflash._backends.mosaic_gpu_mma.backward_dbias import DbiasPlan
@@ -36,21 +36,37 @@ ROWS: dict[str, tuple[Any, Case, Any, dict[str, Any]]] = {
     ),
 }
 """A mask function, a call, a kind of plan among its backward's, and options."""
+DENSE_ROWS: dict[str, tuple[Any, Case, Any, dict[str, Any]]] = {
+    "dense mask": (documents, SQUARE._replace(query_length=100, causal=True, segments="unsorted"), FusedPlan, {}),
+    "dense mask, a kernel for each sum": (
+        of_heads,
+        SQUARE._replace(query_length=200, soft_cap=1.5),
+        DqPlan,
+        dict(deterministic=True),
+    ),
+    "dense mask, gradient of a bias": (documents, SQUARE._replace(bias="full", key_length=200), DbiasPlan, {}),
+}
+"""Likewise of masks that are arrays."""
+IN_SHORT_RUN = ("one kernel",)
 
 
-@pytest.mark.parametrize("name", ["one kernel", *(pytest.param(name, marks=cover(0)) for name in list(ROWS)[1:])])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_SHORT_RUN else pytest.param(name, marks=cover(0)) for name in (*ROWS, *DENSE_ROWS)],
+)
 def test_right(name: str):
-    mask_mod, case, kind, options = ROWS[name]
-    call = call_of(mask_mod, case)
+    mask_mod, case, kind, options = (ROWS | DENSE_ROWS)[name]
+    call = (dense_call_of if name in DENSE_ROWS else call_of)(mask_mod, case)
     spec, _ = hopper_kernels.canonical(call, **options)
     assert kernel_families.plan_of(MMA.plans(spec, 108)[1], kind) is not None
     hopper_kernels.assert_right(functools.partial(run, call, **options), call, MMA)
 
 
-def test_decoding():
-    """Heads are packed, and CTAs share a list, of which some have no tile."""
+@pytest.mark.parametrize("mask_mod", [lambda b, h, q, k: k // 128 % 2 == b, of_packed_heads])
+def test_decoding(mask_mod: Any):
+    """Heads are packed, and CTAs share a list of what any of them sees, of which some have no tile."""
     case = Case("bfloat16", 2, 600, heads=(4, 1), dims=(64, 64), batch=(2,))
-    call = dataclasses.replace(call_of(lambda b, h, q, k: k // 128 % 2 == b, case), d_out=None)
+    call = dataclasses.replace(call_of(mask_mod, case), d_out=None)
     spec, operands = hopper_kernels.canonical(call)
     plan = MMA.plans(spec, 108)[0].plan
     assert plan.packed_heads == 4
@@ -61,7 +77,8 @@ def test_decoding():
     oracle.assert_right(run(call), call)
 
 
-def test_only_listed_tiles_are_visited():
+@pytest.mark.parametrize("call_of", [call_of, dense_call_of])
+def test_only_listed_tiles_are_visited(call_of: Any):
     """Values that no query sees are NaN. A kernel that visited their tile would add 0 * NaN to its sums."""
     call = dataclasses.replace(call_of(documents, SQUARE._replace(query_length=100, batch=(1,))), d_out=None)
     value = call.value.copy()

@@ -92,8 +92,11 @@ class KernelInputs:
         """Return what `_semantics` needs of the tile of `shape` at `at`, and load of it what is not `loaded`."""
         spec, ops = self.spec, self.ops
         query = ops.indices(shape, int(self.keys_first), at.query)
+        head: Any = self.value("head_index", at.batch, at.head * self.packed_heads)
         if self.packed_heads > 1:
-            query = lax.div(query, jnp.full_like(query, self.packed_heads))
+            packed = jnp.full_like(query, self.packed_heads)
+            head = None if head is None else head + lax.rem(query, packed)
+            query = lax.div(query, packed)
         key = ops.indices(shape, 1 - self.keys_first, at.key)
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
@@ -116,7 +119,7 @@ class KernelInputs:
             first_key=read("first_key"),
             position=query + offset,
             batch=read("batch_index"),
-            head=read("head_index"),
+            head=head,
             mask=mask,
             query_lengths=read("query_lengths"),
             key_lengths=read("key_lengths"),

@@ -38,8 +38,17 @@ def load(inputs: KernelInputs, function: Function, name: Name, at: TileCoord, ti
             continue
         entry = shared_index(ref, at.batch, None)[0]
         place = index(function, read, tile, loaded if "array" in read.needs else ())
-        loaded.append(inputs.ops.gather(ref.at[entry], place) if read.by_position else ref[entry, place])
+        loaded.append(inputs.ops.gather(ref.at[entry], place) if _differs(read, tile) else ref[entry, place])
     return tuple(loaded)
+
+
+def _differs(read: Read, tile: Tile) -> bool:
+    """Return whether a tile's elements read different numbers; where heads are packed, its rows have their own."""
+    return read.by_position or ("head" in read.needs and _is_tile(tile.head))
+
+
+def _is_tile(value: Any) -> bool:
+    return jnp.ndim(value) > 0
 
 
 def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = ()) -> Any:
@@ -48,9 +57,11 @@ def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = (
     def scalar(query: Any, batch: Any, head: Any, key: Any, key_minus_query: Any, *numbers: Any) -> Any:
         return indices(function, batch, head, query, key, key_minus_query, numbers[:-1])[read.place]
 
-    if not read.by_position:
-        zero = jnp.int32(0)
-        return scalar(zero, tile.batch, tile.head, zero, zero, *numbers, ())
+    if not _differs(read, tile):
+        # What differs between elements has no part in the index.
+        zero, known = jnp.int32(0), list[Any]([tile.head, *numbers])
+        head, *others = (jnp.zeros((), value.dtype) if _is_tile(value) else value for value in known)
+        return scalar(zero, tile.batch, head, zero, zero, *others, ())
     query, key = tile.indices
     others: Any = tile.batch, tile.head, key, tile.key_minus_query, *numbers
     return lowerable(lambda query, *others: elementwise(scalar, query, others, ()))(query, *others)

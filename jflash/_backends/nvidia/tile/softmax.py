@@ -128,7 +128,7 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax
 
     def all_small_and_seen(numbers: Array) -> tuple[Array, ...]:
         # One basic block, in which exponentials are made beside the polynomials.
-        return *exponentiate(mask.hide_by_dense_mask(of_small(numbers), -jnp.inf)), kept, ones
+        return *exponentiate(mask.hide_if_whole(of_small(numbers), -jnp.inf)), kept, ones
 
     def others(numbers: Array) -> tuple[Array, ...]:
         if is_partial is None:

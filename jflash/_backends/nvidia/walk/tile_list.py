@@ -1,4 +1,4 @@
-"""The tiles that a block visits as a list, where a mask function leaves tiles empty anywhere.
+"""The tiles that a block visits as a list, where a mask leaves tiles empty anywhere.
 
 Lists are made before a kernel (`_semantics.visits`) and lie in device memory. The warpgroups that compute, and the one
 that copies ahead of them, read a tile's entry when they visit it.
@@ -13,13 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jflash._backends.nvidia import pack_mask
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.threads import packed_mask
 from jflash._backends.nvidia.tile.inputs import KernelInputs, shared_index
 from jflash._semantics import visits
+from jflash._semantics.coverage import Coverage
 from jflash._semantics.spec import Operands, Spec
 
 LISTS = "tile_lists"
 """The lists' name among a kernel's arrays."""
+KINDS = "tile_kinds"
+"""The name of what says how much is seen of every tile."""
+PackedMask = Int[Array, "#B #N row_tiles column_tiles 128"]
 
 
 class Blocks(NamedTuple):
@@ -37,21 +44,44 @@ class Blocks(NamedTuple):
     """Whether blocks have keys."""
 
 
-def lists(spec: Spec, operands: Operands, blocks: Blocks) -> dict[str, Int[Array, "#B #N blocks entries"]]:
+def lists(
+    spec: Spec, operands: Operands, blocks: Blocks, words: PackedMask | None
+) -> dict[str, Int[Array, "#B #N blocks entries"]]:
     """Return the list of every block, by name; nothing where a range says what is visited.
 
-    `#N` counts groups of `blocks.heads` heads. Behind the entries of all tiles there is one more, past the end.
+    `#N` counts groups of `blocks.heads` heads. Behind the entries of all tiles there is one more, past the end. `words`
+    are a packed mask, whose rows are those of the blocks.
     """
-    if spec.mask_mod is None:
+    if not facts_of(spec).has_lists:
         return {}
+    found = visits.listed(_coverage(spec, operands, blocks, words))
+    past_the_end = jnp.full((*found.shape[:-1], 1), 2 * (found.shape[-1] - 1) + 1, jnp.int32)
+    return {LISTS: jnp.concatenate([found, past_the_end], axis=-1)}
+
+
+def kinds(
+    spec: Spec, operands: Operands, blocks: Blocks, words: PackedMask | None
+) -> dict[str, Int[Array, "#B #N blocks tiles"]]:
+    """Return how much each block sees of every tile, as `Coverage.encoded`, by name; nothing where `lists` has nothing,
+    whose arguments these are."""
+    if not facts_of(spec).has_lists:
+        return {}
+    return {KINDS: _coverage(spec, operands, blocks, words).encoded().astype(jnp.int32)}
+
+
+def _coverage(spec: Spec, operands: Operands, blocks: Blocks, words: PackedMask | None) -> Coverage:
+    """Return how much each block sees of every tile."""
     of_queries, of_keys = (blocks.size, blocks.rows) if blocks.of_keys else (blocks.rows, blocks.size)
     # Rows past the last query need no mask.
     of_queries = of_queries if blocks.missing else min(of_queries, spec.query_length)
     queries = visits.cuts(spec.query_length, of_queries, blocks.missing)
     keys = visits.cuts(spec.key_length, of_keys)
-    found = visits.list_tiles(spec, operands, queries, keys, heads=blocks.heads, of_keys=blocks.of_keys)
-    past_the_end = jnp.full((*found.shape[:-1], 1), 2 * (found.shape[-1] - 1) + 1, jnp.int32)
-    return {LISTS: jnp.concatenate([found, past_the_end], axis=-1)}
+    of_mask = None
+    if words is not None:
+        packed = pack_mask.coverage(words, keys_first=blocks.of_keys)
+        of_mask = visits.covering(packed, queries, keys, tile=packed_mask.SIZE)
+    found = visits.coverage(spec, operands, queries, keys, 1, blocks.heads, of_mask)
+    return found.transposed() if blocks.of_keys else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +98,12 @@ class ListedTile:
 
     @property
     def is_partial(self) -> Bool[Array, ""]:
-        """Whether more than a dense mask hides some of the tile."""
+        """Whether some of the tile is hidden."""
         return visits.is_partial(self.entry)
+
+    def part(self, first: Any, size: int) -> ListedTile:
+        """Return some of the tile: partial if the tile is."""
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,3 +153,15 @@ def visited(inputs: KernelInputs, batch: Any, group: Any, block: Any, size: int)
     place = *shared_index(ref, batch, group), block
     entries = ref.at[place]
     return TileList(entries, 0, entries[0], size)
+
+
+def seen_tile(
+    inputs: KernelInputs, batch: Any, group: Any, block: Any, first: Any, size: int
+) -> tuple[ListedTile, Bool[Array, ""]] | None:
+    """Return the tile of `size` keys at `first`, and whether a block sees some of it; `None` without kinds."""
+    ref = inputs.refs.get(KINDS)
+    if ref is None:
+        return None
+    number = lax.div(first, size)
+    kind = ref[(*shared_index(ref, batch, group), block, number)]
+    return ListedTile(2 * number + (kind == 1).astype(jnp.int32), size), kind > 0

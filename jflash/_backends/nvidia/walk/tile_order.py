@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jflash._backends.nvidia.walk.tile_list import TileList
 from jflash._backends.nvidia.walk.tile_range import Walk
 from jflash._semantics.spec import Spec
 
@@ -26,7 +27,8 @@ class TileOrder:
 
     def __init__(self, spec: Spec, tiles: Walk, heads: int, block: Int[Array, ""], *, by_head: bool) -> None:
         """Heads come one by one if the kernel wants them so, `by_head`, or if that is the better order."""
-        to_the_end = spec.bounds[0] is None and spec.mask_mod is None and "query_segments" not in spec.operands
+        is_listed = isinstance(tiles, TileList)
+        to_the_end = spec.bounds[0] is None and not is_listed and "query_segments" not in spec.operands
         self.tiles, self.heads, self.by_head = tiles, heads, by_head or heads == 1 or not to_the_end
         self.rotation = block
         """By how many tiles later this block begins with a head."""

@@ -1,6 +1,6 @@
 """The tiles of keys that a block of queries visits, or of queries that a block of keys visits; and a tile's mask.
 
-They are a range, or with a mask function a list (`tile_list`). A kernel finds a range from the block's index and its
+They are a range, or with a mask of pairs a list (`tile_list`). A kernel finds a range from the block's index and its
 entry's offset and lengths; with segments it reads a small table.
 """
 
@@ -129,6 +129,10 @@ class TileInRange:
         start, (whole_start, whole_stop) = self.start, self.range.whole
         return (start < whole_start) | (start + self.range.size > whole_stop)
 
+    def part(self, first: Int[Array, ""] | int, size: int) -> TileInRange:
+        """Return `size` of the tile's keys, from `first` on."""
+        return dataclasses.replace(self.range, first=first, count=jnp.int32(1), size=size).tile(0)
+
 
 Walk = TileRange | TileList
 """What a block visits."""
@@ -170,9 +174,21 @@ def visited_range(
     return TileRange(first, count, whole if ragged or is_limited(spec) else None, size)
 
 
+def seen_tile(
+    inputs: KernelInputs, place: Place, rows: int, first: Any, size: int
+) -> tuple[VisitedTile, Bool[Array, ""]]:
+    """Return the tile of `size` keys at `first`, and whether a block of `rows` queries sees some of it."""
+    known = tile_list.seen_tile(inputs, *place, first, size)
+    if known is not None:
+        return known
+    tiles = visited_range(inputs, place, rows, size)
+    seen = (first < tiles.first + tiles.count * size) & (first + size > tiles.first)
+    return tiles.tile(0).part(first, size), seen
+
+
 def is_limited(spec: Spec) -> bool:
-    """Return whether more than a dense mask, and where the keys end, says what is seen."""
-    return spec.bounds != (None, None) or spec.mask_mod is not None or not LIMITS.isdisjoint(spec.operands)
+    """Return whether more than a mask of one axis, and where the keys end, says what is seen."""
+    return spec.bounds != (None, None) or facts_of(spec).has_lists or not LIMITS.isdisjoint(spec.operands)
 
 
 def blocks_grow(spec: Spec) -> bool:
@@ -217,22 +233,32 @@ class TileContext:
 
     @property
     def is_partial(self) -> Bool[Array, ""] | None:
-        """Whether more than a dense mask hides some of the tile; `None` if nothing ever does."""
+        """Whether more hides some of the tile than `hide_if_whole` hides; `None` if nothing ever does."""
         return self.tile.is_partial
 
     def hide(self, values: Array, hidden: float) -> Array:
         """Return `values` where the query sees the key, and `hidden` elsewhere."""
-        values, is_partial = self.hide_by_dense_mask(values, hidden), self.is_partial
+        values, is_partial = self.hide_if_whole(values, hidden), self.is_partial
         if is_partial is None:
             return values
 
         def hide_by_position(values: Array) -> Array:
-            tile = self.inputs.tile(self.at, values.shape, self.loaded)._replace(mask=None)
+            tile = self.inputs.tile(self.at, values.shape, self.loaded)
+            if not self.is_listed:
+                tile = tile._replace(mask=None)
             return jnp.where(mask_mod_reads.visible(self.inputs, self.at, tile), values, hidden)
 
         return lax.cond(is_partial, hide_by_position, lambda values: values, values)
 
-    def hide_by_dense_mask(self, values: Array, hidden: float) -> Array:
-        """Return `values` where the dense mask, if there is one, lets the query see the key, and `hidden` elsewhere."""
-        mask = self.inputs.tile(self.at, values.shape, self.loaded).mask
+    def hide_if_whole(self, values: Array, hidden: float) -> Array:
+        """Return `values` with what is hidden of a tile that is not partial: nothing of a listed one.
+
+        A range's is whole but for a dense mask.
+        """
+        mask = None if self.is_listed else self.inputs.tile(self.at, values.shape, self.loaded).mask
         return values if mask is None else jnp.where(jnp.broadcast_to(mask, values.shape), values, hidden)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether a list says how much is seen of the tile, a dense mask included."""
+        return isinstance(self.tile, ListedTile)
