@@ -39,6 +39,7 @@ from jflash._backends.mosaic_gpu_mma.cta import (
     buffer,
     buffers,
     by_piece,
+    rows_of_head,
 )
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
@@ -136,7 +137,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
     def attend(self) -> None:
         """Attend, and store the output."""
-        plan, ops, tile = self.plan, self.ops, self.plan.tile
+        ops, tile = self.ops, self.plan.tile
         rows = self.cta_rows(["query"], self.batch, self.head, self.first_row)
         self.copy_keys(0, ("key",) if tile.stages == 1 else ("key", "value"))
         ops.commit()
@@ -145,25 +146,29 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         before = (nothing,) * tile.blocks, self.no_output()
         q = self._held(rows)
         visit = lambda index, state: self._visit(index, q, state)
-        statistics, acc_o = lax.fori_loop(0, self.tiles.count, visit, before)
-        first_row, results = self.first_row, self.refs.results
+        self._finish(*lax.fori_loop(0, self.tiles.count, visit, before))
 
-        def store(out: Ref, lse: Ref, first: Any, limit: Any) -> None:
+    def _finish(self, statistics: Sequence[Statistics], acc_o: Tiles) -> None:
+        """Store what a walk, or a piece of one, comes to."""
+        plan, results = self.plan, self.refs.results
+
+        def store(out: Ref, lse: Ref, place: tuple[Any, ...], first: Any, limit: Any) -> None:
             sink = self.inputs.value("sinks", self.batch, self.head) if plan.has_sinks else None
             factors: list[Array] = []
             for rows, (m, l) in zip(self.blocks_from(first), statistics, strict=True):
                 exponent = self.form.exponent(plan.spec)
-                factor, lse[rows] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
+                factor, lse[(*place, rows)] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
                 factors.append(factor)
             self.store(acc_o, factors, out, first, limit)
 
         def store_whole() -> None:
-            out = plan.rows_of(results["out"].at[self.split, self.batch], self.head)
-            store(out, results["lse"].at[self.split, self.batch, self.head], first_row, plan.rows)
+            place = self.split, self.batch, self.head
+            out = rows_of_head(results["out"].at[self.split], *place[1:], heads_first=plan.packed_heads > 1)
+            store(out, results["lse"], place, self.first_row, plan.rows)
 
         def store_piece(item: Item) -> None:
-            out, lse = (results[name].at[item.index, self.head] for name in PIECES)
-            store(out, lse, 0, out.shape[0])
+            (out, lse), place = (results[name] for name in PIECES), (item.index, self.head)
+            store(out.at[place], lse, place, jnp.int32(0), out.shape[0])
 
         if self.item is None:
             store_whole()

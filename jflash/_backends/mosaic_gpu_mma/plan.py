@@ -148,8 +148,7 @@ def described(spec: Spec, platform: Platform) -> str:
     """Return the forward's and the backward's kernels, tiles and shared memory in words; a call with pages has no
     backward."""
     forward, capacity = plan_forward(spec, platform).plan, SHARED_MEMORY[_capability(platform)]
-    details = f"    {forward.packed_heads} heads packed, keys in {forward.splits} splits"
-    lines = [*describe.kernels("forward", [forward], capacity), details]
+    lines = [*describe.kernels("forward", [forward], capacity), f"    {forward.parts}"]
     if spec.pages is None:
         lines += describe.kernels("backward", (kernel.plan for kernel in plan_backward(spec, platform)), capacity)
     return "\n".join(lines)

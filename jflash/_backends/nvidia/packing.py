@@ -42,7 +42,7 @@ class ForwardShape:
     tile: Any
     packed_heads: int
     splits: int
-    shares: Shares | None
+    shares: Shares | None = None
     """How items of work are dealt out; `None` where the grid counts batch entries and blocks."""
 
     @property
@@ -70,6 +70,16 @@ class ForwardShape:
         """Whether the kernel counts its head's sink. Packed heads have several, and of a sum of several parts each CTA
         has one: there sinks follow the kernel."""
         return self.packed_heads == self.splits == 1 and self.shares is None
+
+    @property
+    def parts(self) -> str:
+        """How rows and keys are divided, in words for `explain`."""
+        cut = f"keys in {self.splits} splits"
+        if self.shares is not None:
+            cut = (
+                f"up to {self.shares.items} items of work, long walks cut into shares of 1/{self.shares.shares} of all"
+            )
+        return f"{self.packed_heads} heads packed, {cut}"
 
     @property
     def out_dtype(self) -> Any:

@@ -20,6 +20,7 @@ from jflash import _autodiff
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan
 from jflash._backends.nvidia.launch import Kernel
+from jflash._backends.nvidia.walk import work_items
 from jflash._semantics.spec import Operands, Spec
 
 DECODING = Case("bfloat16", 1, 300, heads=(4, 2), dims=(64, 64), batch=(3,))
@@ -62,14 +63,16 @@ def test_mask_mod():
     oracle.assert_right(hopper_kernels.run(call, **paged.paginate(call, 16)), call)
 
 
-@pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=cover(0))])
-def test_splits(page_size: int):
-    """Keys of an entry that several CTAs share: some have none, and one has the end."""
+@cover(0)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_pieces(page_size: int):
+    """Keys of an entry that several CTAs share, of which one has the end; another entry has a single key."""
     call = paged.with_lengths(cases.build(DECODING._replace(key_length=1100, batch=(2,))))
-    call = dataclasses.replace(call, key_value_seq_lengths=np.array([1, 700], np.int32))
+    call = dataclasses.replace(call, key_value_seq_lengths=np.array([1, 900], np.int32))
     arguments = paged.paginate(call, page_size)
-    spec, _ = hopper_kernels.canonical(call, **arguments)
-    assert plan.plan_forward(spec, 132).plan.splits > 1
+    spec, operands = hopper_kernels.canonical(call, **arguments)
+    forward = plan.plan_forward(spec, 132).plan
+    assert work_items.deal(spec, operands, forward.visits, forward.shares)[work_items.CUTS][0, 3] > 1
     oracle.assert_right(hopper_kernels.run(call, **arguments), call)
 
 
