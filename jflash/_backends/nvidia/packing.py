@@ -76,9 +76,7 @@ class ForwardShape:
         """How rows and keys are divided, in words for `explain`."""
         cut = f"keys in {self.splits} splits"
         if self.shares is not None:
-            cut = (
-                f"up to {self.shares.items} items of work, long walks cut into shares of 1/{self.shares.shares} of all"
-            )
+            cut = f"up to {self.shares.items} items of work, long walks cut into {self.shares.shares}ths of all tiles"
         return f"{self.packed_heads} heads packed, {cut}"
 
     @property
