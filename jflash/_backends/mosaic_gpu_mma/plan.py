@@ -41,7 +41,7 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
     rows, heads = spec.query_length * packed_heads, spec.heads // packed_heads
     kernel = "forward, short" if rows <= WARPGROUP_ROWS else _form_of_forward(spec)
     plan = _choose(spec, platform, kernel, lambda tile: ForwardPlan(spec, tile, packed_heads))
-    shares = Shares.of(spec, heads, pl.cdiv(rows, plan.tile.rows), plan.tile.size, platform.processors)
+    shares = Shares.of(spec, heads, pl.cdiv(rows, plan.tile.rows), plan.tile.size, _ctas(platform, 1))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
     may_split = rows <= plan.tile.rows and shares is None
     splits = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if may_split else 1

@@ -29,7 +29,7 @@ LONG[17] = 32768
 
 
 def dealt(
-    lengths: np.ndarray, queries: int, processors: int = 132, **options: Any
+    lengths: np.ndarray, queries: int, ctas: int | None = 132, **options: Any
 ) -> tuple[Spec, Operands, Blocks, Shares | None]:
     """Blocks of 16 queries of entries with so many keys in pages of 16, and how their walks are dealt out."""
     array = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
@@ -44,7 +44,7 @@ def dealt(
         **options,
     )
     blocks = -(-queries // 16)
-    return spec, operands, Blocks(16, SIZE, 4), Shares.of(spec, 2, blocks, SIZE, processors)
+    return spec, operands, Blocks(16, SIZE, 4), Shares.of(spec, 2, blocks, SIZE, ctas)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
 
 def test_calls_that_are_not_dealt_out():
     """Few tiles, a device of which the multiprocessors are not known, and lists of tiles."""
-    spec, *_, shares = dealt(LONG, 1, processors=None)
+    spec, *_, shares = dealt(LONG, 1, ctas=None)
     assert shares is None
     assert Shares.of(spec, 2, 1, 2**14, 132) is None
     assert dealt(LONG, 1, mask_mod=lambda b, h, q, k: k % 2 == 0)[-1] is None
@@ -118,9 +118,12 @@ def test_lists_are_made_once_for_all_layers():
 LENGTHS = [(3, 18), (1, 1300), (0, 0), (1, 1)]
 SINKS = np.linspace(-2, 3, 4).astype(np.float32)
 ROWS: dict[str, tuple[Family, dict[str, Any]]] = {
-    "hopper: packed, sinks": (HOPPER, dict(lengths=LENGTHS, sinks=SINKS)),
-    "hopper: blocks, cap": (HOPPER, dict(lengths=[(150, 1200), (1, 129)], heads=(2, 2), spare=(0, 0), soft_cap=5.0)),
-    "mma: packed, sinks": (kernel_families.mma("8.0"), dict(lengths=LENGTHS, sinks=SINKS)),
+    "hopper: decoding, sinks": (HOPPER, dict(lengths=LENGTHS, sinks=SINKS, interleaved=True)),
+    "hopper: blocks of 64 tokens, cap, window": (
+        HOPPER,
+        dict(lengths=[(100, 1200), (1, 129)], spare=(0, 0), soft_cap=5.0, sliding_window=1100),
+    ),
+    "mma: decoding, sinks": (kernel_families.mma("8.0"), dict(lengths=LENGTHS, sinks=SINKS)),
     "mma: pairs, window": (
         kernel_families.mma("8.0"),
         dict(lengths=[(1, 1500), (1, 40)], interleaved=True, sliding_window=1300, heads=(2, 2), dims=(256, 256)),

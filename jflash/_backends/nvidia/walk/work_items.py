@@ -35,8 +35,8 @@ LEAST = 4
 """Tiles of keys that are a share at least: beginning, ending and merging a piece cost about as much as one."""
 
 _SHARES = 4
-"""Shares of all work for each multiprocessor. On an H200, 64 sequences of log-normal lengths up to 32,768 took 0.280 ms
-with two for each, 0.263 with four, and 0.264 with eight."""
+"""Shares of all work for each CTA that runs at once. On an H200, 64 sequences of log-normal lengths up to 32,768 took
+0.280 ms with two for each, 0.263 with four, and 0.264 with eight."""
 
 _MOST_WALKS = 2**15
 """The most walks that are dealt out: along an axis of a grid CUDA counts to 65,535."""
@@ -52,13 +52,16 @@ class Shares:
     """Shares into which all work is divided, for the pieces of walks."""
 
     @staticmethod
-    def of(spec: Spec, heads: int, blocks: int, size: int, processors: int | None) -> Shares | None:
-        """Return how a call with a paged cache is dealt out; `None` if its walks stay whole.
+    def of(spec: Spec, heads: int, blocks: int, size: int, ctas: int | None) -> Shares | None:
+        """Return how a call with a paged cache is dealt out to about `ctas` CTAs at once; `None` if its walks stay
+        whole, as they do where that number is not known.
 
         Walks are those of `blocks` blocks of queries over tiles of `size` keys, the same for all of some `heads`.
         """
-        walks, most_tiles = spec.batch * blocks, -(-spec.key_length // size)
-        shares = min(_SHARES * (processors or 0) // heads, walks * (most_tiles // LEAST))
+        walks, most_tiles, ctas = spec.batch * blocks, -(-spec.key_length // size), ctas or 0
+        # Where walks are too few for all CTAs, each is to begin once.
+        each = 1 if walks * heads < ctas else _SHARES
+        shares = min(each * ctas // heads, walks * (most_tiles // LEAST))
         has_ranges = spec.mask_mod is None and "query_segments" not in spec.operands
         may_cut = spec.pages is not None and has_ranges and not spec.partial
         return Shares(walks, shares) if may_cut and shares > 1 and walks <= _MOST_WALKS else None
