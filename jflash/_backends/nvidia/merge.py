@@ -37,8 +37,11 @@ PIECES = "out_of_pieces", "lse_of_pieces"
 
 
 def of_pieces(shape: ForwardShape) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the results of pieces that a forward stores, by name: a float32 output `[pieces, N, rows, D]` and the
-    log-sum-exp `[pieces, N, L]`, L of whole tiles; nothing if no walk is cut."""
+    """Return the results of pieces that a forward stores, by name; nothing if no walk is cut.
+
+    They are a float32 output `[pieces, N, rows, D]`, with as many rows as a tile has that are queries, and the
+    log-sum-exp `[pieces, N, L]`, L of whole tiles.
+    """
     if shape.shares is None:
         return {}
     of_heads, columns = (shape.shares.pieces, shape.heads), round_up(shape.spec.value_dim, 16)

@@ -17,6 +17,7 @@ from short_run import cover
 
 import jflash
 from jflash import _autodiff
+from jflash._backends.mosaic_gpu import plan as hopper_plan
 from jflash._backends.nvidia.walk import work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import CUTS, ITEMS, Shares
@@ -93,6 +94,11 @@ def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
         listed = [tuple(cut) for cut in cuts if cut[3] and tuple(cut[:2]) == (batch, block)]
         assert listed == ([(batch, block, own[0], len(own))] if len(own) > 1 else [])
     assert walks == sorted(walks, reverse=True)
+
+
+def test_described():
+    spec, *_ = dealt(LONG, 1)
+    assert "up to 328 items of work, long walks cut into 264ths of all tiles" in hopper_plan.describe(spec, 132)
 
 
 def test_calls_that_are_not_dealt_out():

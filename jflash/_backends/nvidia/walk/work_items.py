@@ -35,8 +35,8 @@ LEAST = 4
 """Tiles of keys that are a share at least: beginning, ending and merging a piece cost about as much as one."""
 
 _SHARES = 4
-"""Shares of all work for each CTA that runs at once. On an H200, 64 sequences of log-normal lengths up to 32,768 took
-0.280 ms with two for each, 0.263 with four, and 0.264 with eight."""
+"""Shares of all work for each CTA that runs at once. In a sketch of these kernels 64 sequences of log-normal lengths up
+to 32,768 took 0.280 ms with two for each, 0.263 with four, and 0.264 with eight (one H200)."""
 
 _MOST_WALKS = 2**15
 """The most walks that are dealt out: along an axis of a grid CUDA counts to 65,535."""
@@ -59,8 +59,8 @@ class Shares:
         Walks are those of `blocks` blocks of queries over tiles of `size` keys, the same for all of some `heads`.
         """
         walks, most_tiles, ctas = spec.batch * blocks, -(-spec.key_length // size), ctas or 0
-        # Where walks are too few for all CTAs, each is to begin once.
-        each = 1 if walks * heads < ctas else _SHARES
+        # Beginning takes a CTA about as long as a tile or two. Few walks are pieces anyway, so each is to begin once.
+        each = 1 if 2 * walks * heads <= ctas else _SHARES
         shares = min(each * ctas // heads, walks * (most_tiles // LEAST))
         has_ranges = spec.mask_mod is None and "query_segments" not in spec.operands
         may_cut = spec.pages is not None and has_ranges and not spec.partial
