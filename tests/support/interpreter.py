@@ -80,6 +80,7 @@ class CommonInterpreter(Ops):
         self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None
     ) -> None:
         (height, width), (length, dim) = values.shape, target.shape
+        assert not isinstance(limit, int) or limit <= length
 
         def store(column: int) -> None:
             # These rows and columns alone: other warpgroups store others. At the array's end, eight at a time.

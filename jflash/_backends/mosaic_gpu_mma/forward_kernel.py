@@ -168,7 +168,8 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
         def store_piece(item: Item) -> None:
             (out, lse), place = (results[name] for name in PIECES), (item.index, self.head)
-            store(out.at[place], lse, place, jnp.int32(0), out.shape[0])
+            own = out.at[place]
+            store(own, lse, place, jnp.int32(0), own.shape[0])
 
         if self.item is None:
             store_whole()
