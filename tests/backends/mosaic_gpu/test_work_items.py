@@ -79,11 +79,13 @@ def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
     assert len(of_walk) == shares.walks
     total = some[:, 3].sum()
     longest = max(total / shares.shares, work_items.LEAST)
+    spans_of = jax.jit(jax.vmap(lambda batch, block: visibility.key_spans(spec, operands, batch, 1, block * 16, 16)))
+    spans = spans_of(*np.array(list(of_walk), np.int32).T)
     walks = []
-    for (batch, block), own in of_walk.items():
-        spans = visibility.key_spans(spec, operands, batch, 1, block * 16, 16)
-        first = int(spans.start) // 16 * 16
-        tiles = -(-(int(spans.stop) - first) // SIZE) if spans.start < spans.stop else 0
+    for ((batch, block), own), start, stop in zip(
+        of_walk.items(), *map(np.asarray, (spans.start, spans.stop)), strict=True
+    ):
+        tiles = -(-(int(stop) - int(start) // 16 * 16) // SIZE) if start < stop else 0
         walks.append(tiles)
         begin, count = some[own, 2], some[own, 3]
         np.testing.assert_array_equal(begin, np.cumsum([0, *count[:-1]]))

@@ -45,7 +45,7 @@ class Rows:
         item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
         return cls(o.device_address(ref), length, columns, stride * item_bytes, item_bytes, *more)
 
-    def sources(self, o: ThreadBuilder, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
+    def sources(self, o: Any, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
         """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
 
         Rows from `limit` on are not there.
