@@ -184,7 +184,7 @@ PAGED = {
     },
     "decoding": ((64, 1), dict(head_dim=128, page_size=16), {}),
     "decoding d64, pages of 128": ((64, 1), dict(head_dim=64, page_size=128, interleaved=True), {}),
-    "decoding in splits, pages of 128": ((2, 4), dict(head_dim=128, page_size=128), dict(is_causal=True)),
+    "decoding in pieces, pages of 128": ((2, 4), dict(head_dim=128, page_size=128), dict(is_causal=True)),
     "prefill": ((4, 512), dict(head_dim=128, page_size=16), dict(is_causal=True)),
     "prefill d64, pages of 128": ((4, 512), dict(head_dim=64, page_size=128), dict(is_causal=True)),
 }

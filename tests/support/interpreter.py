@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jflash._backends.mosaic_gpu import panels
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia.ops import Ops, Ref, rounded
 from jflash._backends.nvidia.threads import sums
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile import operand_pieces
 
 
@@ -73,6 +75,44 @@ class CommonInterpreter(Ops):
 
     def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "rows columns"]:
         return self.iota(shape, axis) + first
+
+    def store_rows(
+        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None
+    ) -> None:
+        (height, width), (length, dim) = values.shape, target.shape
+        assert not isinstance(limit, int) or limit <= length
+
+        def store(column: int) -> None:
+            # These rows and columns alone: other warpgroups store others. At the array's end, eight at a time.
+            def some(number: int, size: int) -> None:
+                start = jnp.minimum(first + number, length - size)
+                own = target.at[pl.ds(start, size), pl.ds(column, min(width, dim - column))]
+                rows = first + number + jnp.arange(size)
+                rows = jnp.where(rows < limit, rows - start, size)
+                given = values[number : number + size, : own.shape[1]].astype(target.dtype)
+                own[...] = own[...].at[rows].set(given, mode="drop")
+
+            is_inside = first + height <= length
+            if height <= length:
+                pl.when(is_inside)(functools.partial(some, 0, height))
+            for number in range(0, height, 8):
+                is_there = ~is_inside & (first + number < limit)
+                pl.when(is_there)(functools.partial(some, number, min(8, length)))
+
+        for column in range(0, dim, width):
+            if columns is None:
+                assert column == 0
+                store(column)
+            else:
+                pl.when(columns.first == column)(functools.partial(store, column))
+
+    def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
+        rows, columns = (
+            first + jnp.arange(size)
+            for first, size in zip((row, column), shape[::-1] if transposed else shape, strict=True)
+        )
+        found = source[...].at[rows].get(mode="fill", fill_value=0).at[:, columns].get(mode="fill", fill_value=0)
+        return found.T if transposed else found
 
     def distances(self, shape: tuple[int, ...], first: Any, *, keys_first: bool) -> Float[Array, "rows columns"]:
         row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))

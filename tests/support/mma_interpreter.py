@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +17,9 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Chosen, Operand, Tiles, Transposed
-from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.threads import sums
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile import operand_pieces
 
 
@@ -165,35 +164,6 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
     def store_tile(self, values: Tiles, target: Ref, first_column: Any) -> None:
         target[:, pl.ds(first_column, values[0].shape[1])] = jnp.concatenate(values)
 
-    def store_rows(
-        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None
-    ) -> None:
-        (height, width), (length, dim) = values.shape, target.shape
-
-        def store(column: int) -> None:
-            # These rows and columns alone: other warpgroups store others. At the array's end, eight at a time.
-            def some(number: int, size: int) -> None:
-                start = jnp.minimum(first + number, length - size)
-                own = target.at[pl.ds(start, size), pl.ds(column, min(width, dim - column))]
-                rows = first + number + jnp.arange(size)
-                rows = jnp.where(rows < limit, rows - start, size)
-                given = values[number : number + size, : own.shape[1]].astype(target.dtype)
-                own[...] = own[...].at[rows].set(given, mode="drop")
-
-            is_inside = first + height <= length
-            if height <= length:
-                pl.when(is_inside)(functools.partial(some, 0, height))
-            for number in range(0, height, 8):
-                is_there = ~is_inside & (first + number < limit)
-                pl.when(is_there)(functools.partial(some, number, min(8, length)))
-
-        for column in range(0, dim, width):
-            if columns is None:
-                assert column == 0
-                store(column)
-            else:
-                pl.when(columns.first == column)(functools.partial(store, column))
-
     def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
         self.store_rows(_joined(pair), target, first, limit, columns)
 
@@ -216,11 +186,3 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
         if together == 4:
             return sums.as_rows(found.reshape(64, columns))
         return found.reshape(8, columns // 16, 2, 2, 8, 4).transpose(0, 4, 1, 2, 5, 3).reshape(64, columns)
-
-    def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
-        rows, columns = (
-            first + jnp.arange(size)
-            for first, size in zip((row, column), shape[::-1] if transposed else shape, strict=True)
-        )
-        found = source[...].at[rows].get(mode="fill", fill_value=0).at[:, columns].get(mode="fill", fill_value=0)
-        return found.T if transposed else found

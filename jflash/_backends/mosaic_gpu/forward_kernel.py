@@ -18,6 +18,7 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
@@ -42,6 +44,7 @@ from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile, Walk
+from jflash._backends.nvidia.walk.work_items import ITEMS, Item
 
 
 class ForwardCta(Cta[ForwardPlan]):
@@ -56,10 +59,20 @@ class ForwardCta(Cta[ForwardPlan]):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         self.q, self.o = refs.smem.q_o
         self.place = lax.axis_index("block"), lax.axis_index("batch")
+        self.dealt = None if plan.shares is None else Item.read(refs.arrays[ITEMS], self.place[1])
+
+    def run(self) -> None:
+        if self.dealt is None:
+            super().run()
+        else:
+            pl.when(self.dealt.is_one)(super().run)
 
     def item(self, index: Any) -> tuple[Array, Array, Walk]:
         """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
         that none of them is left at the end alone."""
+        if self.dealt is not None:
+            batch, block = self.dealt.batch, self.dealt.block
+            return batch, block, self.visited(Place(batch, self.head, block))
         batch, turn = self.plan.schedule.item(self.place, index)
         block = self.plan.schedule.blocks - 1 - turn
         return batch, block, self.visited(Place(batch, self.head, block))
@@ -68,7 +81,7 @@ class ForwardCta(Cta[ForwardPlan]):
         """The tiles of keys that a head's rows see for which one range or list says so, or this CTA's share of them."""
         plan, rows = self.plan, self.plan.rows_of_a_range
         every = tile_range.visited(self.inputs, place, rows, plan.tile.keys, plan.missing_rows)
-        return every.split(self.split, plan.splits)
+        return every.split(self.split, plan.splits) if self.dealt is None else self.dealt.of(every)
 
     def block_start(self, block: Any) -> Any:
         """The first row of a block."""
@@ -146,7 +159,20 @@ class ForwardCta(Cta[ForwardPlan]):
         return visited + tiles.count
 
     def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
-        """Store output and log-sum-exp of this warpgroup's rows."""
+        """Store output and log-sum-exp of this warpgroup's rows; those of a piece where they are merged from."""
+        if self.dealt is None:
+            self._store_whole(batch, block, out, lse)
+            return
+
+        def store_piece(item: Item) -> None:
+            of_piece, lse_of_piece = (self.refs.results[name].at[item.index, self.head] for name in PIECES)
+            self.ops.store_rows(out, of_piece, self.warpgroup_rows.start, of_piece.shape[0])
+            lse_of_piece[self.warpgroup_rows] = lse
+
+        pl.when(self.dealt.is_piece)(functools.partial(store_piece, self.dealt))
+        pl.when(~self.dealt.is_piece)(functools.partial(self._store_whole, batch, block, out, lse))
+
+    def _store_whole(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
         plan, shared, o = self.plan, self.smem, self.o.at[self.warpgroup]
         if self.o is not self.q and not plan.queries_stay:
             # The output has another layout than the queries, which other warpgroups may still read.

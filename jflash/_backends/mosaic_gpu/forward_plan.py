@@ -26,7 +26,7 @@ from jflash._backends.mosaic_gpu.tiles import (
     Visits,
     block_times,
 )
-from jflash._backends.nvidia import cache_rows
+from jflash._backends.nvidia import cache_rows, merge
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch
 from jflash._backends.nvidia.packing import ForwardShape, packs
@@ -34,6 +34,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.work_items import ITEMS, Shares
 from jflash._semantics.spec import Spec
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
@@ -75,6 +76,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     """Query heads that share keys and are interleaved in the rows of one tile."""
     splits: int = 1
     """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
+    shares: Shares | None = None
     output_stores: int = 0
     """Stores in which the output leaves from a buffer of its own; 0: it takes the place of the queries."""
 
@@ -174,23 +176,30 @@ class ForwardPlan(ForwardShape, KernelPlan):
         factors = call.factors(self.packed_heads, self.value_chunks)
         edges = array_shapes.edges(call.operands, dict(value=factors["value"])) if self.spec.pages is None else {}
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
-        return factors | shaping | edges | call.visits(self.visits)
+        return factors | shaping | edges | call.visits(self.visits) | call.work(ITEMS, self.visits, self.shares)
 
     @property
     def launch(self) -> Launch:
-        """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`."""
+        """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`.
+
+        With items of work these are what "batch" counts, and all heads of one follow one another: longest walks first.
+        """
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, block_dims(self.spec)
         (rows, columns), all_rows = self.stored, schedule.blocks * self.rows_of_a_range
         order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
         out = (self.splits, spec.batch, *order, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
-        inner = dict(block=ctas, head_group=schedule.head_groups)
-        inner = dict(batch=lists) | inner if self.lists_run_together else inner | dict(batch=lists)
+        head, inner = dict(head=self.heads // schedule.head_groups), dict(block=ctas, head_group=schedule.head_groups)
+        if self.shares is None:
+            grid = head | (dict(batch=lists) | inner if self.lists_run_together else inner | dict(batch=lists))
+        else:
+            grid = dict(batch=self.shares.items, block=1, head_group=1) | head
         return Launch(
             name=f"jflash_forward_{head_dim}_{value_dim}",
-            grid=dict(head=self.heads // schedule.head_groups, **inner, split=self.splits),
-            results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32)),
+            grid=grid | dict(split=self.splits),
+            results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32))
+            | merge.of_pieces(self),
             smem=self.smem,
             warpgroups=self.tile.warpgroups + 1,
         )
@@ -203,11 +212,14 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     visits = functools.partial(visited_tiles, spec, packed_heads)
     share = (processors or 0) / (spec.batch * heads)
     tile = _choose_tiles(spec, round_up(rows, 8), visits, share)
-    splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if rows <= tile.rows else 1
-    plan = ForwardPlan(spec, tile, ForwardSchedule(1, spec.batch), packed_heads, splits)
-    if splits > 1:
+    blocks = visits(tile.rows, tile.keys)
+    shares = Shares.of(spec, heads, len(blocks), tile.keys, processors)
+    may_split = rows <= tile.rows and shares is None
+    splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if may_split else 1
+    plan = ForwardPlan(spec, tile, ForwardSchedule(len(blocks), spec.batch), packed_heads, splits, shares)
+    if splits > 1 or shares is not None:
         return plan
-    schedule = _choose_schedule(plan, visits(tile.rows, tile.keys), processors)
+    schedule = _choose_schedule(plan, blocks, processors)
     stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not spec.partial else 0
     return dataclasses.replace(plan, schedule=schedule, output_stores=stores)
 

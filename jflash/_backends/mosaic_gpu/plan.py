@@ -252,7 +252,7 @@ def describe(spec: Spec, processors: int | None) -> str:
     """Return a call's kernels, with tiles, shared memory and schedules, and the copies before them, in words."""
     forward = plan_forward(spec, processors).plan
     form = type(forward.form).__name__
-    details = f"logits {form}, {forward.packed_heads} heads packed, keys in {forward.splits} splits"
+    details = f"logits {form}, {forward.parts}"
     if (products := operand_pieces.products(spec)) > 1:
         details += f", {products} products of pieces for each product"
     if forward.output_stores:

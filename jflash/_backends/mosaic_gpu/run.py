@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia import prepared
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
 from jflash._backends.nvidia.launch import Kernel
+from jflash._backends.nvidia.merge import merged
 from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent, in_32_bits
 from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.online_softmax import sinks_gradient
@@ -143,8 +144,8 @@ def forward(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Return output in the results' dtype and log-sum-exp in float32."""
     plan = kernel.plan
-    made = kernel.run(HopperForward(plan.spec, operands, ops))
-    return finish_forward(plan, operands, made)
+    call = HopperForward(plan.spec, operands, ops)
+    return finish_forward(plan, operands, merged(plan, call, kernel.run(call)))
 
 
 def moving(tangents: Operands) -> frozenset[str]:

@@ -42,7 +42,6 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan
-from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.mosaic_gpu_mma.tiles import FusedTile
 from jflash._backends.nvidia import smem
@@ -50,6 +49,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk.tile_range import VisitedTile
 

@@ -6,21 +6,20 @@ rows past a limit and columns past an array's. So padding may hold anything, and
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
-from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.products import Tiles
-from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk, Rows, chunks_of_tile
+from jflash._backends.mosaic_gpu_mma.rows import chunks_of_tile
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.threads.builder import ThreadBuilder, array_type, places, tile
+from jflash._backends.nvidia.threads.builder import places
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk, Rows, store_rows
 
 _utils: Any = mgpu.utils
 
@@ -122,104 +121,7 @@ def store_words(o: Lanes, tile: SmemTile, base: Any, blocks: Sequence[Sequence[A
             o.store_word(found[chunk], tile.place(block * WARPGROUP_ROWS + 8 * half, eight - chunk), word)
 
 
-def store_rows(
-    values: Float[Array, "64 D"],
-    target: Ref,
-    first: Any,
-    limit: Any,
-    columns: ColumnChunk | None = None,
-    of_pair: int | None = None,
-) -> None:
-    """Store rows in `[L, D]`, in the array's dtype, from `first` to below `limit`; but for columns past D, a multiple
-    of 8.
-
-    They may have some of the columns alone, and be one block `of_pair`.
-    """
-    width = values.shape[1]
-    other_columns = 0 if columns is None else columns.whole - width
-
-    def make(o: Lanes, values: Any, target: Any, first: Any, limit: Any, first_column: Any) -> None:
-        rows = Rows.of(o, target)
-        below, beside = o.warp_place(width, of_pair)
-        row, column = o.add(first, below, o.row), beside if first_column is None else o.add(beside, first_column)
-        if rows.item_bytes == 2:
-            stored = in_rows(o, o.words_of(values))
-        else:
-            pair = _utils.ir.VectorType.get((2,), o.type)
-            stored = pairs_in_rows(o, [_utils.bitcast(two, pair) for two in values.registers.flat])
-        store_in_rows(o, rows, stored, (row, column), limit, other_columns)
-
-    values = values.astype(target.dtype)
-    Lanes.emit(make, values, target, first, limit, None if columns is None else columns.first)
-
-
 def store_pair(pair: Tiles, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
     """Store rows, or some of their columns, of which a pair of blocks has each half, as `store_rows` does."""
     for number, values in enumerate(pair):
         store_rows(values, target, first, limit, columns, number)
-
-
-Stored = tuple[int, int, Any, Sequence[Any]]
-"""Two neighbouring words: which half of 16 rows they are in; a column, to which that of the thread is to be added; that
-of the thread; and they."""
-
-
-def in_rows(o: ThreadBuilder, words: Sequence[Any]) -> Iterator[Stored]:
-    """Yield what threads store of an accumulator's words of 16-bit numbers.
-
-    Of two words of neighbouring eights of columns one is exchanged with the next thread. So a warp stores 32 bytes of
-    each row at a time, as much as device memory is written in.
-    """
-    is_odd = o.is_odd
-    thread_column = o.add(o.left(o.arith.andi(o.pair, o(2)), 1), o.arith.select(is_odd, o(8), o(0)))
-    for place, half in itertools.product(range(len(words) // 4), range(2)):
-        two = words[4 * place + half], words[4 * place + 2 + half]
-        yield half, 16 * place, thread_column, o.side_by_side(is_odd, two)
-
-
-def pairs_in_rows(o: ThreadBuilder, pairs: Sequence[Any]) -> Iterator[Stored]:
-    """Yield what threads store of an accumulator's pairs of 32-bit numbers: 32 bytes of each row at a time."""
-    for (eight, half), pair in zip(places(4 * len(pairs)), pairs, strict=True):
-        yield half, 8 * eight, o.first_column, o.numbers(pair)
-
-
-def store_in_rows(
-    o: Lanes, rows: Rows, stored: Iterable[Stored], first: tuple[Any, Any], limit: Any, other_columns: int
-) -> None:
-    """Store words in rows below `limit` and columns that there are; `first` are a thread's first row and its warp's
-    first column, which is one of `other_columns` at most."""
-    row, column = first
-    is_there = [o.below(o.add(row, o(8 * half)), limit) for half in range(2)]
-    for half, more, thread_column, two in stored:
-        place = o.add(column, thread_column)
-        start, is_inside = rows.address(o, row, place), is_there[half]
-        if more + 16 + other_columns > rows.columns:
-            is_inside = o.arith.andi(is_inside, o.below(o.add(place, o(more)), o(rows.columns)))
-        o.store_in_row(start, 8 * half * rows.pitch + more * rows.item_bytes, two, is_inside)
-
-
-def load_tile(
-    source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool
-) -> Float[Array, "64 columns"]:
-    """Return a tile of an array `[L, M]` in device memory, from a row and a column on, 0 past its ends; or its
-    transpose."""
-
-    def make(o: Lanes, source: Any, row: Any, column: Any) -> Any:
-        rows, dtype = Rows.of(o, source), o.dtype(source)
-        turned = lambda place: place[::-1] if transposed else place
-        tile_row, tile_column = turned((o.first_row, o.first_column))
-        first_row, first_column = o.add(row, tile_row), o.add(column, tile_column)
-        start = rows.address(o, first_row, first_column)
-
-        def number(down: int, right: int) -> Any:
-            """Return an element, by how far it is from the thread's first."""
-            below = o.below(o.add(first_row, o(down)), o(rows.length))
-            inside = o.arith.andi(below, o.below(o.add(first_column, o(right)), o(rows.columns)))
-            there = o.arith.select(inside, o.long(down * rows.pitch + right * rows.item_bytes), o.long(0))
-            safe = o.arith.select(inside, start, rows.start)
-            return o.arith.select(inside, o.load(dtype, o.arith.addi(safe, there)), _utils.c(0.0, dtype))
-
-        pairs = ([number(*turned((8 * half, 8 * eight + k))) for k in range(2)] for eight, half in places(shape[1]))
-        return tile(shape, map(o.vector_of, pairs))
-
-    return Lanes.emit(make, source, row, column, returns=array_type(shape, source.dtype))

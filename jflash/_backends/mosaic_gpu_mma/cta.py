@@ -16,13 +16,13 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import Chosen, Operand, Tiles
-from jflash._backends.mosaic_gpu_mma.rows import ColumnChunk
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces

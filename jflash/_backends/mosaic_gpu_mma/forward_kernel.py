@@ -22,6 +22,7 @@ Source: FlashAttention-2, arXiv:2307.08691, sections 3.1 and 3.3.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +45,9 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
-from jflash._backends.nvidia import prepared, smem
+from jflash._backends.nvidia import merge, prepared, smem
 from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
@@ -53,6 +55,7 @@ from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext
+from jflash._backends.nvidia.walk.work_items import ITEMS, Item, Shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +67,18 @@ class ForwardPlan(ForwardShape, TiledPlan):
     """Query heads that share keys and are interleaved in the rows of one tile."""
     splits: int = 1
     """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
+    shares: Shares | None = None
+
+    @property
+    def visits(self) -> Blocks:
+        return Blocks(max(self.tile.rows // self.packed_heads, 1), self.tile.size, self.packed_heads)
 
     def arrays(self, call: MmaCall) -> dict[str, Array]:
         operands, packed = call.operands, self.packed_heads
         query = operands.query if packed == 1 else prepared.pack_heads(operands.query, packed)
         arrays = dict(query=query) | ({} if self.spec.pages else dict(key=operands.key, value=operands.value))
         arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
-        blocks = Blocks(max(self.tile.rows // packed, 1), self.tile.size, packed)
-        return arrays | call.packed_mask() | call.visits(blocks)
+        return arrays | call.packed_mask() | call.visits(self.visits) | call.work(ITEMS, self.visits, self.shares)
 
     @property
     def launch(self) -> Launch:
@@ -79,16 +86,18 @@ class ForwardPlan(ForwardShape, TiledPlan):
 
         Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`, with D rounded up to 8; lse is
         `[splits, B, N, L]`, L of whole blocks. Blocks of one head follow one another, so that what runs at the same
-        time shares keys. Along all but the fastest axis CUDA counts no further than 65,535.
+        time shares keys. Along all but the fastest axis CUDA counts no further than 65,535. With items of work these
+        are what "batch" counts.
         """
         spec, tile, blocks = self.spec, self.tile, pl.cdiv(self.rows, self.tile.rows)
         order = (self.rows, self.heads) if self.packed_heads == 1 else (self.heads, self.rows)
         out = jax.ShapeDtypeStruct((self.splits, spec.batch, *order, round_up(spec.value_dim, 8)), self.out_dtype)
         lse = jax.ShapeDtypeStruct((self.splits, spec.batch, self.heads, blocks * tile.rows), jnp.float32)
+        batch, blocks = (spec.batch, blocks) if self.shares is None else (self.shares.items, 1)
         return Launch(
             name=f"jflash_mma_forward_{spec.head_dim}_{spec.value_dim}",
-            grid=dict(split=self.splits, batch=spec.batch, head=self.heads, block=blocks),
-            results=dict(out=out, lse=lse),
+            grid=dict(split=self.splits, batch=batch, head=self.heads, block=blocks),
+            results=dict(out=out, lse=lse) | merge.of_pieces(self),
             smem=buffers(
                 *(spec, tile, ("query",), ("key", "value")),
                 p=buffer(spec, tile.rows, tile.size) if tile.paired else None,
@@ -112,11 +121,23 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads)
         self.form = logits.form(plan.spec, sums_in_parts=plan.tile.sums_in_parts)
         self.split = lax.axis_index("split")
-        self.tiles = self.visited(Place(self.batch, self.head, self.block)).split(self.split, plan.splits)
+        self.item = None
+        if plan.shares is not None:
+            self.item = Item.read(refs.arrays[ITEMS], self.batch)
+            self.batch, self.block = self.item.batch, self.item.block
+            self.first_row = self.block * plan.tile.rows
+        walk = self.visited(Place(self.batch, self.head, self.block))
+        self.tiles = walk.split(self.split, plan.splits) if self.item is None else self.item.of(walk)
 
     def run(self) -> None:
+        if self.item is None:
+            self.attend()
+        else:
+            pl.when(self.item.is_one)(self.attend)
+
+    def attend(self) -> None:
         """Attend, and store the output."""
-        plan, ops, tile = self.plan, self.ops, self.plan.tile
+        ops, tile = self.ops, self.plan.tile
         rows = self.cta_rows(["query"], self.batch, self.head, self.first_row)
         self.copy_keys(0, ("key",) if tile.stages == 1 else ("key", "value"))
         ops.commit()
@@ -125,26 +146,45 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         before = (nothing,) * tile.blocks, self.no_output()
         q = self._held(rows)
         visit = lambda index, state: self._visit(index, q, state)
-        statistics, acc_o = lax.fori_loop(0, self.tiles.count, visit, before)
-        sink = self.inputs.value("sinks", self.batch, self.head) if plan.has_sinks else None
-        factors: list[Array] = []
-        for rows, (m, l) in zip(self.blocks_from(self.first_row), statistics, strict=True):
-            exponent = self.form.exponent(plan.spec)
-            factor, lse = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
-            self.refs.results["lse"][self.split, self.batch, self.head, rows] = lse
-            factors.append(factor)
-        target = self.refs.results["out"].at[self.split]
-        target = rows_of_head(target, self.batch, self.head, heads_first=plan.packed_heads > 1)
-        self.store(acc_o, factors, target)
+        self._finish(*lax.fori_loop(0, self.tiles.count, visit, before))
+
+    def _finish(self, statistics: Sequence[Statistics], acc_o: Tiles) -> None:
+        """Store what a walk, or a piece of one, comes to."""
+        plan, results = self.plan, self.refs.results
+
+        def store(out: Ref, lse: Ref, place: tuple[Any, ...], first: Any, limit: Any) -> None:
+            sink = self.inputs.value("sinks", self.batch, self.head) if plan.has_sinks else None
+            factors: list[Array] = []
+            for rows, (m, l) in zip(self.blocks_from(first), statistics, strict=True):
+                exponent = self.form.exponent(plan.spec)
+                factor, lse[(*place, rows)] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
+                factors.append(factor)
+            self.store(acc_o, factors, out, first, limit)
+
+        def store_whole() -> None:
+            place = self.split, self.batch, self.head
+            out = rows_of_head(results["out"].at[self.split], *place[1:], heads_first=plan.packed_heads > 1)
+            store(out, results["lse"], place, self.first_row, plan.rows)
+
+        def store_piece(item: Item) -> None:
+            (out, lse), place = (results[name] for name in PIECES), (item.index, self.head)
+            own = out.at[place]
+            store(own, lse, place, jnp.int32(0), own.shape[0])
+
+        if self.item is None:
+            store_whole()
+        else:
+            pl.when(~self.item.is_piece)(store_whole)
+            pl.when(self.item.is_piece)(functools.partial(store_piece, self.item))
 
     def no_output(self) -> Tiles:
         """Return O before the first tile."""
         return self.zeros(self.plan.tile.blocks, self.smem.value.shape[-1])
 
-    def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref) -> None:
-        """Store O, each row times its factor."""
-        for rows, acc, factor in zip(self.blocks_from(self.first_row), acc_o, factors, strict=True):
-            self.ops.store_rows(softmax.scaled_rows(acc, factor), target, rows.start, self.plan.rows)
+    def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref, first: Any, limit: Any) -> None:
+        """Store O, each row times its factor, in rows of the target from `first` to below `limit`."""
+        for rows, acc, factor in zip(self.blocks_from(first), acc_o, factors, strict=True):
+            self.ops.store_rows(softmax.scaled_rows(acc, factor), target, rows.start, limit)
 
     def add_values(self, index: Any, states: Sequence[Softmax], acc_o: Tiles) -> Tiles:
         """Return O after a tile, from its P."""
@@ -215,13 +255,13 @@ class PairedForwardCta(ForwardCta):
     def no_output(self) -> Tiles:
         return self.zeros(2, self.smem.value.shape[-1] // 2)
 
-    def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref) -> None:
+    def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref, first: Any, limit: Any) -> None:
         # The last tile's factors have been read.
         self.ops.meet(1)
         (self.smem.factors[...],) = factors
         self.ops.meet(1)
         pair = self.ops.scaled_pair(acc_o, self.smem.factors)
-        self.ops.store_pair(pair, target, self.first_row, self.plan.rows)
+        self.ops.store_pair(pair, target, first, limit)
 
     def add_values(self, index: Any, states: Sequence[Softmax], acc_o: Tiles) -> Tiles:
         (state,) = states

@@ -19,16 +19,6 @@ _utils: Any = mgpu.utils
 class Lanes(ThreadBuilder):
     """Operations of MLIR, and instructions that it has none for; the tests have them in array code."""
 
-    def warp_place(self, columns: int, of_pair: int | None) -> tuple[Any, Any]:
-        """Return the first row and column of a lane's warp in a block, or in block `of_pair` of a pair (`products`).
-
-        Each block has `columns`.
-        """
-        if of_pair is None:
-            return self.times(self.warp, 16), self(0)
-        first = self.add(self.times(self.right(self.warp, 1), 32), self(16 * of_pair))
-        return first, self.times(self.arith.andi(self.warp, self(1)), columns)
-
     def load_matrices(self, address: Any, offset: int, *, transpose: bool) -> Sequence[Any]:
         """Return four 8 x 8 matrices of 16-bit numbers in shared memory; eight lanes address the rows of one."""
         suffix = ".trans" if transpose else ""
@@ -106,11 +96,6 @@ class Lanes(ThreadBuilder):
         """Return the float32 values of a word's two numbers in half precision."""
         pair = _utils.bitcast(word, self.ir.VectorType.get((2,), self.ir.F16Type.get()))
         return [self.arith.extf(self.zero.type, number) for number in self.numbers(pair)]
-
-    def store_in_row(self, address: Any, offset: int, words: Sequence[Any], condition: Any) -> None:
-        """Store two words side by side in device memory, where a condition holds."""
-        store = f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};"
-        _utils.inline_ptx(store, address, *words, predicate=condition, has_side_effects=True)
 
     def store_word(self, address: Any, offset: int, word: Any) -> None:
         """Store two numbers of 16 bits in shared memory."""

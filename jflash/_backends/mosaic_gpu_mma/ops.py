@@ -29,9 +29,7 @@ class MmaOps(Ops):
     wait = staticmethod(copies.wait)
     meet = staticmethod(copies.meet)
     store_tile = staticmethod(copies.store_tile)
-    store_rows = staticmethod(copies.store_rows)
     store_pair = staticmethod(copies.store_pair)
-    load_tile = staticmethod(copies.load_tile)
 
     add_rows = staticmethod(device_sums.add_rows)
     add_pair = staticmethod(device_sums.add_pair)

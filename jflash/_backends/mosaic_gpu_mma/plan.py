@@ -26,6 +26,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
+from jflash._backends.nvidia.walk.work_items import Shares
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -40,10 +41,12 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
     rows, heads = spec.query_length * packed_heads, spec.heads // packed_heads
     kernel = "forward, short" if rows <= WARPGROUP_ROWS else _form_of_forward(spec)
     plan = _choose(spec, platform, kernel, lambda tile: ForwardPlan(spec, tile, packed_heads))
+    shares = Shares.of(spec, heads, pl.cdiv(rows, plan.tile.rows), plan.tile.size, _ctas(platform, 1))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
-    splits = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if rows <= plan.tile.rows else 1
+    may_split = rows <= plan.tile.rows and shares is None
+    splits = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if may_split else 1
     cta = PairedForwardCta if plan.tile.paired else ForwardCta
-    return Kernel(dataclasses.replace(plan, splits=splits), cta)
+    return Kernel(dataclasses.replace(plan, splits=splits, shares=shares), cta)
 
 
 def _form_of_forward(spec: Spec) -> str:
@@ -145,8 +148,7 @@ def described(spec: Spec, platform: Platform) -> str:
     """Return the forward's and the backward's kernels, tiles and shared memory in words; a call with pages has no
     backward."""
     forward, capacity = plan_forward(spec, platform).plan, SHARED_MEMORY[_capability(platform)]
-    details = f"    {forward.packed_heads} heads packed, keys in {forward.splits} splits"
-    lines = [*describe.kernels("forward", [forward], capacity), details]
+    lines = [*describe.kernels("forward", [forward], capacity), f"    {forward.parts}"]
     if spec.pages is None:
         lines += describe.kernels("backward", (kernel.plan for kernel in plan_backward(spec, platform)), capacity)
     return "\n".join(lines)

@@ -1,68 +1,14 @@
-"""Rows of an array in device memory, and which 16 bytes of a tile of them each thread copies to shared memory."""
+"""Which 16 bytes of a tile of rows in device memory each thread copies to shared memory."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Self
-
-from jax.experimental.mosaic import gpu as mgpu
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.smem_tile import CHUNK, SmemTile
 from jflash._backends.nvidia.threads.builder import THREADS
-
-_utils: Any = mgpu.utils
-
-
-class ColumnChunk(NamedTuple):
-    """Some columns of a tile's `whole` number: those from `first` on, a multiple of 8."""
-
-    first: Any
-    whole: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of an array in device memory, `[length, columns]`, that may be apart."""
-
-    start: Any
-    length: int
-    columns: int
-    pitch: int
-    """Bytes from one row to the next."""
-    item_bytes: int
-
-    @classmethod
-    def of(cls, o: Lanes, ref: Any, *more: Any) -> Self:
-        """Return the rows of a reference; `more` are the fields of a subclass."""
-        (length, columns), ((stride, one), _) = o.shape(ref), _utils.ir.MemRefType(ref.type).get_strides_and_offset()
-        assert one == 1 or columns == 1
-        item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
-        return cls(o.device_address(ref), length, columns, stride * item_bytes, item_bytes, *more)
-
-    def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
-        """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
-
-        Rows from `limit` on are not there.
-        """
-        del limit
-        address = self.address(o, row, column)
-        return [Source(address, step * self.pitch) for step in steps]
-
-    def address(self, o: Lanes, row: Any, column: Any) -> Any:
-        """Return where an element is."""
-        return o.add(self.start, o.distance(row, self.pitch), o.distance(column, self.item_bytes))
-
-
-class Source(NamedTuple):
-    """Where a thread finds its chunk of a row."""
-
-    address: Any
-    offset: int
-    """Bytes to be added to the address."""
-    page: Any = None
-    """The page that the row is in, in a paged cache."""
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk, Rows, Source
 
 
 class TileChunk(NamedTuple):

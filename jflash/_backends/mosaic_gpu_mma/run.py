@@ -18,6 +18,7 @@ from jflash._backends.nvidia import prepared
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.finish import finish_backward, finish_forward
 from jflash._backends.nvidia.launch import Kernel
+from jflash._backends.nvidia.merge import merged
 from jflash._backends.nvidia.prepared import Prepared, PreparedBackward, in_32_bits
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.online_softmax import sinks_gradient
@@ -85,7 +86,8 @@ def forward(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Return the output in the results' dtype and the log-sum-exp in float32."""
     plan = kernel.plan
-    made = kernel.run(MmaCall(plan.spec, operands, ops))
+    call = MmaCall(plan.spec, operands, ops)
+    made = merged(plan, call, kernel.run(call))
     return finish_forward(plan, operands, made)
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.nvidia.threads import (
     coordinates,
+    device_rows,
     dropout_words,
     hidden_rows,
     leading_piece,
@@ -103,4 +104,6 @@ class Ops:
     add_by_index = staticmethod(table.add)
     warp_all_below = staticmethod(votes.all_below)
     warp_all = staticmethod(votes.all_rows)
+    load_tile = staticmethod(device_rows.load_tile)
+    store_rows = staticmethod(device_rows.store_rows)
     zero_hidden_rows = staticmethod(hidden_rows.zero)

@@ -6,7 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.work_items import Shares
 from jflash._semantics.spec import Spec
 
 _MOST_QUERIES = 16
@@ -34,8 +38,21 @@ class ForwardShape:
     """The rows and heads of a forward whose plan has these fields."""
 
     spec: Spec
+    tile: Any
     packed_heads: int
     splits: int
+    shares: Shares | None = None
+    """How items of work are dealt out; `None` where the grid counts batch entries and blocks."""
+
+    @property
+    def missing_rows(self) -> int:
+        """Rows that the first block of queries lacks."""
+        return 0
+
+    @property
+    def visits(self) -> Blocks:
+        """What each block of queries visits."""
+        raise NotImplementedError
 
     @property
     def rows(self) -> int:
@@ -49,11 +66,29 @@ class ForwardShape:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether the kernel counts its head's sink. Packed heads have several, and of a split sum each kernel has a
-        part: there sinks follow the kernel."""
-        return self.packed_heads == self.splits == 1
+        """Whether the kernel counts its head's sink. Packed heads have several, and of a sum of several parts each CTA
+        has one: there sinks follow the kernel."""
+        return self.packed_heads == self.splits == 1 and self.shares is None
+
+    @property
+    def parts(self) -> str:
+        """How rows and keys are divided, in words for `explain`."""
+        cut = f"keys in {self.splits} splits"
+        if self.shares is not None:
+            cut = f"up to {self.shares.items} items of work, long walks cut into {self.shares.shares}ths of all tiles"
+        return f"{self.packed_heads} heads packed, {cut}"
 
     @property
     def out_dtype(self) -> Any:
         """The dtype in which the kernel stores the output."""
         return self.spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)
+
+    def rows_of(self, array: Ref, head: Any) -> Ref:
+        """Return `[L, D]` of one head of a batch entry's queries or output."""
+        return array.at[:, head] if self.packed_heads == 1 else array.at[head]
+
+    def rows_of_block(self, block: Any) -> tuple[Any, Any]:
+        """Return a block's first row, and where its rows end."""
+        rows, missing = self.tile.rows, self.missing_rows
+        stop = jnp.minimum((block + 1) * rows - missing, self.rows)
+        return tile_range.block_start(block, rows, missing), stop

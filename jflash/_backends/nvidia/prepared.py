@@ -19,8 +19,9 @@ from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
 from jflash._backends.nvidia.tile import base2, mask_mod_reads, score_mod_reads
-from jflash._backends.nvidia.walk import tile_list, tile_range
+from jflash._backends.nvidia.walk import tile_list, tile_range, work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.work_items import Shares
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import PARAMETERS
 
@@ -110,6 +111,7 @@ class Prepared:
         self.spec, self.operands, self.ops = spec, operands, ops
         self._masks: dict[bool, dict[str, Array]] = {}
         self._visits: dict[Blocks, dict[str, Array]] = {}
+        self._work: dict[tuple[Blocks, Shares], dict[str, Array]] = {}
 
     @functools.cached_property
     def others(self) -> dict[str, Array]:
@@ -147,6 +149,14 @@ class Prepared:
 
     def _mask_of(self, blocks: Blocks) -> tuple[Spec, Operands, Blocks, Array | None]:
         return self.spec, self.operands, blocks, self.packed_mask(keys_first=blocks.of_keys).get("mask")
+
+    def work(self, name: str, blocks: Blocks, shares: Shares | None) -> dict[str, Array]:
+        """Return the list of items, or of cut walks, by name; nothing if no shares are dealt out."""
+        if shares is None:
+            return {}
+        if (blocks, shares) not in self._work:
+            self._work[blocks, shares] = work_items.deal(self.spec, self.operands, blocks, shares)
+        return {name: self._work[blocks, shares][name]}
 
 
 class PreparedBackward(Prepared):

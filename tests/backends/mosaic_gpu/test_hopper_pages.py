@@ -1,7 +1,6 @@
 """The Hopper kernels with a paged cache, in Pallas' interpreter: right, free of races, padding without effect."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import cases
@@ -15,12 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_families import HOPPER
 from short_run import cover
 
-import jflash
-from jflash import _autodiff
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan
-from jflash._backends.nvidia.launch import Kernel
-from jflash._semantics.spec import Operands, Spec
+from jflash._backends.nvidia.walk import work_items
 
 DECODING = Case("bfloat16", 1, 300, heads=(4, 2), dims=(64, 64), batch=(3,))
 PREFILL = DECODING._replace(query_length=140, heads=(1, 1), causal=True, offset="each")
@@ -62,14 +58,21 @@ def test_mask_mod():
     oracle.assert_right(hopper_kernels.run(call, **paged.paginate(call, 16)), call)
 
 
-@pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=cover(0))])
-def test_splits(page_size: int):
-    """Keys of an entry that several CTAs share: some have none, and one has the end."""
-    call = paged.with_lengths(cases.build(DECODING._replace(key_length=1100, batch=(2,))))
-    call = dataclasses.replace(call, key_value_seq_lengths=np.array([1, 700], np.int32))
+@cover(0)
+@pytest.mark.parametrize(
+    ("case", "page_size"), [(DECODING, 16), (PREFILL._replace(offset="end"), 128)], ids=["decoding", "prefill"]
+)
+def test_pieces(case: Case, page_size: int):
+    """Keys of an entry that several CTAs share, of which one has the end; another entry has a single key.
+
+    The first of the blocks of queries lacks rows.
+    """
+    call = paged.with_lengths(cases.build(case._replace(key_length=1100, batch=(2,))))
+    call = dataclasses.replace(call, key_value_seq_lengths=np.array([1, 900], np.int32))
     arguments = paged.paginate(call, page_size)
-    spec, _ = hopper_kernels.canonical(call, **arguments)
-    assert plan.plan_forward(spec, 132).plan.splits > 1
+    spec, operands = hopper_kernels.canonical(call, **arguments)
+    forward = plan.plan_forward(spec, 132).plan
+    assert work_items.deal(spec, operands, forward.visits, forward.shares)[work_items.CUTS][0, 3] > 1
     oracle.assert_right(hopper_kernels.run(call, **arguments), call)
 
 
@@ -89,35 +92,6 @@ def test_one_cache_for_each_entry():
     ops = HOPPER.interpreter(plgpu.InterpretGPUParams(detect_races=True))
     out, lse = HOPPER.call.forward(plan.plan_forward(spec.resized(operands), 132), operands, ops)
     oracle.assert_right(oracle.Results(out, lse.swapaxes(1, 2), {}), call)
-
-
-@cover(0)
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(lengths=[(3, 18), (1, 129), (0, 0), (1, 1)], sinks=np.linspace(-2, 3, 4).astype(np.float32)),
-        dict(lengths=[(1, n) for n in (260, 17, 1)], interleaved=True, sliding_window=70),
-        dict(lengths=[(60, 70), (1, 129)], spare=(0, 0), soft_cap=5.0),
-    ],
-    ids=["mixed", "decode", "blocks of 32 tokens"],
-)
-def test_ragged(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]):
-    """Blocks of the tokens of several sequences, with what is none of them 0."""
-    ops = HOPPER.interpreter(plgpu.InterpretGPUParams(detect_races=True))
-    monkeypatch.setattr(mosaic_gpu, "unsupported", lambda spec, platform: mosaic_gpu.unsupported_call(spec))
-    # What is between takes nothing that has effects, as the interpreter has.
-    planned: list[Kernel[Any]] = []
-
-    def forward(choice: Any, spec: Spec, operands: Operands, names: Any) -> Any:
-        planned.append(plan.plan_forward(spec, 132))
-        return HOPPER.call.forward(planned[0], operands, ops)
-
-    monkeypatch.setattr(_autodiff, "attend", forward)
-    step = paged.ragged(page_size=16, dims=(64, 64), dtype="bfloat16", sm_scale=0.25, **options)
-    attend = functools.partial(jflash.ragged_paged_attention, implementation="mosaic_gpu", return_residual=True)
-    paged.assert_ragged_right(attend(**step.arguments), step)
-    assert [kernel.plan.packed_heads for kernel in planned] == [2]
-    assert not hopper_kernels.races_found()
 
 
 @pytest.mark.parametrize(

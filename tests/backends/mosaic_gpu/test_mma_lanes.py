@@ -12,15 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from lanes import Warpgroup
 
 from jflash._backends.mosaic_gpu_mma import device_sums
-from jflash._backends.mosaic_gpu_mma.copies import (
-    ColumnChunk,
-    Rows,
-    copy_tile,
-    in_rows,
-    pairs_in_rows,
-    store_in_rows,
-    store_words,
-)
+from jflash._backends.mosaic_gpu_mma.copies import copy_tile, store_words
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.products import (
     Chosen,
@@ -35,6 +27,7 @@ from jflash._backends.mosaic_gpu_mma.products import (
 )
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.threads.builder import THREADS
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk, Rows, in_rows, pairs_in_rows, store_in_rows
 
 DTYPE = np.dtype(jnp.bfloat16)
 COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)

@@ -77,6 +77,16 @@ class ThreadBuilder:
         """The first of the thread's columns of a tile."""
         return self.times(self.pair, 2)
 
+    def warp_place(self, columns: int, of_pair: int | None) -> tuple[Any, Any]:
+        """Return the first row and column of a lane's warp in a block, or in block `of_pair` of a pair (`products`).
+
+        Each block has `columns`.
+        """
+        if of_pair is None:
+            return self.times(self.warp, 16), self(0)
+        first = self.add(self.times(self.right(self.warp, 1), 32), self(16 * of_pair))
+        return first, self.times(self.arith.andi(self.warp, self(1)), columns)
+
     def long(self, value: int) -> Any:
         """Return a constant of 64 bits."""
         return mgpu.utils.c(value, self.long_type)
@@ -160,6 +170,11 @@ class ThreadBuilder:
         kept, given = (self.arith.select(is_odd, *two) for two in (words[::-1], words))
         taken = self.of_neighbour(given)
         return [self.arith.select(is_odd, *two) for two in ((taken, kept), (kept, taken))]
+
+    def store_in_row(self, address: Any, offset: int, words: Sequence[Any], condition: Any) -> None:
+        """Store two words side by side in device memory, where a condition holds."""
+        store = f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};"
+        mgpu.utils.inline_ptx(store, address, *words, predicate=condition, has_side_effects=True)
 
     def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any]) -> None:
         """Add neighbouring float32 numbers, one or four, to device memory."""

@@ -160,12 +160,7 @@ def visited_range(
     known: Any = inputs.refs.get(TABLE)
     read = lambda: Spans(*(known[batch, block, part] for part in range(4)))
     found = _spans(inputs, batch, row, rows) if known is None else read()
-    tiled = facts_of(spec).has_bias_tiles or facts_of(spec).has_packed_mask
-    # Dropout has words of 16 keys.
-    alignment = max(alignment, 64 if tiled else 16 if spec.dropout_rate > 0 else 8)
-    alignment = math.lcm(alignment, cache_rows.alignment(spec, size))
-    first = lax.div(found.start, alignment) * alignment
-    count = jnp.where(found.start < found.stop, lax.div(found.stop - first + size - 1, size), 0)
+    first, count = of_spans(spec, found, size, alignment=alignment)
     whole = found.full_start, found.full_stop
     ragged = spec.key_length % (rows if of_keys else size) != 0
     if ragged and of_keys:
@@ -184,6 +179,16 @@ def seen_tile(
     tiles = visited_range(inputs, place, rows, size)
     seen = (first < tiles.first + tiles.count * size) & (first + size > tiles.first)
     return tiles.tile(0).part(first, size), seen
+
+
+def of_spans(spec: Spec, spans: Spans, size: int, *, alignment: int = 8) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return where the first tile of `size` keys begins that has some of what is seen, and how many tiles have."""
+    tiled = facts_of(spec).has_bias_tiles or facts_of(spec).has_packed_mask
+    # Dropout has words of 16 keys.
+    alignment = max(alignment, 64 if tiled else 16 if spec.dropout_rate > 0 else 8)
+    alignment = math.lcm(alignment, cache_rows.alignment(spec, size))
+    first = lax.div(spans.start, alignment) * alignment
+    return first, jnp.where(spans.start < spans.stop, lax.div(spans.stop - first + size - 1, size), 0)
 
 
 def is_limited(spec: Spec) -> bool:

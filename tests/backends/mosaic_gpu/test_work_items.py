@@ -1,0 +1,163 @@
+"""Work dealt out on the device: lists of items, and the kernels that take them and merge pieces."""
+
+import functools
+import re
+from typing import Any
+
+import hopper_kernels
+import jax
+import jax.numpy as jnp
+import kernel_families
+import numpy as np
+import paged
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_families import HOPPER, Family
+from short_run import cover
+
+import jflash
+from jflash import _autodiff
+from jflash._backends.mosaic_gpu import plan as hopper_plan
+from jflash._backends.nvidia.walk import work_items
+from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.work_items import CUTS, ITEMS, Shares
+from jflash._semantics import visibility
+from jflash._semantics.spec import Operands, Spec
+
+SIZE = 128
+LONG = np.random.default_rng(0).lognormal(7, 1.5, 64).clip(1, 32768).astype(np.int32)
+LONG[17] = 32768
+
+
+def dealt(
+    lengths: np.ndarray, queries: int, ctas: int | None = 132, **options: Any
+) -> tuple[Spec, Operands, Blocks, Shares | None]:
+    """Blocks of 16 queries of entries with so many keys in pages of 16, and how their walks are dealt out."""
+    array = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
+    spec, operands = hopper_kernels.canonical_arguments(
+        query=array((len(lengths), queries, 8, 8)),
+        key=array((4, 16, 2, 8)),
+        value=array((4, 16, 2, 8)),
+        page_table=jnp.zeros((len(lengths), 2048), jnp.int32),
+        key_value_seq_lengths=jnp.asarray(lengths),
+        query_offset=jnp.asarray(lengths) - queries,
+        is_causal=True,
+        **options,
+    )
+    blocks = -(-queries // 16)
+    return spec, operands, Blocks(16, SIZE, 4), Shares.of(spec, 2, blocks, SIZE, ctas)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "queries", "options"),
+    [
+        (LONG, 1, {}),
+        (LONG[:20], 40, dict(local_window_size=(5000, 0))),
+        (np.array([32768]), 1, {}),
+        (np.full(63, 4096), 1, {}),
+        (np.zeros(3, np.int32), 1, {}),
+    ],
+    ids=["log-normal", "blocks, window", "one", "alike", "nothing"],
+)
+def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
+    """Every tile of every walk has one item, of about one length; the longest walks come first, and pieces before
+    all others."""
+    spec, operands, blocks, shares = dealt(lengths, queries, **options)
+    assert shares is not None
+    lists = jax.tree.map(np.asarray, work_items.deal(spec, operands, blocks, shares))
+    items, cuts = lists[ITEMS], lists[CUTS]
+    assert len(items) == shares.items == shares.walks + shares.shares
+    assert len(cuts) == shares.cuts
+    some = items[items[:, 4] > 0]
+    assert not items[len(some) :, 4].any()
+    is_piece = some[:, 4] == 2
+    assert not is_piece[is_piece.sum() :].any()
+    assert is_piece.sum() <= shares.pieces
+    of_walk: dict[tuple[int, int], list[int]] = {}
+    for index, (batch, block, *_) in enumerate(some):
+        of_walk.setdefault((batch, block), []).append(index)
+    assert len(of_walk) == shares.walks
+    total = some[:, 3].sum()
+    longest = max(total / shares.shares, work_items.LEAST)
+    spans_of = jax.jit(jax.vmap(lambda batch, block: visibility.key_spans(spec, operands, batch, 1, block * 16, 16)))
+    spans = spans_of(*np.array(list(of_walk), np.int32).T)
+    walks = []
+    for ((batch, block), own), start, stop in zip(
+        of_walk.items(), *map(np.asarray, (spans.start, spans.stop)), strict=True
+    ):
+        tiles = -(-(int(stop) - int(start) // 16 * 16) // SIZE) if start < stop else 0
+        walks.append(tiles)
+        begin, count = some[own, 2], some[own, 3]
+        np.testing.assert_array_equal(begin, np.cumsum([0, *count[:-1]]))
+        assert count.sum() == tiles
+        assert count.max() <= 1.5 * longest + 2
+        np.testing.assert_array_equal(own, own[0] + np.arange(len(own)))
+        assert is_piece[own].all() == (len(own) > 1)
+        listed = [tuple(cut) for cut in cuts if cut[3] and tuple(cut[:2]) == (batch, block)]
+        assert listed == ([(batch, block, own[0], len(own))] if len(own) > 1 else [])
+    assert walks == sorted(walks, reverse=True)
+
+
+def test_described():
+    spec, *_ = dealt(LONG, 1)
+    assert "up to 328 items of work, long walks cut into 264ths of all tiles" in hopper_plan.describe(spec, 132)
+
+
+def test_calls_that_are_not_dealt_out():
+    """Few tiles, a device of which the multiprocessors are not known, and lists of tiles."""
+    spec, *_, shares = dealt(LONG, 1, ctas=None)
+    assert shares is None
+    assert Shares.of(spec, 2, 1, 2**14, 132) is None
+    assert dealt(LONG, 1, mask_mod=lambda b, h, q, k: k % 2 == 0)[-1] is None
+
+
+def test_lists_are_made_once_for_all_layers():
+    """They follow from lengths alone, so XLA makes those of several calls once."""
+    spec, operands, blocks, shares = dealt(LONG, 1)
+    assert shares is not None
+
+    def layers(operands: Operands) -> Any:
+        return [work_items.deal(spec, operands, blocks, shares) for _ in range(3)]
+
+    program = jax.jit(layers).lower(operands).compile().as_text()
+    assert len(re.findall(r" sort\(", program)) == 1
+
+
+LENGTHS = [(3, 18), (1, 1300), (0, 0), (1, 1)]
+SINKS = np.linspace(-2, 3, 4).astype(np.float32)
+ROWS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "hopper: decoding, sinks": (HOPPER, dict(lengths=LENGTHS, sinks=SINKS, interleaved=True)),
+    "hopper: blocks of 64 tokens, cap, window": (
+        HOPPER,
+        dict(lengths=[(100, 1200), (1, 129)], spare=(0, 0), soft_cap=5.0, sliding_window=1100),
+    ),
+    "mma: decoding, sinks": (kernel_families.mma("8.0"), dict(lengths=LENGTHS, sinks=SINKS)),
+    "mma: pairs, window": (
+        kernel_families.mma("8.0"),
+        dict(lengths=[(1, 1500), (1, 40)], interleaved=True, sliding_window=1300, heads=(2, 2), dims=(256, 256)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "options"), [pytest.param(*row, marks=cover(0)) for row in ROWS.values()], ids=ROWS)
+def test_ragged(monkeypatch: pytest.MonkeyPatch, family: Family, options: dict[str, Any]):
+    """Blocks of the tokens of several sequences, of which one has many keys, with what is none of them 0."""
+    ops = family.interpreter(plgpu.InterpretGPUParams(detect_races=True))
+    backend = family.backend
+    monkeypatch.setattr(backend, "unsupported", lambda spec, platform: backend.unsupported_call(spec))
+    # What is between takes nothing that has effects, as the interpreter has.
+    pieces: list[int] = []
+
+    def forward(choice: Any, spec: Spec, operands: Operands, names: Any) -> Any:
+        kernel, _ = family.plans(spec, 3)
+        lists = work_items.deal(spec, operands, kernel.plan.visits, kernel.plan.shares)
+        jax.debug.callback(lambda cuts: pieces.append(cuts[0, 3]), lists[CUTS])
+        return family.call.forward(kernel, operands, ops)
+
+    monkeypatch.setattr(_autodiff, "attend", forward)
+    step = paged.ragged(page_size=16, dtype="bfloat16", sm_scale=0.25, **(dict(dims=(64, 64)) | options))
+    name = backend.__name__.rpartition(".")[2]
+    attend = functools.partial(jflash.ragged_paged_attention, implementation=name, return_residual=True)
+    paged.assert_ragged_right(attend(**step.arguments), step)
+    assert pieces[0] > 1
+    assert not hopper_kernels.races_found()
