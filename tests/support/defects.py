@@ -156,7 +156,7 @@ DEFECTS = [
         "_attend_beside_product",
         "is_masked=self.tiles.may_be_partial)\n        plgpu.barrier_wait(shared.k.full.at[slot])\n",
         "is_masked=self.tiles.may_be_partial)\n",
-        f"{INTERPRETED}::test_any_tiles",
+        f"{INTERPRETED}::test_head_groups_of_the_forward",
     ),
     Defect(
         "mosaic_gpu: dK is without the scale",
