@@ -101,7 +101,7 @@ def test_kernels_when_traced(family: Family, mode: str) -> None:
 
 
 @cover(1, rest=2)
-@pytest.mark.parametrize("mode", [*WHEN_RUN])
+@pytest.mark.parametrize("mode", [pytest.param("no jit", marks=cover(0)), *list(WHEN_RUN)[1:]])
 def test_when_run(backend: str, mode: str) -> None:
     """Step by step, outside of `jax.jit`."""
     skip_refused(backend, **PLAIN)

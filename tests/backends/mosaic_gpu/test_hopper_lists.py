@@ -44,9 +44,7 @@ class Row:
 
 SQUARE = Case("bfloat16", LENGTH, LENGTH, heads=(2, 1), dims=(40, 24), batch=(2,))
 ROWS = {
-    "one kernel": Row(
-        documents, SQUARE._replace(query_length=200, key_length=128, causal=True, offset="each"), FusedPlan
-    ),
+    "one kernel": Row(documents, SQUARE._replace(query_length=200, key_length=128, causal=True, batch=(1,)), FusedPlan),
     "two kernels": Row(of_heads, SQUARE._replace(alibi=True), DqPlan, options=dict(deterministic=True)),
     "several blocks of a CTA": Row(documents, SQUARE._replace(query_length=200, soft_cap=1.5), ShortPlan, processors=1),
     "wide heads": Row(documents, SQUARE._replace(dims=(264, 40), query_length=140, batch=(1,)), WidePlan),
@@ -86,6 +84,7 @@ ROWS = {
 IN_SHORT_RUN = ("one kernel",)
 
 
+@cover(1)
 @pytest.mark.parametrize("keys_first", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("name", ["chained", "BigBird", "images in text", "odd heads causal"])
 def test_program(name: str, keys_first: bool):

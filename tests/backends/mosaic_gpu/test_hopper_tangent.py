@@ -75,7 +75,7 @@ def test_about_the_mean(dtype: str, size: float, shared: float):
     hopper_kernels.assert_tangents_right(call, along(call, "all"))
 
 
-@cover(every=4)
+@cover(0)
 @pytest.mark.parametrize(
     ("dtype", "dims", "options"),
     [
