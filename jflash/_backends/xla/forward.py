@@ -49,7 +49,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
         queries = tiling.load_rows(spec, query, block, shape)
         if operands.query_lengths is not None:
             lengths = cut(operands.query_lengths, (block.batch,), (batch,))
-            index = (block.first + jnp.arange(rows))[:, None]
+            index = (block.first + jnp.arange(rows)).reshape(*[1] * (queries.ndim - 2), rows, 1)
             queries = tiling.zero_padding(queries, index, lengths.reshape(-1, *[1] * (queries.ndim - 1)))
 
         def attend_tiles[State](step: Step[State], state: State) -> State:

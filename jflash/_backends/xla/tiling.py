@@ -291,7 +291,7 @@ def zero_padded_keys(array: Float[Array, "b k j H"], tile: Tile) -> Float[Array,
     """Return a tile's keys or values, with padding as zeros."""
     if tile.key_lengths is None:
         return array
-    return zero_padding(array, tile.key.reshape(-1, 1), tile.key_lengths.reshape(-1, 1, 1, 1))
+    return zero_padding(array, tile.key.reshape(1, 1, -1, 1), tile.key_lengths.reshape(-1, 1, 1, 1))
 
 
 def dot(
