@@ -63,7 +63,7 @@ DEFECTS = [
     Defect(
         "xla: padding in keys and values is not zeroed",
         "zero_padded_keys",
-        "return zero_padding(array, tile.key.reshape(-1, 1), tile.key_lengths.reshape(-1, 1, 1, 1))",
+        "return zero_padding(array, tile.key.reshape(1, 1, -1, 1), tile.key_lengths.reshape(-1, 1, 1, 1))",
         "return array",
         f"{PROPERTIES}::test_what_padding_holds",
     ),
