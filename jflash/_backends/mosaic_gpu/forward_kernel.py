@@ -59,19 +59,19 @@ class ForwardCta(Cta[ForwardPlan]):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         self.q, self.o = refs.smem.q_o
         self.place = lax.axis_index("block"), lax.axis_index("batch")
-        self.dealt = None if plan.shares is None else Item.read(refs.arrays[ITEMS], self.place[1])
+        self.work_item = None if plan.shares is None else Item.read(refs.arrays[ITEMS], self.place[1])
 
     def run(self) -> None:
-        if self.dealt is None:
+        if self.work_item is None:
             super().run()
         else:
-            pl.when(self.dealt.is_one)(super().run)
+            pl.when(self.work_item.is_one)(super().run)
 
     def item(self, index: Any) -> tuple[Array, Array, Walk]:
         """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
         that none of them is left at the end alone."""
-        if self.dealt is not None:
-            batch, block = self.dealt.batch, self.dealt.block
+        if self.work_item is not None:
+            batch, block = self.work_item.batch, self.work_item.block
             return batch, block, self.visited(Place(batch, self.head, block))
         batch, turn = self.plan.schedule.item(self.place, index)
         block = self.plan.schedule.blocks - 1 - turn
@@ -81,7 +81,7 @@ class ForwardCta(Cta[ForwardPlan]):
         """The tiles of keys that a head's rows see for which one range or list says so, or this CTA's share of them."""
         plan, rows = self.plan, self.plan.rows_of_a_range
         every = tile_range.visited(self.inputs, place, rows, plan.tile.keys, plan.missing_rows)
-        return every.split(self.split, plan.splits) if self.dealt is None else self.dealt.of(every)
+        return every.split(self.split, plan.splits) if self.work_item is None else self.work_item.of(every)
 
     def block_start(self, block: Any) -> Any:
         """The first row of a block."""
@@ -160,7 +160,7 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
         """Store output and log-sum-exp of this warpgroup's rows; those of a piece where they are merged from."""
-        if self.dealt is None:
+        if self.work_item is None:
             self._store_whole(batch, block, out, lse)
             return
 
@@ -169,8 +169,8 @@ class ForwardCta(Cta[ForwardPlan]):
             self.ops.store_rows(out, of_piece, self.warpgroup_rows.start, of_piece.shape[0])
             lse_of_piece[self.warpgroup_rows] = lse
 
-        pl.when(self.dealt.is_piece)(functools.partial(store_piece, self.dealt))
-        pl.when(~self.dealt.is_piece)(functools.partial(self._store_whole, batch, block, out, lse))
+        pl.when(self.work_item.is_piece)(functools.partial(store_piece, self.work_item))
+        pl.when(~self.work_item.is_piece)(functools.partial(self._store_whole, batch, block, out, lse))
 
     def _store_whole(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
         plan, shared, o = self.plan, self.smem, self.o.at[self.warpgroup]
