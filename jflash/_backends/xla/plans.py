@@ -73,10 +73,10 @@ CPU: Mapping[Kind, Sequence[Blocks]] = {
         Blocks(512, 512, 2**19),
     ],
     "masked": [
+        Blocks(512, 512, 2**19),
         Blocks(512, 512, 2**20),
         Blocks(1024, 512, 2**20),
         Blocks(512, 256, 2**20),
-        Blocks(512, 512, 2**19),
         Blocks(256, 512, 2**18),
         Blocks(256, 256, 2**18),
     ],
