@@ -9,8 +9,8 @@
 
 Where the norms of queries and keys alone say that no logit of a block can be large (Cauchy-Schwarz), m is that bound
 from the start and need not be found tile by tile. Where one tile is the whole call, m is the largest of its logits and
-nothing is rescaled. On a GPU P is divided there before it weighs V: XLA makes it of the logits in one kernel, and the
-backward's P is the same.
+nothing is rescaled. Without sinks P is divided there before it weighs V: XLA makes it of the logits in one kernel, and
+the backward's P is the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
     batch, heads, rows = shape.batch, shape.key_heads, shape.queries
     query = split_heads(operands.query, 2, spec)
     sinks = None if operands.sinks is None else split_heads(operands.sinks, 1, spec)
-    divided = whole and shape.by_passes and sinks is None
+    divided = whole and sinks is None
     key_norms = _largest_key_norms(spec, operands) if _may_be_bounded(spec, shape) else None
     lists = tiling.tile_lists(spec, operands, shape)
 
