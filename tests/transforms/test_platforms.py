@@ -352,13 +352,12 @@ def test_explain_verbose_describes_the_choice(cuda_only: CudaOnly) -> None:
 
 def test_xla_describes_its_tiles() -> None:
     query, key = (jax.ShapeDtypeStruct((2, 4096, heads, 64), jnp.bfloat16) for heads in (8, 4))
-    _, forward, backward, memory, _ = jflash.explain(query, key, key, implementation="xla", verbose=True).splitlines()
-    assert forward == (
-        "forward: tiles of 512 queries by 1024 keys, 1 of 2 batch entries and 2 of 8 heads at a time: "
-        "4 MiB of float32 logits"
-    )
-    assert backward.startswith("backward: tiles of ")
-    assert backward.endswith("computed again from the log-sum-exp")
+    explain = functools.partial(jflash.explain, query, key, key, implementation="xla", verbose=True)
+    _, forward, backward, memory, _ = explain().splitlines()
+    held = "1 of 2 batch entries and {} of 8 heads at a time: 4 MiB of float32 logits"
+    assert forward == f"forward: tiles of 256 queries by 512 keys, {held.format(8)}"
+    assert backward == f"backward: tiles of 128 queries by 4096 keys, {held.format(2)}, computed again"
+    assert explain(is_causal=True).splitlines()[2].endswith("computed again from the log-sum-exp")
     assert memory.startswith("memory")
     small = jax.ShapeDtypeStruct((1, 128, 8, 64), jnp.float32)
     _, forward, backward, *_ = jflash.explain(small, small, small, implementation="xla", verbose=True).splitlines()

@@ -8,7 +8,6 @@ JAX alone could not transpose such a loop.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -223,7 +222,6 @@ class _Walk:
         """Return zeros of the shapes of all sums."""
         spec, dtype = self.spec, self.spec.accumulator
         by_row = (spec.batch, spec.query_length, spec.key_heads, spec.group)
-        rows = jax.eval_shape(functools.partial(tiling.with_group, spec), example.rows)
 
         def of_parameter(part: Array | None, whole: Array | None) -> Array | None:
             if part is None or whole is None:
@@ -240,7 +238,9 @@ class _Walk:
             return Parameters(**sums, score_mod_arrays=captured)
 
         return Terms(
-            jax.tree.map(lambda part: jnp.zeros((*by_row, *part.shape[4:]), dtype), rows),
+            jax.tree.map(
+                lambda part: jnp.zeros((*by_row, *part.shape[tiling.axes_of_rows(spec) :]), dtype), example.rows
+            ),
             jax.tree.map(
                 lambda part: jnp.zeros((spec.batch, spec.key_heads, *part.shape[3:], spec.key_length), dtype),
                 example.keys,

@@ -206,6 +206,11 @@ def with_group[T](spec: Spec, arrays: T) -> T:
     return arrays if spec.group > 1 else jax.tree.map(lambda array: jnp.expand_dims(array, 2), arrays)
 
 
+def axes_of_rows(spec: Spec) -> int:
+    """Return how many axes say which row of a tile a number belongs to."""
+    return 4 if spec.group > 1 else 3
+
+
 def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) -> Tile:
     """Return the tile at a corner, its arrays without the group's axis where a group has one head."""
     whole = tiles.load_tile(spec, operands, corner, shape)
