@@ -296,7 +296,7 @@ def size(name: str, value: Any) -> int:
 
 
 def mask_mod_shape(made_for: tuple[int, ...], looks_at: Sequence[bool], call: tuple[int, ...]) -> None:
-    """That a `jflash.tile_map` is for calls of this size; batch entries and heads only matter if it looks at them."""
+    """Check that a `jflash.tile_map` is for calls of this size; batch entries and heads matter if it looks at them."""
     names = "batch", "heads", "query_length", "key_length"
     wanted = dict(zip(names, call, strict=True))
     matters = (*looks_at[:2], True, True)

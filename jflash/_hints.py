@@ -252,7 +252,7 @@ _NOT_THE_CALLERS = (*jax.__path__, os.path.dirname(__file__))
 
 
 def _hints(call: Call) -> tuple[Hint, ...]:
-    """Those that may look at a call: none can be compared with a size that is symbolic."""
+    """Return the hints that may look at a call: none can be compared with a size that is symbolic."""
     return HINTS if call.spec.symbolic_size is None else ()
 
 

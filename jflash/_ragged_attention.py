@@ -17,7 +17,7 @@ from jflash._ragged import Ragged
 from jflash._semantics.dtypes import widened
 
 DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
-"""That of JAX's TPU kernel, whose default it is."""
+"""The mask value of JAX's TPU kernel, whose default it is."""
 _MOST_ROWS = 64
 """The most rows of a block of queries. A block has about as many as a sequence has tokens on average, so all blocks
 together have at most three times as many rows as there are tokens."""

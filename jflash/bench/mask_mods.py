@@ -77,7 +77,7 @@ def _block_table(captured: Captured, batch: Any, head: Any, query: Any, key: Any
 
 
 def _kept(batch: int, queries: int, keys: int) -> dict[str, np.ndarray]:
-    """Of every block of queries one block of keys in eight, and one at least, by chance."""
+    """Return the blocks of keys that each block of queries keeps, by name: one in eight by chance, one at least."""
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     order = np.random.default_rng(0).random((batch, rows, columns)).argsort(axis=-1).argsort(axis=-1)
     return {"kept": (order < max(1, columns // KEPT)).astype(np.int32)}
