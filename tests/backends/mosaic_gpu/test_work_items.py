@@ -109,6 +109,9 @@ def test_calls_that_are_not_dealt_out():
     assert shares is None
     assert Shares.of(spec, 2, 1, 2**14, 132) is None
     assert dealt(LONG, 1, mask_mod=lambda b, h, q, k: k % 2 == 0)[-1] is None
+    assert dealt(LONG, 2, mask=jnp.ones((1, 1, 2, 2048 * 16), bool))[-1] is None
+    hidden = dealt(LONG, 1, score_mod=lambda s, b, h, q, k: jnp.where(k > 9, s, -jnp.inf))
+    assert hidden[-1] is None
 
 
 def test_lists_are_made_once_for_all_layers():

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
@@ -62,7 +63,7 @@ class Shares:
         # Beginning takes a CTA about as long as a tile or two. Few walks are pieces anyway, so each is to begin once.
         each = 1 if 2 * walks * heads <= ctas else _SHARES
         shares = min(each * ctas // heads, walks * (most_tiles // LEAST))
-        has_ranges = spec.mask_mod is None and "query_segments" not in spec.operands
+        has_ranges = not facts_of(spec).has_lists and "query_segments" not in spec.operands
         may_cut = spec.pages is not None and has_ranges and not spec.partial
         return Shares(walks, shares) if may_cut and shares > 1 and walks <= _MOST_WALKS else None
 
