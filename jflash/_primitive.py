@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
@@ -86,8 +87,23 @@ def perform(operation: Operation, *args: Any) -> Any:
     assert all(form == forms[0] for form in forms), forms
     shapes, result_tree = jax.tree.flatten(results[0])
     types = tuple(jaxprs[0].out_avals if jaxprs else map(jax.typeof, shapes))
-    params = dict(operation=operation, tree=tree, result_tree=result_tree, types=types, jaxprs=jaxprs)
+    untraced = () if jaxprs else (_partitioned(),)
+    params = dict(
+        operation=operation, tree=tree, result_tree=result_tree, types=types, jaxprs=jaxprs, untraced=untraced
+    )
     return result_tree.unflatten(_primitive.bind(*leaves, **params))
+
+
+@functools.cache
+def _partitioned() -> ClosedJaxpr:
+    """Return a program that is partitioned: what an operation without a traced program has among its parameters.
+
+    JAX gives a lowering the devices only where it finds a program that wants them, as the untraced one will.
+    """
+    same = custom_partitioning(lambda array: array)
+    of_args = lambda mesh, args, result: (mesh, lambda array: array, result.sharding, tuple(a.sharding for a in args))
+    same.def_partition(of_args, sharding_rule="... -> ...")
+    return jax.make_jaxpr(same)(jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def tangents_of(function: Callable[..., Any], args: Any, tangents: Any) -> Any:
@@ -182,7 +198,7 @@ def _compute(*leaves: Any, **params: Any) -> Any:
         _computing.reset(token)
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "tree", "result_tree", "types", "jaxprs"))
+@functools.partial(jax.jit, static_argnames=("operation", "tree", "result_tree", "types", "jaxprs", "untraced"))
 def _compiled(*leaves: Array, **params: Any) -> Any:
     return _primitive.bind(*leaves, **params)
 

@@ -95,6 +95,16 @@ def test_eager(row: str) -> None:
     assert_near(got, truth(row), lambda want: ROUNDED * np.max(np.abs(want), initial=1e-3))
 
 
+def test_a_linear_function_is_compiled_alone():
+    """Of a tangent no program is traced before it is lowered, and beside it there is none that wants the devices."""
+    query, *moved = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 4)).astype(np.float32)
+    attend = lambda query: jflash.attention(query, query, query, is_causal=True, implementation="xla")
+    _, push = jax.linearize(attend, query)
+    for t_query in moved:
+        want = jax.jvp(attend, (query,), (t_query,))[1]
+        np.testing.assert_allclose(jax.jit(push)(t_query), want, rtol=1e-5, atol=1e-6)
+
+
 ONE_AT_A_TIME = threading.Lock()
 """The interpreter's memory is global: for the process, not for one test."""
 

@@ -156,7 +156,8 @@ def seen_at_once(spec: Spec) -> int | None:
 def _kind(spec: Spec, rows: int, window: int, *, on_cpu: bool) -> Kind:
     seen = seen_at_once(spec)
     is_narrow = seen is not None and seen + rows <= window
-    if visits.has_map(spec) or (on_cpu and not is_narrow and _may_be_sparse(spec)):
+    may_be_sparse = visits.has_map(spec) or (on_cpu and _may_be_sparse(spec))
+    if spec.mask_mod is not None or (may_be_sparse and not is_narrow):
         return "listed"
     if spec.bounds == (None, None) and "query_segments" not in spec.operands:
         return "alike"
