@@ -26,7 +26,7 @@ FRAME, FRAMES = 256, 4
 WIDTH, NEAR = 64, 7
 """Pixels in a row, and how far away a pixel is seen along rows and columns."""
 BLOCK, KEPT = 128, 8
-"""Tokens in a block; of so many blocks of keys a block of queries sees one."""
+"""The tokens in a block, and the number of blocks of keys of which a block of queries sees one."""
 
 
 @dataclasses.dataclass(frozen=True)

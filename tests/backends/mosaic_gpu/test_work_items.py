@@ -32,7 +32,7 @@ LONG[17] = 32768
 def dealt(
     lengths: np.ndarray, queries: int, ctas: int | None = 132, **options: Any
 ) -> tuple[Spec, Operands, Blocks, Shares | None]:
-    """Blocks of 16 queries of entries with so many keys in pages of 16, and how their walks are dealt out."""
+    """Return a call on pages of 16 keys whose entries have the given lengths, and how its walks are dealt out."""
     array = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
     spec, operands = hopper_kernels.canonical_arguments(
         query=array((len(lengths), queries, 8, 8)),
