@@ -119,11 +119,14 @@ def test_lists_are_made_once_for_all_layers():
     spec, operands, blocks, shares = dealt(LONG, 1)
     assert shares is not None
 
-    def layers(operands: Operands) -> Any:
-        return [work_items.deal(spec, operands, blocks, shares) for _ in range(3)]
+    def layers(number: int, operands: Operands) -> Any:
+        return [work_items.deal(spec, operands, blocks, shares) for _ in range(number)]
 
-    program = jax.jit(layers).lower(operands).compile().as_text()
-    assert len(re.findall(r" sort\(", program)) == 1
+    def reductions(number: int) -> int:
+        program = jax.jit(layers, static_argnums=0).lower(number, operands).compile().as_text()
+        return len(re.findall(r" reduce\(", program))
+
+    assert 0 < reductions(1) == reductions(3)
 
 
 LENGTHS = [(3, 18), (1, 1300), (0, 0), (1, 1)]

@@ -9,16 +9,22 @@ keep all others waiting. So walks that are longer than one and a half shares of 
 That is up to `walks + shares` items: a static grid, whose last CTAs may find nothing to do. Items go by the length of
 their walks, the longest first. So those of cut walks are the first ones, and an item's index says where a piece leaves
 its result. XLA makes the lists, from lengths and offsets: once for all layers of a model.
+
+Each walk is compared with all others, and each item with all walks. A walk's first item is the sum of the pieces of all
+longer walks, so nothing is sorted and no running sum is made: XLA makes both slowly on GPUs, and few kernels of sums
+over comparisons (examples/benchmarks/experiments/2026-11-29-lists.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash._backends.nvidia.facts import facts_of
@@ -39,8 +45,8 @@ _SHARES = 4
 """Shares of all work for each CTA that runs at once. In a sketch of these kernels 64 sequences of log-normal lengths up
 to 32,768 took 0.280 ms with two for each, 0.263 with four, and 0.264 with eight (one H200)."""
 
-_MOST_WALKS = 2**15
-"""The most walks that are dealt out: along an axis of a grid CUDA counts to 65,535."""
+_MOST_WALKS = 2**12
+"""The most walks that are dealt out: `deal` compares each with every other. More of them fill a device well enough."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +99,27 @@ def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> dic
     walk = jnp.arange(shares.walks, dtype=jnp.int32)
     tiles = jax.vmap(functools.partial(_tiles, spec, operands._replace(mask=None), visited, shares))(walk)
     share = jnp.maximum(-(-jnp.sum(tiles, dtype=jnp.int32) // shares.shares), LEAST)
-    order = jnp.argsort(-tiles)
-    tiles = tiles[order]
-    pieces = jnp.maximum((2 * tiles + share) // (2 * share), 1)
-    stops = jnp.cumsum(pieces, dtype=jnp.int32)
-    item = jnp.arange(shares.items, dtype=jnp.int32)
-    place = jnp.searchsorted(stops, item, side="right", method="compare_all").astype(jnp.int32)
-    own = jnp.minimum(place, shares.walks - 1)
-    batch, block = jnp.divmod(order.astype(jnp.int32), shares.walks // spec.batch)
-    piece, count = item - (stops - pieces)[own], pieces[own]
-    first, stop = (piece * tiles[own] // count), ((piece + 1) * tiles[own] // count)
-    kind = jnp.where(place < shares.walks, jnp.where(count > 1, 2, 1), 0)
-    cut = batch, block, stops - pieces, jnp.where(pieces > 1, pieces, 0)
-    items = jnp.stack([batch[own], block[own], first, stop - first, kind], axis=1)
-    return {ITEMS: items, CUTS: jnp.stack(cut, axis=1)[: shares.cuts]}
+    pieces = jnp.maximum(lax.div(2 * tiles + share, 2 * share), 1)
+    is_longer = (tiles > tiles[:, None]) | ((tiles == tiles[:, None]) & (walk < walk[:, None]))
+    rank = jnp.sum(is_longer, axis=1, dtype=jnp.int32)
+    start = jnp.sum(jnp.where(is_longer, pieces, 0), axis=1, dtype=jnp.int32)
+    batch, block = jnp.divmod(walk, shares.walks // spec.batch)
+    # An item is of one walk at most, and so is a cut: a sum over all walks takes what that one has.
+    piece = jnp.arange(shares.items, dtype=jnp.int32)[:, None] - start
+    begin = lambda piece: lax.div(piece * tiles, jnp.broadcast_to(pieces, piece.shape))
+    first = begin(piece)
+    of_item = batch, block, first, begin(piece + 1) - first, jnp.where(pieces > 1, 2, 1)
+    items = _only((piece >= 0) & (piece < pieces), of_item)
+    is_cut = (rank == jnp.arange(shares.cuts, dtype=jnp.int32)[:, None]) & (pieces > 1)
+    return {ITEMS: items, CUTS: _only(is_cut, (batch, block, start, pieces))}
+
+
+def _only(
+    marked: Bool[Array, "rows walks"], columns: Sequence[Int[Array, "#rows walks"]]
+) -> Int[Array, "rows columns"]:
+    """Return for each row the numbers of the one walk that is marked, 0 if there is none."""
+    number = jnp.stack([jnp.broadcast_to(column, marked.shape) for column in columns], axis=1)
+    return jnp.sum(jnp.where(marked[:, None], number, 0), axis=2, dtype=jnp.int32)
 
 
 def _tiles(spec: Spec, operands: Operands, visited: Blocks, shares: Shares, walk: Int[Array, ""]) -> Int[Array, ""]:
