@@ -65,15 +65,14 @@ class Coverage(NamedTuple):
 
     def coarser(self, by: int) -> tuple[Coverage, Bool[Array, "#B #N I J"]]:
         """Return the map of tiles `by` times as large, and which of them may be partial and need not be."""
-
-        def reduced(array: Array, reduce: Callable[..., Array], beyond: bool) -> Array:
-            *outer, i, j = array.shape
-            array = jnp.pad(array, [(0, 0)] * len(outer) + [(0, -i % by), (0, -j % by)], constant_values=beyond)
-            return reduce(array.reshape(*outer, -(-i // by), by, -(-j // by), by), axis=(3, 5))
-
-        found = Coverage(reduced(self.full, jnp.all, True), reduced(self.some, jnp.any, False))
-        both = reduced(self.full, jnp.any, False) & reduced(~self.some, jnp.any, False)
-        return found, found.partial & ~both
+        empty, partial, full = 1, 2, 4
+        kinds = jnp.where(self.full, full, jnp.where(self.some, partial, empty)).astype(jnp.int8)
+        *outer, i, j = kinds.shape
+        kinds = jnp.pad(kinds, [(0, 0)] * len(outer) + [(0, -i % by), (0, -j % by)])
+        kinds = kinds.reshape(*outer, -(-i // by), by, -(-j // by), by)
+        kinds = lax.reduce(kinds, jnp.int8(0), lax.bitwise_or, (len(outer) + 1, len(outer) + 3))
+        found = Coverage(kinds == full, kinds != empty)
+        return found, found.partial & (kinds & (empty | full) != empty | full)
 
 
 class Grid(NamedTuple):
@@ -110,8 +109,15 @@ def of_mask_mod(
     fine = grid._replace(tile=SMALLER) if number * (TILE // SMALLER) ** 2 <= _MOST_SMALLER else grid
     found, _ = by_intervals(mask_mod, arrays, fine)
     found, doubtful = found.coarser(fine.times)
-    enough = doubtful.sum(dtype=jnp.int32) > allowed(grid)
-    return refined(mask_mod, arrays, grid, found, doubtful & enough).encoded()
+    if number <= allowed(grid):
+        return found.encoded()
+    # What the second pass needs, its tiles' places, is made only if there is one.
+    return lax.cond(
+        doubtful.sum(dtype=jnp.int32) > allowed(grid),
+        lambda found: refined(mask_mod, arrays, grid, found, doubtful).encoded(),
+        Coverage.encoded,
+        found,
+    )
 
 
 def allowed(grid: Grid) -> int:
@@ -158,17 +164,20 @@ def refined(
     shape = found.some.shape
     of_tile = jnp.arange(grid.tile, dtype=jnp.int32)
     given = tuple(arrays)
+    shown, hidden = 1, 2
 
-    def look(place: Int32[Array, ""]) -> tuple[Array, Array]:
+    def look(place: Int32[Array, ""]) -> Array:
         batch, head, i, j = jnp.unravel_index(place, shape)
         query, key = i.astype(jnp.int32) * grid.tile + of_tile, j.astype(jnp.int32) * grid.tile + of_tile
         one = lambda q, k: mask_mod.scalar(batch.astype(jnp.int32), head.astype(jnp.int32), q, k, given)
         seen = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(query, key)
         inside = (query < grid.queries)[:, None] & (key < grid.keys)
-        return jnp.all(seen | ~inside), jnp.any(seen & inside)
+        pairs = jnp.where(inside, jnp.where(seen, shown, hidden), 0).astype(jnp.int8)
+        # One reduction, so that XLA keeps no array of pairs.
+        kinds = lax.reduce(pairs, jnp.int8(0), lax.bitwise_or, (0, 1))
+        return Coverage(kinds == shown, kinds != hidden).encoded()
 
-    full, some = with_marked(doubtful, look, (found.full.reshape(-1), found.some.reshape(-1)))
-    return Coverage(full.reshape(shape), some.reshape(shape))
+    return Coverage.decoded(with_marked(doubtful, look, found.encoded().reshape(-1)).reshape(shape))
 
 
 def with_marked[Arrays](

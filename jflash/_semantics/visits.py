@@ -41,16 +41,30 @@ def has_gaps(spec: Spec) -> bool:
 
 
 class Cuts(NamedTuple):
-    """Where the blocks of an axis begin. Each has `size` places; those below 0 or past the end have no rows."""
+    """Where the blocks of an axis begin: one after the other, of `size` places each."""
 
-    first: Int[Array, "blocks"]
+    number: int
     size: int
+    missing: int = 0
+    """The places before the axis that the first block has, where there are no rows. The last block may end late."""
+    last: int | None = None
+    """Where the last block begins at most; `None`: anywhere."""
+
+    @property
+    def first(self) -> Int[Array, "blocks"]:
+        """The first place of each block."""
+        first = jnp.arange(self.number, dtype=jnp.int32) * self.size - self.missing
+        return first if self.last is None else jnp.minimum(first, self.last)
+
+    def are(self, tile: int) -> bool:
+        """Return whether blocks are tiles of `tile` places, from the first one on."""
+        aligned = self.last is None or self.last % tile == 0
+        return self.size == tile and self.missing == 0 and aligned
 
 
 def cuts(length: int, size: int, missing: int = 0, *, early: bool = False) -> Cuts:
     """Return blocks in a row: the first lacks `missing` rows, or the last begins early rather than end late."""
-    first = jnp.arange(-(-(length + missing) // size), dtype=jnp.int32) * size - missing
-    return Cuts(jnp.minimum(first, length - size) if early else first, size)
+    return Cuts(-(-(length + missing) // size), size, missing, length - size if early else None)
 
 
 def list_tiles(
@@ -70,15 +84,28 @@ def list_tiles(
     return listed(coverage(spec, operands, queries, keys, batches, heads))
 
 
-def listed(found: Coverage) -> Lists:
-    """Return the lists of what a map shows."""
-    kind = jnp.where(found.full, 0, jnp.where(found.some, 1, 2)).astype(jnp.int8)
-    order = jnp.argsort(kind, axis=-1, stable=True).astype(jnp.int32)
+def listed(found: Coverage, spare: int = 0) -> Lists:
+    """Return the lists of what a map shows, with entries of `spare` tiles past the end behind those of all tiles.
+
+    An entry with a large number added for a partial tile, and a larger one for an empty tile, is a key of its own to
+    sort by. So an entry is what is sorted, and nothing is read through an order.
+    """
+    count = found.some.shape[-1]
+    past_the_end = 2 * count + 1
+    behind = past_the_end + 1
+    entry = 2 * jnp.arange(count, dtype=jnp.int32)
+    key = jnp.where(found.full, entry, behind + jnp.where(found.some, entry + 1, past_the_end))
     visited = found.some.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    count = order.shape[-1]
-    kind = jnp.take_along_axis(kind, order, axis=-1).astype(jnp.int32)
-    entries = jnp.where(kind == 2, 2 * count + 1, 2 * order + kind)
-    return jnp.concatenate([visited, entries], axis=-1)
+    key = lax.sort(key, is_stable=False)
+    key = _padded(key, key.ndim - 1, 1, spare, past_the_end)
+    is_count = jnp.arange(1 + count + spare) == 0
+    return jnp.where(is_count, visited, jnp.where(key >= behind, key - behind, key))
+
+
+def _padded(array: Array, axis: int, before: int, after: int, value: int | bool) -> Array:
+    """Return an array with `value` before it and after it, along an axis."""
+    widths = [(before, after, 0) if a == axis else (0, 0, 0) for a in range(array.ndim)]
+    return lax.pad(array, jnp.asarray(value, array.dtype), widths)
 
 
 def start(entry: Int32[Array, "..."], size: int) -> Int32[Array, "..."]:
@@ -166,26 +193,44 @@ def covering(
     tile: int = TILE,
 ) -> Coverage:
     """Return the map of other tiles than those of `tile` x `tile`: each shows what all that it meets show."""
-    full, some = ~found.full, found.some
+    hidden, some = ~found.full, found.some
     for axis, cut, moved in ((2, queries, first_query), (3, keys, first_key)):
-        full, some = (_any_within(array, axis, cut, moved, tile) for array in (full, some))
-    return Coverage(~full, some)
+        hidden, some = (_any_within(array, axis, cut, moved, tile) for array in (hidden, some))
+    return Coverage(~hidden, some)
 
 
 def _any_within(
     array: Bool[Array, "..."], axis: int, cut: Cuts, moved: Int32[Array, "#B"] | None, tile: int
 ) -> Bool[Array, "..."]:
-    """Return whether a block meets any True along an axis: a difference of running sums says it."""
-    count = array.shape[axis]
-    zero = jnp.zeros([1 if a == axis else n for a, n in enumerate(array.shape)], jnp.int32)
-    sums = jnp.concatenate([zero, jnp.cumsum(array, axis=axis, dtype=jnp.int32)], axis=axis)
+    """Return whether a block meets any True along an axis.
+
+    Two stretches of the same number of tiles, a power of two, cover those that a block meets: that many or up to twice
+    as many. A running sum would say it too, but XLA makes it slowly on GPUs.
+    """
+    if moved is None and cut.are(tile):
+        return lax.slice_in_dim(array, 0, cut.number, axis=axis)
+    least = -(-cut.size // tile)
+    most = least + 1
+    count, array = array.shape[axis], _padded(array, axis, most, most, False)
+    stretch = 1
+    while 2 * stretch <= least:
+        length = array.shape[axis]
+        ends = (
+            lax.slice_in_dim(array, 0, length - stretch, axis=axis),
+            lax.slice_in_dim(array, stretch, length, axis=axis),
+        )
+        array, stretch = ends[0] | ends[1], 2 * stretch
     first = cut.first[None] if moved is None else cut.first[None] + moved[:, None]
-    begin, end = jnp.clip(first // tile, 0, count), jnp.clip(-(-(first + cut.size) // tile), 0, count)
-    take = jax.vmap(lambda sums, places: jnp.take(sums, places, axis=axis - 1), (0 if array.shape[0] > 1 else None, 0))
+    begin, end = first // tile, -(-(first + cut.size) // tile)
+    length = end - begin
+    begin = jnp.clip(begin, -most, count) + most
+    take = lambda array, places: jnp.take(array, places, axis=axis - 1, mode="clip")
+    take = jax.vmap(take, (0 if array.shape[0] > 1 else None, 0))
     if first.shape[0] == 1:
-        return jnp.take(sums, end[0], axis=axis) > jnp.take(sums, begin[0], axis=axis)
-    sums = sums if array.shape[0] > 1 else sums[0]
-    return take(sums, end) > take(sums, begin)
+        take = lambda array, places: jnp.take(array, places[0], axis=axis, mode="clip")
+    elif array.shape[0] == 1:
+        array = array[0]
+    return take(array, begin) | take(array, begin + length - stretch)
 
 
 def _of_mask(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
@@ -203,7 +248,7 @@ def _of_mask(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
         return reduce(array.reshape(*outer, i // each[0], each[0], j // each[1], each[1]), axis=(3, 5))
 
     found = Coverage(reduced(jnp.all, True), reduced(jnp.any, False))
-    whole = lambda length: Cuts(jnp.zeros(1, jnp.int32), min(length, TILE))
+    whole = lambda length: Cuts(1, min(length, TILE))
     return covering(found, queries if rows > 1 else whole(1), keys if columns > 1 else whole(1))
 
 
