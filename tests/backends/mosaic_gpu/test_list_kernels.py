@@ -1,0 +1,16 @@
+"""Lists of tiles and of items cost few kernels beside those of attention; compiled for an H200, without one."""
+
+from pathlib import Path
+
+import compilers_wheels
+from short_run import cover
+
+MOST = {"causal": 12, "gradient": 24, "decoding": 10}
+"""The kernels of each call at most, of attention among them: 1, 4 and 2. XLA of jax 0.11.2 makes 10, 20 and 9."""
+
+
+@cover(0)
+def test_few_kernels(tmp_path: Path) -> None:
+    found = compilers_wheels.run("list_compile.py", tmp_path)
+    assert found.keys() == MOST.keys()
+    assert all(found[name] <= most for name, most in MOST.items()), found

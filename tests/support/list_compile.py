@@ -1,0 +1,81 @@
+"""Compiles calls with lists for an H200, without one, and prints how many kernels XLA makes for each.
+
+    python list_compile.py
+
+The attention kernels are counted too, and what is in a branch or a loop is not: it runs in some calls only.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jflash
+from jflash import _platform
+from jflash._platform import Platform
+
+attend = functools.partial(jflash.attention, implementation="mosaic_gpu")
+BFLOAT16, INT32 = jnp.bfloat16, jnp.int32
+SQUARE = [((2, 8192, 16, 128), BFLOAT16)] * 3
+PAGES = ((64 * 256 + 1, 16, 8, 128), BFLOAT16)
+
+
+def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """A map whose second pass is a branch, and a list."""
+    return attend(query, key, value, mask_mod=lambda batch, head, i, j: j <= i)
+
+
+def gradient(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    """The same, with the list of the backward."""
+    return jax.vjp(causal, query, key, value)[1](query)
+
+
+def decoding(query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Items of work, and their merge."""
+    return attend(query, keys, values, page_table=table, key_value_seq_lengths=lengths)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "causal": (causal, SQUARE),
+    "gradient": (gradient, SQUARE),
+    "decoding": (decoding, [((64, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((64, 256), INT32), ((64,), INT32)]),
+}
+
+
+def kernels(text: str) -> Iterator[str]:
+    """Yield the operations of a compiled program's entry that run as kernels."""
+    entry = text[text.index("\nENTRY ") :]
+    for line in entry[: entry.index("\n}")].splitlines():
+        found = re.search(r"= (?:\(.*?\)|\S+) (fusion|sort|scatter|reduce-window|custom-call|copy)\(", line)
+        if found:
+            yield found[1]
+
+
+def main() -> None:
+    """Count the kernels of each call."""
+    config = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    _platform.lowering_targets = lambda _: {"cuda": Platform("gpu", "NVIDIA H200", "9.0", 132)}
+    counts: dict[str, int] = {}
+    for name, (call, arrays) in CALLS.items():
+        structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arrays]
+        text = jax.jit(call).lower(*structs).compile().as_text()
+        counts[name] = len(list(kernels(text)))
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
