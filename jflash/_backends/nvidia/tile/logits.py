@@ -192,14 +192,16 @@ def _modification(
 ) -> tuple[Callable[[Array, dict[str, Array]], Array], Parameters]:
     """Return the logits of a tile as a function of its products and some parameters; and all parameters."""
     inputs, tile = mask.inputs, _tile(mask, shape)
+    # Before anything is differentiated: what a mask_mod reads has no derivative in a kernel.
+    seen = mask_mod_reads.visible(inputs, mask.at, tile) if may_be_nan(inputs.spec) else None
 
     def modify(s: Array, values: dict[str, Array]) -> Array:
         others = {name: value for name, value in values.items() if name in tile.parameters._fields}
         reads = enumerate(tile.parameters.score_mod_arrays)
         reads = tuple(values.get(read_name(place), read) for place, read in reads)
         given = tile.parameters._replace(**others, score_mod_arrays=reads)
-        if may_be_nan(inputs.spec):
-            given = without_unseen(inputs.spec, given, mask_mod_reads.visible(inputs, mask.at, tile))
+        if seen is not None:
+            given = without_unseen(inputs.spec, given, seen)
         spec = score_mod_reads.rest(inputs.spec, tile)
         return modify_logits(spec, s, tile._replace(parameters=given), _soft_cap(inputs))
 
