@@ -20,9 +20,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+from h200 import over
 from hopper_kernels import canonical_arguments
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash import _sharding, _tuning
@@ -221,13 +221,6 @@ def main() -> None:
             kernels, _ = compiled(name, sharding, answers)
             reports |= {f"{name}, tiles {place}: {kernel}": report for kernel, report in kernels.items()}
     print(json.dumps(reports))
-
-
-def over(devices: int, split: PartitionSpec) -> NamedSharding:
-    """Arrays split over `devices` H200s."""
-    config = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{devices}")
-    return NamedSharding(topologies.make_mesh(topology, (devices,), ("x",)), split)
 
 
 def with_functions(

@@ -12,19 +12,16 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import h200
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jflash
-from jflash import _platform
-from jflash._platform import Platform
 
 attend = functools.partial(jflash.attention, implementation="mosaic_gpu")
 BFLOAT16, INT32 = jnp.bfloat16, jnp.int32
@@ -65,10 +62,8 @@ def kernels(text: str) -> Iterator[str]:
 
 def main() -> None:
     """Count the kernels of each call."""
-    config = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
-    _platform.lowering_targets = lambda _: {"cuda": Platform("gpu", "NVIDIA H200", "9.0", 132)}
+    h200.is_the_target()
+    sharding = h200.over(1, PartitionSpec())
     counts: dict[str, int] = {}
     for name, (call, arrays) in CALLS.items():
         structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arrays]

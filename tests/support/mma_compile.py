@@ -19,6 +19,7 @@ from typing import Any
 os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import h200
 import jax
 import jax.numpy as jnp
 from hopper_compile import (
@@ -33,7 +34,6 @@ from hopper_compile import (
     with_functions,
 )
 from hopper_kernels import canonical_arguments
-from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from kernel_families import mma
 
@@ -97,13 +97,10 @@ def on_device(capability: str) -> contextlib.AbstractContextManager[Any]:
 
 def sharding(capability: str) -> NamedSharding:
     """One GPU: an H200 with another compute capability."""
-    config = (Path(__file__).parent / "h200.txtpb").read_text()
     major, minor = capability.split(".")
     accelerated = " feature_extension: ACCELERATED_FEATURES"
     own = f"major: {major} minor: {minor}{accelerated if int(major) >= 9 else ''} }}"
-    config = config.replace(f"major: 9{accelerated} }}", own)
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    return h200.over(1, PartitionSpec(), h200.CONFIG.replace(f"major: 9{accelerated} }}", own))
 
 
 def compiled(name: str, capability: str) -> dict[str, dict]:

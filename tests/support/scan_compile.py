@@ -9,19 +9,16 @@ import collections
 import json
 import os
 import re
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import h200
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jflash
-from jflash import _platform
-from jflash._platform import Platform
 
 TOKENS, HEADS, HEAD_DIM, LAYERS = 512, 2, 64, 3
 
@@ -34,10 +31,8 @@ def layer(inputs: jax.Array, weights: jax.Array) -> tuple[jax.Array, None]:
 
 def main() -> None:
     """Count the calls in the compiled program."""
-    config = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
-    _platform.lowering_targets = lambda _: {"cuda": Platform("gpu", "NVIDIA H200", "9.0", 132)}
+    h200.is_the_target()
+    sharding = h200.over(1, PartitionSpec())
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
     width = HEADS * HEAD_DIM
 
