@@ -1,16 +1,27 @@
 """What tests on a GPU do besides: memory and padding that hold NaN, which must reach nothing."""
 
 import dataclasses
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from plain_attention import Call
 
+from jflash import _platform
 from jflash._semantics.spec import Spec
 
 PLAIN = Spec(1, 1, 1, 1, 1, 8, 8, np.dtype(jnp.bfloat16), None, None, None, frozenset(), scale=1.0)
 """A call that a backend takes wherever it takes any."""
+
+
+def served_by(backend: ModuleType) -> str:
+    """Return the name of a backend, for `implementation`; skips where this machine does not run it."""
+    name, reason = backend.__name__.rpartition(".")[2], backend.unsupported(PLAIN, _platform.current())
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return name
 
 
 def poison() -> None:

@@ -7,10 +7,9 @@ import cases
 import oracle
 import pytest
 from cases import Case
-from on_hardware import PLAIN
+from on_hardware import served_by
 
 import jflash
-from jflash import _platform
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 
 pytestmark = pytest.mark.gpu
@@ -18,10 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(params=[mosaic_gpu, mosaic_gpu_mma], ids=["mosaic_gpu", "mosaic_gpu_mma"])
 def attention(request: pytest.FixtureRequest) -> Callable:
-    name, reason = request.param.__name__.rpartition(".")[2], request.param.unsupported(PLAIN, _platform.current())
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
-    return functools.partial(jflash.attention, implementation=name)
+    return functools.partial(jflash.attention, implementation=served_by(request.param))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256)], ids=str)

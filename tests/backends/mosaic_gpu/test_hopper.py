@@ -17,7 +17,7 @@ from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kernel_families import plan_of
 from kernel_values import ON_HARDWARE, drawn
-from on_hardware import PLAIN, poison, with_nan_in_padding
+from on_hardware import poison, served_by, with_nan_in_padding
 from short_run import cover
 
 import jflash
@@ -69,9 +69,7 @@ FLOAT32_CASES = [Case(**row) for row in ([*cases.product(FLOAT32, 2)][::5] if ho
 
 @pytest.fixture(autouse=True)
 def _on_hopper():
-    reason = mosaic_gpu.unsupported(PLAIN, _platform.current())
-    if reason is not None:
-        pytest.skip(f"mosaic_gpu: {reason}")
+    served_by(mosaic_gpu)
 
 
 def attention(*args, **kwargs):

@@ -15,10 +15,9 @@ import paged
 import pytest
 from cases import Case
 from kernel_masks import dense_call_of
-from on_hardware import PLAIN, poison, with_nan_in_padding
+from on_hardware import poison, served_by, with_nan_in_padding
 
 import jflash
-from jflash import _platform
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 
 pytestmark = pytest.mark.gpu
@@ -26,10 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(params=[mosaic_gpu, mosaic_gpu_mma], ids=["mosaic_gpu", "mosaic_gpu_mma"])
 def family(request: pytest.FixtureRequest) -> str:
-    name, reason = request.param.__name__.rpartition(".")[2], request.param.unsupported(PLAIN, _platform.current())
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
-    return name
+    return served_by(request.param)
 
 
 @pytest.fixture
@@ -131,12 +127,10 @@ def test_pages(attention: Callable[..., Any], case: Case, page_size: int, option
 
 @pytest.mark.parametrize(("case", "page_size"), WIDE_PAGES.values(), ids=WIDE_PAGES)
 def test_wide_pages(case: Case, page_size: int):
-    reason = mosaic_gpu.unsupported(PLAIN, _platform.current())
-    if reason is not None:
-        pytest.skip(f"mosaic_gpu: {reason}")
+    name = served_by(mosaic_gpu)
     call = paged.with_lengths(cases.build(case))
     arguments = paged.paginate(call, page_size)
-    got = jflash.attention(**arguments, return_residual=True, implementation="mosaic_gpu")
+    got = jflash.attention(**arguments, return_residual=True, implementation=name)
     oracle.assert_right(oracle.Results(*got, {}), call)
 
 
@@ -152,14 +146,12 @@ def test_pages_by_a_function(attention: Callable[..., Any], page_size: int):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_caches_of_8_bits(dtype: str, scaled: bool):
     """The family since Ampere alone takes them."""
-    reason = mosaic_gpu_mma.unsupported(PLAIN, _platform.current())
-    if reason is not None:
-        pytest.skip(f"mosaic_gpu_mma: {reason}")
+    name = served_by(mosaic_gpu_mma)
     call = paged.of_8_bits(paged.with_lengths(cases.build(SEVERAL._replace(key_length=1000))), dtype)
     arguments = paged.paginate(call, 16, dtype=dtype)
     if scaled:
         arguments |= dict(k_scale=np.float32(0.3), v_scale=np.float32(0.7))
-    got = jflash.attention(**arguments, return_residual=True, implementation="mosaic_gpu_mma")
+    got = jflash.attention(**arguments, return_residual=True, implementation=name)
     paged.assert_scaled_right(oracle.Results(*got, {}), call, arguments)
 
 
