@@ -15,15 +15,19 @@ import oracle
 import pytest
 import score_mod_tables
 from cases import Case
+from equations import equations
 from lanes import Warpgroup
 from on_hardware import with_nan_in_padding
 from plain_attention import Call
 from short_run import cover
 
+import jflash
+from jflash import _platform
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.nvidia.threads.builder import THREADS, as_tree
 from jflash._backends.nvidia.threads.table import diagonals, differences, totals
 from jflash._backends.nvidia.tile.score_mod_reads import rest
+from jflash._platform import Platform
 from jflash._semantics import score_mod_reads
 from jflash._semantics.score_mod import trace_score_mod
 from jflash._semantics.spec import Residuals
@@ -289,3 +293,20 @@ def test_a_threads_sums():
         assert count.max() <= most
         np.testing.assert_array_equal(differences(o, index) == 0, np.ptp(np.asarray(index), axis=0) == 0)
     np.testing.assert_allclose(as_tree(o.arith.addf, values[1:]), np.sum(values[1:], axis=0), atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_gpu_mma"])
+def test_gradient_beside_a_mask_mod_that_reads(implementation: str, monkeypatch: pytest.MonkeyPatch):
+    """Traced with a GPU's own operations, of which a read has no derivative; the interpreter's are plain array code."""
+    monkeypatch.setattr(_platform, "lowering_targets", lambda _: {"cuda": Platform("gpu", "NVIDIA H200", "9.0", 132)})
+    ids = jnp.arange(256) // 100
+
+    def loss(query: jax.Array, bias: jax.Array) -> jax.Array:
+        mask_mod = lambda b, h, q, k: ids[q] == ids[k]
+        options = dict(bias=bias, score_mod=lambda logit, *_: 2 * logit, mask_mod=mask_mod)
+        out = jflash.attention(query, query, query, **options, implementation=implementation)
+        return out.astype(jnp.float32).sum()
+
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 256, 2, 64), (1, 2, 1, 256)))
+    made = [equation.primitive.name for equation in equations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arrays).jaxpr)]
+    assert "mpmd_map" in made
