@@ -79,6 +79,9 @@ class CommonInterpreter(Ops):
     def store_rows(
         self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None
     ) -> None:
+        if len(target.shape) == 3:
+            self._store_packed_rows(values, target, first, limit, columns)
+            return
         (height, width), (length, dim) = values.shape, target.shape
         assert not isinstance(limit, int) or limit <= length
 
@@ -105,6 +108,36 @@ class CommonInterpreter(Ops):
                 store(column)
             else:
                 pl.when(columns.first == column)(functools.partial(store, column))
+
+    def _store_packed_rows(
+        self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, columns: ColumnChunk | None
+    ) -> None:
+        (height, whole), (_, heads, dim) = values.shape, target.shape
+
+        def store(column: int) -> None:
+            width = min(whole, dim - column)
+            given = values[:, :width].astype(target.dtype)
+
+            def one(number: Any, carry: None) -> None:
+                row = first + number
+                own = lax.div(row, heads), lax.rem(row, heads), pl.ds(column, width)
+
+                @pl.when(row < limit)
+                def _() -> None:
+                    target[own] = given[number]
+
+            lax.fori_loop(0, height, one, None)
+
+        for column in range(0, dim, whole):
+            pl.when(columns is None or columns.first == column)(functools.partial(store, column))
+
+    def fetch_rows(
+        self, source: Ref, first: Any, limit: Any, columns: ColumnChunk, width: int
+    ) -> Float[Array, "64 width"]:
+        rows, column = first + jnp.arange(64), columns.first + jnp.arange(width)
+        found = source[...].reshape(-1, source.shape[-1]).at[rows].get(mode="fill", fill_value=0)
+        found = found.at[:, column].get(mode="fill", fill_value=0)
+        return jnp.where((rows < limit)[:, None], found, 0)
 
     def load_tile(self, source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool) -> Array:
         rows, columns = (

@@ -125,7 +125,8 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
 
     def copy_rows(self, source: Ref, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
         rows, number, width = first + jnp.arange(target.shape[-2]), math.prod(target.shape[:-2]), target.shape[-1]
-        found = jnp.where((rows < limit)[:, None], source[...].at[rows].get(mode="clip"), 0)
+        every = source[...].reshape(-1, source.shape[-1])
+        found = jnp.where((rows < limit)[:, None], every.at[rows].get(mode="clip"), 0)
         pieces = found.reshape(len(rows), number, -1).swapaxes(0, 1)
         whole, column = (width, 0) if columns is None else (columns.whole, columns.first)
         pieces = jnp.pad(pieces, [(0, 0), (0, 0), (0, max(whole - pieces.shape[2], 0))])

@@ -168,17 +168,17 @@ def tile_dims(spec: Spec) -> tuple[int, int]:
 
 
 def whole_tiles(
-    spec: Spec, name: str, array: Array, axis: int = 1, chunks: int = 1, *, in_panels: bool = False
+    spec: Spec, name: str, array: Array, chunks: int = 1, *, whole_rows: bool = True, in_panels: bool = False
 ) -> Array:
-    """Query, key, value or d_out `[B, L, N, H]` (L at `axis`), padded with zeros to whole tiles, and in pieces.
+    """Query, key, value or d_out `[B, L, N, H]`, padded with zeros to whole tiles, and in pieces.
 
-    Each of `chunks` of the columns has its own pieces side by side.
+    Each of `chunks` of the columns has its own pieces side by side. Without `whole_rows` columns alone are padded.
     """
     columns = array.shape[3]
     dim = panel_dim(columns) if in_panels else block_dims(spec)[name in ("value", "d_out")]
     room = [(0, 0)] * 3 + [(0, dim - columns)]
-    if not in_panels:
-        room[axis] = (0, -array.shape[axis] % 8)
+    if whole_rows and not in_panels:
+        room[1] = (0, -array.shape[1] % 8)
     return operand_pieces.split_array(spec, jnp.pad(array, room), chunks)
 
 

@@ -34,11 +34,13 @@ from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.softmax import Softmax
@@ -97,16 +99,43 @@ class ForwardCta(Cta[ForwardPlan]):
             start = jnp.where(there, start, (plan.schedule.blocks - 1) * rows + self.warpgroup * WARPGROUP_ROWS)
         return pl.ds(start, WARPGROUP_ROWS)
 
-    def rows_of(self, ref: Ref, head: Any, block: Any, columns: Any) -> Ref:
-        """This warpgroup's rows of a batch entry's queries or output, in some columns."""
-        rows = self.rows(block)
-        return ref.at[rows, head, columns] if self.plan.packed_heads == 1 else ref.at[head, rows, columns]
-
     def copy_queries(self, batch: Any, head: Any, block: Any) -> None:
-        """Copy this warpgroup's rows of a block."""
-        query, q = self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
-        source = self.rows_of(query, head, block, pipeline.columns(q.shape[-1], query, head))
-        pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
+        """Begin to copy this warpgroup's rows of a block, or let its threads fetch what lies apart."""
+        plan, query, q = self.plan, self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
+        if plan.rows_lie_together:
+            source = self._rows_together(query, head, block, pipeline.columns(q.shape[-1], query, head))
+            pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
+            return
+        source, first, limit = plan.rows_of(query, head), self.rows(block).start, plan.rows_of_block(block)[1]
+        column = 0
+        for chunk in pipeline.chunks_of_columns(q):
+            width = chunk.shape[-1]
+            chunk[...] = self.ops.fetch_rows(source, first, limit, ColumnChunk(column, q.shape[-1]), width)
+            column += width
+        plgpu.commit_smem()
+
+    def _rows_together(self, ref: Ref, head: Any, block: Any, columns: Any) -> Ref:
+        """Return this warpgroup's rows of a batch entry's queries or output, in some columns, if they lie together."""
+        rows, packed = self.rows(block), self.plan.packed_heads
+        if packed == 1:
+            return ref.at[rows, head, columns]
+        return ref.at[0, pl.ds(head * packed + rows.start, rows.size), columns]
+
+    def wait_for_queries(self) -> None:
+        """Wait until the rows have come that `copy_queries` last copied for this warpgroup."""
+        if self.plan.rows_lie_together:
+            plgpu.barrier_wait(self.smem.q_full.at[self.warpgroup])
+
+    def store_output(self, out: Array, batch: Any, head: Any, block: Any, column: int = 0) -> None:
+        """Store this warpgroup's rows of a block, from registers: the output's columns from `column` on."""
+        plan, result = self.plan, self.refs.results["out"].at[self.split, batch]
+        if plan.rows_lie_together:
+            own = self._rows_together(result, head, block, pl.ds(column, out.shape[1]))
+            own[...] = out.astype(result.dtype)
+            return
+        columns = ColumnChunk(column, round_up(result.shape[-1], out.shape[1]))
+        limit = plan.rows_of_block(block)[1]
+        self.ops.store_rows(out, plan.rows_of(result, head), self.rows(block).start, limit, columns)
 
     def load_bias(self, tile: Ref) -> dict[str, Array]:
         """A tile of the bias that was copied, by name; it may be overwritten then."""
@@ -136,7 +165,7 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def _split_registers(self, *, copies: bool) -> None:
         plan = self.plan
-        pipeline.split_registers(plan.tile.warpgroups, copies=copies, has_pages=plan.spec.pages is not None)
+        pipeline.split_registers(plan.tile.warpgroups, copies=copies, mends=cache_rows.mends(plan.spec))
 
     def _copy_item_queries(self, index: Any) -> None:
         batch, block, _ = self.item(index)
@@ -146,7 +175,7 @@ class ForwardCta(Cta[ForwardPlan]):
         """Attend for one work item; `visited` tiles came before, in others."""
         plan = self.plan
         batch, block, tiles = self.item(index)
-        plgpu.barrier_wait(self.smem.q_full.at[self.warpgroup])
+        self.wait_for_queries()
         at = TileCoord(batch, self.head, self.rows(block).start, 0)
         copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_item_queries)
         state, acc_o = MainLoop(self, tiles, at, visited).run(copy_next if plan.queries_stay else lambda: None)
@@ -179,17 +208,17 @@ class ForwardCta(Cta[ForwardPlan]):
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
         self.refs.results["lse"][self.split, batch, self.head, self.rows(block)] = lse
+        if plan.spec.partial or plan.packed_heads > 1:
+            self.store_output(out, batch, self.head, block)
+            return
         result = self.refs.results["out"].at[self.split, batch]
         columns, width = out.shape[1], o.shape[1]
-        if plan.spec.partial:
-            self.rows_of(result, self.head, block, pl.ds(0, columns))[...] = out
-            return
         for first in range(0, columns, width):
             if plan.output_stores > 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             values = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width))
             some = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
-            pipeline.store(values, o, self.rows_of(result, self.head, block, some))
+            pipeline.store(values, o, result.at[self.rows(block), self.head, some])
 
     def copy(self) -> None:
         """Copy keys and values."""

@@ -42,6 +42,7 @@ SMALLEST_TILE = RowTiles(1, 64, 1)
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
+    from_registers = spec.partial or packs(spec)
     columns, value_columns = tile_dims(spec)
     has_bias_tiles, bias_by_mma = facts_of(spec).has_bias_tiles, bf16_columns.form(spec).bias_by_mma
     tiles, value_tiles = CallTiles(spec, forward_in_panels(spec)), CallTiles(spec, values_in_panels(spec))
@@ -52,11 +53,12 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     k = tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=others)
     v = value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups)
     return Buffers(
-        # The output takes the place of the queries, or has a buffer of its own. A partial call's leaves from registers.
-        q_o=(q, o) if output_stores else smem.reused(q, None if spec.partial else o),
+        # The output takes the place of the queries, or has a buffer of its own. That of packed heads, or of a partial
+        # call, leaves from registers.
+        q_o=(q, o) if output_stores else smem.reused(q, None if from_registers else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
         k=smem.in_parts(k, parts),
-        v=smem.in_parts(v, parts, mends=spec.pages is not None),
+        v=smem.in_parts(v, parts, mends=cache_rows.mends(spec)),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -83,7 +85,12 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def queries_stay(self) -> bool:
         """Whether the output leaves the place of the queries to the next ones."""
-        return self.output_stores > 0 or self.spec.partial
+        return self.output_stores > 0 or self.spec.partial or self.packed_heads > 1
+
+    @property
+    def rows_lie_together(self) -> bool:
+        """Whether a warpgroup's rows are an array's: of one head, or all of them heads of a single query."""
+        return self.packed_heads == 1 or (self.spec.query_length == 1 and self.packed_heads % WARPGROUP_ROWS == 0)
 
     @property
     def form(self) -> LogitsForm:
@@ -139,6 +146,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def stored(self) -> tuple[int, int]:
         """Rows and columns of a head's output in device memory."""
+        if self.packed_heads > 1:
+            return self.spec.query_length, round_up(self.spec.value_dim, 8)
         if self.spec.partial:
             # Registers, from which a partial call's leaves, are stored whole.
             return self.schedule.blocks * self.tile.rows, self.columns
@@ -173,21 +182,21 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return Blocks(max(rows, 1), self.tile.keys, self.packed_heads, missing)
 
     def arrays(self, call: HopperForward) -> dict[str, Array]:
-        factors = call.factors(self.packed_heads, self.value_chunks)
-        edges = array_shapes.edges(call.operands, dict(value=factors["value"])) if self.spec.pages is None else {}
+        factors = call.factors(self.value_chunks, packed=self.packed_heads > 1)
+        mends = cache_rows.mends(self.spec)
+        edges = {} if mends else array_shapes.edges(call.operands, dict(value=factors["value"]))
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
         return factors | shaping | edges | call.visits(self.visits) | call.work(ITEMS, self.visits, self.shares)
 
     @property
     def launch(self) -> Launch:
-        """Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`.
+        """Queries and output are `[B, T, N, D]`.
 
         With items of work these are what "batch" counts, and all heads of one follow one another: longest walks first.
         """
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, block_dims(self.spec)
         (rows, columns), all_rows = self.stored, schedule.blocks * self.rows_of_a_range
-        order = (rows, self.heads) if self.packed_heads == 1 else (self.heads, rows)
-        out = (self.splits, spec.batch, *order, columns)
+        out = (self.splits, spec.batch, rows, spec.heads, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
         head, inner = dict(head=self.heads // schedule.head_groups), dict(block=ctas, head_group=schedule.head_groups)
@@ -220,7 +229,8 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     if splits > 1 or shares is not None:
         return plan
     schedule = _choose_schedule(plan, blocks, processors)
-    stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not spec.partial else 0
+    in_place = spec.partial or packed_heads > 1
+    stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not in_place else 0
     return dataclasses.replace(plan, schedule=schedule, output_stores=stores)
 
 
@@ -254,7 +264,7 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
             return max(sum(each), max(each) * processors_per_head) * longer
 
         candidates = sorted((candidates[0], *more), key=time)
-    if spec.pages is not None:
+    if cache_rows.mends(spec):
         # Padding is cleared in blocks of 64 rows.
         suits = lambda keys: keys % WARPGROUP_ROWS == 0 and cache_rows.suits(spec, keys)
         candidates = [tile for tile in candidates if suits(tile.keys)]
@@ -303,7 +313,7 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
     groups = heads // math.gcd(heads, 8) if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
     staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
-    stores = 1 if spec.partial else output_stores(spec, tile)
+    stores = 1 if plan.queries_stay else output_stores(spec, tile)
     if processors is None or not (stores or head_dim == value_dim):
         return one
     # Tiles of fewer rows take less time, if not in proportion.

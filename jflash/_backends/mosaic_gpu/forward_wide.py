@@ -147,7 +147,7 @@ class WideForwardCta(ForwardCta):
     def _make_weights(self, number: Any, item: _Item) -> None:
         shared, plan = self.smem, self.plan
         seed = dropped.head_seed(self.inputs, item.at)
-        plgpu.barrier_wait(shared.q_full.at[0])
+        self.wait_for_queries()
 
         def visit(index: Array, before: Softmax | None) -> Softmax:
             state = self._softmax(item, index, before, seed)
@@ -200,11 +200,9 @@ class WideForwardCta(ForwardCta):
         self._if_next(number, lambda _: plgpu.barrier_arrive(shared.handed.empty))
         (batch, head, *_), block = item.at, item.block
         sink, exponent = self.sink(batch, head), self.form.exponent(spec)
-        result = self.refs.results["out"].at[self.split, batch]
         for chunk, acc in zip(chunks, acc_o, strict=True):
             factor, lse = softmax.last_factor(spec, exponent, m, l, sink)
-            out, columns = softmax.scaled_rows(acc, factor), pl.ds(chunk * plan.columns, plan.columns)
-            self.rows_of(result, head, block, columns)[...] = out.astype(result.dtype)
+            self.store_output(softmax.scaled_rows(acc, factor), batch, head, block, chunk * plan.columns)
             if chunk == 0:
                 self.refs.results["lse"][self.split, batch, head, self.rows(block)] = lse
 

@@ -81,7 +81,7 @@ class WideForwardPlan(ForwardPlan):
     def registers(self) -> Registers:
         """What each kind of warpgroup has: half of O takes up to 144, and P 16 for each piece."""
         most = 512 if facts_of(self.spec).pieces == 1 else 384
-        if self.spec.pages is not None:
+        if cache_rows.mends(self.spec):
             # The one that copies looks up pages, and clears padding.
             return Registers(104, 176, 56)
         return Registers(136, 176, 24) if whole_dims(self.spec)[1] <= most else Registers(104, 192, 24)
@@ -105,6 +105,8 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def stored(self) -> tuple[int, int]:
+        if self.packed_heads > 1:
+            return self.spec.query_length, self.value_chunks * self.columns
         return self.schedule.blocks * self.rows_of_a_range, self.value_chunks * self.columns
 
     @property
@@ -153,7 +155,7 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
         q_o=smem.reused(q, None),
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
-        values=[smem.in_parts(ring, parts, mends=spec.pages is not None) for ring in rings],
+        values=[smem.in_parts(ring, parts, mends=cache_rows.mends(spec)) for ring in rings],
         biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if facts_of(spec).has_bias_tiles else [],
         # What the warpgroup that makes P hands to those that weigh.
         handed=Buffers(

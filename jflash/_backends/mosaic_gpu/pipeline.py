@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,15 +13,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jflash._backends.mosaic_gpu.panels import Panels
 
 
-def split_registers(warpgroups: int, *, copies: bool, has_pages: bool = False) -> None:
+def split_registers(warpgroups: int, *, copies: bool, mends: bool = False) -> None:
     """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
 
     Together they are what a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
-    three warpgroups, 128 for four, 96 for five. A request for more would wait forever. The pages of a tile take some.
+    three warpgroups, 128 for four, 96 for five. A request for more would wait forever. One that `mends` tiles takes some.
     """
     if warpgroups == 1:
         return
-    compute, copy = {2: (224, 56) if has_pages else (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
+    compute, copy = {2: (224, 56) if mends else (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
     set_registers(copy if copies else compute, warpgroups + 1)
 
 
@@ -53,6 +54,17 @@ def copy_in(source: Any, tile: Any, full: Any, cluster: str | None = None) -> No
     """Issue copies to shared memory of what is in device memory; of an equal share for all CTAs along `cluster`."""
     for panel, columns in _copied(tile, source):
         plgpu.copy_gmem_to_smem(columns, panel, full, collective_axes=cluster)
+
+
+def chunks_of_columns(tile: Any, width: int = 64) -> Iterable[Any]:
+    """Yield a tile's columns in chunks of at most `width`, which are whole swizzles."""
+    if isinstance(tile, Panels):
+        yield from tile.of_products()
+        return
+    columns = tile.shape[-1]
+    width = math.gcd(columns, width)
+    for first in range(0, columns, width):
+        yield tile.at[:, pl.ds(first, width)]
 
 
 def copy_out(tile: Any, target: Any) -> None:

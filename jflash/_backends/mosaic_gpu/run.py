@@ -33,16 +33,15 @@ VALUES_ALONE = frozenset({"value"})
 class HopperForward(Prepared):
     """What Hopper's forward kernels read."""
 
-    def factors(self, packed_heads: int, value_chunks: int) -> dict[str, Float[Array, "B L N columns"]]:
-        """Return query, key and value in whole tiles, of the values' columns in as many chunks, by name; those of a
-        paged cache as they are."""
+    def factors(self, value_chunks: int, *, packed: bool) -> dict[str, Float[Array, "B L N columns"]]:
+        """Return query, key and value in whole tiles, of the values' columns in as many chunks, by name.
+
+        A paged cache stays as it is, and so do rows of queries whose heads are `packed`.
+        """
         spec, operands = self.spec, self.operands
         panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
         whole = functools.partial(array_shapes.whole_tiles, spec)
-        query, axis = operands.query, 1
-        if packed_heads > 1:
-            query, axis = prepared.pack_heads(query, packed_heads), 2
-        query = whole("query", query, axis=axis, in_panels=panels)
+        query = whole("query", operands.query, whole_rows=not packed, in_panels=panels)
         if spec.pages is not None:
             return dict(query=query, key=operands.key, value=operands.value)
         return dict(

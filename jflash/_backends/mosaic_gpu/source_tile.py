@@ -1,15 +1,13 @@
 """A tile in device memory of what kernels walk over, and its copies to their rings.
 
 A paged cache has a tile in parts, each in one page: a part is a copy by the descriptor of the whole cache. Past an
-entry's keys a copy begins past the cache's last row, where it reads zeros and no device memory. The last page of the
-keys may hold anything behind them: those values become zeros before others read them, since 0 * NaN is NaN. The keys'
-logits are hidden.
+entry's keys a copy begins past the last row, where it reads zeros and no device memory. Behind the last key its page, or
+array, may hold anything: those values become zeros before others read them, since 0 * NaN is NaN. The keys' logits are
+hidden.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,10 +22,6 @@ from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 
-_COLUMNS = 64
-"""The most columns that are mended at a time: the warpgroup that copies has few registers."""
-
-
 class SourceTile:
     """A tile of an array, or of both keys and values.
 
@@ -36,7 +30,7 @@ class SourceTile:
 
     def __init__(self, inputs: TmaInputs, tile: GmemTile) -> None:
         self._inputs, self._keys = inputs, tile
-        if inputs.spec.pages is not None:
+        if cache_rows.mends(inputs.spec):
             self._length: Any = inputs.value("key_lengths", tile.batch)
             self._parts = cache_rows.parts_of_tile(inputs, tile.batch, tile.first, tile.size, self._length)
 
@@ -44,12 +38,12 @@ class SourceTile:
         """Copy the tile of an array, or some of its columns, to a slot of a ring, with zeros for values of padding.
         `cluster` is as for `pipeline.copy_in`."""
         tile, pages = ring.tiles.at[slot], self._inputs.spec.pages
-        if pages is None:
+        if not cache_rows.mends(self._inputs.spec):
             self._inputs.copy_rows(name, self._keys, tile, ring.full.at[slot], first_column, cluster)
         elif name == "key":
             self._copy_parts(name, tile, ring.full.at[slot], first_column)
         else:
-            before = self._inputs.spec.head_dim if pages.interleaved else 0
+            before = self._inputs.spec.head_dim if pages is not None and pages.interleaved else 0
             self._copy_mended(name, ring, slot, before + first_column)
 
     def _copy_mended(self, name: str, ring: Buffers, slot: Array, first_column: int) -> None:
@@ -81,20 +75,10 @@ class SourceTile:
             first, rows = keys.first + row, tile.at[pl.ds(row, WARPGROUP_ROWS)]
 
             def clear(first: Any = first, rows: Ref = rows) -> None:
-                for some in _chunks(rows):
+                for some in pipeline.chunks_of_columns(rows):
                     values = ops.load(some)
                     is_inside = ops.indices(values.shape, 0, first) < self._length
                     some[...] = jnp.where(is_inside, values, jnp.zeros((), values.dtype))
 
             pl.when(self._length < first + WARPGROUP_ROWS)(clear)
 
-
-def _chunks(rows: Ref) -> Iterator[Ref]:
-    """Yield rows of a tile in chunks of columns that are whole swizzles."""
-    if isinstance(rows, Panels):
-        yield from rows.of_products()
-        return
-    columns = rows.shape[-1]
-    width = math.gcd(columns, _COLUMNS)
-    for first in range(0, columns, width):
-        yield rows.at[:, pl.ds(first, width)]

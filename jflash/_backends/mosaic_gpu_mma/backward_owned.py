@@ -42,7 +42,6 @@ from jflash._backends.mosaic_gpu_mma.cta import (
     buffers,
     by_piece,
     d_query_type,
-    rows_of_head,
 )
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
@@ -51,6 +50,7 @@ from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_columns, along_rows
+from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
@@ -104,7 +104,7 @@ class DqCta(QueriesCta[DqPlan]):
         held = self.held(own)
         visit = lambda index, carry: self._visit(index, held, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
-        target = rows_of_head(results["d_query"], self.batch, self.head)
+        target = rows_of_head(results["d_query"].at[self.batch], self.head)
         for rows, acc, of_rows in zip(self.rows, acc_dq, sums, strict=True):
             plan.sums.store(results, of_rows, self.batch, self.head, rows)
             ops.store_rows(acc * facts_of(spec).sums_scale, target, rows.start, spec.query_length)

@@ -20,6 +20,7 @@ from jflash._backends.mosaic_gpu_mma.tiles import Tile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs
 from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
@@ -80,11 +81,6 @@ def by_piece(blocks: Iterable[Pieces]) -> Operand:
     return tuple(zip(*blocks, strict=True))
 
 
-def rows_of_head(array: Ref, batch: Any, head: Any, *, heads_first: bool = False) -> Ref:
-    """Return `[L, H]` of one head of an array `[B, L, N, H]`, or with `heads_first` `[B, N, L, H]`."""
-    return array.at[batch, head] if heads_first else array.at[batch, :, head]
-
-
 def d_query_type(spec: Spec) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of dQ as kernels store it."""
     shape = spec.batch, spec.query_length, spec.heads, round_up(spec.head_dim, 8)
@@ -128,9 +124,10 @@ class Cta[Plan: TiledPlan]:
         """Begin to copy rows of queries, keys, values or d_out, or a chunk of their columns, with zeros for padding:
         0 * NaN is NaN."""
         array, packed = self.refs.arrays[name], self.inputs.packed_heads if name == "query" else 1
-        source = rows_of_head(array, batch, head, heads_first=packed > 1)
-        length: Any = self.inputs.value(LENGTHS[name], batch)
-        limit = source.shape[0] if length is None else jnp.minimum(length * packed, source.shape[0])
+        source, length = rows_of_head(array.at[batch], head, packed), self.inputs.value(LENGTHS[name], batch)
+        limit: Any = array.shape[1] * packed
+        if length is not None:
+            limit = jnp.minimum(length * packed, limit)
         self.ops.copy_rows(source, target, first, limit, chunk)
 
     def copy_cached(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:

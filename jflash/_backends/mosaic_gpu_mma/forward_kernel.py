@@ -39,13 +39,12 @@ from jflash._backends.mosaic_gpu_mma.cta import (
     buffer,
     buffers,
     by_piece,
-    rows_of_head,
 )
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
-from jflash._backends.nvidia import merge, prepared, smem
+from jflash._backends.nvidia import merge, smem
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
@@ -74,9 +73,10 @@ class ForwardPlan(ForwardShape, TiledPlan):
         return Blocks(max(self.tile.rows // self.packed_heads, 1), self.tile.size, self.packed_heads)
 
     def arrays(self, call: MmaCall) -> dict[str, Array]:
-        operands, packed = call.operands, self.packed_heads
-        query = operands.query if packed == 1 else prepared.pack_heads(operands.query, packed)
-        arrays = dict(query=query) | ({} if self.spec.pages else dict(key=operands.key, value=operands.value))
+        operands = call.operands
+        arrays = dict(query=operands.query)
+        if self.spec.pages is None:
+            arrays |= dict(key=operands.key, value=operands.value)
         arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
         return arrays | call.packed_mask() | call.visits(self.visits) | call.work(ITEMS, self.visits, self.shares)
 
@@ -84,14 +84,14 @@ class ForwardPlan(ForwardShape, TiledPlan):
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory.
 
-        Queries and output are `[B, T, N, D]`, or with packed heads `[B, N, T, D]`, with D rounded up to 8; lse is
+        Queries and output are `[B, T, N, D]`, with D rounded up to 8; lse is
         `[splits, B, N, L]`, L of whole blocks. Blocks of one head follow one another, so that what runs at the same
         time shares keys. Along all but the fastest axis CUDA counts no further than 65,535. With items of work these
         are what "batch" counts.
         """
         spec, tile, blocks = self.spec, self.tile, pl.cdiv(self.rows, self.tile.rows)
-        order = (self.rows, self.heads) if self.packed_heads == 1 else (self.heads, self.rows)
-        out = jax.ShapeDtypeStruct((self.splits, spec.batch, *order, round_up(spec.value_dim, 8)), self.out_dtype)
+        shape = self.splits, spec.batch, spec.query_length, spec.heads, round_up(spec.value_dim, 8)
+        out = jax.ShapeDtypeStruct(shape, self.out_dtype)
         lse = jax.ShapeDtypeStruct((self.splits, spec.batch, self.heads, blocks * tile.rows), jnp.float32)
         batch, blocks = (spec.batch, blocks) if self.shares is None else (self.shares.items, 1)
         return Launch(
@@ -163,7 +163,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
         def store_whole() -> None:
             place = self.split, self.batch, self.head
-            out = rows_of_head(results["out"].at[self.split], *place[1:], heads_first=plan.packed_heads > 1)
+            out = plan.rows_of(results["out"].at[self.split, self.batch], self.head)
             store(out, results["lse"], place, self.first_row, plan.rows)
 
         def store_piece(item: Item) -> None:

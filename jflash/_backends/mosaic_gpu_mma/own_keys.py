@@ -11,13 +11,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan, rows_of_head
+from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.smem import round_up
 from jflash._backends.nvidia.tile import dropped
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
@@ -109,7 +110,8 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
         stores_sums, item = self.plan.schedule.stores_sums, self.item
         for name, totals in acc.items():
             head = item.head_group if stores_sums else item.key_head
-            target = rows_of_head(self.refs.results[name], item.batch, head, heads_first=stores_sums)
+            result = self.refs.results[name].at[item.batch]
+            target = result.at[head] if stores_sums else rows_of_head(result, head)
             self.store(map(scaled[name], totals), target)
 
     def accumulators(self, width: int) -> Tiles:

@@ -45,7 +45,7 @@ def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> N
     """
 
     def make(o: Lanes, cache: Any, table: Any, target: Any, first: Any, limit: Any) -> None:
-        paged = PagedRows.of(o, cache, o.device_address(table), rows.page_size)
+        paged = PagedRows.of_array(o, cache, o.device_address(table), rows.page_size)
         copy_tile(o, paged, SmemTile(*o.shape(target)), o.shared_address(target), first, limit)
 
     Lanes.emit(make, rows.cache, rows.table, target, first, limit)
@@ -61,7 +61,7 @@ def convert_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -
 
     def make(o: Lanes, cache: Any, table: Any, scales: Any, target: Any, first: Any, limit: Any) -> None:
         *pieces, height, width = o.shape(target)
-        paged = PagedRows.of(o, cache, o.device_address(table), rows.page_size)
+        paged = PagedRows.of_array(o, cache, o.device_address(table), rows.page_size)
         conversion = Conversion.of(o, *dtypes, math.prod(pieces), scales)
         convert_tile(o, paged, conversion, SmemTile(height, width), o.shared_address(target), first, limit)
 

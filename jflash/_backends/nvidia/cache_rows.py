@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.inputs import KernelInputs, shared_index
 from jflash._semantics.spec import Spec
 
@@ -28,13 +29,22 @@ def parts(spec: Spec, keys: int) -> int:
     return 1 if spec.pages is None else max(1, keys // spec.pages.size)
 
 
+def mends(spec: Spec) -> bool:
+    """Return whether a kernel that copies tiles whole clears what lies behind the last key, when it has been copied.
+
+    Otherwise tiles with padding come from a copy of the array's edge. When decoding that would be a large part of what
+    is read, and a tile has to be mended seldom: at the end of a walk.
+    """
+    return spec.pages is not None or ("key_lengths" in spec.operands and spec.query_length <= WARPGROUP_ROWS)
+
+
 def alignment(spec: Spec, keys: int) -> int:
     """Return a number that divides every tile's first key, so that its parts begin where pages do; 1 if any will do."""
     return 1 if spec.pages is None else min(keys, spec.pages.size)
 
 
 class Part(NamedTuple):
-    """Neighbouring keys of a tile that lie in one page."""
+    """Neighbouring keys of a tile that lie in one page, or in an array."""
 
     row: Int[Array, ""]
     """The row of the first one; the number of all rows if none of them is one of the entry's keys."""
@@ -44,11 +54,13 @@ class Part(NamedTuple):
 def parts_of_tile(inputs: KernelInputs, batch: Any, first: Any, keys: int, length: Any) -> list[Part]:
     """Return the parts of a tile of `keys` keys from `first` on, which `alignment` divides, in order.
 
-    The entry has `length` keys. What the page table holds past them has no effect.
+    The entry has `length` keys. What the page table holds past them has no effect. Without pages there is one part.
     """
-    pages, table = inputs.spec.pages, inputs.refs[TABLE]
-    assert pages is not None
-    entry, last, rows = shared_index(table, batch, None)[0], table.shape[1] - 1, inputs.refs["key"].shape[1]
+    pages, rows = inputs.spec.pages, inputs.refs["key"].shape[1]
+    if pages is None:
+        return [Part(jnp.where(first < length, first, rows), keys)]
+    table = inputs.refs[TABLE]
+    entry, last = shared_index(table, batch, None)[0], table.shape[1] - 1
     number, count = lax.div(first, pages.size), parts(inputs.spec, keys)
     size = keys // count
     first_row = first - number * pages.size if count == 1 else 0

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia import prepared
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.tile import score_mod_reads
@@ -20,14 +19,12 @@ from jflash._semantics.tile import PARAMETERS
 def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Array]) -> tuple[Array, Array]:
     """Return output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the
     keys."""
-    out, lse, packed_heads = made["out"], made["lse"], shape.packed_heads
-    if packed_heads > 1:
-        out = out.swapaxes(2, 3)
-    out, lse = out[:, :, : shape.rows, :, : shape.spec.value_dim], lse[..., : shape.rows]
+    out = made["out"][:, :, : shape.spec.query_length, :, : shape.spec.value_dim]
+    lse = made["lse"][..., : shape.rows]
+    if shape.packed_heads > 1:
+        by_head = lse.reshape(*lse.shape[:3], -1, shape.packed_heads).swapaxes(3, 4)
+        lse = by_head.reshape(*lse.shape[:2], shape.spec.heads, -1)
     out, lse = (out[0], lse[0]) if shape.splits == 1 else _merge(out, lse)
-    if packed_heads > 1:
-        out = prepared.unpack_heads(out, packed_heads)
-        lse = prepared.unpack_heads(lse.transpose(0, 2, 1), packed_heads).transpose(0, 2, 1)
     if operands.sinks is not None and not shape.has_sinks:
         out, lse = _with_sinks(operands.sinks, out, lse)
     return out.astype(shape.spec.result_dtype), lse

@@ -86,7 +86,7 @@ def _merge(shape: ForwardShape, refs: Refs, ops: Ops) -> None:
         is_empty = l == 0
         total = jnp.where(is_empty, 1.0, l)
         target = shape.rows_of(refs.arrays["out"].at[0, batch], head)
-        chunk = ColumnChunk(column * _COLUMNS, round_up(target.shape[1], _COLUMNS))
+        chunk = ColumnChunk(column * _COLUMNS, round_up(target.shape[-1], _COLUMNS))
         ops.store_rows(scaled_rows(acc, 1 / total), target, first + own, stop, chunk)
 
         def store_lse() -> None:

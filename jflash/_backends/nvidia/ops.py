@@ -105,5 +105,6 @@ class Ops:
     warp_all_below = staticmethod(votes.all_below)
     warp_all = staticmethod(votes.all_rows)
     load_tile = staticmethod(device_rows.load_tile)
+    fetch_rows = staticmethod(device_rows.fetch_rows)
     store_rows = staticmethod(device_rows.store_rows)
     zero_hidden_rows = staticmethod(hidden_rows.zero)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -32,6 +33,12 @@ def may_pack(spec: Spec) -> bool:
     alike = {"bias", "mask", "alibi_slopes", "query_segments"}.isdisjoint(spec.operands)
     few = spec.query_length <= (_MOST_QUERIES if spec.pages is None else _MOST_PAGED_QUERIES)
     return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
+
+
+def rows_of_head(array: Ref, head: Any, packed_heads: int = 1) -> Ref:
+    """Return `[L, D]` of one head of an array `[L, N, D]`; of packed heads `[L, heads, D]`, whose rows follow one
+    another."""
+    return array.at[:, head] if packed_heads == 1 else array.at[:, pl.ds(head * packed_heads, packed_heads)]
 
 
 class ForwardShape:
@@ -84,8 +91,8 @@ class ForwardShape:
         return self.spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)
 
     def rows_of(self, array: Ref, head: Any) -> Ref:
-        """Return `[L, D]` of one head of a batch entry's queries or output."""
-        return array.at[:, head] if self.packed_heads == 1 else array.at[head]
+        """Return the rows of a head of a batch entry's queries or output `[L, N, D]`, as `rows_of_head` does."""
+        return rows_of_head(array, head, self.packed_heads)
 
     def rows_of_block(self, block: Any) -> tuple[Any, Any]:
         """Return a block's first row, and where its rows end."""

@@ -76,20 +76,6 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     return prepared
 
 
-def pack_heads(array: Array, group: int) -> Array:
-    """Return `[B, T, K * G, H]` as `[B, K, T * G, H]`: the heads of a group become rows of one tile."""
-    batch, rows, heads, dim = array.shape
-    split = array.reshape(batch, rows, heads // group, group, dim)
-    return jnp.moveaxis(split, 2, 1).reshape(batch, heads // group, rows * group, dim)
-
-
-def unpack_heads(array: Array, group: int) -> Array:
-    """Return `[B, T * G, K, ...]` as `[B, T, K * G, ...]`."""
-    batch, rows, heads, *rest = array.shape
-    split = array.reshape(batch, rows // group, group, heads, *rest)
-    return jnp.moveaxis(split, 2, 3).reshape(batch, rows // group, heads * group, *rest)
-
-
 def in_32_bits[**Arguments, Made](function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
     """Return `function`, traced where Python's numbers have 32 bits, as those of kernels have.
 

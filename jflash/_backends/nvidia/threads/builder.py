@@ -176,6 +176,14 @@ class ThreadBuilder:
         store = f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};"
         mgpu.utils.inline_ptx(store, address, *words, predicate=condition, has_side_effects=True)
 
+    def load_in_row(self, address: Any, offset: int, condition: Any) -> Sequence[Any]:
+        """Load two words side by side from device memory; 0 where a condition does not hold."""
+        load = f"""{{ .reg .pred there; .reg .b32 first, second; setp.ne.b32 there, $3, 0;
+        mov.b32 first, 0; mov.b32 second, 0; @there ld.global.v2.b32 {{first, second}}, [$2 + {offset}];
+        mov.b32 $0, first; mov.b32 $1, second; }}"""
+        there = self.arith.extui(self.type, condition)
+        return mgpu.utils.inline_ptx(load, address, there, result_types=[self.type] * 2, has_side_effects=True)
+
     def add_numbers(self, address: Any, offset: int, numbers: Sequence[Any]) -> None:
         """Add neighbouring float32 numbers, one or four, to device memory."""
         names = ", ".join(f"${index}" for index in range(1, 1 + len(numbers)))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float
 
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.threads.builder import ThreadBuilder, array_type, places, tile
 
 Ref = Any
@@ -37,9 +38,14 @@ class Rows:
     """Bytes from one row to the next."""
     item_bytes: int
 
+    @staticmethod
+    def of(o: ThreadBuilder, ref: Any) -> Rows:
+        """Return the rows of a reference to `[length, columns]`, or to `[tokens, heads, columns]`."""
+        return (PackedRows if len(o.shape(ref)) == 3 else Rows).of_array(o, ref)
+
     @classmethod
-    def of(cls, o: ThreadBuilder, ref: Any, *more: Any) -> Self:
-        """Return the rows of a reference; `more` are the fields of a subclass."""
+    def of_array(cls, o: ThreadBuilder, ref: Any, *more: Any) -> Self:
+        """Return the rows of a reference to `[length, columns]`; `more` are the fields of a subclass."""
         (length, columns), ((stride, one), _) = o.shape(ref), _utils.ir.MemRefType(ref.type).get_strides_and_offset()
         assert one == 1 or columns == 1
         item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
@@ -57,6 +63,34 @@ class Rows:
     def address(self, o: ThreadBuilder, row: Any, column: Any) -> Any:
         """Return where an element is."""
         return o.add(self.start, o.distance(row, self.pitch), o.distance(column, self.item_bytes))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows(Rows):
+    """Rows of `[tokens, heads, columns]`: the heads of one token follow one another."""
+
+    heads: int
+    token_pitch: int
+    """Bytes from one token to the next."""
+
+    @classmethod
+    def of_array(cls, o: ThreadBuilder, ref: Any, *more: Any) -> Self:
+        """Return the rows of a reference to `[tokens, heads, columns]`."""
+        tokens, heads, columns = o.shape(ref)
+        (token, head, one), _ = _utils.ir.MemRefType(ref.type).get_strides_and_offset()
+        assert one == 1 or columns == 1
+        item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
+        packed = heads, token * item_bytes
+        return cls(o.device_address(ref), tokens * heads, columns, head * item_bytes, item_bytes, *packed, *more)
+
+    def sources(self, o: Any, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
+        del limit
+        return [Source(self.address(o, o.add(row, o(step)) if step else row, column), 0) for step in steps]
+
+    def address(self, o: ThreadBuilder, row: Any, column: Any) -> Any:
+        token, head = o.arith.divui(row, o(self.heads)), o.arith.remui(row, o(self.heads))
+        of_token = o.add(self.start, o.distance(token, self.token_pitch))
+        return o.add(of_token, o.distance(head, self.pitch), o.distance(column, self.item_bytes))
 
 
 class Source(NamedTuple):
@@ -78,7 +112,7 @@ def store_rows(
     of_pair: int | None = None,
 ) -> None:
     """Store rows in `[L, D]`, in the array's dtype, from `first` to below `limit`; but for columns past D, a multiple
-    of 8.
+    of 8. In `[tokens, heads, D]` the heads of a token are as many rows.
 
     They may have some of the columns alone, and be one block `of_pair`.
     """
@@ -111,8 +145,7 @@ def in_rows(o: ThreadBuilder, words: Sequence[Any]) -> Iterator[Stored]:
     Of two words of neighbouring eights of columns one is exchanged with the next thread. So a warp stores 32 bytes of
     each row at a time, as much as device memory is written in.
     """
-    is_odd = o.is_odd
-    thread_column = o.add(o.left(o.arith.andi(o.pair, o(2)), 1), o.arith.select(is_odd, o(8), o(0)))
+    is_odd, thread_column = o.is_odd, _column_of_two_words(o)
     for place, half in itertools.product(range(len(words) // 4), range(2)):
         two = words[4 * place + half], words[4 * place + 2 + half]
         yield half, 16 * place, thread_column, o.side_by_side(is_odd, two)
@@ -132,11 +165,43 @@ def store_in_rows(
     row, column = first
     is_there = [o.below(o.add(row, o(8 * half)), limit) for half in range(2)]
     for half, more, thread_column, two in stored:
-        place = o.add(column, thread_column)
-        start, is_inside = rows.address(o, row, place), is_there[half]
+        place, is_inside = o.add(column, thread_column), is_there[half]
+        ((start, offset, _),) = rows.sources(o, row, place, (8 * half,), limit)
         if more + 16 + other_columns > rows.columns:
             is_inside = o.arith.andi(is_inside, o.below(o.add(place, o(more)), o(rows.columns)))
-        o.store_in_row(start, 8 * half * rows.pitch + more * rows.item_bytes, two, is_inside)
+        o.store_in_row(start, offset + more * rows.item_bytes, two, is_inside)
+
+
+def fetch_rows(
+    source: Ref, first: Any, limit: Any, columns: ColumnChunk, width: int
+) -> Float[Array, "64 width"]:
+    """Return rows of 16-bit numbers of an array that `store_rows` could store them in: from `first` on, some columns.
+
+    Rows from `limit` on, and columns past the array's, a multiple of 8, are 0.
+    """
+
+    def make(o: ThreadBuilder, source: Any, first: Any, limit: Any, first_column: Any) -> Any:
+        rows, dtype, is_odd = Rows.of(o, source), o.dtype(source), o.is_odd
+        row, column = o.add(first, o.first_row), o.add(first_column, _column_of_two_words(o))
+        words: dict[tuple[int, int], Any] = {}
+        for sixteen, half in itertools.product(range(width // 16), range(2)):
+            is_there = o.below(o.add(row, o(8 * half)), limit)
+            if columns.whole > rows.columns:
+                is_there = o.arith.andi(is_there, o.below(o.add(column, o(16 * sixteen)), o(rows.columns)))
+            ((start, offset, _),) = rows.sources(o, row, column, (8 * half,), limit)
+            two = o.load_in_row(start, offset + 16 * sixteen * rows.item_bytes, is_there)
+            words[2 * sixteen, half], words[2 * sixteen + 1, half] = o.side_by_side(is_odd, two)
+        pair = _utils.ir.VectorType.get((2,), dtype)
+        return tile((WARPGROUP_ROWS, width), (_utils.bitcast(words[place], pair) for place in places(width)))
+
+    return ThreadBuilder.emit(
+        make, source, first, limit, columns.first, returns=array_type((WARPGROUP_ROWS, width), source.dtype)
+    )
+
+
+def _column_of_two_words(o: ThreadBuilder) -> Any:
+    """Return where among 16 columns the two words begin that a thread stores, or loads, side by side."""
+    return o.add(o.left(o.arith.andi(o.pair, o(2)), 1), o.arith.select(o.is_odd, o(8), o(0)))
 
 
 def load_tile(
