@@ -242,7 +242,8 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
         shared, inputs = self.smem, self.inputs
-        k, v, walked = shared.k, shared.v, SourceTile(inputs, keys)
+        k, v = shared.k, shared.v
+        walked = SourceTile(inputs, keys, mends=cache_rows.mends(self.plan.spec))
         plgpu.barrier_wait(k.empty.at[slot])
         full = k.full.at[slot]
         walked.copy("key", k, slot)

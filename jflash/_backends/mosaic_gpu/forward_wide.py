@@ -44,6 +44,7 @@ from jflash._backends.mosaic_gpu.forward_wide_plan import HALVES, ITEMS, PAIR, W
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
@@ -275,7 +276,8 @@ class WideForwardCta(ForwardCta):
         return [(of_keys, copy) for _, of_keys, copy in sorted(found, key=lambda copy: copy[0])]
 
     def _tile(self, item: _Item, first: Any, size: int) -> SourceTile:
-        return SourceTile(self.inputs, GmemTile(item.at.batch, first, size, self.key_head(item.at.head)))
+        keys = GmemTile(item.at.batch, first, size, self.key_head(item.at.head))
+        return SourceTile(self.inputs, keys, mends=cache_rows.mends(self.plan.spec))
 
     def _copy_keys(self, chunk: int, item: _Item, index: Any) -> None:
         first, size = item.tiles.start(index), self.plan.tile.keys

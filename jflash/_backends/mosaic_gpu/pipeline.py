@@ -17,7 +17,8 @@ def split_registers(warpgroups: int, *, copies: bool, mends: bool = False) -> No
     """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
 
     Together they are what a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
-    three warpgroups, 128 for four, 96 for five. A request for more would wait forever. One that `mends` tiles takes some.
+    three warpgroups, 128 for four, 96 for five. A request for more would wait forever. The one that copies has more if
+    it `mends` tiles.
     """
     if warpgroups == 1:
         return

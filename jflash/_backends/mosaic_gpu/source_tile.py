@@ -1,9 +1,9 @@
 """A tile in device memory of what kernels walk over, and its copies to their rings.
 
 A paged cache has a tile in parts, each in one page: a part is a copy by the descriptor of the whole cache. Past an
-entry's keys a copy begins past the last row, where it reads zeros and no device memory. Behind the last key its page, or
-array, may hold anything: those values become zeros before others read them, since 0 * NaN is NaN. The keys' logits are
-hidden.
+entry's keys a copy begins past the last row, where it reads zeros and no device memory. Behind the last key its page,
+or array, may hold anything: those values become zeros before others read them, since 0 * NaN is NaN. The keys' logits
+are hidden.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 
+
 class SourceTile:
     """A tile of an array, or of both keys and values.
 
-    Pages are looked up when it is made, and so before its copies wait for their slots.
+    Pages are looked up when it is made, and so before its copies wait for their slots. A tile of keys whose kernel
+    `mends` goes to rings that are made for it (`smem.in_parts`).
     """
 
-    def __init__(self, inputs: TmaInputs, tile: GmemTile) -> None:
-        self._inputs, self._keys = inputs, tile
-        if cache_rows.mends(inputs.spec):
+    def __init__(self, inputs: TmaInputs, tile: GmemTile, *, mends: bool = False) -> None:
+        self._inputs, self._keys, self._mends = inputs, tile, mends
+        if mends:
             self._length: Any = inputs.value("key_lengths", tile.batch)
             self._parts = cache_rows.parts_of_tile(inputs, tile.batch, tile.first, tile.size, self._length)
 
@@ -38,7 +40,7 @@ class SourceTile:
         """Copy the tile of an array, or some of its columns, to a slot of a ring, with zeros for values of padding.
         `cluster` is as for `pipeline.copy_in`."""
         tile, pages = ring.tiles.at[slot], self._inputs.spec.pages
-        if not cache_rows.mends(self._inputs.spec):
+        if not self._mends:
             self._inputs.copy_rows(name, self._keys, tile, ring.full.at[slot], first_column, cluster)
         elif name == "key":
             self._copy_parts(name, tile, ring.full.at[slot], first_column)
@@ -81,4 +83,3 @@ class SourceTile:
                     some[...] = jnp.where(is_inside, values, jnp.zeros((), values.dtype))
 
             pl.when(self._length < first + WARPGROUP_ROWS)(clear)
-

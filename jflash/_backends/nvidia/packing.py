@@ -37,8 +37,11 @@ def may_pack(spec: Spec) -> bool:
 
 def rows_of_head(array: Ref, head: Any, packed_heads: int = 1) -> Ref:
     """Return `[L, D]` of one head of an array `[L, N, D]`; of packed heads `[L, heads, D]`, whose rows follow one
-    another."""
-    return array.at[:, head] if packed_heads == 1 else array.at[:, pl.ds(head * packed_heads, packed_heads)]
+    another, or of a single query `[heads, D]`."""
+    if packed_heads == 1:
+        return array.at[:, head]
+    heads = pl.ds(head * packed_heads, packed_heads)
+    return array.at[0, heads] if array.shape[0] == 1 else array.at[:, heads]
 
 
 class ForwardShape:

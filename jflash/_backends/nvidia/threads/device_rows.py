@@ -172,9 +172,7 @@ def store_in_rows(
         o.store_in_row(start, offset + more * rows.item_bytes, two, is_inside)
 
 
-def fetch_rows(
-    source: Ref, first: Any, limit: Any, columns: ColumnChunk, width: int
-) -> Float[Array, "64 width"]:
+def fetch_rows(source: Ref, first: Any, limit: Any, columns: ColumnChunk, width: int) -> Float[Array, "64 width"]:
     """Return rows of 16-bit numbers of an array that `store_rows` could store them in: from `first` on, some columns.
 
     Rows from `limit` on, and columns past the array's, a multiple of 8, are 0.
