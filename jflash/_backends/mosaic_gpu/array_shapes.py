@@ -203,8 +203,11 @@ def edge_row(length: Array) -> Array:
     return lax.div(jnp.maximum(length - LARGEST_TILE, 0), 8) * 8
 
 
-def copied(spec: Spec) -> list[str]:
-    """The copies that a call costs before its kernels, in words for `explain`."""
+def copied(spec: Spec, *, packed: bool) -> list[str]:
+    """The copies that a call costs before its kernels, in words for `explain`.
+
+    A forward reads rows of queries whose heads are `packed` where they are.
+    """
     rows, keys = (spec.batch, spec.query_length, spec.heads), (spec.batch, spec.key_length, spec.key_heads)
     shapes = dict(query=(*rows, spec.head_dim))
     if spec.pages is None:
@@ -213,7 +216,8 @@ def copied(spec: Spec) -> list[str]:
         pieces = facts_of(spec).pieces
         copies = [f"{name} is split into bfloat16 pieces, {pieces} of each number" for name in shapes]
     else:
-        copies = [text for name, shape in shapes.items() for text in _padded(spec, name, shape)]
+        in_place = lambda name: packed and name == "query"
+        copies = [text for name, shape in shapes.items() for text in _padded(spec, name, shape, in_place(name))]
     if spec.bias_shape is not None and facts_of(spec).has_bias_tiles:
         *_, rows, columns = spec.bias_shape
         if rows % 8 or columns % 64:
@@ -223,11 +227,13 @@ def copied(spec: Spec) -> list[str]:
     return copies
 
 
-def _padded(spec: Spec, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-    """How an array of this shape is padded, if it is."""
+def _padded(spec: Spec, name: str, shape: tuple[int, ...], has_whole_rows: bool) -> Iterator[str]:
+    """How an array of this shape is padded, if it is; its columns alone for a forward to which all rows are whole."""
     whole = lambda panels: (*shape[:3], panel_dim(shape[3])) if panels else block_shape(shape)
     forward = whole(values_in_panels(spec) if name == "value" else forward_in_panels(spec))
     backward = whole(in_panels(spec))
+    if has_whole_rows:
+        forward = (*shape[:3], forward[3])
     if forward != shape:
         yield f"{name} is padded from {shape} to {forward}"
     if backward not in (shape, forward) and spec.pages is None:

@@ -262,7 +262,7 @@ def describe(spec: Spec, processors: int | None) -> str:
     lines = [*kernels("forward", [forward], smem.CAPACITY), f"    {details}"]
     if spec.pages is None:
         lines += _derivatives(spec, processors)
-    copies = array_shapes.copied(spec)
+    copies = array_shapes.copied(spec, packed=forward.packed_heads > 1)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 

@@ -95,6 +95,9 @@ def test_padding_is_explained():
         f"  {name} is padded from (2, {rows}, 2, 70) to (2, {rows}, 2, 80)"
         for name, rows in dict(query=197, key=203).items()
     )
+    packed, _ = hopper_kernels.canonical(built((3, 4000), (8, 2), (128, 128)))
+    of_packed = plan.describe(packed, 132).split("copies:\n")[1]
+    assert of_packed == "  query is padded from (2, 3, 8, 128) to (2, 8, 8, 128) for the backward"
 
 
 def built(rows: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], **options: Any) -> cases.Call:
