@@ -11,6 +11,7 @@ import oracle
 import pytest
 import score_mod_tables
 from cases import Case
+from kernel_families import Family, mma
 from kernel_values import ON_HARDWARE, drawn
 from on_hardware import PLAIN, poison, with_nan_in_padding
 from short_run import cover
@@ -41,6 +42,13 @@ attention = functools.partial(jflash.attention, implementation="mosaic_gpu_mma")
 deterministic = functools.partial(attention, deterministic=True)
 
 
+def this_gpu() -> Family:
+    """Return the kernels as they are planned for this machine's GPU."""
+    capability = _platform.current().compute_capability
+    assert capability is not None
+    return mma(capability)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact(case: Case):
     """Padding holds NaN, which must reach nothing."""
@@ -48,7 +56,7 @@ def test_exact(case: Case):
     poison()
     planted = with_nan_in_padding(call)
     run = lambda **options: oracle.run(in_precision(**options), planted)
-    hopper_kernels.assert_right(run, call, mosaic_gpu_mma)
+    hopper_kernels.assert_right(run, call, this_gpu())
 
 
 @functools.cache
@@ -93,7 +101,7 @@ def test_tables(kind: str, operands: str, dims: tuple[int, int], dtype: str, opt
     poison()
     planted = with_nan_in_padding(call)
     run = lambda **options: oracle.run(functools.partial(attention, **options), planted)
-    hopper_kernels.assert_right(run, call, mosaic_gpu_mma)
+    hopper_kernels.assert_right(run, call, this_gpu())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -103,7 +111,7 @@ def test_decoding(query_length: int, lengths: str | None, dtype: str):
     """Heads packed into rows, and keys in several parts."""
     case = Case(dtype, query_length, 5000, heads=(8, 2), dims=(128, 128), lengths=lengths, batch=(3,))
     call = cases.build(case)
-    hopper_kernels.assert_right(lambda **options: oracle.run(in_precision(**options), call), call, mosaic_gpu_mma)
+    hopper_kernels.assert_right(lambda **options: oracle.run(in_precision(**options), call), call, this_gpu())
 
 
 def mapped(query, key, value, **options):
