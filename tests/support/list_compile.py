@@ -1,4 +1,4 @@
-"""Compiles calls with lists for an H200, without one, and prints how many kernels XLA makes for each.
+"""Compiles calls for an H200, without one, with lists or when decoding, and prints how many kernels XLA makes.
 
     python list_compile.py
 
@@ -44,9 +44,22 @@ def decoding(query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Ar
     return attend(query, keys, values, page_table=table, key_value_seq_lengths=lengths)
 
 
+def step(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Heads that are packed, keys that may be split, and padding."""
+    return attend(query, key, value, key_value_seq_lengths=lengths)
+
+
+def cached(batch: int, length: int) -> list[Any]:
+    """The arguments of a decoding step without pages."""
+    keys = ((batch, length, 8, 128), BFLOAT16)
+    return [((batch, 1, 32, 128), BFLOAT16), keys, keys, ((batch,), INT32)]
+
+
 CALLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "causal": (causal, SQUARE),
     "gradient": (gradient, SQUARE),
+    "step": (step, cached(16, 8192)),
+    "step of splits": (step, cached(1, 32768)),
     "decoding": (decoding, [((64, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((64, 256), INT32), ((64,), INT32)]),
 }
 

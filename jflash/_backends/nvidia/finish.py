@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from jflash._backends.nvidia.tile import score_mod_reads
 from jflash._semantics.online_softmax import finite_or_zero
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import PARAMETERS
+
+_FEW_SPLITS = 32
+"""As many splits as are merged without a reduction of an axis."""
 
 
 def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Array]) -> tuple[Array, Array]:
@@ -38,14 +42,21 @@ def _with_sinks(sinks: Float[Array, "#B N"], out: Array, lse: Array) -> tuple[Ar
 
 
 def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Return one output and log-sum-exp from those of all splits, `[splits, B, T, N, D]` and `[splits, B, N, T]`."""
-    largest = finite_or_zero(lse.max(axis=0))
-    weights = jnp.exp(lse - largest)
-    total = weights.sum(axis=0)
+    """Return one output and log-sum-exp from those of all splits, `[splits, B, T, N, D]` and `[splits, B, N, T]`.
+
+    XLA makes a reduction of an axis a kernel of its own. So few splits are added one by one; an expression of many
+    would be slow to compile.
+    """
+    size = 1 if len(lse) <= _FEW_SPLITS else len(lse)
+    parts = [slice(first, first + size) for first in range(0, len(lse), size)]
+    largest = finite_or_zero(functools.reduce(jnp.maximum, (lse[part].max(axis=0) for part in parts)))
+    weights = [jnp.exp(lse[part] - largest) for part in parts]
+    total = functools.reduce(jnp.add, (weight.sum(axis=0) for weight in weights))
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    factors = jnp.moveaxis(weights / total, 3, 2)[..., None]
-    return (out * factors).sum(axis=0), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+    factors = (jnp.moveaxis(weight / total, 3, 2)[..., None] for weight in weights)
+    weighed = ((out[part] * factor).sum(axis=0) for part, factor in zip(parts, factors, strict=True))
+    return functools.reduce(jnp.add, weighed), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
 
 
 def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:
