@@ -1,12 +1,14 @@
 """Backward, fused: a CTA owns some keys, and adds what it makes of dQ to accumulators in device memory.
 
-`query_walk` says what it makes. The additions to dQ come in any order; in `backward_dq` and `backward_dkv` each sum has
-one order. `backward_dkv_dq` is for float32 with 128 columns, and `backward_short` for short sequences.
+`query_walk` says what it makes. The additions to dQ come in any order, or in one (`dq_order`); `backward_dq` and
+`backward_dkv`, where each sum has one order too, serve what has none here. `backward_dkv_dq` is for float32 with 128
+columns, and `backward_short` for short sequences.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
+from jflash._backends.mosaic_gpu.dq_order import AnyOrder, OneOrder
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.run import HopperBackward
@@ -30,7 +33,8 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
-from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._backends.nvidia.walk.tile_order import InTurn, TileOrder
+from jflash._backends.nvidia.walk.tile_range import Walk
 from jflash._semantics.spec import Spec
 
 
@@ -106,8 +110,10 @@ class FusedPlan(QueryWalkPlan):
         return jax.ShapeDtypeStruct((self.dq.accumulators(self.schedule), rows, self.acc_columns + margin), jnp.float32)
 
     def states(self, call: HopperBackward) -> dict[str, Array]:
-        counters = jnp.zeros(self.dq.counters(self.schedule), jnp.int32)
-        return dict(dq_acc=call.row_sums()["dq_acc"], counters=counters, **super().states(call))
+        counters = dict(counters=jnp.zeros(self.dq.counters(self.schedule), jnp.int32))
+        if self.schedule.in_order:
+            counters["steps"] = jnp.zeros(OneOrder.size(self.schedule), jnp.int32)
+        return dict(dq_acc=call.row_sums()["dq_acc"], **counters, **super().states(call))
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         made = super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
@@ -130,19 +136,39 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         super().__init__(plan, refs, ops)
         (self.k, dk), (self.v, dv) = refs.smem.k_dk, refs.smem.v_dv
         self.ds, self.gradients = refs.smem.ds, (dk, dv)
-        place = wave, block, item = self._take_ticket()
-        key_block, split = plan.schedule.split(block)
-        self.item, self.first_key = plan.schedule.item(wave, item), key_block * plan.tile.keys
+        place, schedule = self._take_ticket(), plan.schedule
+        block = schedule.block(place.wave, place.block)
+        key_block, _ = schedule.split(block)
+        self.item, self.first_key = schedule.item(place.wave, place.item), key_block * plan.tile.keys
         self.first_sum = block * plan.tile.keys
-        of_keys = tile_range.Place(self.item.batch, self.item.head_group, key_block)
-        tiles = tile_range.visited(self.inputs, of_keys, plan.tile.keys, plan.tile.queries)
-        tiles = tiles.share(split, plan.schedule.splits)
-        heads = plan.schedule.heads
-        self.order = TileOrder(plan.spec, tiles, heads, block, by_head=bool(plan.sums))
+        tiles, by_head = self._visited(block), bool(plan.sums)
+        self.order, self.additions = TileOrder(plan.spec, tiles, schedule.heads, block, by_head=by_head), AnyOrder()
+        if schedule.in_order:
+            in_turn = functools.partial(InTurn, by_head=by_head, up=schedule.is_turned(place.wave))
+            self.order = in_turn(plan.spec, tiles, schedule.heads)
+            before = in_turn(plan.spec, self._visited_before(place), schedule.heads)
+            self.additions = OneOrder(schedule, plan.tile, ops, refs.arrays["steps"], place, self.warpgroup, before)
         dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
         layout = Layout(plan.acc_columns, plan.tile.adds_registers)
-        scale, copies = facts_of(plan.spec).sums_scale, tiles.count * heads
-        self.dq = plan.dq(plan.schedule, ops, dq_refs, scale, place, copies, layout)
+        scale, copies = facts_of(plan.spec).sums_scale, tiles.count * schedule.heads
+        self.dq = plan.dq(schedule, ops, dq_refs, scale, place, copies, layout)
+
+    def _visited(self, block: Any) -> Walk:
+        """Return the tiles that a block of the CTA's work item visits."""
+        tile, (key_block, split) = self.plan.tile, self.plan.schedule.split(block)
+        of_keys = tile_range.Place(self.item.batch, self.item.head_group, key_block)
+        # Those that add to one tile after the other must agree on where it begins.
+        alignment = tile.queries if self.plan.schedule.in_order else 8
+        tiles = tile_range.visited(self.inputs, of_keys, tile.keys, tile.queries, alignment=alignment)
+        return tiles.share(split, self.plan.schedule.splits)
+
+    def _visited_before(self, place: Place) -> Walk:
+        """Return the tiles that the CTA before this one visits of its work item; none if this one is the first."""
+        schedule = self.plan.schedule
+        tiles = self._visited(schedule.block(place.wave, place.block - 1))
+        # Splits have no tile in common.
+        is_first = lax.rem(place.block, schedule.blocks // schedule.splits) == 0
+        return dataclasses.replace(tiles, count=jnp.where(is_first, 0, tiles.count))
 
     def _take_ticket(self) -> Place:
         """Return the CTA's place.
@@ -200,13 +226,18 @@ class FusedCta(QueryWalkCta[FusedPlan]):
             for result, gradient in zip(results, self.scaled(acc), strict=True):
                 result[self.item.batch, self.item.head_group, rows] = gradient
             plgpu.wait_smem_to_gmem(0)
-            self.dq.finish(self.warpgroup)
+            self._finish()
             return
         self.store_rounded(acc)
         # All but these two.
         plgpu.wait_smem_to_gmem(2)
-        self.dq.finish(self.warpgroup)
+        self._finish()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _finish(self) -> None:
+        """Note that all that this warpgroup added has arrived."""
+        self.additions.count()
+        self.dq.finish(self.warpgroup)
 
     def copy(self) -> None:
         """Copy queries, and round dQ beside it."""
@@ -226,6 +257,12 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         if self.plan.tile.halves == "rows":
             first += self.warpgroup * WARPGROUP_ROWS
         return self.dq.target(at.head, pl.ds(first, WARPGROUP_ROWS), self.dq_columns)
+
+    def end_addition(self) -> None:
+        self.additions.end()
+
+    def await_turn(self, at: Step) -> None:
+        self.additions.await_turn(at.head, at.eighth * 8)
 
     def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
         if self.plan.tile.adds_registers:

@@ -40,7 +40,7 @@ from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
 
-_LINE = 32
+LINE = 32
 """Counters in a line of the cache: CTAs that poll one should not delay those that increment another."""
 
 
@@ -175,7 +175,7 @@ class RoundedByLast(DqAccumulator):
 
     @staticmethod
     def counters(schedule: BackwardSchedule) -> int:
-        return (1 + schedule.waves * schedule.items * RoundedByLast._COUNTERS) * _LINE
+        return (1 + schedule.waves * schedule.items * RoundedByLast._COUNTERS) * LINE
 
     def begin(self, warpgroup: Any) -> None:
         """Wait for room for what is added."""
@@ -212,7 +212,7 @@ class RoundedByLast(DqAccumulator):
     def _counter(self, wave: Any, number: Any) -> Ref:
         """Return a counter of this CTA's work item in a wave."""
         place = (wave * self.schedule.items + self.place.item) * self._COUNTERS
-        return self.refs.counters.at[(1 + place + number) * _LINE]
+        return self.refs.counters.at[(1 + place + number) * LINE]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,7 @@ class RoundedLater(DqAccumulator):
 
     @staticmethod
     def counters(schedule: BackwardSchedule) -> int:
-        return (1 + schedule.waves * schedule.items) * _LINE
+        return (1 + schedule.waves * schedule.items) * LINE
 
     def begin(self, warpgroup: Any) -> None:
         """Round what the copies leave no time for."""
@@ -266,7 +266,7 @@ class RoundedLater(DqAccumulator):
 
     def _finished(self, wave: Any) -> Ref:
         """Return the counter of this CTA's work item in a wave."""
-        return self.refs.counters.at[(1 + wave * self.schedule.items + self.place.item) * _LINE]
+        return self.refs.counters.at[(1 + wave * self.schedule.items + self.place.item) * LINE]
 
     @property
     def _tiles_of_cta(self) -> int:

@@ -44,11 +44,14 @@ def mma(accumulator: Any, a: Pieces, b: Pieces, ops: WarpgroupOps) -> None:
         ops.mma(accumulator, a[left], b[right])
 
 
-def matmul(a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps) -> Float[Array, "rows columns"]:
-    """Return a @ b."""
+def matmul(
+    a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps, meanwhile: Callable[[], None] = lambda: None
+) -> Float[Array, "rows columns"]:
+    """Return a @ b, and do something `meanwhile`."""
 
     def multiply(acc: Any) -> Array:
         mma(acc, a, b, ops)
+        meanwhile()
         return ops.read(acc)
 
     return ops.accumulators(multiply, shape)

@@ -18,6 +18,7 @@ from jflash._backends.mosaic_gpu import (
     backward_fused,
     backward_short,
     backward_wide_plan,
+    dq_order,
     forward_kernel,
     forward_plan,
     forward_wide,
@@ -43,6 +44,7 @@ from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
+from jflash._backends.nvidia.walk import tile_order
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 from jflash._semantics import score_mod_reads
@@ -110,12 +112,12 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     if is_wide(spec):
         wide = backward_wide_plan.plan_backward(spec, processors, wanted)
         return *(Kernel(plan, WideCta) for plan in wide), *dbias
-    # Each sum over keys has an owner in the two kernels alone; with deterministic=True every sum in the short one too.
+    # Each sum over keys has an owner in the two kernels alone.
     one_kernel = bias_kind != "row"
     if one_kernel and backward_short.suits(spec, processors) and (tile := _short_tiles(spec)) is not None:
         short = backward_short.plan(spec, tile, ParameterSums(wanted), processors)
         return Kernel(short, ShortCta), *dbias
-    if one_kernel and not spec.deterministic and (fused := _plan_fused(spec, wanted, processors)) is not None:
+    if one_kernel and (fused := _plan_fused(spec, wanted, processors)) is not None:
         return Kernel(fused, FusedCta), *dbias
     by_key = ParameterSums(("bias",) if bias_kind == "column" else ())
     others = tuple(name for name in wanted if name not in by_key.names)
@@ -133,12 +135,10 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     return Kernel(dq, DqCta), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta), *dbias
 
 
-def _by_keys(
-    spec: Spec, size: int, processors: int | None, accumulated: int | None = None, splits: int = 1
-) -> BackwardSchedule:
-    """Return the schedule of blocks of `size` keys, of which each has `splits` CTAs."""
+def _by_keys(spec: Spec, size: int, processors: int | None, splits: int = 1, **options: Any) -> BackwardSchedule:
+    """Return the schedule of blocks of `size` keys, of which each has `splits` CTAs; `options` are `of_call`'s."""
     blocks = pl.cdiv(spec.key_length, size) * splits
-    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, processors, accumulated=accumulated)
+    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, processors, **options)
     return dataclasses.replace(schedule, partial=spec.partial, splits=splits)
 
 
@@ -148,12 +148,16 @@ def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
 
 
 def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> FusedPlan | None:
-    """Return the plan of the fused kernel, `None` if none of its tiles fit."""
-    if (tile := _fused_tiles(spec)) is None:
+    """Return the plan of the fused kernel; `None` if none of its tiles fit, or its sums should have one order."""
+    has_order = not spec.deterministic or dq_order.suits(spec)
+    if not has_order or (tile := _fused_tiles(spec)) is None:
         return None
     accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
     splits = 1 if wanted else _splits(spec, tile, processors)
-    schedule = _by_keys(spec, tile.keys, processors, accumulated, splits)
+    options: Any = dict(accumulated=accumulated, in_order=spec.deterministic)
+    schedule = _by_keys(spec, tile.keys, processors, splits, **options)
+    turned = spec.deterministic and (bool(wanted) or tile_order.is_by_head(spec, schedule.heads))
+    schedule = dataclasses.replace(schedule, turned=turned)
     tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, processors)
     return FusedPlan(spec, ParameterSums(wanted), tables, tile, schedule)
 
@@ -163,6 +167,9 @@ def _splits(spec: Spec, tile: FusedTiles, processors: int | None) -> int:
     soonest, if that is a tenth sooner than one. Heads that share keys are divided instead."""
     ctas = spec.batch * spec.heads * pl.cdiv(spec.key_length, tile.keys)
     if processors is None or ctas >= processors or spec.group > 1 or spec.partial:
+        return 1
+    # Blocks that see different queries would share them elsewhere: no tile would be in the same split of all.
+    if spec.deterministic and spec.bounds != (None, None):
         return 1
     tiles = pl.cdiv(spec.query_length, tile.queries)
     ends = lambda splits: pl.cdiv(ctas * splits, processors) * (tiles / splits + _TILES_TO_BEGIN)

@@ -221,6 +221,12 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         """Add this warpgroup's share of a step's dQ to its target."""
         raise NotImplementedError
 
+    def end_addition(self) -> None:
+        """Note that what this warpgroup added has arrived; called in every step, before something may be added."""
+
+    def await_turn(self, at: Step) -> None:
+        """Wait until this warpgroup may add its share of a step's dQ; called while the share is made."""
+
     def copy_keys(self, full: Any) -> None:
         """Copy the block's keys and values."""
         self.copy_rows(self.key_tile, full, key=self.k.at[0], value=self.v.at[0])
@@ -257,6 +263,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         steps = self.order.tiles.count * self.order.heads
         last, nothing = steps - 1, lambda: None
         makes_dq = (steps > 0) & self._is_turn(last, before)
+        self.end_addition()
         lax.cond(makes_dq, lambda: self._make_dq(last, before, nothing), lambda: self._leave_dq(last, nothing))
         # No barrier may end in the middle of its phase.
         plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
@@ -308,6 +315,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
                 plgpu.barrier_arrive(smem.do.empty.at[slot])
                 plgpu.barrier_arrive(smem.q.empty.at[slot])
 
+            self.end_addition()
             last, makes_dq = step - 1, (step > 0) & self._is_turn(step - 1, before)
             ops.cond(makes_dq, lambda: self._make_dq(last, before, free), lambda: self._leave_dq(last, free))
             return totals
@@ -351,6 +359,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
         each = [pieces(buffer.at[parity], *rows) for buffer in self.ds]
         ds = operand_pieces.transposed(each[0] if len(each) == 1 else piece_products.by_width(k.widths, each))
-        dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops)
+        await_turn = functools.partial(self.await_turn, at)
+        dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops, meanwhile=await_turn)
         made()
         self.add_to_dq(target, dq)

@@ -10,6 +10,11 @@ begin first; and a wave has a CTA for every multiprocessor, so that a long one i
 
 Where CTAs add to accumulators of dQ and items have few blocks, waves are smaller: there are as many long CTAs as short
 ones at any time, and accumulators, which exist for a few waves, stay in the cache.
+
+Where they add `in_order`, the blocks of keys that see a tile of queries add to its dQ one after the other, as they
+begin. Then waves are twice as large, so that a block begins well after the one before it. But in the last wave the last
+keys' blocks begin first, which are the shortest if the call is causal: a block finds its first tiles done, as the one
+before it began behind them. The last wave begins with the longest blocks, and ends with short ones.
 """
 
 from __future__ import annotations
@@ -78,11 +83,23 @@ class BackwardSchedule:
     splits: int = 1
     """CTAs that share the queries of a block of keys: the first of every block, then the second. Each counts as a
     block."""
+    in_order: bool = False
+    """Whether CTAs add to a tile of dQ in the order in which they begin."""
+    turned: bool = False
+    """Whether blocks of the last keys begin first, in all waves but the last."""
 
     @property
     def stores_sums(self) -> bool:
         """Whether dK and dV are stored as they were summed, in float32, to be summed on."""
         return self.head_groups > 1 or self.partial or self.splits > 1
+
+    def is_turned(self, wave: Any) -> Any:
+        """Return whether blocks of the last keys begin first in a wave."""
+        return wave < self.waves - 1 if self.turned else jnp.bool_(False)
+
+    def block(self, wave: Any, number: Any) -> Any:
+        """Return the block of a wave's work item that begins after `number` others."""
+        return jnp.where(self.is_turned(wave), self.blocks - 1 - number, number) if self.turned else number
 
     def split(self, block: Any) -> tuple[Any, Any]:
         """Return a block's place among those that differ in keys, and its split."""
@@ -101,30 +118,32 @@ class BackwardSchedule:
         *,
         alike: bool = False,
         accumulated: int | None = None,
+        in_order: bool = False,
     ) -> BackwardSchedule:
         """The schedule for `blocks` of keys of each key head and batch entry.
 
         `processors` are the device's multiprocessors, `None` where it is unknown. `alike` says whether all blocks take
         the same time. `accumulated` are the tiles of 128 queries, if CTAs add to a dQ that others round: the
-        accumulators of a few waves should stay in the cache.
+        accumulators of a few waves should stay in the cache. `in_order` says whether they add one after the other.
         """
         group = heads // key_heads
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)
         of_group, every = group // head_groups, key_heads * head_groups * batch
-        small = accumulated is not None and blocks <= (_FEW_BLOCKS_ALIKE if alike else _FEW_BLOCKS)
+        small = accumulated is not None and not in_order and blocks <= (_FEW_BLOCKS_ALIKE if alike else _FEW_BLOCKS)
         at_once = accumulated is not None and of_group * max(accumulated, blocks) <= _FEW_TILES
         # Whole head groups, or entries of one: others would need divisions, in every CTA.
         sizes = [size for size in range(1, every) if batch % size == 0 or (size % batch, every % size) == (0, 0)]
         # Of an odd number of waves, one has no partner with which long and short CTAs are exchanged.
         kept = math.inf if accumulated is None else _UNPAIRED_WAVES * blocks
         least = (_QUARTER if small else _ALMOST_ALL) * (processors or math.inf)
-        enough = lambda waves: least * (2 if waves % 2 and waves < kept and not alike else 1)
+        unpaired = lambda waves: waves % 2 and waves < kept and not alike
+        enough = lambda waves: least * (2 if in_order or unpaired(waves) else 1)
         items = next((size for size in sizes if size * blocks >= enough(every // size)), every)
         waves = every // items
         with_ctas = lambda number: math.ceil(number * (processors or 0) / (items * blocks))
         lag = max(2, with_ctas(_LAG)) if small else 2
         room = max(1, min(waves, with_ctas(_ROOM))) if at_once else None
-        return BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, lag, room)
+        return BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, lag, room, in_order=in_order)
 
     @staticmethod
     def of_call(
@@ -135,14 +154,14 @@ class BackwardSchedule:
         processors: int | None,
         *,
         accumulated: int | None = None,
+        in_order: bool = False,
     ) -> BackwardSchedule:
         """`of` for the batch of a call, whose blocks see about as many tiles unless what they see is bounded on one
         side, as in causal attention."""
         left, right = spec.bounds
         alike = (left is None) == (right is None)
-        return BackwardSchedule.of(
-            heads, key_heads, blocks, spec.batch, processors, alike=alike, accumulated=accumulated
-        )
+        options: Any = dict(alike=alike, accumulated=accumulated, in_order=in_order)
+        return BackwardSchedule.of(heads, key_heads, blocks, spec.batch, processors, **options)
 
     def item(self, wave: Any, number: Any) -> WorkItem:
         """Return a wave's work item; past the last wave it has no head group."""
