@@ -138,10 +138,10 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         self.ds, self.gradients = refs.smem.ds, (dk, dv)
         place, schedule = self._take_ticket(), plan.schedule
         block = schedule.block(place.wave, place.block)
-        key_block, _ = schedule.split(block)
+        key_block, split = schedule.split(block)
         self.item, self.first_key = schedule.item(place.wave, place.item), key_block * plan.tile.keys
         self.first_sum = block * plan.tile.keys
-        tiles, by_head = self._visited(block), bool(plan.sums)
+        tiles, by_head = self._visited(key_block, split), bool(plan.sums)
         self.order, self.additions = TileOrder(plan.spec, tiles, schedule.heads, block, by_head=by_head), AnyOrder()
         if schedule.in_order:
             in_turn = functools.partial(InTurn, by_head=by_head, up=schedule.is_turned(place.wave))
@@ -153,9 +153,9 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         scale, copies = facts_of(plan.spec).sums_scale, tiles.count * schedule.heads
         self.dq = plan.dq(schedule, ops, dq_refs, scale, place, copies, layout)
 
-    def _visited(self, block: Any) -> Walk:
-        """Return the tiles that a block of the CTA's work item visits."""
-        tile, (key_block, split) = self.plan.tile, self.plan.schedule.split(block)
+    def _visited(self, key_block: Any, split: Any) -> Walk:
+        """Return the tiles that a split of a block of keys visits."""
+        tile = self.plan.tile
         of_keys = tile_range.Place(self.item.batch, self.item.head_group, key_block)
         # Those that add to one tile after the other must agree on where it begins.
         alignment = tile.queries if self.plan.schedule.in_order else 8
@@ -165,7 +165,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
     def _visited_before(self, place: Place) -> Walk:
         """Return the tiles that the CTA before this one visits of its work item; none if this one is the first."""
         schedule = self.plan.schedule
-        tiles = self._visited(schedule.block(place.wave, place.block - 1))
+        tiles = self._visited(*schedule.split(schedule.block(place.wave, place.block - 1)))
         # Splits have no tile in common.
         is_first = lax.rem(place.block, schedule.blocks // schedule.splits) == 0
         return dataclasses.replace(tiles, count=jnp.where(is_first, 0, tiles.count))
