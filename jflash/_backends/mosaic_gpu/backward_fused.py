@@ -137,6 +137,15 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         (self.k, dk), (self.v, dv) = refs.smem.k_dk, refs.smem.v_dv
         self.ds, self.gradients = refs.smem.ds, (dk, dv)
         place, schedule = self._take_ticket(), plan.schedule
+        self._take_place(place)
+        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
+        layout = Layout(plan.acc_columns, plan.tile.adds_registers)
+        scale, copies = facts_of(plan.spec).sums_scale, self.order.tiles.count * schedule.heads
+        self.dq = plan.dq(schedule, ops, dq_refs, scale, place, copies, layout)
+
+    def _take_place(self, place: Place) -> None:
+        """Find the block of keys, the order of its tiles, and that of additions to their dQ."""
+        plan, schedule = self.plan, self.plan.schedule
         block = schedule.block(place.wave, place.block)
         key_block, split = schedule.split(block)
         self.item, self.first_key = schedule.item(place.wave, place.item), key_block * plan.tile.keys
@@ -147,11 +156,8 @@ class FusedCta(QueryWalkCta[FusedPlan]):
             in_turn = functools.partial(InTurn, by_head=by_head, up=schedule.is_turned(place.wave))
             self.order = in_turn(plan.spec, tiles, schedule.heads)
             before = in_turn(plan.spec, self._visited_before(place), schedule.heads)
-            self.additions = OneOrder(schedule, plan.tile, ops, refs.arrays["steps"], place, self.warpgroup, before)
-        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
-        layout = Layout(plan.acc_columns, plan.tile.adds_registers)
-        scale, copies = facts_of(plan.spec).sums_scale, tiles.count * schedule.heads
-        self.dq = plan.dq(schedule, ops, dq_refs, scale, place, copies, layout)
+            steps = self.refs.arrays["steps"]
+            self.additions = OneOrder(schedule, plan.tile, self.ops, steps, place, self.warpgroup, before)
 
     def _visited(self, key_block: Any, split: Any) -> Walk:
         """Return the tiles that a split of a block of keys visits."""
@@ -166,9 +172,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         """Return the tiles that the CTA before this one visits of its work item; none if this one is the first."""
         schedule = self.plan.schedule
         tiles = self._visited(*schedule.split(schedule.block(place.wave, place.block - 1)))
-        # Splits have no tile in common.
-        is_first = lax.rem(place.block, schedule.blocks // schedule.splits) == 0
-        return dataclasses.replace(tiles, count=jnp.where(is_first, 0, tiles.count))
+        return dataclasses.replace(tiles, count=jnp.where(place.block == 0, 0, tiles.count))
 
     def _take_ticket(self) -> Place:
         """Return the CTA's place.

@@ -1,0 +1,329 @@
+"""The one order in which CTAs of the fused backward add to dQ: whoever is fast, no tile's sum is rounded otherwise."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cases
+import hopper_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from hopper_schedules import plan_fused, spec
+from interpreter import Interpreter
+from kernel_families import HOPPER, plan_of
+from short_run import cover
+
+from jflash._backends.mosaic_gpu import plan
+from jflash._backends.mosaic_gpu.backward_fused import FusedCta, FusedPlan
+from jflash._backends.mosaic_gpu.dq_accumulator import LINE, Place
+from jflash._backends.mosaic_gpu.dq_order import OneOrder
+from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.smem import Buffers
+from jflash._backends.nvidia.tile.inputs import KernelInputs
+
+WARPGROUPS = 2
+
+
+class Numbers:
+    """Counters in device memory, each of which is its number."""
+
+    @property
+    def at(self) -> "Numbers":
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return index // LINE
+
+
+class Recorder:
+    """What a warpgroup waits for and counts."""
+
+    awaited: tuple[Any, Any]
+    counted: Any
+
+    def wait_until(self, counter: Any, least: Any) -> None:
+        self.awaited = counter, least
+
+    def signal(self, counter: Any) -> None:
+        self.counted = counter
+
+
+class Walk(FusedCta):
+    """A warpgroup's walk without its kernel."""
+
+    def __init__(self, plan: FusedPlan, arrays: dict[str, Any], place: Place, warpgroup: Any):
+        self.plan, self.warpgroup, self.ops = plan, warpgroup, Recorder()
+        self.refs = Refs(arrays | dict(steps=Numbers()), {}, Buffers())
+        self.inputs = KernelInputs(plan.spec, self.ops, arrays, keys_first=True)
+        self._take_place(place)
+
+    def step(self, step: Any) -> tuple[Any, ...]:
+        """Return a step's head and first query, and what is awaited and counted by which number."""
+        head, index = self.order.at(step, jnp.maximum(self.order.tiles.count, 1))
+        first = self.order.tiles.start(index)
+        self.additions.await_turn(head, first)
+        self.additions.count()
+        return self.item.first_head + head, first, *self.ops.awaited, self.ops.counted
+
+
+class Addition(NamedTuple):
+    """What is added to the dQ of a batch entry and head, and when it may be."""
+
+    target: tuple[int, ...]
+    counter: int
+    least: int
+
+
+class Program(NamedTuple):
+    """What a warpgroup does: in every step it counts, and adds what it made of the step before, if it is its turn."""
+
+    counter: int
+    additions: list[Addition | None]
+    """What comes after each count; nothing after the last."""
+
+
+def programs(plan: FusedPlan, arrays: dict[str, Any]) -> list[list[Program]]:
+    """The programs of each CTA's warpgroups, in the order of tickets."""
+    schedule, tile = plan.schedule, plan.tile
+    places = list(itertools.product(range(schedule.waves), range(schedule.blocks), range(schedule.items)))
+    steps = -(-plan.spec.query_length // tile.queries) * schedule.heads
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def walked(place: Any, warpgroup: Any) -> Any:
+        walk = Walk(plan, arrays, Place(*place), warpgroup)
+        count = walk.order.tiles.count * schedule.heads
+        return count, walk.item.batch, jax.vmap(walk.step)(jnp.arange(steps))
+
+    counts, entries, found = jax.tree.map(np.asarray, walked(jnp.array(places), jnp.arange(WARPGROUPS)))
+
+    def program(cta: int, warpgroup: int) -> Program:
+        additions: list[Addition | None] = [None]
+        at = (cta, warpgroup)
+        for step in range(counts[at]):
+            head, first, counter, least, _ = (int(part[at][step]) for part in found)
+            is_turn = not tile.dq_alternates or step % WARPGROUPS == warpgroup
+            part = () if tile.dq_alternates else (warpgroup,)
+            assert first % tile.queries == 0
+            target = (int(entries[at]), head, first, *part)
+            additions.append(Addition(target, counter, least) if is_turn else None)
+        # The count after the last addition.
+        return Program(int(found[-1][at][0]), [*additions, None])
+
+    return [[program(cta, warpgroup) for warpgroup in range(WARPGROUPS)] for cta in range(len(places))]
+
+
+class Runs:
+    """CTAs that begin in the order of tickets and go on in any; what was added arrives before it is counted."""
+
+    def __init__(self, every: list[list[Program]], processors: int, seed: int, *, waits: bool = True):
+        self.every, self.generator, self.waits = every, np.random.default_rng(seed), waits
+        self.counts: dict[int, int] = {}
+        self.arrived: dict[tuple[int, ...], list[int]] = {}
+        self._run(processors)
+
+    def _run(self, processors: int) -> None:
+        begins, resident = iter(range(len(self.every))), list[tuple[int, list[Iterator[bool]]]]()
+        while True:
+            for cta in itertools.islice(begins, processors - len(resident)):
+                resident.append((cta, [self._walk(cta, program) for program in self.every[cta]]))
+            if not resident:
+                return
+            moved = False
+            for place in self.generator.permutation(len(resident)):
+                # Some are slower than others, for a time.
+                for _ in range(self.generator.choice([0, 0, 1, 2, 5])):
+                    warpgroups = resident[place][1]
+                    going = [(walk, next(walk, None)) for walk in warpgroups]
+                    moved |= any(state for _, state in going)
+                    resident[place] = resident[place][0], [walk for walk, state in going if state is not None]
+            ended = [one for one in resident if not one[1]]
+            resident = [one for one in resident if one[1]]
+            assert moved or ended or self._may_go_on(resident), "a deadlock"
+
+    def _may_go_on(self, resident: list[tuple[int, list[Iterator[bool]]]]) -> bool:
+        """Whether some warpgroup can, though by chance none did."""
+        return any(next(walk, True) for _, walks in resident for walk in walks)
+
+    def _walk(self, cta: int, program: Program) -> Iterator[bool]:
+        """Yield whether the warpgroup went on."""
+        issued: list[tuple[int, ...]] = []
+        for addition in program.additions:
+            self._arrive(cta, issued)
+            self.counts[program.counter] = self.counts.get(program.counter, 0) + 1
+            yield True
+            if addition is None:
+                continue
+            while self.waits and self.counts.get(addition.counter, 0) < addition.least:
+                yield False
+            issued.append(addition.target)
+            yield True
+            if self.generator.random() < 0.5:
+                self._arrive(cta, issued)
+                yield True
+
+    def _arrive(self, cta: int, issued: list[tuple[int, ...]]) -> None:
+        while issued:
+            self.arrived.setdefault(issued.pop(), []).append(cta)
+
+
+def lengths(*numbers: int) -> Any:
+    return jnp.array(numbers, jnp.int32)
+
+
+SQUARE = dict(batch=1, heads=2, key_heads=2, query_length=640, key_length=640)
+CALLS: dict[str, tuple[dict, dict, int]] = {
+    "full": (SQUARE, {}, 3),
+    "causal": (SQUARE | dict(is_causal=True), {}, 3),
+    "causal in waves": (SQUARE | dict(is_causal=True, batch=5), {}, 2),
+    "causal, d128": (SQUARE | dict(is_causal=True, dims=128), {}, 3),
+    "causal, d96 in turns": (SQUARE | dict(is_causal=True, dims=96), {}, 3),
+    "causal, d80 in turns": (SQUARE | dict(is_causal=True, dims=80, batch=4), {}, 1),
+    "causal, bottom right": (SQUARE | dict(is_causal=True, query_length=300, query_offset=340), {}, 3),
+    "causal, negative offset": (SQUARE | dict(is_causal=True, query_offset=-201), {}, 3),
+    "causal, offsets": (
+        SQUARE | dict(is_causal=True, batch=2, query_offset=None),
+        dict(query_offset=lengths(77, -130)),
+        3,
+    ),
+    "window": (SQUARE | dict(window=(150, 70)), {}, 3),
+    "window of the past in waves": (SQUARE | dict(window=(100, 0), batch=4), {}, 1),
+    "narrow window": (SQUARE | dict(window=(10, 3), dims=128), {}, 3),
+    "heads that share keys": (SQUARE | dict(is_causal=True, heads=8), {}, 1),
+    "heads that share keys, full": (SQUARE | dict(heads=4, key_heads=1, dims=128), {}, 1),
+    "heads that share keys, window": (SQUARE | dict(heads=4, window=(200, 0)), {}, 1),
+    "lengths": (
+        SQUARE | dict(is_causal=True, batch=3),
+        dict(query_lengths=lengths(333, 640, 0), key_lengths=lengths(640, 201, 0)),
+        3,
+    ),
+    "lengths, window, offset": (
+        SQUARE | dict(window=(150, 30), batch=2, query_offset=90),
+        dict(query_lengths=lengths(333, 640), key_lengths=lengths(640, 201)),
+        2,
+    ),
+    "more queries than keys": (SQUARE | dict(query_length=1100, key_length=200), {}, 132),
+    "more queries than keys, lengths": (
+        SQUARE | dict(query_length=1100, key_length=400),
+        dict(key_lengths=lengths(150)),
+        132,
+    ),
+    "more queries than keys, causal": (SQUARE | dict(is_causal=True, query_length=1100, key_length=400), {}, 132),
+    "partial": (SQUARE | dict(is_causal=True, partial=True, query_offset=70), {}, 3),
+}
+
+
+def planned(call: str) -> tuple[FusedPlan, dict[str, Any], int]:
+    """The plan of a call that asks for one order, with what its kernel reads, and a number of processors."""
+    facts, arrays, processors = CALLS[call]
+    dim = facts.get("dims", 64)
+    one = spec(dim, dim)
+    asked = {name: value for name, value in facts.items() if name != "dims"}
+    asked |= dict(operands=one.operands | frozenset(arrays), deterministic=True)
+    fused = plan_fused(dataclasses.replace(one, **asked), processors)
+    assert fused.schedule.in_order
+    return fused, arrays, processors
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_tile_is_added_to_in_one_order(call: str):
+    """Whatever CTAs are resident, and whichever of them are fast, they end and add to a tile in the same order."""
+    fused, arrays, processors = planned(call)
+    every = programs(fused, arrays)
+    counters = [program.counter for cta in every for program in cta]
+    assert len(set(counters)) == len(counters)
+    assert max(counters) * LINE < OneOrder.size(fused.schedule)
+    together = min(processors, 7)
+    first, *others = [Runs(every, number, seed).arrived for seed, number in enumerate((together, together, 1, 40))]
+    assert max(map(len, first.values())) > 1
+    assert all(ctas == sorted(ctas) for ctas in first.values())
+    assert all(other == first for other in others)
+    # The same programs without their waits.
+    assert any(Runs(every, 40, seed, waits=False).arrived != first for seed in range(9))
+
+
+def test_splits_of_a_block_share_its_tiles_as_those_of_others_do():
+    """So that a tile is in the same split of every block: where bounds let blocks see different tiles, none is split."""
+    calls = [name for name in CALLS if name.startswith("more queries than keys")]
+    splits = {name: planned(name)[0].schedule.splits for name in calls}
+    assert all((number > 1) == ("causal" not in name) for name, number in splits.items()), splits
+
+
+class Counting(Interpreter):
+    """CTAs that count what they do. They run in the order of tickets, so that none has to wait."""
+
+    def signal(self, counter: Any) -> None:
+        counter[...] = counter[...] + 1
+
+
+@cover(every=4)
+@pytest.mark.parametrize(
+    ("processors", "lengths", "heads", "dims", "options"),
+    [
+        (1, (300, 300), (1, 1), (64, 64), {}),
+        (1, (150, 270), (2, 2), (128, 128), dict(causal=True)),
+        (1, (140, 270), (4, 1), (64, 64), dict(causal=True)),
+        (2, (140, 270), (2, 2), (96, 64), dict(window=(90, 20), lengths="both", batch=(3,))),
+        (1, (150, 270), (3, 3), (80, 80), dict(causal=True, offset="each", batch=(2,))),
+        (1, (150, 200), (2, 1), (40, 24), dict(alibi=True, sinks=True, scale="traced", causal=True, soft_cap=1.5)),
+        (1, (150, 200), (2, 2), (64, 64), dict(bias="keys", dropout=True)),
+        (1, (150, 200), (2, 2), (64, 64), dict(bias="full", window=(90, 20))),
+        (132, (1100, 200), (1, 1), (64, 64), {}),
+        (1, (150, 200), (2, 1), (64, 64), dict(causal=True, dtype="float32")),
+    ],
+    ids=str,
+)
+def test_what_is_added_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    processors: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    options: dict,
+):
+    """A CTA of several that add to a tile's dQ counts every step, and what comes after the last one."""
+    given = dict(dtype="bfloat16", batch=(1,)) | options
+    call = cases.build(Case(query_length=lengths[0], key_length=lengths[1], heads=heads, dims=dims, **given))
+    fused = plan_of(plan.plan_backward(hopper_kernels.canonical(call, deterministic=True)[0], processors), FusedPlan)
+    assert fused is not None
+    assert fused.schedule.blocks > 1
+    made: list[Any] = []
+    finish = FusedPlan.finish
+
+    def keep(plan: FusedPlan, results: dict[str, Any], changed: Any) -> dict[str, Any]:
+        jax.debug.callback(made.append, changed["steps"])
+        return finish(plan, results, changed)
+
+    monkeypatch.setattr(FusedPlan, "finish", keep)
+    family = HOPPER._replace(interpreter=Counting)
+    attend = functools.partial(hopper_kernels.run, call, processors, family=family, detect_races=False)
+    oracle.assert_right(attend(deterministic=True), call)
+    jax.effects_barrier()
+    (steps,) = (np.asarray(steps).reshape(-1, WARPGROUPS, LINE)[:, :, 0] for steps in made)
+    assert (steps[:, 0] == steps[:, 1]).all()
+    most = -(-call.query.shape[1] // fused.tile.queries) * fused.schedule.heads
+    assert steps.min() >= 2
+    assert steps.max() == most + 2 or fused.schedule.splits > 1
+    assert np.unique(steps).size > 1 or options.keys().isdisjoint({"causal", "window"})
+
+
+@cover(every=2)
+@pytest.mark.parametrize(
+    ("dims", "heads", "options"),
+    [((64, 64), (2, 1), dict(causal=True)), ((96, 96), (1, 1), {}), ((128, 128), (1, 1), dict(bias="keys"))],
+    ids=str,
+)
+def test_no_race_of_a_cta_that_counts(dims: tuple[int, int], heads: tuple[int, int], options: dict):
+    """One block of keys, as other CTAs that add to its dQ would be a race to the interpreter."""
+    call = cases.build(Case("bfloat16", 140, 100, heads=heads, dims=dims, batch=(1,), **options))
+    fused = plan_of(plan.plan_backward(hopper_kernels.canonical(call, deterministic=True)[0], 132), FusedPlan)
+    assert fused is not None
+    assert fused.schedule.in_order
+    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
