@@ -267,16 +267,15 @@ class Counting(Interpreter):
 @pytest.mark.parametrize(
     ("processors", "lengths", "heads", "dims", "options"),
     [
-        (1, (300, 300), (1, 1), (64, 64), {}),
         (1, (150, 270), (2, 2), (128, 128), dict(causal=True)),
         (1, (140, 270), (4, 1), (64, 64), dict(causal=True)),
-        (2, (140, 270), (2, 2), (96, 64), dict(window=(90, 20), lengths="both", batch=(3,))),
-        (1, (150, 270), (3, 3), (80, 80), dict(causal=True, offset="each", batch=(2,))),
-        (1, (150, 200), (2, 1), (40, 24), dict(alibi=True, sinks=True, scale="traced", causal=True, soft_cap=1.5)),
-        (1, (150, 200), (2, 2), (64, 64), dict(bias="keys", dropout=True)),
-        (1, (150, 200), (2, 2), (64, 64), dict(bias="full", window=(90, 20))),
         (132, (1100, 200), (1, 1), (64, 64), {}),
-        (1, (150, 200), (2, 1), (64, 64), dict(causal=True, dtype="float32")),
+        (3, (150, 200), (2, 1), (40, 24), dict(alibi=True, sinks=True, scale="traced", causal=True, soft_cap=1.5)),
+        # Of several waves.
+        (4, (150, 270), (5, 5), (80, 80), dict(causal=True, offset="end")),
+        (2, (140, 270), (1, 1), (96, 64), dict(window=(90, 20), lengths="both", batch=(3,))),
+        (3, (150, 200), (4, 4), (64, 64), dict(bias="keys", dropout=True)),
+        (3, (150, 200), (2, 2), (64, 64), dict(bias="full", window=(90, 20))),
     ],
     ids=str,
 )
