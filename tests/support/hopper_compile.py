@@ -20,6 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+import kernel_families
 from h200 import over
 from hopper_kernels import canonical_arguments
 from jax import lax
@@ -58,6 +59,14 @@ CASES = {
     "d64 causal, alibi": (64, 64, dict(is_causal=True), dict(alibi_slopes=((4,), float32))),
     "d64 causal, segments": (64, 64, dict(is_causal=True), dict(segment_ids=((2, LENGTH), jnp.int32))),
     **{f"d{d} deterministic": (d, d, dict(deterministic=True), {}) for d in (64, 128)},
+    **{f"d{d} causal, in order": (d, d, dict(is_causal=True, deterministic=True), {}) for d in (64, 80, 96, 128)},
+    **{f"d{d}, in order": (d, d, dict(deterministic=True), {}) for d in (64, 128)},
+    "lengths, in order": (
+        128,
+        128,
+        dict(deterministic=True),
+        dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32)),
+    ),
     "d192/128 causal": (192, 128, dict(is_causal=True), {}),
     "window": (128, 128, dict(is_causal=True, local_window_size=(1023, 0)), {}),
     "soft cap": (128, 128, dict(logits_soft_cap=50.0), {}),
@@ -145,6 +154,8 @@ CASES = {
 }
 PARTIAL = tuple(name for name in CASES if name.endswith("partial"))
 """Cases that are a part of a call."""
+TWO_KERNELS = tuple(name for name, case in CASES.items() if case[2].get("deterministic") and "in order" not in name)
+"""Cases whose dQ is not made with dK and dV, as if it had no order."""
 FLOAT32 = tuple(name for name in CASES if name.startswith("float32"))
 """Cases whose operands are float32."""
 
@@ -268,7 +279,8 @@ def compiled(
             return run.tangent(found, operands, results, tangents, HOPPER)
 
         def backward(operands, residuals):
-            found = plan.plan_backward(spec.resized(operands), min(processors, of_backward))
+            family = kernel_families.TWO_KERNELS if name in TWO_KERNELS else kernel_families.HOPPER
+            _, found = family.plans(spec.resized(operands), min(processors, of_backward))
             return run.backward(found, operands, residuals, HOPPER)
 
         def over_devices(function, *args):

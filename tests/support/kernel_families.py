@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,16 @@ HOPPER = Family(
     interpreter=Interpreter,
     unsupported=mosaic_gpu.unsupported_call,
 )
+
+
+def _without_fused(spec: Spec, processors: int) -> tuple[Any, Any]:
+    with unittest.mock.patch.object(hopper_plan, "_plan_fused", lambda *_: None):
+        return HOPPER.plans(spec, processors)
+
+
+TWO_KERNELS = HOPPER._replace(plans=_without_fused)
+"""Hopper's kernels where the fused backward does not serve a call, as where dQ has no order. With deterministic=True
+those of dQ and of dK and dV take its place, in each of which every sum has an owner."""
 
 
 def mma(compute_capability: str) -> Family:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import cases
 import hopper_kernels
@@ -12,7 +13,7 @@ import oracle
 import pytest
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernel_families import plan_of
+from kernel_families import HOPPER, TWO_KERNELS, Family, plan_of
 from kernel_values import INTERPRETED
 from short_run import cover
 
@@ -58,7 +59,8 @@ def test_fused(case: Case):
 @pytest.mark.parametrize("case", marked(SPLIT_CASES), ids=str)
 def test_split(case: Case):
     call = cases.build(case)
-    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, deterministic=True), call)
+    run = functools.partial(hopper_kernels.run, call, family=TWO_KERNELS, deterministic=True)
+    hopper_kernels.assert_right(run, call)
 
 
 @cover(every=9)
@@ -209,12 +211,13 @@ def test_queries_in_registers(dims: tuple[int, int]):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@pytest.mark.parametrize("deterministic", [False, slow(True)])
-def test_no_weight_on_keys_past_the_end(deterministic: bool):
+@pytest.mark.parametrize("family", [HOPPER, slow(TWO_KERNELS)], ids=["fused", "two kernels"])
+def test_no_weight_on_keys_past_the_end(family: Family):
     """A tile of keys is read as zeros there; sums over it are not cut off as dK is."""
     case = Case("bfloat16", 131, 17, dims=(80, 80), alibi=True, bias="heads", scale="traced", sinks=True)
     call = cases.build(case)
-    oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
+    got = hopper_kernels.run(call, family=family, deterministic=family is TWO_KERNELS)
+    oracle.assert_right(got, call)
 
 
 @cover(0, rest=2)
@@ -232,7 +235,7 @@ def test_small_scales(scale: float, mask: str | None):
 def test_large_biases_in_a_window(large: int):
     """A tile's biases may be large in some part of it."""
     call = cases.large_biases_in_a_window(large)
-    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    oracle.assert_right(hopper_kernels.run(call, family=TWO_KERNELS, deterministic=True), call)
 
 
 @cover(0, rest=2)
@@ -241,14 +244,14 @@ def test_bias_of_keys_by_scale(scale: float):
     """The forward divides it by the scale."""
     case = Case("bfloat16", 70, 200, heads=(2, 1), dims=(32, 32), batch=(), bias="keys")
     call = cases.with_scale(cases.build(case), scale)
-    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    oracle.assert_right(hopper_kernels.run(call, family=TWO_KERNELS, deterministic=True), call)
 
 
 @cover(0)
 def test_soft_cap_of_few_large_products():
     case = Case("bfloat16", 199, 17, (2, 1), (8, 8), (), soft_cap=40.0, bias="heads", causal=True, window=40)
     call = cases.with_large_products(cases.build(case))
-    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
+    oracle.assert_right(hopper_kernels.run(call, family=TWO_KERNELS, deterministic=True), call)
 
 
 @cover(0, rest=3)
@@ -270,7 +273,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
 def test_large_biases(values: str, dtype: str, kind: str, dim: int):
     call = cases.build(Case(dtype, 70, 200, heads=(1, 1), dims=(dim, dim), batch=(), bias=kind))
     call = cases.with_bias_of_index(call, cases.LARGE_BIASES[values])
-    oracle.assert_right(hopper_kernels.run(call, deterministic=True), call, by_lse=True)
+    oracle.assert_right(hopper_kernels.run(call, family=TWO_KERNELS, deterministic=True), call, by_lse=True)
 
 
 @cover(0, rest=2)
@@ -360,11 +363,12 @@ def test_groups_that_do_not_fill_a_block():
 def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
     """Those too that only a search on some device would choose."""
     call = cases.build(Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), **options))
+    how: Any = dict(family=TWO_KERNELS, deterministic=True) if deterministic else {}
     with _tuning.trying({}) as trial:
-        hopper_kernels.traced(call, deterministic=deterministic)
+        hopper_kernels.traced(call, **how)
     answers = {key: candidates[min(place, len(candidates) - 1)] for key, candidates in trial.asked.items()}
     with _tuning.trying(answers) as trial:
-        oracle.assert_right(hopper_kernels.run(call, deterministic=deterministic), call)
+        oracle.assert_right(hopper_kernels.run(call, **how), call)
     assert answers.keys() == trial.asked.keys()
     assert max(map(len, trial.asked.values())) > place
 

@@ -9,6 +9,7 @@ import hopper_kernels
 import pytest
 from cases import Case
 from equations import equations
+from kernel_families import TWO_KERNELS
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import array_shapes, plan
@@ -47,8 +48,8 @@ from jflash._backends.mosaic_gpu import array_shapes, plan
 def test_right(lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], options: dict[str, Any]):
     call = built(lengths, heads, dims, **options)
     assert array_shapes.forward_in_panels(hopper_kernels.canonical(call)[0])
-    deterministic = dict(deterministic=True) if lengths[1] > 128 else {}
-    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, **deterministic), call)
+    how: Any = dict(family=TWO_KERNELS, deterministic=True) if lengths[1] > 128 else {}
+    hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, **how), call)
 
 
 @cover(every=2)
