@@ -55,7 +55,7 @@ HOPPER = Family(
 
 
 def _without_fused(spec: Spec, processors: int) -> tuple[Any, Any]:
-    with unittest.mock.patch.object(hopper_plan, "_plan_fused", lambda *_: None):
+    with unittest.mock.patch.object(hopper_plan, "_plan_fused", return_value=None):
         return HOPPER.plans(spec, processors)
 
 

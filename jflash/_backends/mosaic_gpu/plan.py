@@ -148,9 +148,9 @@ def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
 
 
 def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> FusedPlan | None:
-    """Return the plan of the fused kernel; `None` if none of its tiles fit, or its sums should have one order."""
-    has_order = not spec.deterministic or dq_order.suits(spec)
-    if not has_order or (tile := _fused_tiles(spec)) is None:
+    """Return the plan of the fused kernel; `None` if none of its tiles fit, or dQ has no order and should have one."""
+    lacks_order = spec.deterministic and not dq_order.suits(spec)
+    if lacks_order or (tile := _fused_tiles(spec)) is None:
         return None
     accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
     splits = 1 if wanted else _splits(spec, tile, processors)

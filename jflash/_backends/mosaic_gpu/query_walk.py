@@ -222,7 +222,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         raise NotImplementedError
 
     def end_addition(self) -> None:
-        """Note that what this warpgroup added has arrived; called in every step, before something may be added."""
+        """Note that what this warpgroup added has arrived; called once a step, before something may be added."""
 
     def await_turn(self, at: Step) -> None:
         """Wait until this warpgroup may add its share of a step's dQ; called while the share is made."""
@@ -263,7 +263,6 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         steps = self.order.tiles.count * self.order.heads
         last, nothing = steps - 1, lambda: None
         makes_dq = (steps > 0) & self._is_turn(last, before)
-        self.end_addition()
         lax.cond(makes_dq, lambda: self._make_dq(last, before, nothing), lambda: self._leave_dq(last, nothing))
         # No barrier may end in the middle of its phase.
         plgpu.barrier_wait(self.smem.ds_empty.at[lax.rem(steps, 2)])
@@ -315,7 +314,6 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
                 plgpu.barrier_arrive(smem.do.empty.at[slot])
                 plgpu.barrier_arrive(smem.q.empty.at[slot])
 
-            self.end_addition()
             last, makes_dq = step - 1, (step > 0) & self._is_turn(step - 1, before)
             ops.cond(makes_dq, lambda: self._make_dq(last, before, free), lambda: self._leave_dq(last, free))
             return totals
@@ -346,6 +344,7 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
             # Who waits for a barrier waits for each of its phases.
             pl.when(step >= 0)(lambda: plgpu.barrier_wait(self.smem.ds_full.at[lax.rem(step, 2)]))
         then()
+        self.end_addition()
 
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
         """Make this warpgroup's share of a step's dQ, and call `made` after its products."""
@@ -359,7 +358,11 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
         each = [pieces(buffer.at[parity], *rows) for buffer in self.ds]
         ds = operand_pieces.transposed(each[0] if len(each) == 1 else piece_products.by_width(k.widths, each))
-        await_turn = functools.partial(self.await_turn, at)
-        dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops, meanwhile=await_turn)
+
+        def meanwhile() -> None:
+            self.end_addition()
+            self.await_turn(at)
+
+        dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops, meanwhile)
         made()
         self.add_to_dq(target, dq)

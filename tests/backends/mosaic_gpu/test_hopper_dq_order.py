@@ -250,7 +250,7 @@ def test_every_tile_is_added_to_in_one_order(call: str):
 
 
 def test_splits_of_a_block_share_its_tiles_as_those_of_others_do():
-    """So that a tile is in the same split of every block: where bounds let blocks see different tiles, none is split."""
+    """A tile is in the same split of every block: where bounds let blocks see different tiles, none is split."""
     calls = [name for name in CALLS if name.startswith("more queries than keys")]
     splits = {name: planned(name)[0].schedule.splits for name in calls}
     assert all((number > 1) == ("causal" not in name) for name, number in splits.items()), splits

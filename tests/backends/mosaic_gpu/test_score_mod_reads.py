@@ -16,6 +16,7 @@ import pytest
 import score_mod_tables
 from cases import Case
 from equations import equations
+from kernel_families import TWO_KERNELS
 from lanes import Warpgroup
 from on_hardware import with_nan_in_padding
 from plain_attention import Call
@@ -182,7 +183,12 @@ def of_segments(added):
 FUSED = Case("bfloat16", 131, 128, heads=(2, 1), dims=(64, 64), batch=(2,))
 ROWS = [
     (FUSED, by_head, (draw(), draw(2, 2)), {}),
-    (FUSED._replace(key_length=200, causal=True), by_head, (draw(), draw(2, 2)), dict(family=kernel_families.TWO_KERNELS, deterministic=True)),
+    (
+        FUSED._replace(key_length=200, causal=True),
+        by_head,
+        (draw(), draw(2, 2)),
+        dict(family=TWO_KERNELS, deterministic=True),
+    ),
     (FUSED._replace(dtype="float32", bias="keys", lengths="both"), by_head, (draw(), draw(2, 2)), {}),
     (FUSED._replace(query_length=40, segments="sorted"), of_segments, (draw(2),), {}),
     (FUSED._replace(dims=(320, 288), causal=True, key_length=140), by_head, (draw(), draw(2, 2)), {}),

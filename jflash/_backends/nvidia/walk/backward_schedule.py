@@ -12,9 +12,10 @@ Where CTAs add to accumulators of dQ and items have few blocks, waves are smalle
 ones at any time, and accumulators, which exist for a few waves, stay in the cache.
 
 Where they add `in_order`, the blocks of keys that see a tile of queries add to its dQ one after the other, as they
-begin. Then waves are twice as large, so that a block begins well after the one before it. But in the last wave the last
-keys' blocks begin first, which are the shortest if the call is causal: a block finds its first tiles done, as the one
-before it began behind them. The last wave begins with the longest blocks, and ends with short ones.
+begin. Then waves are twice as large, so that a block begins well after the one before it. In all waves but the last one
+the last keys' blocks may begin first (`turned`), which are the shortest if the call is causal: a block finds its first
+tiles done, as the one before it began behind them. The last wave begins with the longest blocks, and ends with short
+ones.
 """
 
 from __future__ import annotations
