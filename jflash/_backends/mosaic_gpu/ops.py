@@ -150,12 +150,11 @@ class WarpgroupOps(Ops):
         """Wait until an integer in device memory is `least` or more, and see what was done before; not if that is 0."""
 
         def make(_: ThreadBuilder, counter: Any, least: Any) -> None:
-            loop = """{ .reg .pred behind; .reg .b32 now; mov.b32 now, 0;
-            again: setp.lt.s32 behind, now, $1; @!behind bra done;
-            ld.acquire.gpu.global.s32 now, [$0]; bra again; done: }"""
-            _utils.inline_ptx(loop, _utils.memref_ptr(counter), least, has_side_effects=True)
             # What others added comes before what copies of this warpgroup add now.
-            _utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+            loop = """{ .reg .pred behind; .reg .b32 now; setp.lt.s32 behind, 0, $1; @!behind bra done;
+            again: ld.acquire.gpu.global.s32 now, [$0]; setp.lt.s32 behind, now, $1; @behind bra again;
+            fence.proxy.async; done: }"""
+            _utils.inline_ptx(loop, _utils.memref_ptr(counter), least, has_side_effects=True)
 
         ThreadBuilder.emit(make, counter, least)
 
