@@ -309,7 +309,7 @@ class Interpreter(CommonInterpreter, WarpgroupOps):
     def signal(self, counter: Ref) -> None:
         """Nothing: CTAs run one after the other, so none has to wait."""
 
-    def wait_until(self, counter: Ref, least: Int[Array, ""]) -> None:
+    def count_and_wait(self, counter: Ref, before: Ref, least: Int[Array, ""]) -> None:
         """Nothing."""
 
     def wait_for(self, counter: Ref, value: int) -> None:

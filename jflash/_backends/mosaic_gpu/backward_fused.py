@@ -56,6 +56,7 @@ def shared_memory(spec: Spec, tile: FusedTiles) -> Buffers:
         # One vector: another would begin a kilobyte later.
         numbers=smem.vectors(1 + tile.warpgroups, dtype=jnp.int32),
         ticket_drawn=smem.barriers(1),
+        **(OneOrder.barriers(tile) if spec.deterministic else {}),
     )
 
 
@@ -157,7 +158,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
             self.order = in_turn(plan.spec, tiles, schedule.heads)
             before = in_turn(plan.spec, self._visited_before(place), schedule.heads)
             steps = self.refs.arrays["steps"]
-            self.additions = OneOrder(schedule, plan.tile, self.ops, steps, place, self.warpgroup, before)
+            self.additions = OneOrder(schedule, self.ops, steps, self.smem, place, self.order, before)
 
     def _visited(self, key_block: Any, split: Any) -> Walk:
         """Return the tiles that a split of a block of keys visits."""
@@ -240,7 +241,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
 
     def _finish(self) -> None:
         """Note that all that this warpgroup added has arrived."""
-        self.additions.count()
+        self.additions.arrive(self.order.tiles.count * self.order.heads + 1)
         self.dq.finish(self.warpgroup)
 
     def copy(self) -> None:
@@ -249,9 +250,15 @@ class FusedCta(QueryWalkCta[FusedPlan]):
 
         @pl.when(self.dq.adds)
         def _() -> None:
-            self.copy_queries(row_statistics.early(self.plan.spec), self.dq.after_copy, self.dq.spare)
-            pipeline.drain(self.smem.q.empty, self.smem.do.empty)
+            spare = max(self.dq.spare, self.additions.more)
+            self.copy_queries(row_statistics.early(self.plan.spec), self._after_copy, spare)
+            if not self.plan.schedule.in_order:
+                pipeline.drain(self.smem.q.empty, self.smem.do.empty)
             self.dq.finish_copies()
+
+    def _after_copy(self, step: Any) -> None:
+        self.additions.follow(step)
+        self.dq.after_copy(step)
 
     def turn(self, step: Any, at: Step) -> Any:
         return step
@@ -262,11 +269,11 @@ class FusedCta(QueryWalkCta[FusedPlan]):
             first += self.warpgroup * WARPGROUP_ROWS
         return self.dq.target(at.head, pl.ds(first, WARPGROUP_ROWS), self.dq_columns)
 
-    def end_addition(self) -> None:
-        self.additions.end()
+    def end_additions(self, number: Any) -> None:
+        self.additions.end(number)
 
-    def await_turn(self, at: Step) -> None:
-        self.additions.await_turn(at.head, at.eighth * 8)
+    def await_turn(self, step: Any) -> None:
+        self.additions.await_turn(step)
 
     def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
         if self.plan.tile.adds_registers:

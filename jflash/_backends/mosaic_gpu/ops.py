@@ -146,17 +146,27 @@ class WarpgroupOps(Ops):
 
         ThreadBuilder.emit(make, counter)
 
-    def wait_until(self, counter: Ref, least: Int[Array, ""]) -> None:
-        """Wait until an integer in device memory is `least` or more, and see what was done before; not if that is 0."""
+    def count_and_wait(self, counter: Ref, before: Ref, least: Int[Array, ""]) -> None:
+        """Increment an integer in device memory, and with it publish all that this warpgroup knows to be done; and wait
+        until another is `least` or more, and see what was done before; not if that is 0.
 
-        def make(_: ThreadBuilder, counter: Any, least: Any) -> None:
-            # What others added comes before what copies of this warpgroup add now.
-            loop = """{ .reg .pred behind; .reg .b32 now; setp.lt.s32 behind, 0, $1; @!behind bra done;
-            again: ld.acquire.gpu.global.s32 now, [$0]; setp.lt.s32 behind, now, $1; @behind bra again;
+        Two warps do it at once, as each takes as long as device memory.
+        """
+
+        def make(_: ThreadBuilder, counter: Any, before: Any, least: Any) -> None:
+            mgpu.warpgroup_barrier()
+            # What others added comes before what copies of this CTA add now.
+            both = """{ .reg .pred counts, waits, behind; .reg .b32 thread, now;
+            mov.u32 thread, %tid.x; and.b32 thread, thread, 127;
+            setp.eq.u32 counts, thread, 32; @counts red.release.gpu.global.add.s32 [$0], 1;
+            setp.eq.u32 waits, thread, 0; setp.lt.and.s32 behind, 0, $2, waits; @!behind bra done;
+            again: ld.acquire.gpu.global.s32 now, [$1]; setp.lt.s32 behind, now, $2; @behind bra again;
             fence.proxy.async; done: }"""
-            _utils.inline_ptx(loop, _utils.memref_ptr(counter), least, has_side_effects=True)
+            addresses = map(_utils.memref_ptr, (counter, before))
+            _utils.inline_ptx(both, *addresses, least, has_side_effects=True)
+            mgpu.warpgroup_barrier()
 
-        ThreadBuilder.emit(make, counter, least)
+        ThreadBuilder.emit(make, counter, before, least)
 
     def wait_for(self, counter: Ref, value: int) -> None:
         """Wait until an integer in device memory has a value, and see what was done before it had."""

@@ -191,11 +191,13 @@ def _fused_tiles(spec: Spec) -> FusedTiles | None:
     widest = max(head_dim, value_dim)
     # Tiles of 128 queries leave registers where logits are products times a number and nothing is dropped.
     plain = facts_of(spec).is_plain and spec.dropout_rate == 0 and not facts_of(spec).is_float32
-    candidates = [FusedTiles(128, 2, adds_registers=True)] if widest <= 64 and plain else []
+    # What registers add arrives late, and has to arrive before others add.
+    adds_registers = not spec.deterministic
+    candidates = [FusedTiles(128, 2, adds_registers=adds_registers)] if widest <= 64 and plain else []
     if widest <= 128:
         dq_alternates = 64 < widest <= _MOST_COLUMNS_IN_TURNS and not facts_of(spec).is_float32
         # Copies that add 80 columns do so in blocks of 16, and take longer than registers.
-        turns = dict(dq_alternates=dq_alternates, adds_registers=dq_alternates and head_dim == 80)
+        turns = dict(dq_alternates=dq_alternates, adds_registers=adds_registers and dq_alternates and head_dim == 80)
         # Where bounds leave CTAs few tiles, a third stage takes more time than it saves.
         stages = (3, 2) if dq_alternates and spec.bounds == (None, None) else (2,)
         candidates += [*(FusedTiles(64, number, **turns) for number in stages), FusedTiles(64, 1)]

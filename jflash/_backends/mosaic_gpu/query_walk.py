@@ -221,11 +221,12 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         """Add this warpgroup's share of a step's dQ to its target."""
         raise NotImplementedError
 
-    def end_addition(self) -> None:
-        """Note that what this warpgroup added has arrived; called once a step, before something may be added."""
+    def end_additions(self, number: Any) -> None:
+        """Note that all that this warpgroup added has arrived; called once in the iteration of each number, and once
+        after the last."""
 
-    def await_turn(self, at: Step) -> None:
-        """Wait until this warpgroup may add its share of a step's dQ; called while the share is made."""
+    def await_turn(self, step: Any) -> None:
+        """Wait until this warpgroup may add its share of a step's dQ, if there is such a step; called once for each."""
 
     def copy_keys(self, full: Any) -> None:
         """Copy the block's keys and values."""
@@ -343,8 +344,9 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         if self.plan.tile.dq_alternates:
             # Who waits for a barrier waits for each of its phases.
             pl.when(step >= 0)(lambda: plgpu.barrier_wait(self.smem.ds_full.at[lax.rem(step, 2)]))
+        self.end_additions(step + 1)
+        self.await_turn(step)
         then()
-        self.end_addition()
 
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
         """Make this warpgroup's share of a step's dQ, and call `made` after its products."""
@@ -358,11 +360,8 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
         each = [pieces(buffer.at[parity], *rows) for buffer in self.ds]
         ds = operand_pieces.transposed(each[0] if len(each) == 1 else piece_products.by_width(k.widths, each))
-
-        def meanwhile() -> None:
-            self.end_addition()
-            self.await_turn(at)
-
-        dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops, meanwhile)
+        self.end_additions(step + 1)
+        await_turn = functools.partial(self.await_turn, step)
+        dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops, await_turn)
         made()
         self.add_to_dq(target, dq)

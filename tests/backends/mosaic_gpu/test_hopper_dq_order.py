@@ -27,8 +27,6 @@ from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.smem import Buffers
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 
-WARPGROUPS = 2
-
 
 class Numbers:
     """Counters in device memory, each of which is its number."""
@@ -41,137 +39,113 @@ class Numbers:
         return index // LINE
 
 
-class Recorder:
-    """What a warpgroup waits for and counts."""
-
-    awaited: tuple[Any, Any]
-    counted: Any
-
-    def wait_until(self, counter: Any, least: Any) -> None:
-        self.awaited = counter, least
-
-    def signal(self, counter: Any) -> None:
-        self.counted = counter
-
-
 class Walk(FusedCta):
-    """A warpgroup's walk without its kernel."""
+    """A CTA's walk without its kernel."""
 
-    def __init__(self, plan: FusedPlan, arrays: dict[str, Any], place: Place, warpgroup: Any):
-        self.plan, self.warpgroup, self.ops = plan, warpgroup, Recorder()
-        self.refs = Refs(arrays | dict(steps=Numbers()), {}, Buffers())
+    def __init__(self, plan: FusedPlan, arrays: dict[str, Any], place: Place):
+        self.plan, self.warpgroup, self.ops, self.smem = plan, 0, HOPPER.ops, Buffers()
+        self.refs = Refs(arrays | dict(steps=Numbers()), {}, self.smem)
         self.inputs = KernelInputs(plan.spec, self.ops, arrays, keys_first=True)
         self._take_place(place)
 
     def step(self, step: Any) -> tuple[Any, ...]:
-        """Return a step's head and first query, and what is awaited and counted by which number."""
+        """Return a step's head and first query, and how much has to be counted before it adds."""
         head, index = self.order.at(step, jnp.maximum(self.order.tiles.count, 1))
-        first = self.order.tiles.start(index)
-        self.additions.await_turn(head, first)
-        self.additions.count()
-        return self.item.first_head + head, first, *self.ops.awaited, self.ops.counted
+        return self.item.first_head + head, self.order.tiles.start(index), self.additions.least(step)
 
 
 class Addition(NamedTuple):
-    """What is added to the dQ of a batch entry and head, and when it may be."""
+    """What is added to the dQ of a batch entry and head, and how much of the CTA before has to be counted first."""
 
-    target: tuple[int, ...]
-    counter: int
+    target: tuple[int, int, int]
     least: int
 
 
 class Program(NamedTuple):
-    """What a warpgroup does: in every step it counts, and adds what it made of the step before, if it is its turn."""
+    """What a CTA does: it counts what has arrived, all but what the last step added, and adds what a step makes."""
 
     counter: int
-    additions: list[Addition | None]
-    """What comes after each count; nothing after the last."""
+    before: int
+    """The counter of the CTA before it."""
+    additions: list[Addition]
 
 
-def programs(plan: FusedPlan, arrays: dict[str, Any]) -> list[list[Program]]:
-    """The programs of each CTA's warpgroups, in the order of tickets."""
+def programs(plan: FusedPlan, arrays: dict[str, Any]) -> list[Program]:
+    """The program of each CTA, in the order of tickets."""
     schedule, tile = plan.schedule, plan.tile
     places = list(itertools.product(range(schedule.waves), range(schedule.blocks), range(schedule.items)))
     steps = -(-plan.spec.query_length // tile.queries) * schedule.heads
 
     @jax.jit
-    @functools.partial(jax.vmap, in_axes=(0, None))
-    @functools.partial(jax.vmap, in_axes=(None, 0))
-    def walked(place: Any, warpgroup: Any) -> Any:
-        walk = Walk(plan, arrays, Place(*place), warpgroup)
+    @jax.vmap
+    def walked(place: Any) -> Any:
+        walk = Walk(plan, arrays, Place(*place))
+        counters = [walk.additions.counter(block) for block in (walk.additions.place.block, place[1] - 1)]
         count = walk.order.tiles.count * schedule.heads
-        return count, walk.item.batch, jax.vmap(walk.step)(jnp.arange(steps))
+        return count, walk.item.batch, *counters, jax.vmap(walk.step)(jnp.arange(steps))
 
-    counts, entries, found = jax.tree.map(np.asarray, walked(jnp.array(places), jnp.arange(WARPGROUPS)))
+    *facts, found = jax.tree.map(np.asarray, walked(jnp.array(places)))
 
-    def program(cta: int, warpgroup: int) -> Program:
-        additions: list[Addition | None] = [None]
-        at = (cta, warpgroup)
-        for step in range(counts[at]):
-            head, first, counter, least, _ = (int(part[at][step]) for part in found)
-            is_turn = not tile.dq_alternates or step % WARPGROUPS == warpgroup
-            part = () if tile.dq_alternates else (warpgroup,)
-            assert first % tile.queries == 0
-            target = (int(entries[at]), head, first, *part)
-            additions.append(Addition(target, counter, least) if is_turn else None)
-        # The count after the last addition.
-        return Program(int(found[-1][at][0]), [*additions, None])
+    def program(cta: int) -> Program:
+        count, entry, counter, before = (int(fact[cta]) for fact in facts)
+        rows = [[int(part[cta][step]) for part in found] for step in range(count)]
+        assert all(first % tile.queries == 0 for _, first, _ in rows)
+        return Program(counter, before, [Addition((entry, head, first), least) for head, first, least in rows])
 
-    return [[program(cta, warpgroup) for warpgroup in range(WARPGROUPS)] for cta in range(len(places))]
+    return list(map(program, range(len(places))))
 
 
 class Runs:
-    """CTAs that begin in the order of tickets and go on in any; what was added arrives before it is counted."""
+    """CTAs that begin in the order of tickets and go on in any; what is added arrives before it is counted."""
 
-    def __init__(self, every: list[list[Program]], processors: int, seed: int, *, waits: bool = True):
+    def __init__(self, every: list[Program], processors: int, seed: int, *, waits: bool = True):
         self.every, self.generator, self.waits = every, np.random.default_rng(seed), waits
         self.counts: dict[int, int] = {}
         self.arrived: dict[tuple[int, ...], list[int]] = {}
         self._run(processors)
 
     def _run(self, processors: int) -> None:
-        begins, resident = iter(range(len(self.every))), list[tuple[int, list[Iterator[bool]]]]()
+        begins, resident = iter(range(len(self.every))), list[Iterator[bool]]()
         while True:
             for cta in itertools.islice(begins, processors - len(resident)):
-                resident.append((cta, [self._walk(cta, program) for program in self.every[cta]]))
+                resident.append(self._walk(cta, self.every[cta]))
             if not resident:
                 return
-            moved = False
-            for place in self.generator.permutation(len(resident)):
-                # Some are slower than others, for a time.
-                for _ in range(self.generator.choice([0, 0, 1, 2, 5])):
-                    warpgroups = resident[place][1]
-                    going = [(walk, next(walk, None)) for walk in warpgroups]
-                    moved |= any(state for _, state in going)
-                    resident[place] = resident[place][0], [walk for walk, state in going if state is not None]
-            ended = [one for one in resident if not one[1]]
-            resident = [one for one in resident if one[1]]
-            assert moved or ended or self._may_go_on(resident), "a deadlock"
+            # Some are slower than others, for a time.
+            turns = [self.generator.choice([0, 0, 1, 2, 5]) for _ in resident]
+            order = self.generator.permutation(len(resident))
+            states = {place: [next(resident[place], None) for _ in range(turns[place])] for place in order}
+            resident = [walk for place, walk in enumerate(resident) if None not in states[place]]
+            went_on = any(state is not False for each in states.values() for state in each)
+            assert went_on or self._may_go_on(resident), "a deadlock"
 
-    def _may_go_on(self, resident: list[tuple[int, list[Iterator[bool]]]]) -> bool:
-        """Whether some warpgroup can, though by chance none did."""
-        return any(next(walk, True) for _, walks in resident for walk in walks)
+    def _may_go_on(self, resident: list[Iterator[bool]]) -> bool:
+        """Whether some CTA can, though by chance none did."""
+        return any(next(walk, True) for walk in resident)
 
     def _walk(self, cta: int, program: Program) -> Iterator[bool]:
-        """Yield whether the warpgroup went on."""
+        """Yield whether the CTA went on."""
         issued: list[tuple[int, ...]] = []
-        for addition in program.additions:
-            self._arrive(cta, issued)
+        for number in range(len(program.additions) + 2):
+            # All but what the last step added.
+            self._arrive(cta, issued, max(0, number - 1))
             self.counts[program.counter] = self.counts.get(program.counter, 0) + 1
             yield True
-            if addition is None:
+            if number >= len(program.additions):
                 continue
-            while self.waits and self.counts.get(addition.counter, 0) < addition.least:
+            addition = program.additions[number]
+            while self.waits and self.counts.get(program.before, 0) < addition.least:
                 yield False
             issued.append(addition.target)
             yield True
-            if self.generator.random() < 0.5:
-                self._arrive(cta, issued)
-                yield True
+            self._arrive(cta, issued, number + self.generator.choice(2))
 
-    def _arrive(self, cta: int, issued: list[tuple[int, ...]]) -> None:
-        while issued:
-            self.arrived.setdefault(issued.pop(), []).append(cta)
+    def _arrive(self, cta: int, issued: list[tuple[int, ...]], number: int) -> None:
+        """Let what was issued in the first steps arrive, as many as this number."""
+        for step, target in enumerate(issued[:number]):
+            if target:
+                self.arrived.setdefault(target, []).append(cta)
+                issued[step] = ()
 
 
 def lengths(*numbers: int) -> Any:
@@ -237,7 +211,7 @@ def test_every_tile_is_added_to_in_one_order(call: str):
     """Whatever CTAs are resident, and whichever of them are fast, they end and add to a tile in the same order."""
     fused, arrays, processors = planned(call)
     every = programs(fused, arrays)
-    counters = [program.counter for cta in every for program in cta]
+    counters = [program.counter for program in every]
     assert len(set(counters)) == len(counters)
     assert max(counters) * LINE < OneOrder.size(fused.schedule)
     together = min(processors, 7)
@@ -259,7 +233,8 @@ def test_splits_of_a_block_share_its_tiles_as_those_of_others_do():
 class Counting(Interpreter):
     """CTAs that count what they do. They run in the order of tickets, so that none has to wait."""
 
-    def signal(self, counter: Any) -> None:
+    def count_and_wait(self, counter: Any, before: Any, least: Any) -> None:
+        del before, least
         counter[...] = counter[...] + 1
 
 
@@ -305,8 +280,7 @@ def test_what_is_added_is_counted(
     attend = functools.partial(hopper_kernels.run, call, processors, family=family, detect_races=False)
     oracle.assert_right(attend(deterministic=True), call)
     jax.effects_barrier()
-    (steps,) = (np.asarray(steps).reshape(-1, WARPGROUPS, LINE)[:, :, 0] for steps in made)
-    assert (steps[:, 0] == steps[:, 1]).all()
+    (steps,) = (np.asarray(steps).reshape(-1, LINE)[:, 0] for steps in made)
     most = -(-call.query.shape[1] // fused.tile.queries) * fused.schedule.heads
     assert steps.min() >= 2
     assert steps.max() == most + 2 or fused.schedule.splits > 1
