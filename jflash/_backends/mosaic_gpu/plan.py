@@ -135,10 +135,20 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     return Kernel(dq, DqCta), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta), *dbias
 
 
-def _by_keys(spec: Spec, size: int, processors: int | None, splits: int = 1, **options: Any) -> BackwardSchedule:
-    """Return the schedule of blocks of `size` keys, of which each has `splits` CTAs; `options` are `of_call`'s."""
+def _by_keys(
+    spec: Spec,
+    size: int,
+    processors: int | None,
+    splits: int = 1,
+    *,
+    accumulated: int | None = None,
+    in_order: bool = False,
+) -> BackwardSchedule:
+    """Return the schedule of blocks of `size` keys, of which each has `splits` CTAs."""
     blocks = pl.cdiv(spec.key_length, size) * splits
-    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, processors, **options)
+    schedule = BackwardSchedule.of_call(
+        spec, spec.heads, spec.key_heads, blocks, processors, accumulated=accumulated, in_order=in_order
+    )
     return dataclasses.replace(schedule, partial=spec.partial, splits=splits)
 
 
@@ -154,9 +164,9 @@ def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> 
         return None
     accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
     splits = 1 if wanted else _splits(spec, tile, processors)
-    options: Any = dict(accumulated=accumulated, in_order=spec.deterministic)
-    schedule = _by_keys(spec, tile.keys, processors, splits, **options)
-    turned = spec.deterministic and (bool(wanted) or tile_order.is_by_head(spec, schedule.heads))
+    in_order = spec.deterministic
+    schedule = _by_keys(spec, tile.keys, processors, splits, accumulated=accumulated, in_order=in_order)
+    turned = in_order and (bool(wanted) or tile_order.is_by_head(spec, schedule.heads))
     schedule = dataclasses.replace(schedule, turned=turned)
     tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, processors)
     return FusedPlan(spec, ParameterSums(wanted), tables, tile, schedule)

@@ -84,10 +84,9 @@ class ForwardPlan(ForwardShape, TiledPlan):
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory.
 
-        Queries and output are `[B, T, N, D]`, with D rounded up to 8; lse is
-        `[splits, B, N, L]`, L of whole blocks. Blocks of one head follow one another, so that what runs at the same
-        time shares keys. Along all but the fastest axis CUDA counts no further than 65,535. With items of work these
-        are what "batch" counts.
+        Queries and output are `[B, T, N, D]`, with D rounded up to 8; lse is `[splits, B, N, L]`, L of whole blocks.
+        Blocks of one head follow one another, so that what runs at the same time shares keys. Along all but the
+        fastest axis CUDA counts no further than 65,535. With items of work these are what "batch" counts.
         """
         spec, tile, blocks = self.spec, self.tile, pl.cdiv(self.rows, self.tile.rows)
         shape = self.splits, spec.batch, spec.query_length, spec.heads, round_up(spec.value_dim, 8)
