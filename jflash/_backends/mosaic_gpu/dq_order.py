@@ -60,11 +60,11 @@ class AnyOrder:
         """Wait until this warpgroup may add what it makes of a step; not if there is no such step."""
 
     def follow(self, number: Any) -> None:
-        """Do the producer's part, after it issued the copies of a step, or instead of them past the last one."""
+        """Do the producer's part: it calls this after the copies of each step, and `more` times past the last step."""
 
     @property
     def more(self) -> int:
-        """How often the producer follows past the last step."""
+        """The number of calls of `follow` past the last step."""
         return 0
 
 

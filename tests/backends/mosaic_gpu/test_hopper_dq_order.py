@@ -1,4 +1,4 @@
-"""The one order in which CTAs of the fused backward add to dQ: whoever is fast, no tile's sum is rounded otherwise."""
+"""The order in which CTAs of the fused backward add to dQ: it does not depend on which CTAs are fast."""
 
 import dataclasses
 import functools
