@@ -208,7 +208,7 @@ class ForwardCta(Cta[ForwardPlan]):
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
         self.refs.results["lse"][self.split, batch, self.head, self.rows(block)] = lse
-        if plan.spec.partial or plan.packed_heads > 1:
+        if plan.stores_registers:
             self.store_output(out, batch, self.head, block)
             return
         result = self.refs.results["out"].at[self.split, batch]

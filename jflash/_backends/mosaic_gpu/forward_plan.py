@@ -85,7 +85,12 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def queries_stay(self) -> bool:
         """Whether the output leaves the place of the queries to the next ones."""
-        return self.output_stores > 0 or self.spec.partial or self.packed_heads > 1
+        return self.output_stores > 0 or self.stores_registers
+
+    @property
+    def stores_registers(self) -> bool:
+        """Whether the output leaves from registers: a partial call's is float32, and rows of packed heads lie apart."""
+        return self.spec.partial or self.packed_heads > 1
 
     @property
     def rows_lie_together(self) -> bool:
@@ -229,8 +234,7 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     if splits > 1 or shares is not None:
         return plan
     schedule = _choose_schedule(plan, blocks, processors)
-    in_place = spec.partial or packed_heads > 1
-    stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not in_place else 0
+    stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not plan.stores_registers else 0
     return dataclasses.replace(plan, schedule=schedule, output_stores=stores)
 
 
