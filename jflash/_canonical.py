@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int32
 
 from jflash import _arguments, _pages
-from jflash._semantics import dropout, score_mod_as_cap
+from jflash._semantics import dropout, mask_mod_as_options, score_mod_as_cap
 from jflash._semantics.dtypes import widened
 from jflash._semantics.spec import Operands, Spec, shape_facts
 
@@ -104,6 +104,12 @@ def canonicalize(
     if mask_mod is not None and mask_mod.shape is not None:
         sizes = math.prod(batch_axes), heads, whole_query, whole_key
         _arguments.mask_mod_shape(mask_mod.shape, mask_mod.mask_mod.looks_at, sizes)
+    if mask_mod is not None and not _arguments.is_array(query_offset) and query_offset == 0:
+        # Positions are the indices that the function is given.
+        bounds = mask_mod_as_options.bounds(mask_mod.mask_mod)
+        if bounds is not None:
+            static |= _bounded(bounds, static["is_causal"], static["window"])
+            mask_mod = None
 
     batch_index = head_index = seed = None
     if traced_score_mod is not None or mask_mod is not None or dropout_rate > 0:
@@ -148,6 +154,18 @@ def canonicalize(
         mask_mod=None if mask_mod is None else mask_mod.mask_mod,
     )
     return spec, operands, batch_axes
+
+
+def _bounded(
+    bounds: tuple[int | None, int | None], is_causal: bool, window: tuple[int, int] | None
+) -> dict[str, bool | tuple[int | None, int | None] | None]:
+    """Return `is_causal` and `window` of a call with these, and with (left, right) bounds besides."""
+    both = zip(bounds, window or (None, None), strict=True)
+    left, right = (min((side for side in sides if side is not None), default=None) for sides in both)
+    is_causal = is_causal or right == 0
+    right = 0 if is_causal else right
+    is_window = left is not None or right not in (None, 0)
+    return dict(is_causal=is_causal, window=(left, right) if is_window else None)
 
 
 def _keys_and_values(cache: _pages.Cache, batch_axes: tuple[int, ...], accumulator: np.dtype[Any]) -> dict[str, Any]:

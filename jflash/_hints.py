@@ -113,6 +113,8 @@ def _no_offset(call: Call) -> str | None:
     spec = call.spec
     if call.arguments.get("query_offset") is not None or spec.sequence_axes:
         return None
+    if not (call.arguments.get("is_causal") or call.arguments.get("local_window_size") is not None):
+        return None
     if spec.query_length != 1 or spec.key_length <= 1 or spec.bounds[1] != 0:
         return None
     return (
@@ -210,17 +212,18 @@ def _float32(call: Call) -> str | None:
     )
 
 
-def _mask_mod_as_options(call: Call) -> str | None:
+def _segments_in_mask_mod(call: Call) -> str | None:
     """Name the options that say the same, which need no map and which the kernels of every backend have."""
     spec = call.spec
     if spec.mask_mod is None or call.arguments.get("query_offset") is not None:
         return None
-    options = mask_mod_as_options.options_of(spec.mask_mod, spec.key_length)
-    if not options:
+    said = mask_mod_as_options.says(spec.mask_mod)
+    if said is None or not said.segments:
         return None
     return (
-        f"`mask_mod` says what {options} says, which is faster: no map of tiles is made for it, and the kernels of "
-        f"every implementation have it. Got T={spec.query_length} and S={spec.key_length}."
+        f"`mask_mod` says what {said.options(spec.key_length)} says, which is faster where ids are sorted: no map of "
+        "tiles is made for it, and the kernels of every implementation have it. "
+        f"Got T={spec.query_length} and S={spec.key_length}."
     )
 
 
@@ -240,7 +243,7 @@ HINTS = (
     Hint("new score_mod", True, _new_score_mod),
     Hint("bias as mask", False, _bias_as_mask),
     Hint("mask of padding", False, _mask_of_padding),
-    Hint("mask_mod as options", False, _mask_mod_as_options),
+    Hint("segments in mask_mod", False, _segments_in_mask_mod),
     Hint("mask_mod without offset", False, _mask_mod_without_offset),
     Hint("float32", False, _float32),
 )

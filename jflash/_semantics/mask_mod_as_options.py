@@ -1,11 +1,18 @@
-"""Finds options of `attention` that say the same as a `mask_mod`: causality, a window and segments."""
+"""Recognition of a `mask_mod` that is causality or a window, and of segments in one.
+
+Kernels find the tiles of a window without a map of them. What is said of segments is for a hint: ids that are not known
+before the call may be in any order, for which a map is the better way.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jflash._semantics import program
@@ -13,6 +20,9 @@ from jflash._semantics.mask_mod import MaskMod
 
 _MOST_EQUATIONS = 64
 """A longer program is not one of these."""
+
+_FARTHEST = 2**28
+"""The largest constant that is followed. Sums of it and of indices, which are below 2**29, do not wrap in 32 bits."""
 
 
 class Says(NamedTuple):
@@ -30,11 +40,14 @@ class Says(NamedTuple):
             self.segments or other.segments,
         )
 
-    def options(self, keys: int) -> str | None:
-        """Return the options, as they are written; `None` where no option says that."""
+    @property
+    def has_own_key(self) -> bool:
+        """Whether the bounds let a query see its own key, as those of every option do."""
+        return (self.least or 0) <= 0 <= (self.most or 0)
+
+    def options(self, keys: int) -> str:
+        """Return the options that say the same, as they are written."""
         least, most = self.least, self.most
-        if (least is not None and least > 0) or (most is not None and most < 0):
-            return None
         written = ["is_causal=True"] * (least == 0)
         if most is not None or (least is not None and least < 0):
             right = 0 if least == 0 else keys if least is None else -least
@@ -64,17 +77,28 @@ class _Node:
         return self.name == name or any(isinstance(x, _Node) and x.has(name) for x in self.inputs)
 
 
-def options_of(mask_mod: MaskMod, keys: int) -> str | None:
-    """Return the options that say the same as the function, as they are written; `None`: there are none."""
+@functools.lru_cache(maxsize=64)
+def says(mask_mod: MaskMod) -> Says | None:
+    """Return what the function says of who sees whom, if options can say all of that; else `None`."""
     jaxpr = mask_mod.jaxpr.jaxpr
     if len(jaxpr.eqns) > _MOST_EQUATIONS:
         return None
     arguments = [_Node("batch"), _Node("head"), _Node("query", line=(1, 0, 0)), _Node("key", line=(0, 1, 0))]
     arrays = [_Node("array", str(number)) for number in range(len(jaxpr.constvars))]
     (result,) = program.evaluate(jaxpr, arrays, arguments, _follow)
-    if not isinstance(result, _Node) or result.says is None:
+    found = result.says if isinstance(result, _Node) else None
+    return found if found is not None and found.has_own_key else None
+
+
+def bounds(mask_mod: MaskMod) -> tuple[int | None, int | None] | None:
+    """Return (left, right) if query i sees key j just when i - left <= j <= i + right; `None` if more is said.
+
+    A side that is `None` has no bound.
+    """
+    found = says(mask_mod)
+    if found is None or found.segments:
         return None
-    return result.says.options(keys)
+    return found.most, None if found.least is None else -found.least
 
 
 def _follow(equation: Any, inputs: list[Any]) -> Sequence[Any]:
@@ -87,26 +111,31 @@ def _follow(equation: Any, inputs: list[Any]) -> Sequence[Any]:
     facts = str(sorted((key, str(value)) for key, value in params.items()))
     given = tuple(x if isinstance(x, _Node) else str(x) for x in inputs)
     return [
-        _Node(f"{name} {place}", facts, given, _line(name, inputs), _says(name, inputs))
-        for place in range(len(equation.outvars))
+        _Node(f"{name} {place}", facts, given, _line(name, inputs, out.aval.dtype), _says(name, inputs))
+        for place, out in enumerate(equation.outvars)
     ]
 
 
-def _line(name: str, inputs: list[Any]) -> tuple[int, int, int] | None:
+def _line(name: str, inputs: list[Any], dtype: Any) -> tuple[int, int, int] | None:
+    """Return the result of a sum or a conversion as a line, where it is exact."""
     lines = [_as_line(x) for x in inputs]
+    is_exact = jnp.issubdtype(dtype, jnp.signedinteger) and np.dtype(dtype).itemsize >= 4
+    if not is_exact or None in lines:
+        return None
     if name == "convert_element_type":
         return lines[0]
-    if name in ("add", "sub") and None not in lines:
+    if name in ("add", "sub"):
         sign = 1 if name == "add" else -1
         x, y = (line for line in lines if line is not None)
-        return x[0] + sign * y[0], x[1] + sign * y[1], x[2] + sign * y[2]
+        a, b, c = x[0] + sign * y[0], x[1] + sign * y[1], x[2] + sign * y[2]
+        return (a, b, c) if max(abs(a), abs(b)) <= 1 and abs(c) <= _FARTHEST else None
     return None
 
 
 def _as_line(x: Any) -> tuple[int, int, int] | None:
     if isinstance(x, _Node):
         return x.line
-    is_number = getattr(x, "ndim", 0) == 0 and int(x) == x
+    is_number = np.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer) and abs(int(x)) <= _FARTHEST
     return (0, 0, int(x)) if is_number else None
 
 

@@ -43,15 +43,14 @@ HEADS_FIRST, NOT_SPLIT = same(2, 2, 129, 8), same(2, 6, 257)
 
 IDS = np.arange(4096).reshape(2, 2048)
 AS_OPTIONS: list[tuple[str, Callable[..., Any]]] = [
-    ("is_causal=True", lambda b, h, q, k: k <= q),
-    ("is_causal=True", lambda b, h, q, k: q - k > -1),
-    ("is_causal=True, local_window_size=(255, 0)", lambda b, h, q, k: (q - k >= 0) & (q - k < 256)),
-    ("local_window_size=(7, 7)", lambda b, h, q, k: jnp.abs(k - q) <= 7),
-    ("local_window_size=(2048, 3)", lambda b, h, q, k: k <= q + 3),
     ("segment_ids=ids", lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k]),
     (
         "is_causal=True, segment_ids=ids",
         lambda b, h, q, k: (jnp.asarray(IDS)[0, k] == jnp.asarray(IDS)[0, q]) & (k <= q),
+    ),
+    (
+        "local_window_size=(2048, 3), segment_ids=ids",
+        lambda b, h, q, k: (jnp.asarray(IDS)[b, k] == jnp.asarray(IDS)[b, q]) & (k <= q + 3),
     ),
 ]
 WARNINGS = [
@@ -98,6 +97,7 @@ RIGHT = {
         f"mask_mod {n}": {**LONG, "mask_mod": function}
         for n, function in enumerate(
             [
+                lambda b, h, q, k: k <= q,
                 lambda b, h, q, k: (k <= q) | (k < 5),
                 lambda b, h, q, k: k + 1 <= q,
                 lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k + 1],

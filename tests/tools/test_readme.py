@@ -79,7 +79,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "float64": [dict(dtype=jnp.float64)],
     "a `mask_mod`": [
-        dict(mask_mod=lambda batch, head, query, key: key <= query),
+        dict(mask_mod=lambda batch, head, query, key: key <= query + head),
         dict(mask_mod=lambda batch, head, query, key: jnp.asarray(ZEROS)[head] < key, dtype=jnp.bfloat16),
     ],
     "a `mask_mod` that takes more than 16 numbers of an array at once": [

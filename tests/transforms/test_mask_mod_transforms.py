@@ -121,7 +121,7 @@ def test_shard_map(strategy: str, name: str, argument: str, options: Any) -> Non
 
 def test_shard_map_says_what_it_needs() -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    part = lambda *arrays: attend(*arrays, mask_mod=lambda b, h, q, k: k <= q, sequence_axis="x")
+    part = lambda *arrays: attend(*arrays, mask_mod=lambda b, h, q, k: k <= q + h, sequence_axis="x")
     with pytest.raises(NotImplementedError, match=r"`mask_mod` inside jax.shard_map needs .*check_vma=False"):
         jax.shard_map(part, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"))(*arrays(16))
 
