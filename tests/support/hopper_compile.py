@@ -51,6 +51,11 @@ def all_operations(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax
     return jnp.where(head % 2 == 1, ordered, (waves > jnp.maximum(powers, 0.5)) ^ (batch == 0))
 
 
+def neighbors(batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    """A mask_mod that makes two numbers of each index: pixels near each other, in rows of 64."""
+    return (jnp.abs(query // 64 - key // 64) <= 7) & (jnp.abs(query % 64 - key % 64) <= 7)
+
+
 CASES = {
     **{f"d{d}": (d, d, {}, {}) for d in (8, 40, 64, 80, 96, 128, 256)},
     **{f"d{d} causal": (d, d, dict(is_causal=True), {}) for d in (64, 72, 80, 96, 112, 128, 256)},
@@ -79,6 +84,7 @@ CASES = {
     "mask of keys": (128, 128, {}, dict(mask=((1, 4, 1, LENGTH), jnp.bool_))),
     **{f"d{d} mask_mod": (d, d, {}, dict(documents=((2, LENGTH), jnp.int32))) for d in (64, 128, 512)},
     "mask_mod of all operations": (64, 64, dict(mask_mod=all_operations), {}),
+    "d128 mask_mod of pixels": (128, 128, dict(mask_mod=neighbors), {}),
     "lengths": (128, 128, {}, dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), ((2,), jnp.int32))),
     "score_mod of a bias of keys": (
         64,

@@ -105,10 +105,9 @@ SPILLS = {
         (172, "It keeps what is read for a tile of a table and of its tangent. What that costs was not measured yet."),
     ),
     "d128 mask_mod: forward": (24, "It keeps a tile's entry in the list. What that costs was not measured yet."),
-    "mask_mod of all operations: forward": (112, "No mask needs that many; those of people spill 24 bytes at most."),
     **dict.fromkeys(
-        ("d128 mask_mod: tangent", "mask_mod of all operations: tangent"),
-        (108, "It holds two accumulators beside what the function needs. What that costs was not measured yet."),
+        ("d128 mask_mod: tangent", "d128 mask_mod of pixels: tangent"),
+        (152, "It holds two accumulators beside what the function needs. What that costs was not measured yet."),
     ),
     "soft cap and scale: tangent": (
         212,

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array, Bool
 
+from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.tile import program_reads
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.tile.lowerable import lowerable
@@ -27,6 +28,9 @@ from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Tile
 
 _DTYPES = frozenset({np.dtype(bool), np.dtype(np.int32), np.dtype(np.float32)})
+
+_COLUMNS = 32
+"""Columns for which a function is evaluated at a time."""
 
 
 def array_name(index: int) -> str:
@@ -50,6 +54,15 @@ def unsupported(spec: Spec) -> str | None:
     if any(math.prod(array.shape) >= 2**31 for array in jaxpr.consts):
         return "it takes no mask_mod that reads an array of 2**31 numbers or more."
     return None
+
+
+def columns_together(spec: Spec, columns: int) -> int:
+    """Return for how many of a tile's columns a kernel makes its mask at a time.
+
+    What a function makes of a column's index waits in registers for the rows: for all columns, more than there are.
+    """
+    in_parts = spec.mask_mod is not None and not facts_of(spec).has_packed_mask and columns % _COLUMNS == 0
+    return _COLUMNS if in_parts else columns
 
 
 def prepare(arrays: Sequence[Array]) -> dict[str, Array]:

@@ -248,12 +248,22 @@ class TileContext:
             return values
 
         def hide_by_position(values: Array) -> Array:
-            tile = self.inputs.tile(self.at, values.shape, self.loaded)
-            if not self.is_listed:
-                tile = tile._replace(mask=None)
-            return jnp.where(mask_mod_reads.visible(self.inputs, self.at, tile), values, hidden)
+            (rows, columns), width = values.shape, mask_mod_reads.columns_together(self.inputs.spec, values.shape[1])
+            some = [lax.slice(values, (0, first), (rows, first + width)) for first in range(0, columns, width)]
+            parts = [self._hide_columns(part, number * width, hidden) for number, part in enumerate(some)]
+            return lax.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
         return lax.cond(is_partial, hide_by_position, lambda values: values, values)
+
+    def _hide_columns(self, values: Array, first: int, hidden: float) -> Array:
+        """Return some of the tile's columns, from the `first` on, with what its place hides of them."""
+        at = self.at
+        if first:
+            at = at._replace(query=at.query + first) if self.inputs.keys_first else at._replace(key=at.key + first)
+        tile = self.inputs.tile(at, values.shape, self.loaded)
+        if not self.is_listed:
+            tile = tile._replace(mask=None)
+        return jnp.where(mask_mod_reads.visible(self.inputs, at, tile), values, hidden)
 
     def hide_if_whole(self, values: Array, hidden: float) -> Array:
         """Return `values` with what is hidden of a tile that is not partial: nothing of a listed one.
