@@ -259,11 +259,11 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
         # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
     elif not few_rows and not bias_bytes and (more := _tiles_of_more_warpgroups(spec, visits)):
-        pace = PACES[max(64, *dims)]
+        paces = PACES[max(64, *dims)]
         timed = spec.dropout_rate == 0 and spec.operands.isdisjoint({"query_segments", "mask", "bias"})
 
         def time(tile: RowTiles) -> float:
-            each = block_times(tile, rows, visits, pace)
+            each = block_times(tile, rows, visits, paces)
             longer = 1.0 if timed or tile.warpgroups != 3 else LONGER_WHERE_UNTIMED
             return max(sum(each), max(each) * processors_per_head) * longer
 
@@ -313,8 +313,10 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
     """Which blocks of queries each CTA takes; `visits` are those of each block."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = block_dims(spec)
-    # Growing blocks of several heads leave fewer multiprocessors waiting at the end.
-    groups = heads // math.gcd(heads, 8) if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
+    # Growing blocks of several heads leave fewer multiprocessors waiting at the end; of few heads, those of all.
+    are_few = tile.warpgroups > 3 and spec.batch * heads <= (processors or 0)
+    groups = heads if are_few else heads // math.gcd(heads, 8)
+    groups = groups if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
     staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
     stores = 1 if plan.queries_stay else output_stores(spec, tile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash._backends.mosaic_gpu.panels import Panels
+
+_WARPS = 4
+"""Warps of a warpgroup."""
 
 
 def split_registers(warpgroups: int, *, copies: bool, mends: bool = False) -> None:
@@ -114,6 +118,24 @@ def opaque(count: Any, *axes: str) -> Any:
     """
     number = sum(map(lax.axis_index, axes))
     return count + lax.bitwise_and(number * (number + 1), 1)
+
+
+def each_by_warps(copy: Callable[[int], None], number: int) -> None:
+    """Call `copy(index)` for `number` indices; four warps issue several copies sooner than one."""
+    if number == 1:
+        copy(0)
+        return
+
+    def issue(warp: Any) -> None:
+        for first in range(min(number, _WARPS)):
+            pl.when(warp == first)(functools.partial(_each_of, copy, range(first, number, _WARPS)))
+
+    plgpu.warp_map(issue)
+
+
+def _each_of(copy: Callable[[int], None], indices: Iterable[int]) -> None:
+    for index in indices:
+        copy(index)
 
 
 def for_each_copy(count: Any, copy: Callable[[Any], None], *axes: str) -> None:

@@ -66,10 +66,14 @@ class SourceTile:
     def _copy_parts(self, name: str, tile: Ref, full: Ref, first_column: int) -> None:
         cache, keys, parts = self._inputs.refs[name], self._keys, self._parts
         batch = keys.batch if cache.shape[0] > 1 else keys.batch * 0
-        for index, (row, size) in enumerate(parts):
+
+        def copy(index: int) -> None:
+            row, size = parts[index]
             target = tile if len(parts) == 1 else tile.at[pl.ds(index * size, size)]
             source = GmemTile(batch, row, size, keys.head).of(cache, tile.shape[-1], first_column)
             pipeline.copy_in(source, target, full)
+
+        pipeline.each_by_warps(copy, len(parts))
 
     def _clear_padding(self, tile: Ref) -> None:
         keys, ops = self._keys, self._inputs.ops

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 
@@ -111,26 +111,33 @@ class WalkedTiles:
 Visits = Callable[[int, int], Sequence[int]]
 """Takes (rows, keys) to how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
-Pace = Mapping[tuple[int, int], tuple[float, float]]
-"""By warpgroups and keys of a tile: microseconds of one multiprocessor that 64 rows take for 128 keys, and to begin and
-end."""
+class Pace(NamedTuple):
+    """Microseconds of one multiprocessor that 64 rows take with tiles of one shape."""
 
-PACES: Mapping[int, Pace] = {
-    64: {(2, 128): (0.61, 0.52), (3, 128): (0.48, 0.55), (4, 64): (0.59, 0.35)},
-    80: {(2, 128): (0.66, 1.2), (3, 112): (0.58, 1.7), (3, 64): (0.68, 1.2)},
-    96: {(2, 128): (0.64, 1.5), (3, 96): (0.62, 1.1), (3, 64): (0.78, 1.0)},
-    112: {(2, 128): (0.98, 1.9), (3, 96): (0.78, 3.1), (3, 64): (0.98, 2.0)},
+    visit: float
+    """For 128 keys."""
+    beginning: float
+    """To begin and end."""
+    alone: float = 0.0
+    """Besides, for each 64 rows that a block lacks where it has no more than 64: who has none still takes turns."""
+
+
+PACES: Mapping[int, Mapping[tuple[int, int], Pace]] = {
+    64: {(2, 128): Pace(0.61, 0.52), (3, 128): Pace(0.48, 0.55, 0.6), (4, 64): Pace(0.59, 0.35)},
+    80: {(2, 128): Pace(0.66, 1.2), (3, 112): Pace(0.58, 1.7), (3, 64): Pace(0.68, 1.2)},
+    96: {(2, 128): Pace(0.64, 1.5), (3, 96): Pace(0.62, 1.1), (3, 64): Pace(0.78, 1.0)},
+    112: {(2, 128): Pace(0.98, 1.9), (3, 96): Pace(0.78, 3.1), (3, 64): Pace(0.98, 2.0)},
 }
-"""Paces by the columns of tiles; those of 64 serve all that are narrower."""
+"""Paces by the columns of tiles, and by their warpgroups and keys; those of 64 serve all that are narrower."""
 LONGER_WHERE_UNTIMED = 1.06
 """How much longer three warpgroups are taken to need with options that were not timed since they take turns."""
 KEYS_OF_THREE_WARPGROUPS = {80: 112, 96: 96, 112: 96}
 """The most keys for which three warpgroups have registers, by the columns of tiles above 64."""
 
 
-def block_times(tile: RowTiles, rows: int, visits: Visits, pace: Pace) -> list[float]:
+def block_times(tile: RowTiles, rows: int, visits: Visits, paces: Mapping[tuple[int, int], Pace]) -> list[float]:
     """Return how many microseconds each block of queries takes, of a head with `rows` in all."""
-    visit, beginning = pace[tile.warpgroups, tile.keys]
+    visit, beginning, alone = paces[tile.warpgroups, tile.keys]
     absent = tile.missing(rows) // WARPGROUP_ROWS
     present = tile.warpgroups - absent
     if tile.rows > tile.keys:
@@ -142,4 +149,5 @@ def block_times(tile: RowTiles, rows: int, visits: Visits, pace: Pace) -> list[f
     times = [visit * tile.keys / 128 * count + beginning for count in visited]
     # The others wait for some of what a warpgroup without rows would have done.
     first, rest = sum(times[:present]) * (1 + 0.6 * absent / present), times[present:]
+    first += alone * absent * (present == 1)
     return [first, *(sum(rest[at : at + tile.warpgroups]) for at in range(0, len(rest), tile.warpgroups))]

@@ -127,7 +127,7 @@ def test_tiles_by_length():
     assert [warpgroups(256, causal, 1024) for causal in (False, True)] == [4, 4]
     assert [warpgroups(4096, causal, 1024) for causal in (False, True)] == [3, 3]
     assert [warpgroups(128, causal, 1024) for causal in (False, True)] == [2, 2]
-    assert [warpgroups(length, True, 1024) for length in (512, 1024)] == [4, 3]
+    assert [warpgroups(length, True, 1024) for length in (512, 768, 1024, 2048)] == [4, 3, 4, 3]
     assert warpgroups(1024, True, 16) == 2
 
 
