@@ -121,13 +121,16 @@ def opaque(count: Any, *axes: str) -> Any:
 
 
 def each_by_warps(copy: Callable[[int], None], number: int) -> None:
-    """Call `copy(index)` for `number` indices; four warps issue several copies sooner than one."""
-    if number == 1:
-        copy(0)
+    """Call `copy(index)` for `number` indices; four warps issue many copies sooner than one.
+
+    What that bought: examples/benchmarks/experiments/2026-11-29-decoding.md.
+    """
+    if number <= _WARPS:
+        _each_of(copy, range(number))
         return
 
     def issue(warp: Any) -> None:
-        for first in range(min(number, _WARPS)):
+        for first in range(_WARPS):
             pl.when(warp == first)(functools.partial(_each_of, copy, range(first, number, _WARPS)))
 
     plgpu.warp_map(issue)

@@ -111,6 +111,7 @@ class WalkedTiles:
 Visits = Callable[[int, int], Sequence[int]]
 """Takes (rows, keys) to how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
+
 class Pace(NamedTuple):
     """Microseconds of one multiprocessor that 64 rows take with tiles of one shape."""
 
@@ -119,11 +120,11 @@ class Pace(NamedTuple):
     beginning: float
     """To begin and end."""
     alone: float = 0.0
-    """Besides, for each 64 rows that a block lacks where it has no more than 64: who has none still takes turns."""
+    """Besides, for each 64 rows that a block lacks where it has no more than 64: whoever has none still waits."""
 
 
 PACES: Mapping[int, Mapping[tuple[int, int], Pace]] = {
-    64: {(2, 128): Pace(0.61, 0.52), (3, 128): Pace(0.48, 0.55, 0.6), (4, 64): Pace(0.59, 0.35)},
+    64: {(2, 128): Pace(0.61, 0.52), (3, 128): Pace(0.48, 0.55, 0.6), (4, 64): Pace(0.59, 0.35, 0.3)},
     80: {(2, 128): Pace(0.66, 1.2), (3, 112): Pace(0.58, 1.7), (3, 64): Pace(0.68, 1.2)},
     96: {(2, 128): Pace(0.64, 1.5), (3, 96): Pace(0.62, 1.1), (3, 64): Pace(0.78, 1.0)},
     112: {(2, 128): Pace(0.98, 1.9), (3, 96): Pace(0.78, 3.1), (3, 64): Pace(0.98, 2.0)},
