@@ -19,7 +19,7 @@ LIBRARIES = {
     "gemma_attention.py": ("gemma", "pip install gemma"),
     "keras_hub_models.py": ("keras_hub", "pip install keras-hub"),
     "levanter_attention.py": ("levanter", "pip install --pre marin-levanter"),
-    "maxtext_attention.py": ("maxtext", "pip install maxtext"),
+    "maxtext_attention.py": ("maxtext", "pip install 'maxtext[tpu]'"),
 }
 """For each example the module that it needs, and how to get it."""
 
