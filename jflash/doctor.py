@@ -24,7 +24,9 @@ import jflash
 from jflash import _dispatch, _platform, _tuning, _versions
 from jflash_metal import _ffi
 
-PACKAGES = ("jflash", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-metal", "jax-mps")
+PACKAGES = (
+    "jflash", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "jax-graft", "metal-pjrt-core", "jax-metal", "jax-mps",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,8 @@
     KERAS_BACKEND=jax python examples/other_models/keras_hub_models.py
 
 KerasHub's GPT-2 has dropout, with which Keras computes attention by einsums, at inference too. Its Gemma does so but on
-GPUs and TPUs that have a fused kernel. Models without dropout in Keras' own layers, such as Llama, call jax.nn.
+GPUs and TPUs that have a fused kernel. Its Llama, Mistral and Qwen call jax.nn, with dropout too, as theirs is of the
+output.
 """
 
 import os
@@ -42,12 +43,13 @@ def main() -> None:
     gemma = lambda: keras_hub.models.GemmaBackbone(
         num_query_heads=4, num_key_value_heads=2, head_dim=8, attention_logit_soft_cap=20.0, **SIZES
     )
-    llama = keras_hub.models.LlamaBackbone(num_query_heads=4, num_key_value_heads=2, **SIZES)
+    llama = keras_hub.models.LlamaBackbone(num_query_heads=4, num_key_value_heads=2, dropout=0.1, **SIZES)
     before = gpt2(), gemma()
     with jflash.replacing_jax_nn() as replaced:
         wanted = [np.asarray(model(TOKENS)) for model in before]
         assert replaced.served == 0
-        llama(TOKENS)
+        llama(TOKENS, training=True)
+        assert replaced.served == 2
     print("Llama:", replaced.report().splitlines()[0])
 
     transformer_decoder.CachedMultiHeadAttention = FlashAttention

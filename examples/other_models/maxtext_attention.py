@@ -1,6 +1,6 @@
 """MaxText: jflash in the place of the method of `AttentionOp` that calls cuDNN, with `attention: cudnn_flash_jax`.
 
-    pip install maxtext
+    pip install 'maxtext[tpu]'  # or [cuda12]
     python examples/other_models/maxtext_attention.py
 
 MaxText calls cuDNN by a function inside JAX, which a block of `replacing_jax_nn` does not reach. Its queries come
@@ -8,6 +8,8 @@ scaled. Its own method knows no segments, windows or soft cap. "context" is what
 `minimal_with_context`, call the output and the log-sum-exp.
 """
 
+import contextlib
+import io
 import types
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from maxtext.common.common_types import MODEL_MODE_AUTOREGRESSIVE, MODEL_MODE_TRAIN, AttentionType
 from maxtext.layers.attention_op import AttentionOp
+from maxtext.layers.nnx_decoders import NNXDecoder
 
 import jflash
 
@@ -53,8 +56,17 @@ def attention(kernel: str, **options):
     return lambda *arrays: op(*arrays, segments, positions, MODEL_MODE_TRAIN)
 
 
+def kept(policy, *arrays) -> list[str]:
+    """Return what a policy of MaxText's keeps of attention for the backward, beside its arguments."""
+    function = jax.checkpoint(lambda *arrays: jnp.sin(attention("cudnn_flash_jax")(*arrays)), policy=policy)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        jax.ad_checkpoint.print_saved_residuals(function, *arrays)
+    lines = printed.getvalue().splitlines()
+    return [line.split()[0] for line in lines if "from the argument" not in line and "from a constant" not in line]
+
+
 def main() -> None:
-    """Compare MaxText's plain attention with jflash in its place, and their gradients."""
+    """Compare MaxText's plain attention with jflash in its place, and their gradients; ask what its policies keep."""
     AttentionOp.cudnn_jax_flash_attention = flash_attention
     normal = lambda seed, heads: jax.random.normal(jax.random.key(seed), (2, 12, heads, 8))
     arrays = normal(0, 4), normal(1, 2), normal(2, 2)
@@ -66,6 +78,11 @@ def main() -> None:
         difference = max(float(jnp.abs(a - b).max()) for a, b in zip(got, want, strict=True))
         assert difference < 1e-4, difference
         print(f"MaxText, {'local with a soft cap' if options else 'global'}: the same gradients to {difference:.0e}")
+
+    assert kept(NNXDecoder.minimal_policy(None), *arrays) == []
+    found = kept(NNXDecoder.minimal_policy(None, with_context=True), *arrays)
+    assert found == ["f32[2,12,4,8]", "f32[2,4,12]"], found
+    print("MaxText, minimal_with_context keeps output and log-sum-exp:", *found)
 
 
 if __name__ == "__main__":

@@ -213,8 +213,36 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         with pytest.raises(NotImplementedError, match="`return_attention_scores=True`"):
             made(ADAPTED[kind], Case(kind))(*SELF, return_attention_scores=True)
     images = np.ones((1, 3, 4, FEATURES), np.float32)
-    with pytest.raises(NotImplementedError, match="one axis"):
-        ADAPTED["mha"](**SIZES["mha"])(images, images)
+    layer = ADAPTED["mha"](**SIZES["mha"])
+    for call in (dict(use_causal_mask=True), dict(value_mask=np.ones((1, 3), bool))):
+        with pytest.raises(NotImplementedError, match=r"attends over \(1, 2\) of heads of shape \(1, 3, 4, 4, 6\)"):
+            layer(images, images, **call)
+
+
+IMAGES = normal(1, (BATCH, 3, 4, FEATURES)), normal(2, (BATCH, 3, 5, FEATURES))
+BOTH_AXES = normal(4, (BATCH, 3, 4, 3, 5)) > -1
+AXES = {
+    "all": (None, IMAGES, {}),
+    "all, a mask of pairs": (None, IMAGES, dict(attention_mask=BOTH_AXES)),
+    "all, a mask for each head": (None, IMAGES, dict(attention_mask=BOTH_AXES[:, None].repeat(4, 1))),
+    "all, a mask of columns": (None, IMAGES, dict(attention_mask=BOTH_AXES[:, :1, :1, :1])),
+    "second": ((2,), IMAGES, {}),
+    "second, from behind, a mask": ((-2,), IMAGES, dict(attention_mask=BOTH_AXES[:, 0, :, 0])),
+    "first, causal": ((1,), IMAGES[:1] * 2, dict(use_causal_mask=True)),
+    "first, padding": ((1,), IMAGES[:1] * 2, dict(value_mask=np.arange(3) < np.array([[2], [3]]))),
+    "volume": ((1, 3), (normal(1, (BATCH, 2, 3, 4, FEATURES)),) * 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_attention_over_chosen_axes(name: str) -> None:
+    """As the base class, from the same weights; with dropout, so that Keras computes by einsums."""
+    axes, inputs, call = AXES[name]
+    own, adapted = (kind["mha"](**SIZES["mha"], attention_axes=axes, dropout=0.1) for kind in (OWN, ADAPTED))
+    want = own(*inputs, **call)
+    adapted(*inputs, **call)
+    adapted.set_weights(own.get_weights())
+    np.testing.assert_allclose(adapted(*inputs, **call), want, atol=1e-5)
 
 
 @cover(0)
@@ -254,14 +282,14 @@ def test_another_backend_is_refused(backend: str) -> None:
 
 
 class Inside(keras.layers.Layer):
-    """A model's own layer, whose shapes Keras infers by calling it."""
+    """A model's own layer, whose shapes Keras infers by calling it. It takes rows that are negative for padding."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
 
     def call(self, inputs: Any) -> Any:
-        return self.inner(inputs, inputs, use_causal_mask=True)
+        return self.inner(inputs, inputs, value_mask=inputs.max(-1) >= 0, use_causal_mask=True)
 
 
 @both_kinds
@@ -271,7 +299,9 @@ def test_shapes_that_are_open(kind: str, shape: tuple[int | None, int]) -> None:
     inputs = keras.Input(shape)
     model = keras.Model(inputs, Inside(inner)(inputs))
     assert model.output_shape == (None, *shape)
-    np.testing.assert_array_equal(model(SELF[0]), inner(*SELF, use_causal_mask=True))
+    padded = np.where(np.arange(LENGTH)[:, None] == 7, -1, SELF[0]).astype(np.float32)
+    want = inner(padded, padded, value_mask=padded.max(-1) >= 0, use_causal_mask=True)
+    np.testing.assert_array_equal(model(padded), want)
 
 
 @both_kinds

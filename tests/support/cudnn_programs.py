@@ -72,6 +72,9 @@ def programs() -> Iterator[tuple[str, Any]]:
             "replaced",
             custom_calls(lambda *arrays: jax.nn.dot_product_attention(*arrays, implementation="cudnn"), *arrays),
         )
+    of_lengths = lambda *arrays: with_lengths(*arrays).astype(jnp.float32).sum()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield "strict", custom_calls(jax.grad(of_lengths, (0, 1, 2)), *arrays, LENGTHS)
     yield "backward operands", backward_operands()
 
 

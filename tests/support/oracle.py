@@ -45,13 +45,14 @@ def tf32(call: Call) -> Results:
 
 @functools.lru_cache(maxsize=2)
 def tolerances(call: Call, *, by_rows: bool = True, by_lse: bool = False) -> Results:
-    """The largest error allowed in each result: twice plain attention's, and a few roundings of it and of its terms.
+    """Return the largest error allowed in each result, by the rule of README and limits.md, in the same words.
 
-    The roundings matter where plain attention is exact by luck, as with a single key or in a result of few entries
-    (`_roundings`). One gradient may have more, if it is made `by_rows`: that of a bias which all keys share, where a
-    kernel adds up dS over a query's keys, as it does beside a `score_mod`: twice what knowing only output and
-    log-sum-exp costs it (`_error_of_rows`). Where products are exact and logits are in the hundreds, plain attention
-    has no error of them, and a backward has the log-sum-exp's rounding: `by_lse` allows every gradient what that costs.
+    It is at most twice that of plain attention in the call's own dtype, and a few roundings of the result and of its
+    terms, which matter where plain attention is exact by luck, as with a single key or in a result of few entries
+    (`_roundings`). Two kinds of gradients may have, besides, twice what knowing only output and log-sum-exp costs, with
+    all else exact. `by_rows`: that of a bias which all keys share beside a `score_mod`, where a kernel adds up dS over
+    a query's keys (`_error_of_rows`). `by_lse`: every gradient where logits are in the hundreds or more. Where products
+    are exact, plain attention has no error of such logits, and a backward has the log-sum-exp's rounding.
     """
     truth, yardstick, sizes = exact(call), plain(call), _widest(call).sizes()
     dtype = call.query.dtype
@@ -70,7 +71,7 @@ def tolerances(call: Call, *, by_rows: bool = True, by_lse: bool = False) -> Res
         features = getattr(call, name).shape[-1] if name in ("query", "key", "value") else 1
         arrays = (results.gradients[name] for results in (truth, yardstick, sizes))
         found = jax.tree.map(functools.partial(allowed, features=features), *arrays)
-        if name == "bias" and by_rows:
+        if name == "bias" and by_rows and call.score_mod is not None:
             found += 2 * _error_of_rows(call, yardstick)
         if by_lse:
             recomputed = _widest(call).results(residuals=yardstick).gradients[name]
@@ -119,9 +120,9 @@ def error(got: Any, truth: np.ndarray) -> float:
 def assert_right(
     got: Results, call: Call, *, as_tf32: bool = False, by_rows: bool = True, by_lse: bool = False
 ) -> None:
-    """Every result is within its tolerance, or `as_tf32` within the error of plain attention by products in TF32.
+    """Every result is within its tolerance, or `as_tf32` within the error of plain attention with products in TF32.
 
-    With products of TF32 every gradient may have, besides, what knowing only their output and log-sum-exp costs.
+    Every gradient may then have, besides, what knowing only that attention's output and log-sum-exp costs.
     """
     allowed, truth = tolerances(call, by_rows=by_rows, by_lse=by_lse), exact(call)
     if as_tf32:

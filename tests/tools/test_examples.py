@@ -323,6 +323,15 @@ def test_doctor(capsys):
     assert ("native library of metal: loaded" in printed) == (_ffi.available() is None)
 
 
+def test_doctor_reports_the_platforms_of_apple_gpus(capsys, monkeypatch):
+    """The version of jax-graft, and that of the library which it runs."""
+    there = {"jax-graft": "0.0.5", "metal-pjrt-core": "0.0.6"}
+    monkeypatch.setattr("jflash._versions.installed", lambda package: there.get(package))
+    doctor.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["jax-graft 0.0.5", "metal-pjrt-core 0.0.6"]
+
+
 def test_doctor_on_machines_with_a_gpu(capsys, monkeypatch):
     """The doctor lists each dtype by itself where they are served differently. It notices a GPU that JAX does not
     see."""

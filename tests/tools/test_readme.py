@@ -276,6 +276,22 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) < 150
 
 
+RULE = (
+    "at most twice that of plain attention in the call's own dtype, and a few roundings",
+    "what knowing only output and log-sum-exp costs",
+    "where logits are in the hundreds or more",
+    "all keys share beside a `score_mod`",
+    "plain attention with products in TF32",
+)
+
+
+@pytest.mark.parametrize("page", ["README.md", "examples/limits.md", "tests/support/oracle.py"])
+def test_rule_of_errors_is_in_the_same_words(page: str) -> None:
+    """What README promises of errors is what the tests hold every implementation to."""
+    text = " ".join((ROOT / page).read_text().split())
+    assert [words for words in RULE if words not in text] == []
+
+
 @cover(every=3)
 @pytest.mark.parametrize("page", ["README.md", "examples/derivatives.md", "examples/rematerialization.md"])
 def test_code_runs(page: str) -> None:

@@ -31,6 +31,8 @@ def test_programs():
     assert programs.pop("vmap") == of_gradient("NO_MASK 0")
     assert programs.pop("shard_map") == of_gradient("CAUSAL 0")
     assert programs.pop("replaced") == [f"{FORWARD} NO_MASK 0"]
+    # As jflash calls it jax.nn keeps to strict promotion too.
+    assert programs.pop("strict") == of_gradient("PADDING_CAUSAL 0")
     query, key, value, out, lse, d_out = (f"%arg{index}" for index in range(6))
     assert programs.pop("backward operands") == [query, key, value, lse, d_out, out]
     assert not programs
