@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import panels
 from jflash._backends.nvidia.ops import Ops, Ref
-from jflash._backends.nvidia.threads import piece_columns, sums
+from jflash._backends.nvidia.threads import pieces, sums
 from jflash._backends.nvidia.threads.builder import ThreadBuilder, strided
 
 _MOST_COLUMNS = 256
@@ -104,7 +104,7 @@ class WarpgroupOps(Ops):
 
         ThreadBuilder.emit(make, ref, values, first, layout=strided(values.shape))
 
-    piece_columns = staticmethod(piece_columns.of_rows)
+    piece_columns = staticmethod(pieces.in_columns)
     add_to_sums = staticmethod(sums.add)
     store_sums = staticmethod(sums.store)
 

@@ -41,7 +41,7 @@ from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.prepared import MARGIN, for_exponent, with_margin
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.threads.piece_columns import PIECES
+from jflash._backends.nvidia.threads.pieces import PIECES
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._semantics.spec import Residuals, Spec

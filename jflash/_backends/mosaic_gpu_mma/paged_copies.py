@@ -16,9 +16,8 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from jflash._backends.mosaic_gpu_mma import cache_numbers
 from jflash._backends.mosaic_gpu_mma.cache_numbers import UNITS
-from jflash._backends.mosaic_gpu_mma.copies import copy_tile
+from jflash._backends.mosaic_gpu_mma.copies import chunks_of_tile, copy_tile
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.rows import chunks_of_tile
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.threads.device_rows import Rows, Source

@@ -20,11 +20,10 @@ from jflash._backends.nvidia.threads import (
     device_rows,
     dropout_words,
     hidden_rows,
-    leading_piece,
     packed_mask,
-    partial_sums,
+    pieces,
+    reductions,
     table,
-    votes,
 )
 from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder, array_type, scalar, strided
 
@@ -94,16 +93,16 @@ class Ops:
 
     distances = staticmethod(coordinates.distances)
     key_minus_query = staticmethod(coordinates.key_minus_query)
-    leading_piece = staticmethod(leading_piece.take)
-    partial_sums = staticmethod(partial_sums.of_rows)
+    leading_piece = staticmethod(pieces.leading)
+    partial_sums = staticmethod(reductions.partial_sums)
     pack_mask = staticmethod(packed_mask.pack)
     expand_mask = staticmethod(packed_mask.expand)
     drop = staticmethod(dropout_words.drop)
     dropout_words = staticmethod(dropout_words.words)
     gather = staticmethod(table.gather)
     add_by_index = staticmethod(table.add)
-    warp_all_below = staticmethod(votes.all_below)
-    warp_all = staticmethod(votes.all_rows)
+    warp_all_below = staticmethod(reductions.all_below)
+    warp_all = staticmethod(reductions.all_rows)
     load_tile = staticmethod(device_rows.load_tile)
     fetch_rows = staticmethod(device_rows.fetch_rows)
     store_rows = staticmethod(device_rows.store_rows)
