@@ -60,7 +60,7 @@ class DkvDqPlan(DkvPlan):
         return Buffers(**vars(shared) | dict(p=p, p_ds=smem.reused(handed.tile, ds), ds_full=smem.barriers(1)))
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.around_keys | call.tiles | call.rows | call.visits(self.visits)
+        return call.around(keys_first=True) | call.tiles | call.rows | call.visits(self.visits)
 
     def states(self, call: HopperBackward) -> dict[str, Array]:
         return dict(dq_acc=jnp.zeros(self.dq_acc, jnp.float32))

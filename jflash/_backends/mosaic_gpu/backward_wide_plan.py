@@ -152,7 +152,7 @@ class WidePlan(SummingPlan):
         return Blocks(WARPGROUP_ROWS, self.tile.size, self.schedule.heads, of_keys=self.kind.keys_first)
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        around = call.around_keys if self.kind.keys_first else call.around_queries
+        around = call.around(keys_first=self.kind.keys_first)
         return call.tiles | call.rows | around | call.visits(self.visits)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
@@ -186,7 +186,6 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
         of_keys = _KINDS[gradient].keys_first
         length, heads = (spec.key_length, spec.key_heads) if of_keys else (spec.query_length, spec.heads)
         schedule = BackwardSchedule.of_call(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
-        schedule = dataclasses.replace(schedule, partial=spec.partial)
         tables = TableSums.none(spec) if of_keys else TableSums.of(spec, schedule.blocks, 1, processors)
         return WidePlan(spec, ParameterSums(sums[gradient]), tables, gradient, _choose_tiles(spec, gradient), schedule)
 

@@ -157,7 +157,7 @@ class QueryWalkPlan(SummingPlan):
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
         made = call.row_sums(as_columns=self.buffers.as_columns, dq_acc=self.dq_acc(call.ops.margin))
         statistics = row_statistics.for_fused(self.spec, call.lse, made["delta"], made.get("columns"))
-        return call.around_keys | call.tiles | statistics | call.visits(self.visits)
+        return call.around(keys_first=True) | call.tiles | statistics | call.visits(self.visits)
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct | None:
         """Return the accumulators of dQ in device memory, if the kernel has any; copies that add want a margin."""

@@ -69,7 +69,7 @@ class DqPlan(SummingPlan, TiledPlan):
     """The kernel for dQ, before any array. It sums parameters' gradients over keys."""
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
-        return call.of_queries | call.visits(Blocks(self.tile.rows, self.tile.size))
+        return call.read() | call.visits(Blocks(self.tile.rows, self.tile.size))
 
     @property
     def launch(self) -> Launch:

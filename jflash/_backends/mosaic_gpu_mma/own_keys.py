@@ -41,7 +41,7 @@ class KeysPlan(SummingPlan, TiledPlan):
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
         blocks = Blocks(self.tile.rows, self.tile.size, self.schedule.heads, of_keys=True)
-        return call.of_keys | call.visits(blocks)
+        return call.read(keys_first=True) | call.visits(blocks)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         dims = self.spec.head_dim, self.spec.value_dim

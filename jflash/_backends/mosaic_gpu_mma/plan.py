@@ -107,8 +107,7 @@ def _ctas(platform: Platform, warpgroups: int) -> int | None:
 def _schedule(spec: Spec, platform: Platform, rows: int, warpgroups: int = 1) -> BackwardSchedule:
     """Return the schedule of a kernel whose CTAs own some rows of keys."""
     blocks, ctas = pl.cdiv(spec.key_length, rows), _ctas(platform, warpgroups)
-    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, ctas)
-    return dataclasses.replace(schedule, partial=spec.partial)
+    return BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, ctas)
 
 
 def _choose[Plan: TiledPlan](spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], Plan]) -> Plan:

@@ -18,7 +18,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
-from jflash._backends.nvidia.tile import base2, mask_mod_reads, score_mod_reads
+from jflash._backends.nvidia.tile import base2, program_reads
 from jflash._backends.nvidia.walk import tile_list, tile_range, work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Shares
@@ -107,8 +107,8 @@ class Prepared:
     @property
     def function_arrays(self) -> dict[str, Array]:
         """What a score_mod and a mask_mod read, by name."""
-        of_score_mod = score_mod_reads.prepare(self.operands.score_mod_arrays)
-        return of_score_mod | mask_mod_reads.prepare(self.operands.mask_mod_arrays)
+        of_score_mod = program_reads.prepare("score_mod", self.operands.score_mod_arrays)
+        return of_score_mod | program_reads.prepare("mask_mod", self.operands.mask_mod_arrays)
 
     def packed_mask(self, *, keys_first: bool = False) -> dict[str, Int[Array, "#B #N row_tiles column_tiles 128"]]:
         """Return a mask of both axes, packed for tiles whose rows are queries or, `keys_first`, keys, by name."""

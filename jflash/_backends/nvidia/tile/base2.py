@@ -25,8 +25,10 @@ class Exponent:
     limit: float = math.inf
     """The largest reference whose rounding scales probabilities by no more than their dtype has room for."""
 
-    def __call__(self, logits: Array, reference: Array) -> Array:
-        """Probabilities from logits and, broadcast to them, their reference in `units`."""
+    def __call__(self, logits: Array, reference: Array | None) -> Array:
+        """Probabilities from logits and, broadcast to them, their reference in `units`; `None`: it is subtracted."""
+        if reference is None:
+            return jnp.exp2(logits * self.factor)
         if self.exact:
             return jnp.exp2((logits - reference) * self.factor)
         return jnp.exp2(logits * self.factor - reference)

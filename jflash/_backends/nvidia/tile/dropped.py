@@ -58,8 +58,10 @@ def kept(spec: Spec, p: Tile) -> Tile:
     return p if spec.dropout_rate == 0 else jnp.maximum(p, 0.0)
 
 
-def d_logits(spec: Spec, p: Tile, dp: Tile, delta: Tile) -> Tile:
-    """dS from signed P and dO V^T."""
+def d_logits(spec: Spec, p: Tile, dp: Tile, delta: Tile | None) -> Tile:
+    """dS from signed P and dO V^T; without dropout delta may be subtracted already, and is `None` then."""
+    if delta is None:
+        return p * dp
     if spec.dropout_rate == 0:
         return p * (dp - delta)
     return jnp.abs(p) * (dp * jnp.where(p > 0, 1 / (1 - spec.dropout_rate), 0.0) - delta)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, mask_mod_reads, score_mod_reads, softmax
+from jflash._backends.nvidia.tile import base2, mask_mod_reads, program_reads, score_mod_reads, softmax
 from jflash._backends.nvidia.tile.base2 import Exponent
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
 from jflash._backends.nvidia.tile.lowerable import lowerable
@@ -212,14 +212,14 @@ def parameter_tangents(
     tangents: KernelInputs, mask: TileContext, shape: tuple[int, ...], loaded: Loaded, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return the tangents of a tile's parameters by name, from the inputs `tangents` and what was `loaded` of them."""
-    reads = score_mod_reads.load(tangents, mask.at, mask.inputs.tile(mask.at, shape, mask.loaded))
+    reads = program_reads.load(tangents, "score_mod", mask.at, mask.inputs.tile(mask.at, shape, mask.loaded))
     return _named(tangents.parameters(mask.at, shape, loaded)._replace(score_mod_arrays=reads), names)
 
 
 def _tile(mask: TileContext, shape: tuple[int, ...]) -> semantics.Tile:
     """Return a tile, with what its score_mod reads in the place of the arrays."""
     tile = mask.inputs.tile(mask.at, shape, mask.loaded)
-    reads = score_mod_reads.load(mask.inputs, mask.at, tile)
+    reads = program_reads.load(mask.inputs, "score_mod", mask.at, tile)
     return tile._replace(parameters=tile.parameters._replace(score_mod_arrays=reads))
 
 

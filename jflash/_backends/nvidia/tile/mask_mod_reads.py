@@ -33,11 +33,6 @@ _COLUMNS = 32
 """Columns for which a function is evaluated at a time."""
 
 
-def array_name(index: int) -> str:
-    """Return the name that an array has among a kernel's."""
-    return f"mask_mod_{index}"
-
-
 def unsupported(spec: Spec) -> str | None:
     """Return why kernels cannot take a call's `mask_mod`, in words for the user; `None` if they can."""
     if spec.mask_mod is None:
@@ -65,11 +60,6 @@ def columns_together(spec: Spec, columns: int) -> int:
     return _COLUMNS if in_parts else columns
 
 
-def prepare(arrays: Sequence[Array]) -> dict[str, Array]:
-    """Return the arrays as kernels take them, by name: `[#B, numbers]`."""
-    return program_reads.prepare(arrays, array_name)
-
-
 @dataclasses.dataclass(frozen=True)
 class _OfReads:
     """A `mask_mod` of indices, and of what is read in the place of its arrays, for one tile."""
@@ -92,7 +82,7 @@ def visible(inputs: KernelInputs, at: TileCoord, tile: Tile) -> Bool[Array, "row
     mask_mod = inputs.spec.mask_mod
     if mask_mod is None:
         return inputs.visible(tile)
-    numbers: Any = program_reads.load(inputs, mask_mod, array_name, at, tile)
+    numbers: Any = program_reads.load(inputs, "mask_mod", at, tile)
     of_reads: Any = _OfReads(mask_mod, tile.key_minus_query)
     spec = dataclasses.replace(inputs.spec, mask_mod=of_reads)
     return dataclasses.replace(inputs, spec=spec).visible(tile._replace(mask_mod_arrays=numbers))

@@ -148,21 +148,16 @@ class BackwardSchedule:
 
     @staticmethod
     def of_call(
-        spec: Spec,
-        heads: int,
-        key_heads: int,
-        blocks: int,
-        processors: int | None,
-        *,
-        accumulated: int | None = None,
-        in_order: bool = False,
+        spec: Spec, heads: int, key_heads: int, blocks: int, processors: int | None, **options: Any
     ) -> BackwardSchedule:
-        """`of` for the batch of a call, whose blocks see about as many tiles unless what they see is bounded on one
-        side, as in causal attention."""
+        """Return `of` for a call, with its other options.
+
+        Blocks see about as many tiles unless what they see is bounded on one side, as in causal attention.
+        """
         left, right = spec.bounds
-        alike = (left is None) == (right is None)
-        options: Any = dict(alike=alike, accumulated=accumulated, in_order=in_order)
-        return BackwardSchedule.of(heads, key_heads, blocks, spec.batch, processors, **options)
+        options["alike"] = (left is None) == (right is None)
+        schedule = BackwardSchedule.of(heads, key_heads, blocks, spec.batch, processors, **options)
+        return dataclasses.replace(schedule, partial=spec.partial)
 
     def item(self, wave: Any, number: Any) -> WorkItem:
         """Return a wave's work item; past the last wave it has no head group."""
