@@ -51,7 +51,7 @@ class AnyOrder:
     """Additions in any order."""
 
     def end(self, number: Any) -> None:
-        """Wait until what this warpgroup added has arrived, in the iteration of this number, and note it."""
+        """Wait until what this warpgroup added has arrived, and note it; in each iteration, and after the last."""
 
     def arrive(self, number: Any) -> None:
         """Note that what this warpgroup added has arrived, in the iteration of this number."""

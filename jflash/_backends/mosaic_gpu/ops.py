@@ -12,10 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jflash._backends.mosaic_gpu import panels
-from jflash._backends.nvidia.ops import Ops, Ref
+from jflash._backends.nvidia.ops import Ops, Ref, Tile
 from jflash._backends.nvidia.threads import pieces, sums
 from jflash._backends.nvidia.threads.builder import ThreadBuilder, strided
 
@@ -36,8 +36,8 @@ class WarpgroupOps(Ops):
         return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
     def accumulate[Results](
-        self, body: Callable[..., Results], *acc: Float[Array, "rows columns"], like: Results
-    ) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
+        self, body: Callable[..., Results], *acc: Tile, like: Results
+    ) -> tuple[Results, tuple[Tile, ...]]:
         """Return what `body` returns for accumulators that begin at `acc`, in the types of `like`; and their values."""
         leaves, tree = jax.tree.flatten(like)
 
@@ -63,7 +63,7 @@ class WarpgroupOps(Ops):
         for operands in every:
             plgpu.wgmma(*operands)
 
-    def read(self, accumulator: Any, pending: int = 0) -> Float[Array, "rows columns"]:
+    def read(self, accumulator: Any, pending: int = 0) -> Tile:
         """Return an accumulator, when all products but the last `pending` are made."""
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
@@ -88,7 +88,7 @@ class WarpgroupOps(Ops):
         """Return zeros in the layout of `load_strided`."""
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strided(shape))
 
-    def store_strided(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
+    def store_strided(self, ref: Ref, values: Tile, first: Any) -> None:
         """Store rows in the layout of `load_strided` from row `first` on, as far as an array in device memory has them
         and their columns."""
 

@@ -43,7 +43,7 @@ from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import along_rows
+from jflash._backends.nvidia.ops import Rows, Tile, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
 from jflash._backends.nvidia.tile.base2 import LOG2_E
@@ -184,10 +184,6 @@ def _choose_tile(plan: TangentPlan) -> RowTiles:
     tile = smem.choose_tiles("tangent", (*facts, *sorted(plan.moving)), candidates, plan.shared_memory)
     assert tile is not None, "`fits` says so"
     return tile
-
-
-Rows = Float[Array, "rows"]
-Tile = Float[Array, "rows keys"]
 
 
 class _Sums(NamedTuple):

@@ -52,8 +52,6 @@ class Facts:
         """Whether a logit is its product times a static positive number that float32 can be divided by."""
         self.sums_scale = scale if scale is not None and self.is_plain else 1.0
         """The factor that a plain call leaves to be applied to the sums over its products' cotangents."""
-        self.drops = spec.dropout_rate > 0
-        """Whether the call has dropout."""
 
         self.is_float32 = spec.dtype == jnp.float32
         given = spec.precision if isinstance(spec.precision, tuple) else (spec.precision,)

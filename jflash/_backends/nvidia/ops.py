@@ -29,16 +29,20 @@ from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder,
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
+Tile = Float[Array, "rows columns"]
+"""A tile in registers."""
+Rows = Float[Array, "rows"]
+"""A number for each row of a tile, in registers."""
 
 _utils: Any = mgpu.utils
 
 
-def along_rows(vector: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
+def along_rows(vector: Rows, shape: tuple[int, ...]) -> Tile:
     """Return one value for each row, repeated along it."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-def along_columns(vector: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
+def along_columns(vector: Float[Array, "columns"], shape: tuple[int, ...]) -> Tile:
     """Return one value for each column, repeated along it."""
     return lax.broadcast_in_dim(vector, shape, [1])
 

@@ -16,15 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.ops import Ref, Tile
 from jflash._backends.nvidia.tile import base2, dropped, logits, program_reads
 from jflash._backends.nvidia.tile.logits import PullBack
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import score_mod_reads
-
-Tile = Float[Array, "rows columns"]
 
 
 class TileGradients(NamedTuple):

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord, shared_index
 from jflash._semantics import dropout
 from jflash._semantics.dropout import HeadSeed
 from jflash._semantics.spec import Spec
-
-Tile = Float[Array, "rows columns"]
 
 
 def head_seed(inputs: KernelInputs, at: TileCoord) -> HeadSeed | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import Ops, along_rows
+from jflash._backends.nvidia.ops import Ops, Rows, Tile, along_rows
 from jflash._backends.nvidia.tile import dropped
 from jflash._backends.nvidia.tile.base2 import LOG2_E, Exponent
 from jflash._backends.nvidia.tile.soft_cap import SoftCap
@@ -34,24 +34,18 @@ layouts, so that a step sends nothing from thread to thread. It keeps four numbe
 class Softmax(NamedTuple):
     """P of the last tile, and the rows' statistics after it."""
 
-    p: Float[Array, "rows keys"]
+    p: Tile
     """In the call's dtype."""
-    m: Float[Array, "rows"]
+    m: Rows
     """What P is relative to: the largest logit so far, in the exponent's `units`; with a soft cap sometimes 0."""
     l: Float[Array, "rows *parts"]
     """The sum of the rows' weights, whole or in `PARTS_OF_L`."""
-    rescale: Float[Array, "rows"]
+    rescale: Rows
     """The factor that takes the sums before the last tile to those after it."""
 
 
 def step(
-    exponent: Exponent,
-    s: Float[Array, "rows keys"],
-    unit: Array | float,
-    mask: TileContext,
-    before: Softmax | None,
-    *,
-    in_parts: bool,
+    exponent: Exponent, s: Tile, unit: Array | float, mask: TileContext, before: Softmax | None, *, in_parts: bool
 ) -> Softmax:
     """Show the rows the logits of more keys: s, times `unit`; l is `in_parts` or whole."""
     inputs, dtype = mask.inputs, mask.inputs.spec.dtype
@@ -72,20 +66,20 @@ def step(
     return Softmax(dropped.keep(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, rescale)
 
 
-def whole(l: Float[Array, "rows *parts"]) -> Float[Array, "rows"]:
+def whole(l: Float[Array, "rows *parts"]) -> Rows:
     """l, from its parts if it has any."""
     return l if l.ndim == 1 else l.sum(axis=1)
 
 
-def _rescaled(l: Float[Array, "rows *parts"], rescale: Float[Array, "rows"]) -> Float[Array, "rows *parts"]:
+def _rescaled(l: Float[Array, "rows *parts"], rescale: Rows) -> Float[Array, "rows *parts"]:
     return l * (rescale if l.ndim == 1 else along_rows(rescale, l.shape))
 
 
-def _sums(ops: Ops, p: Float[Array, "rows keys"], *, in_parts: bool) -> Float[Array, "rows *parts"]:
+def _sums(ops: Ops, p: Tile, *, in_parts: bool) -> Float[Array, "rows *parts"]:
     return ops.partial_sums(p, PARTS_OF_L) if in_parts else p.sum(axis=1)
 
 
-def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax | None, *, in_parts: bool) -> Softmax:
+def capped_step(s: Tile, mask: TileContext, before: Softmax | None, *, in_parts: bool) -> Softmax:
     """`step` with a tile's products, which are scaled and capped here; exponents are in base 2.
 
     Where all of a tile's logits are small, their exponentials fit P's dtype relative to what m was before, and the
@@ -146,18 +140,12 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax
     return Softmax(p, m, l, rescale)
 
 
-def scaled_rows(acc_o: Float[Array, "rows D"], rescale: Float[Array, "rows"]) -> Float[Array, "rows D"]:
+def scaled_rows(acc_o: Tile, rescale: Rows) -> Tile:
     """Each row of O times its own number."""
     return acc_o * along_rows(rescale, acc_o.shape)
 
 
-def last_factor(
-    spec: Spec,
-    exponent: Exponent,
-    m: Float[Array, "rows"],
-    l: Float[Array, "rows"],
-    sink: Float[Array, ""] | None,
-) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
+def last_factor(spec: Spec, exponent: Exponent, m: Rows, l: Rows, sink: Array | None) -> tuple[Rows, Rows]:
     """What times O is the rows' output, and their log-sum-exp, from m and whole l.
 
     For rows that saw no key they are 0 and -inf, with a sink or without.
