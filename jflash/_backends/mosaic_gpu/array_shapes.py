@@ -85,10 +85,7 @@ def in_panels(spec: Spec) -> bool:
 
 
 def unsupported_cache(spec: Spec) -> str | None:
-    """Return why copies do not take a call's paged cache as it is, in words for the user; `None`: they do.
-
-    A part of a page fills whole swizzles, which have 8 rows.
-    """
+    """Return why copies do not take a call's paged cache as it is, in words for the user; `None`: they do."""
     if spec.pages is None:
         return None
     if facts_of(spec).is_float32:
@@ -102,6 +99,7 @@ def unsupported_cache(spec: Spec) -> str | None:
             "it copies 16 bytes of a paged cache at a time, so 8 must divide H and D. "
             f"Got H={spec.head_dim} and D={spec.value_dim}."
         )
+    # A part of a page fills whole swizzles, which have 8 rows.
     if spec.pages.size % 8 or not cache_rows.suits(spec, _SMALLEST_TILE):
         return f"it takes pages of 8, 16 or 32 keys, or of a multiple of 64. Got pages of {spec.pages.size}."
     if not forward_in_panels(spec) and block_dims(spec) != _dims(spec):

@@ -113,8 +113,7 @@ class DkvDqCta(DkvCta[DkvDqPlan]):
     ) -> Float[Array, "keys columns"]:
         """Return acc + a @ b, and add this warpgroup's columns of the tile's dQ to device memory.
 
-        Both products run at once, unless products begin at zero in an accumulator of their own: then registers have no
-        room for both.
+        Both products run at once, unless they begin at zero in accumulators of their own, for which there is no room.
         """
         spec, ops, shape = self.plan.spec, self.ops, (QUERIES, self.plan.dq_width)
         if facts_of(spec).pieces < 3:

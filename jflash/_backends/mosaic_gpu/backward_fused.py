@@ -177,11 +177,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         return dataclasses.replace(tiles, count=jnp.where(place.block == 0, 0, tiles.count))
 
     def _take_ticket(self) -> Place:
-        """Return the CTA's place.
-
-        CUDA promises no order in which CTAs begin, and a CTA waits for those of earlier waves. So its place is not its
-        index, but the number of CTAs that began before it.
-        """
+        """Return the CTA's place: not its index, but the number of CTAs that began before it (`dq_accumulator`)."""
         shared, schedule = self.smem, self.plan.schedule
 
         @pl.when(self.warpgroup == self.plan.tile.warpgroups)

@@ -84,10 +84,7 @@ def _chunks(spec: Spec, gradient: Gradient) -> ColumnChunks:
 
 
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
-    """Return the kernel's buffers and barriers.
-
-    A barrier `full` completes a phase when a copy has arrived or something was stored, `empty` when all have read it.
-    """
+    """Return buffers, and barriers: `full` when something has arrived or was stored, `empty` when all have read it."""
     kind, has_bias_tiles, tiles = _KINDS[gradient], facts_of(spec).has_bias_tiles, CallTiles.of(spec)
     weighed, chunks = _columns(spec, kind.weighed), _chunks(spec, gradient)
     # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.

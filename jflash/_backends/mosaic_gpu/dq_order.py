@@ -124,8 +124,7 @@ class OneOrder(AnyOrder):
         return self._stages + 2
 
     def least(self, step: Any) -> Int[Array, ""]:
-        """Return what the CTA before this one has counted when what it adds to a step's tile has arrived; 0 if it adds
-        nothing."""
+        """Return what the CTA before counts when what it adds to a step's tile has arrived; 0 if it adds nothing."""
         head, index = self.order.at(step, jnp.maximum(self.order.tiles.count, 1))
         tiles = self.before.tiles
         distance, size = self.order.tiles.start(index) - tiles.start(0), tiles.size

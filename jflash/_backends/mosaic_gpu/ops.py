@@ -26,10 +26,7 @@ _utils: Any = mgpu.utils
 
 
 class WarpgroupOps(Ops):
-    """The operations of a warpgroup on Hopper.
-
-    The matrix unit makes products while the warpgroup goes on, in the order of their issue.
-    """
+    """The operations of a warpgroup on Hopper, which goes on while the matrix unit makes products, in their order."""
 
     def accumulators[Results](self, body: Callable[..., Results], *shapes: tuple[int, int]) -> Results:
         """Return what `body` returns for accumulators of zeros of some `shapes`, which it may set before it adds."""
@@ -89,8 +86,7 @@ class WarpgroupOps(Ops):
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strided(shape))
 
     def store_strided(self, ref: Ref, values: Tile, first: Any) -> None:
-        """Store rows in the layout of `load_strided` from row `first` on, as far as an array in device memory has them
-        and their columns."""
+        """Store rows in the layout of `load_strided` from row `first` on, as far as the array has them and columns."""
 
         def make(o: ThreadBuilder, target: Any, values: Any, first: Any) -> None:
             index = o.ir.IndexType.get()

@@ -107,10 +107,7 @@ class WalkBuffers:
         return (tiles.operand(shape, whole_dims(self.spec)[0], chunk=self.dq_width),)
 
     def walked(self) -> dict[str, Any]:
-        """Return buffers and barriers of what is walked over, by name.
-
-        A barrier `full` completes a phase when a copy has arrived, `empty` when all readers are done.
-        """
+        """Return what is walked over, by name. `full` waits for copies into a tile, `empty` for all who read it."""
         spec, tile, has_bias_tiles = self.spec, self.tile, facts_of(self.spec).has_bias_tiles
         (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), self.columns
         # First lse of all tiles, then delta.

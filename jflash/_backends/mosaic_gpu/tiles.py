@@ -56,8 +56,7 @@ class FusedTiles:
     dq_alternates: bool = False
     """Whether a warpgroup makes dQ of every other tile, or a half of each tile's."""
     adds_registers: bool = False
-    """Whether dQ is added to device memory from registers, of which a warpgroup has whole rows, or by copies from
-    shared memory."""
+    """Whether dQ is added to device memory from registers, which have whole rows, or by copies from shared memory."""
     warpgroups: ClassVar = 2
     keys: ClassVar = 2 * WARPGROUP_ROWS
 
@@ -112,8 +111,7 @@ Visits = Callable[[int, int], Sequence[int]]
 """Takes (rows, keys) to how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
 Pace = Mapping[tuple[int, int], tuple[float, float]]
-"""By warpgroups and keys of a tile: microseconds of one multiprocessor that 64 rows take for 128 keys, and to begin and
-end."""
+"""By warpgroups and keys of a tile: microseconds of a multiprocessor for 64 rows and 128 keys, and to begin and end."""
 
 PACES: Mapping[int, Pace] = {
     64: {(2, 128): (0.61, 0.52), (3, 128): (0.48, 0.55), (4, 64): (0.59, 0.35)},

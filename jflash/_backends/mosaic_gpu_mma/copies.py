@@ -74,11 +74,9 @@ def chunks_of_tile(
 
 
 def copy_rows(source: Ref, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
-    """Begin to copy rows of `[L, H]`, from `first` on, to a tile `[rows, columns]`; zeros for those from `limit` on,
-    which is at most L.
+    """Begin to copy rows of `[L, H]`, or some columns, from `first` on to a tile; zeros from `limit` on, L at most.
 
-    The tile may have some of the columns alone. Pieces lie side by side in rows, and are tiles of `[pieces, rows,
-    columns]`.
+    The tile is `[rows, columns]`. Of pieces, which lie side by side in rows, it is `[pieces, rows, columns]`.
     """
 
     def make(o: Lanes, source: Any, target: Any, first: Any, limit: Any, first_column: Any) -> None:
@@ -128,8 +126,7 @@ def commit() -> None:
 
 
 def wait(pending: int = 0, *, warpgroups: int = 1) -> None:
-    """Wait until a thread's copies are done but for those of the last `pending` groups, and `meet`: then those of all
-    threads are seen."""
+    """Wait for a thread's copies but those of the last `pending` groups, and `meet`, so that those of all are seen."""
     Lanes.emit(lambda _: _utils.inline_ptx(f"cp.async.wait_group {pending};", has_side_effects=True))
     meet(warpgroups)
 

@@ -205,8 +205,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
                 self.copy_bias(at, self.smem.bias.at[self.slot(index), number])
 
     def _held(self, rows: Sequence[Any]) -> list[tuple[Operand, dict[str, Any]]]:
-        """Return Q as operands, and which steps of K each has: of rows in shared memory some columns may be in
-        registers."""
+        """Return Q as operands, and which steps of K each has: registers may have the first, shared memory the rest."""
         steps = self.plan.tile.held_columns // STEP
         if not steps:
             return [(held, {}) for held in self.held(rows)]

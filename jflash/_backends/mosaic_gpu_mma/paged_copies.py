@@ -76,10 +76,7 @@ class PagedRows(Rows):
     page_size: int
 
     def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
-        """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
-
-        All pages are looked up before the first is used: so a thread waits once.
-        """
+        """Return what `Rows` does. All pages are looked up before the first is used, so that a thread waits once."""
         places = [o.add(row, o(step)) for step in steps]
         pages = [self._page(o, place, limit) for place in places]
         rows = (

@@ -99,8 +99,7 @@ def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], by_key: 
 
 
 def _ctas(platform: Platform, warpgroups: int) -> int | None:
-    """Return how many CTAs of some warpgroups the device runs at a time, about; `None` where its multiprocessors are
-    not counted."""
+    """Return about how many CTAs of some warpgroups the device runs at a time; `None` where it is not known."""
     return None if platform.processors is None else _CTAS * platform.processors // warpgroups
 
 
@@ -144,8 +143,7 @@ def _capability(platform: Platform) -> str:
 
 
 def described(spec: Spec, platform: Platform) -> str:
-    """Return the forward's and the backward's kernels, tiles and shared memory in words; a call with pages has no
-    backward."""
+    """Return a call's kernels, tiles and shared memory in words; with pages it has no backward."""
     forward, capacity = plan_forward(spec, platform).plan, SHARED_MEMORY[_capability(platform)]
     lines = [*describe.kernels("forward", [forward], capacity), f"    {forward.parts}"]
     if spec.pages is None:

@@ -46,8 +46,7 @@ def backward(
 
 
 def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Array]) -> tuple[Array, Array]:
-    """Return output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the
-    keys."""
+    """Return output and log-sum-exp in the call's shapes, from those of packed heads and splits of the keys."""
     out = made["out"][:, :, : shape.spec.query_length, :, : shape.spec.value_dim]
     lse = made["lse"][..., : shape.rows]
     if shape.packed_heads > 1:
@@ -69,8 +68,7 @@ def _with_sinks(sinks: Float[Array, "#B N"], out: Array, lse: Array) -> tuple[Ar
 def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
     """Return one output and log-sum-exp from those of all splits, `[splits, B, T, N, D]` and `[splits, B, N, T]`.
 
-    XLA makes a reduction of an axis a kernel of its own. So few splits are added one by one; an expression of many
-    would be slow to compile.
+    XLA makes a reduction of an axis a kernel. So few splits are added one by one; many would be slow to compile.
     """
     size = 1 if len(lse) <= _FEW_SPLITS else len(lse)
     parts = [slice(first, first + size) for first in range(0, len(lse), size)]

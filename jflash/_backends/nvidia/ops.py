@@ -85,8 +85,7 @@ class Ops:
     def opaque_zero(self, step: Any) -> Int[Array, ""]:
         """Return 0 that the compiler cannot fold, in a loop over `step`: the index of a tile that stays in place.
 
-        Otherwise it keeps the addresses of all the tile's parts in registers for the whole loop, spills them, and loads
-        them back in every step. Computing them anew costs an addition each.
+        Otherwise it keeps the addresses of all the tile's parts in registers, and spills them. An addition makes each.
         """
         shift = lambda o, step: scalar(_utils.inline_ptx("shr.u32 $0, $1, 30;", step, result_types=o.type))
         return ThreadBuilder.emit(shift, step, returns=array_type((), jnp.int32, SCALAR))

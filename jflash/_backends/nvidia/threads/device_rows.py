@@ -199,8 +199,7 @@ def _column_of_two_words(o: ThreadBuilder) -> Any:
 def load_tile(
     source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool
 ) -> Float[Array, "64 columns"]:
-    """Return a tile of an array `[L, M]` in device memory, from a row and a column on, 0 past its ends; or its
-    transpose."""
+    """Return a tile of an array `[L, M]` in device memory, from a row and column on, or its transpose; 0 past ends."""
 
     def make(o: ThreadBuilder, source: Any, row: Any, column: Any) -> Any:
         rows, dtype = Rows.of(o, source), o.dtype(source)

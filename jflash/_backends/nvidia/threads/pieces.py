@@ -46,10 +46,7 @@ def of_pair(o: ThreadBuilder, numbers: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def in_columns(numbers: Sequence[Float32[Array, "64"]], columns: int) -> BFloat16[Array, "64 columns"]:
-    """Return each row's pieces, the largest first: of its first number, of its second, and so on; then zeros.
-
-    The number of columns is a multiple of 8.
-    """
+    """Return the pieces of each row's first number, the largest first, of its second, ...; then zeros, to `columns`."""
     shape = (*numbers[0].shape, columns)
 
     def make(o: ThreadBuilder, *numbers: Any) -> Any:

@@ -145,8 +145,7 @@ class KernelInputs:
         return seen
 
     def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...]) -> Any:
-        """Return a scalar, or a vector of `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the
-        other.
+        """Return a scalar, or a vector of `[#B, L]` or `[#B, #N, L]` along an axis of a tile, repeated along the other.
 
         It is `None` if the call does not have the operand.
         """

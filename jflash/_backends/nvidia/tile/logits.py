@@ -173,8 +173,7 @@ def linearize(
 ) -> tuple[Tile, PushForward]:
     """Return a tile's probabilities as `differentiate` does, and the way forward.
 
-    That takes tangents of the products and of the parameters `moving` to those of logits, 0 where the query does not
-    see the key.
+    That takes tangents of the products and of the parameters `moving` to those of logits, 0 where no key is seen.
     """
     inputs = mask.inputs
     if facts_of(inputs.spec).is_plain:

@@ -82,8 +82,7 @@ class BackwardSchedule:
     partial: bool = False
     """Whether dK and dV are parts of sums that go on after the call."""
     splits: int = 1
-    """CTAs that share the queries of a block of keys: the first of every block, then the second. Each counts as a
-    block."""
+    """CTAs that share a block's queries: the first of every block, then the second. Each counts as a block."""
     in_order: bool = False
     """Whether CTAs add to a tile of dQ in the order in which they begin."""
     turned: bool = False

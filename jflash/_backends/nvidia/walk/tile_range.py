@@ -266,10 +266,7 @@ class TileContext:
         return jnp.where(mask_mod_reads.visible(self.inputs, at, tile), values, hidden)
 
     def hide_if_whole(self, values: Array, hidden: float) -> Array:
-        """Return `values` with what is hidden of a tile that is not partial: nothing of a listed one.
-
-        A range's is whole but for a dense mask.
-        """
+        """Return `values` with what is hidden of a tile that is not partial: by a dense mask, unless it is listed."""
         mask = None if self.is_listed else self.inputs.tile(self.at, values.shape, self.loaded).mask
         return values if mask is None else jnp.where(jnp.broadcast_to(mask, values.shape), values, hidden)
 
