@@ -117,7 +117,7 @@ class DkvPlan(SummingPlan):
         rows, keys = whole_rows(spec, spec.key_length), schedule.blocks * WARPGROUP_ROWS
         return Launch(
             name=f"jflash_{self.name}_{head_dim}_{value_dim}",
-            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            grid=schedule.grid,
             results=dict(
                 d_key=schedule.gradient(spec, (rows, head_dim), (keys, columns)),
                 d_value=schedule.gradient(spec, (rows, value_dim), (keys, value_columns)),

@@ -88,7 +88,7 @@ class FusedPlan(QueryWalkPlan):
         d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
-            grid=dict(wave=schedule.waves + self.dq.lag(schedule), block=schedule.blocks, item=schedule.items),
+            grid=schedule.grid | dict(wave=schedule.waves + self.dq.lag(schedule)),
             results=dict(
                 **({} if spec.partial else dict(d_query=d_query)),
                 d_key=schedule.gradient(spec, (key_rows, dims[0]), (keys, columns)),

@@ -80,9 +80,8 @@ class ShortPlan(QueryWalkPlan):
     @property
     def launch(self) -> Launch:
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
-        array = lambda length, heads, dim: jax.ShapeDtypeStruct(
-            (spec.batch, whole_rows(spec, length), heads, dim), spec.dtype
-        )
+        shape = lambda length, heads, dim: (spec.batch, whole_rows(spec, length), heads, dim)
+        array = lambda *dims: jax.ShapeDtypeStruct(shape(*dims), spec.dtype)
         return Launch(
             name=f"jflash_backward_short_{head_dim}_{value_dim}",
             grid=dict(cta=self.ctas),

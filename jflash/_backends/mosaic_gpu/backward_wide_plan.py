@@ -167,7 +167,7 @@ class WidePlan(SummingPlan):
         dims = whole_dims(spec)
         return Launch(
             name=f"jflash_wide_{self.gradient}_{dims[0]}_{dims[1]}",
-            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            grid=schedule.grid,
             results={self.gradient: result} | self.sums.results(spec.batch, spec.heads, rows),
             smem=shared_memory(spec, self.gradient, self.tile),
             warpgroups=3,

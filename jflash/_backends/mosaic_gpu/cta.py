@@ -168,11 +168,6 @@ class QueryRowsPlan(KernelPlan):
     """The schedule of blocks of queries; every head, or every chunk of its columns, has blocks of its own."""
 
     @property
-    def grid(self) -> dict[str, int]:
-        """The axes of the kernel's grid."""
-        return dict(wave=self.schedule.waves, block=self.schedule.blocks, item=self.schedule.items)
-
-    @property
     def visits(self) -> Blocks:
         """What each block of queries visits."""
         return Blocks(self.tile.rows, self.tile.keys)

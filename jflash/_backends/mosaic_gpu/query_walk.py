@@ -202,10 +202,8 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
     @property
     def tables(self) -> dict[str, Ref]:
         """This warpgroup's sums of tables' gradients."""
-        block = lax.div(self.first_key, self.plan.tile.keys)
-        return self.plan.tables.of_warpgroup(
-            self.refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup
-        )
+        block, item = lax.div(self.first_key, self.plan.tile.keys), self.item
+        return self.plan.tables.of_warpgroup(self.refs.arrays, item.batch, item.first_head, block, self.warpgroup)
 
     additions = AnyOrder()
     """The order of additions to dQ."""

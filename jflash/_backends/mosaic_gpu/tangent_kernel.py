@@ -24,6 +24,7 @@ section 3.1 (warp specialisation). The running mean is as in Welford's update of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ class TangentPlan(QueryRowsPlan):
         spec, (head_dim, value_dim) = self.spec, self.dims
         return Launch(
             name=f"jflash_tangent_{head_dim}_{value_dim}",
-            grid=self.grid,
+            grid=self.schedule.grid,
             results=dict(
                 t_out=self.result(self.chunk, spec.heads * self.chunks, 1),
                 t_lse=jax.ShapeDtypeStruct((spec.batch, spec.heads, self.all_rows), jnp.float32),
@@ -287,11 +288,9 @@ class TangentCta(QueryRowsCta[TangentPlan]):
 
         def make(acc_s: Any, acc_ts: Any = None) -> tuple[Tile, Tile]:
             opaque_index = self.warpgroup + pipeline.opaque_zero(index, self.warpgroup)
-            q = {name: piece_products.of_tile(spec, ref.at[opaque_index]) for name, ref in self.queries.items()}
-            k = {
-                name: operand_pieces.transposed(piece_products.of_tile(spec, ref.at[slot]))
-                for name, ref in shared.k.tiles.items()
-            }
+            pieces = functools.partial(piece_products.of_tile, spec)
+            q = {name: pieces(ref.at[opaque_index]) for name, ref in self.queries.items()}
+            k = {name: operand_pieces.transposed(pieces(ref.at[slot])) for name, ref in shared.k.tiles.items()}
             piece_products.mma(acc_s, q["query"], k["key"], ops)
             for left, right in moved:
                 piece_products.mma(acc_ts, q[left], k[right], ops)

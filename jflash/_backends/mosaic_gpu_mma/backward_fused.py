@@ -69,7 +69,7 @@ class FusedPlan(KeysPlan):
         head_columns, value_columns = self._columns(spec.head_dim), self._columns(spec.value_dim)
         return Launch(
             name=f"jflash_mma_backward_{spec.head_dim}_{spec.value_dim}",
-            grid=self.grid,
+            grid=self.schedule.grid,
             results=self.gradients | self.sums.results(spec.batch, spec.heads, shares, self.key_rows),
             smem=Buffers(
                 key=buffer(spec, shares, tile.rows, head_columns),

@@ -79,10 +79,8 @@ class PagedRows(Rows):
         """Return what `Rows` does. All pages are looked up before the first is used, so that a thread waits once."""
         places = [o.add(row, o(step)) for step in steps]
         pages = [self._page(o, place, limit) for place in places]
-        rows = (
-            o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
-            for place, page in zip(places, pages, strict=True)
-        )
+        row = lambda place, page: o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
+        rows = map(row, places, pages)
         return [Source(self.address(o, row, column), 0, page) for row, page in zip(rows, pages, strict=True)]
 
     def _page(self, o: Lanes, place: Any, limit: Any) -> Any:

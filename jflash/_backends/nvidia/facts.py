@@ -72,6 +72,18 @@ def facts_of(spec: Spec) -> Facts:
     return Facts(spec)
 
 
+def unsupported(spec: Spec, widest: int) -> str | None:
+    """Return why no kernel for heads of up to `widest` columns takes a call, in words for the user; `None`: some do."""
+    if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
+    if max(spec.head_dim, spec.value_dim) > widest:
+        return f"H and D must be at most {widest}. Got H={spec.head_dim} and D={spec.value_dim}."
+    from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
+    from jflash._semantics import score_mod_reads
+
+    return score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec) or operand_pieces.unsupported(spec)
+
+
 def _name(precision: Any) -> str:
     if precision is None:
         return "DEFAULT"

@@ -89,6 +89,11 @@ class BackwardSchedule:
     """Whether blocks of the last keys begin first, in all waves but the last."""
 
     @property
+    def grid(self) -> dict[str, int]:
+        """The axes of a kernel's grid; from the first and the last of them `item` finds a CTA's work item."""
+        return dict(wave=self.waves, block=self.blocks, item=self.items)
+
+    @property
     def stores_sums(self) -> bool:
         """Whether dK and dV are stored as they were summed, in float32, to be summed on."""
         return self.head_groups > 1 or self.partial or self.splits > 1
