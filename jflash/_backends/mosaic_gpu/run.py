@@ -39,13 +39,11 @@ class HopperForward(Prepared):
         panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
         whole = functools.partial(array_shapes.whole_tiles, spec)
         query = whole("query", operands.query, whole_rows=not packed, in_panels=panels)
-        if spec.pages is not None:
-            return dict(query=query, key=operands.key, value=operands.value)
-        return dict(
-            query=query,
-            key=whole("key", operands.key, in_panels=panels),
-            value=whole("value", operands.value, chunks=value_chunks, in_panels=value_panels),
-        )
+        key, value = operands.key, operands.value
+        if spec.pages is None:
+            key = whole("key", key, in_panels=panels)
+            value = whole("value", value, value_chunks, in_panels=value_panels)
+        return dict(query=query, key=key, value=value)
 
     def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
         """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""

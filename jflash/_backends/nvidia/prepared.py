@@ -22,6 +22,8 @@ from jflash._backends.nvidia.tile import base2, program_reads
 from jflash._backends.nvidia.walk import tile_list, tile_range, work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Shares
+from jflash._semantics import visits
+from jflash._semantics.coverage import Coverage
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import PARAMETERS
 
@@ -125,16 +127,20 @@ class Prepared:
     def visits(self, blocks: Blocks) -> dict[str, Array]:
         """Return what says which tiles each block visits, by name: lists, or ranges."""
         if blocks not in self._visits:
-            ranges = lambda: self.ranges(blocks.rows, blocks.missing, of_keys=blocks.of_keys)
-            self._visits[blocks] = tile_list.lists(*self._mask_of(blocks)) or ranges()
+            if (found := self._coverage(blocks)) is None:
+                self._visits[blocks] = self.ranges(blocks.rows, blocks.missing, of_keys=blocks.of_keys)
+            else:
+                self._visits[blocks] = {tile_list.LISTS: visits.listed(found, spare=1)}
         return self._visits[blocks]
 
     def kinds(self, blocks: Blocks) -> dict[str, Array]:
-        """Return what says of every tile whether a block of queries sees it, by name: `tile_list.kinds`, or ranges."""
-        return tile_list.kinds(*self._mask_of(blocks)) or self.ranges(blocks.rows)
+        """Return what says of every tile whether a block of queries sees it, by name."""
+        found = self._coverage(blocks)
+        return self.ranges(blocks.rows) if found is None else {tile_list.KINDS: found.encoded().astype(jnp.int32)}
 
-    def _mask_of(self, blocks: Blocks) -> tuple[Spec, Operands, Blocks, Array | None]:
-        return self.spec, self.operands, blocks, self.packed_mask(keys_first=blocks.of_keys).get("mask")
+    def _coverage(self, blocks: Blocks) -> Coverage | None:
+        words = self.packed_mask(keys_first=blocks.of_keys).get("mask")
+        return tile_list.coverage(self.spec, self.operands, blocks, words)
 
     def work(self, name: str, blocks: Blocks, shares: Shares | None) -> dict[str, Array]:
         """Return the list of items, or of cut walks, by name; nothing if no shares are dealt out."""
