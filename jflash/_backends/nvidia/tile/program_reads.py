@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord, shared_index
 from jflash._backends.nvidia.tile.lowerable import lowerable
-from jflash._semantics.program_reads import Function, Read, Slice, analysis, indices, number
+from jflash._semantics.program_reads import Function, Read, analysis, indices, number, values
 from jflash._semantics.score_mod import elementwise
 from jflash._semantics.tile import Tile
 
@@ -69,7 +69,8 @@ def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = (
     return lowerable(lambda query, *others: elementwise(scalar, query, others, ()))(query, *others)
 
 
-def reader(function: Function, numbers: Sequence[Any]) -> Callable[[Slice], Any]:
-    """Return what gives a function's program the numbers that were read, in their order."""
+def result(function: Function, arguments: Sequence[Any], key_minus_query: Any, numbers: Sequence[Any]) -> Any:
+    """Return the result of a function's program for one element, from the numbers that it reads in their order."""
     remaining = iter(numbers)
-    return lambda part: number(function, part, next(remaining))
+    read = lambda part: number(function, part, next(remaining))
+    return values(function, read, arguments, key_minus_query)[0]

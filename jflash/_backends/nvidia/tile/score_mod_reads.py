@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash._backends.nvidia.tile import program_reads
-from jflash._semantics.program_reads import Read, indices, values
+from jflash._semantics.program_reads import Read, indices
 from jflash._semantics.score_mod import ScoreMod, elementwise
 from jflash._semantics.score_mod_reads import array_name, summed
 from jflash._semantics.spec import Operands, Spec
@@ -31,8 +31,7 @@ class _Rest:
 
         def scalar(logit: Any, *others: Any) -> Any:
             *of_logit, key_minus_query = others[:5]
-            read = program_reads.reader(self.score_mod, others[5:-1])
-            (result,) = values(self.score_mod, read, [logit, *of_logit], key_minus_query)
+            result = program_reads.result(self.score_mod, [logit, *of_logit], key_minus_query, others[5:-1])
             return jnp.asarray(result, logit.dtype)
 
         return elementwise(scalar, logits, (*of_logit, self.key_minus_query, *map(jnp.asarray, numbers)), ())

@@ -86,7 +86,7 @@ def capped_step(s: Tile, mask: TileContext, before: Softmax | None, *, in_parts:
     search for the row's maximum is left out.
     """
     inputs, shape = mask.inputs, s.shape
-    ops, is_partial, dtype = inputs.ops, mask.is_partial, inputs.spec.dtype
+    ops, is_partial, dtype = inputs.ops, mask.tile.is_partial, inputs.spec.dtype
     scale, cap = inputs.spec.scale, inputs.spec.logits_soft_cap
     scale = inputs.value("scale", mask.at.batch) if scale is None else scale
     assert scale is not None

@@ -236,14 +236,9 @@ class TileContext:
     at: TileCoord
     loaded: Loaded
 
-    @property
-    def is_partial(self) -> Bool[Array, ""] | None:
-        """Whether more hides some of the tile than `hide_if_whole` hides; `None` if nothing ever does."""
-        return self.tile.is_partial
-
     def hide(self, values: Array, hidden: float) -> Array:
         """Return `values` where the query sees the key, and `hidden` elsewhere."""
-        values, is_partial = self.hide_if_whole(values, hidden), self.is_partial
+        values, is_partial = self.hide_if_whole(values, hidden), self.tile.is_partial
         if is_partial is None:
             return values
 
