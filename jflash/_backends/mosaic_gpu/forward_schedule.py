@@ -133,9 +133,7 @@ def choose(one: ForwardSchedule, visits: tuple[float, ...], heads: int, device: 
     in which they should begin.
     """
 
-    @functools.cache
-    def time(schedule: ForwardSchedule) -> float:
-        return _time(schedule, visits, heads, device)
+    time = functools.cache(lambda schedule: _time(schedule, visits, heads, device))
 
     def better(one: ForwardSchedule, others: Iterable[ForwardSchedule]) -> ForwardSchedule:
         """The first of the others that is about as good as the best, if that is worth it."""
@@ -236,8 +234,8 @@ class DealtTo(NamedTuple):
 
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """The `index`-th item's place."""
-        table, cta = self
-        return table[cta, 1 + index, 0], table[cta, 1 + index, 1], table[cta, 1 + index, 2]
+        head, batch, turn = (self.table[self.cta, 1 + index, part] for part in range(3))
+        return head, batch, turn
 
 
 def _values(items: DealtItems) -> Int[np.ndarray, "ctas places 3"]:
