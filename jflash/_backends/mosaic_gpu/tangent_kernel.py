@@ -46,8 +46,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Rows, Tile, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
-from jflash._backends.nvidia.tile.base2 import LOG2_E
+from jflash._backends.nvidia.tile import dropped, logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
@@ -239,7 +238,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
         l = self.ops.full((WARPGROUP_ROWS,), 0)
         sink, t_sink = (each.value("sinks", self.batch, self.head) for each in (inputs, self.tangents))
         if sink is not None:
-            l = dataclasses.replace(base2.of(spec), factor=LOG2_E)(sink, lse)
+            l = dataclasses.replace(softmax.exponent(spec), factor=softmax.LOG2_E)(sink, lse)
         return _Sums(zeros(), zeros(), l, l * (0.0 if t_sink is None else t_sink))
 
     def _visit(self, index: Array, lse: Rows, sums: _Sums) -> _Sums:
@@ -301,7 +300,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
             loaded = packed | bias("bias")
             s = ops.read(acc_s, pending=pending)
             mask = TileContext(self.inputs, visited, at, loaded)
-            to_p = lambda logits: base2.of(spec)(logits, along_rows(lse, shape))
+            to_p = lambda logits: softmax.exponent(spec)(logits, along_rows(lse, shape))
             p, push = logits.linearize(s, mask, to_p, parameters)
             ts = ops.read(acc_ts) if moved else ops.full(shape, 0)
             along = logits.parameter_tangents(self.tangents, mask, shape, bias("t_bias"), parameters)

@@ -18,7 +18,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
-from jflash._backends.nvidia.tile import base2, program_reads
+from jflash._backends.nvidia.tile import program_reads, softmax
 from jflash._backends.nvidia.walk import tile_list, tile_range, work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Shares
@@ -182,5 +182,5 @@ class PreparedBackward(Prepared):
 
 def for_exponent(spec: Spec, lse: Float[Array, "B N T"]) -> PerQuery:
     """Return the log-sum-exp in the units of the call's exponent, with a margin of +inf."""
-    exact = base2.of(spec).exact
-    return with_margin(lse if exact else lse * base2.LOG2_E, (2,), jnp.inf)
+    exact = softmax.exponent(spec).exact
+    return with_margin(lse if exact else lse * softmax.LOG2_E, (2,), jnp.inf)

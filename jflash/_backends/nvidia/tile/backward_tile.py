@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jflash._backends.nvidia.ops import Ref, Tile
-from jflash._backends.nvidia.tile import base2, dropped, logits, program_reads
+from jflash._backends.nvidia.tile import dropped, logits, program_reads, softmax
 from jflash._backends.nvidia.tile.logits import PullBack
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import score_mod_reads
@@ -43,8 +43,8 @@ class BackwardTile:
     @classmethod
     def of(cls, context: TileContext, s: Tile, lse: Tile | None, differentiated: Sequence[str] = ()) -> BackwardTile:
         """Return the tile of products S; `differentiated` names the parameters and reads whose gradients it gives."""
-        base = base2.of(context.inputs.spec)
-        p, pull_back = logits.differentiate(s, context, lambda logits: base(logits, lse), differentiated)
+        exponent = softmax.exponent(context.inputs.spec)
+        p, pull_back = logits.differentiate(s, context, lambda logits: exponent(logits, lse), differentiated)
         return cls(context, dropped.signed(context.inputs, context.at, p), pull_back)
 
     @property

@@ -21,12 +21,11 @@ from jaxtyping import Array
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Rows, Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, mask_mod_reads, program_reads, score_mod_reads, softmax
-from jflash._backends.nvidia.tile.base2 import Exponent
+from jflash._backends.nvidia.tile import mask_mod_reads, program_reads, score_mod_reads, softmax
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
 from jflash._backends.nvidia.tile.lowerable import lowerable
 from jflash._backends.nvidia.tile.soft_cap import soft_cap
-from jflash._backends.nvidia.tile.softmax import Softmax
+from jflash._backends.nvidia.tile.softmax import Exponent, Softmax
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import tile as semantics
 from jflash._semantics.logits import may_be_nan, modify_logits, without_unseen
@@ -78,7 +77,7 @@ class LogitsForm:
 
     def exponent(self, spec: Spec) -> Exponent:
         """Return the conversion in whose units m is."""
-        return base2.of(spec)
+        return softmax.exponent(spec)
 
     def scheduling_fence(self, spec: Spec, keys: int, warpgroups: int, *, is_masked: bool) -> str | None:
         """Return the field of `Softmax` that is stored so that the compiler makes it before the wait for P V, if any.
