@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import mask_functions
