@@ -111,7 +111,8 @@ Visits = Callable[[int, int], Sequence[int]]
 """Takes (rows, keys) to how many tiles of `keys` keys each block of `rows` rows visits, the first rows' first."""
 
 Pace = Mapping[tuple[int, int], tuple[float, float]]
-"""By warpgroups and keys of a tile: microseconds of a multiprocessor for 64 rows and 128 keys, and to begin and end."""
+"""By warpgroups and keys of a tile: microseconds of one multiprocessor that 64 rows take for 128 keys, and to begin and
+end."""
 
 PACES: Mapping[int, Pace] = {
     64: {(2, 128): (0.61, 0.52), (3, 128): (0.48, 0.55), (4, 64): (0.59, 0.35)},
