@@ -63,13 +63,14 @@ class Coverage(NamedTuple):
         """Return the map with queries and keys exchanged."""
         return Coverage(*(jnp.swapaxes(array, 2, 3) for array in self))
 
-    def coarser(self, by: int) -> tuple[Coverage, Bool[Array, "#B #N I J"]]:
-        """Return the map of tiles `by` times as large, and which of them may be partial and need not be."""
+    def coarser(self, by: tuple[int, int]) -> tuple[Coverage, Bool[Array, "#B #N I J"]]:
+        """Return the map of tiles `by` times as large along both axes, and which may be partial and need not be."""
         empty, partial, full = 1, 2, 4
         kinds = jnp.where(self.full, full, jnp.where(self.some, partial, empty)).astype(jnp.int8)
         *outer, i, j = kinds.shape
-        kinds = jnp.pad(kinds, [(0, 0)] * len(outer) + [(0, -i % by), (0, -j % by)])
-        kinds = kinds.reshape(*outer, -(-i // by), by, -(-j // by), by)
+        kinds = jnp.pad(kinds, [(0, 0)] * len(outer) + [(0, -i % by[0]), (0, -j % by[1])])
+        kinds = kinds.reshape(*outer, -(-i // by[0]), by[0], -(-j // by[1]), by[1])
+        # One reduction, so that XLA keeps no array of what is reduced.
         kinds = lax.reduce(kinds, jnp.int8(0), lax.bitwise_or, (len(outer) + 1, len(outer) + 3))
         found = Coverage(kinds == full, kinds != empty)
         return found, found.partial & (kinds & (empty | full) != empty | full)
@@ -108,7 +109,7 @@ def of_mask_mod(
     number = grid.batch * grid.heads * grid.tiles[0] * grid.tiles[1]
     fine = grid._replace(tile=SMALLER) if number * (TILE // SMALLER) ** 2 <= _MOST_SMALLER else grid
     found, _ = by_intervals(mask_mod, arrays, fine)
-    found, doubtful = found.coarser(fine.times)
+    found, doubtful = found.coarser((fine.times, fine.times))
     if number <= allowed(grid):
         return found.encoded()
     # What the second pass needs, its tiles' places, is made only if there is one.

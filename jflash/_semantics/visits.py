@@ -224,13 +224,16 @@ def _any_within(
     begin, end = first // tile, -(-(first + cut.size) // tile)
     length = end - begin
     begin = jnp.clip(begin, -most, count) + most
-    take = lambda array, places: jnp.take(array, places, axis=axis - 1, mode="clip")
-    take = jax.vmap(take, (0 if array.shape[0] > 1 else None, 0))
+    last = begin + length - stretch
+
+    def meets(array: Array, begin: Array, last: Array) -> Array:
+        take = lambda places: jnp.take(array, places, axis=axis - 1, mode="clip")
+        return take(begin) | take(last)
+
     if first.shape[0] == 1:
-        take = lambda array, places: jnp.take(array, places[0], axis=axis, mode="clip")
-    elif array.shape[0] == 1:
-        array = array[0]
-    return take(array, begin) | take(array, begin + length - stretch)
+        return jax.vmap(meets, (0, None, None))(array, begin[0], last[0])
+    array, entries = (array, 0) if array.shape[0] > 1 else (array[0], None)
+    return jax.vmap(meets, (entries, 0, 0))(array, begin, last)
 
 
 def _of_mask(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
@@ -239,15 +242,7 @@ def _of_mask(operands: Operands, queries: Cuts, keys: Cuts) -> Coverage | None:
     if mask is None:
         return None
     *_, rows, columns = mask.shape
-    pad = [(0, 0), (0, 0), (0, -rows % TILE if rows > 1 else 0), (0, -columns % TILE if columns > 1 else 0)]
-
-    def reduced(reduce: Callable[..., Array], beyond: bool) -> Array:
-        array = jnp.pad(mask, pad, constant_values=beyond)
-        each = [TILE if n > 1 else 1 for n in (rows, columns)]
-        *outer, i, j = array.shape
-        return reduce(array.reshape(*outer, i // each[0], each[0], j // each[1], each[1]), axis=(3, 5))
-
-    found = Coverage(reduced(jnp.all, True), reduced(jnp.any, False))
+    found, _ = Coverage(mask, mask).coarser((TILE if rows > 1 else 1, TILE if columns > 1 else 1))
     whole = lambda length: Cuts(1, min(length, TILE))
     return covering(found, queries if rows > 1 else whole(1), keys if columns > 1 else whole(1))
 

@@ -8,10 +8,10 @@ Pallas is imported with the first call that the kernels serve: not every machine
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
+from jflash._backends.nvidia import facts
 from jflash._backends.nvidia.facts import facts_of
 from jflash._platform import Platform
 from jflash._semantics import visits
@@ -27,21 +27,14 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
 
 def unsupported_call(spec: Spec) -> str | None:
     """Return why the kernels cannot serve a call on any machine; `None`: they can."""
-    if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
-    widest, dims = max(spec.head_dim, spec.value_dim), f"H={spec.head_dim} and D={spec.value_dim}"
-    if widest > 576:
-        return f"H and D must be at most 576. Got {dims}."
+    if (reason := facts.unsupported(spec, widest=576)) is not None:
+        return reason
     from jflash._backends.mosaic_gpu import array_shapes, plan
-    from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
-    from jflash._semantics import score_mod_reads
 
-    reason = score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec)
-    reason = reason or operand_pieces.unsupported(spec)
-    reason = reason or array_shapes.unsupported_cache(spec)
+    reason = array_shapes.unsupported_cache(spec)
     if reason is not None or plan.fits(spec):
         return reason
-    such = f"with {dims}" + " and such a bias" * facts_of(spec).has_bias_tiles
+    such = f"with H={spec.head_dim} and D={spec.value_dim}" + " and such a bias" * facts_of(spec).has_bias_tiles
     if not facts_of(spec).is_float32:
         return f"{such} its tiles do not fit in shared memory."
     pieces = facts_of(spec).pieces

@@ -85,12 +85,10 @@ def in_panels(spec: Spec) -> bool:
 
 
 def unsupported_cache(spec: Spec) -> str | None:
-    """Return why copies do not take a call's paged cache as it is, in words for the user; `None`: they do.
-
-    A part of a page fills whole swizzles, which have 8 rows.
-    """
+    """Return why copies do not take a call's paged cache as it is, in words for the user; `None`: they do."""
     if spec.pages is None:
         return None
+    got = f"Got H={spec.head_dim} and D={spec.value_dim}."
     if facts_of(spec).is_float32:
         return "it takes paged caches of 16 bits. float32 would be split into pieces, the whole cache for every call."
     if spec.pages.dtype != spec.dtype:
@@ -98,15 +96,13 @@ def unsupported_cache(spec: Spec) -> str | None:
     if not {"k_scale", "v_scale"}.isdisjoint(spec.operands):
         return "it takes no k_scale and no v_scale."
     if spec.head_dim % 8 or spec.value_dim % 8:
-        return (
-            "it copies 16 bytes of a paged cache at a time, so 8 must divide H and D. "
-            f"Got H={spec.head_dim} and D={spec.value_dim}."
-        )
+        return f"it copies 16 bytes of a paged cache at a time, so 8 must divide H and D. {got}"
+    # A part of a page fills whole swizzles, which have 8 rows.
     if spec.pages.size % 8 or not cache_rows.suits(spec, _SMALLEST_TILE):
         return f"it takes pages of 8, 16 or 32 keys, or of a multiple of 64. Got pages of {spec.pages.size}."
     if not forward_in_panels(spec) and block_dims(spec) != _dims(spec):
         such = " beside such a bias" * facts_of(spec).has_bias_tiles
-        return f"it copies columns of a paged cache in sixteens{such}. Got H={spec.head_dim} and D={spec.value_dim}."
+        return f"it copies columns of a paged cache in sixteens{such}. {got}"
     if spec.pages.interleaved and spec.head_dim % 16:
         return f"it copies columns of interleaved pages in sixteens. Got H={spec.head_dim}."
     return None

@@ -77,7 +77,7 @@ class DbiasPlan(KernelPlan):
     """Tiles of keys that a CTA takes."""
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around_queries | call.kinds(Blocks(self.tile.rows, self.tile.keys))
+        return call.tiles | call.rows | call.around() | call.kinds(Blocks(self.tile.rows, self.tile.keys))
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         return dict(whole_d_bias=self.schedule.summed(self.spec, made["d_bias"]))

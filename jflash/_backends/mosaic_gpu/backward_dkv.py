@@ -35,7 +35,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import backward_tile, dropped, operand_pieces
+from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
@@ -105,7 +105,7 @@ class DkvPlan(SummingPlan):
         return Blocks(WARPGROUP_ROWS, QUERIES, self.schedule.heads, of_keys=True)
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around_keys | call.visits(self.visits)
+        return call.tiles | call.rows | call.around(keys_first=True) | call.visits(self.visits)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         return super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
@@ -117,7 +117,7 @@ class DkvPlan(SummingPlan):
         rows, keys = whole_rows(spec, spec.key_length), schedule.blocks * WARPGROUP_ROWS
         return Launch(
             name=f"jflash_{self.name}_{head_dim}_{value_dim}",
-            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            grid=schedule.grid,
             results=dict(
                 d_key=schedule.gradient(spec, (rows, head_dim), (keys, columns)),
                 d_value=schedule.gradient(spec, (rows, value_dim), (keys, value_columns)),
@@ -219,7 +219,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.do.empty.at[slot])
         plgpu.barrier_wait(shared.p.full)
-        d_logits = backward_tile.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
+        d_logits = dropped.d_logits(spec, ops.load(self.p).astype(jnp.float32), dp, delta)
         slopes = [ops.load(ref).astype(jnp.float32) for ref in shared.p.slopes]
         d_bias = d_logits * slopes[1] if self.plan.score_mod_of_bias else d_logits
         sums = tuple(total + d_bias.sum(axis=1) for total in sums)

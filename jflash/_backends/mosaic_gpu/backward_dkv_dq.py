@@ -60,7 +60,7 @@ class DkvDqPlan(DkvPlan):
         return Buffers(**vars(shared) | dict(p=p, p_ds=smem.reused(handed.tile, ds), ds_full=smem.barriers(1)))
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.around_keys | call.tiles | call.rows | call.visits(self.visits)
+        return call.around(keys_first=True) | call.tiles | call.rows | call.visits(self.visits)
 
     def states(self, call: HopperBackward) -> dict[str, Array]:
         return dict(dq_acc=jnp.zeros(self.dq_acc, jnp.float32))
@@ -113,8 +113,7 @@ class DkvDqCta(DkvCta[DkvDqPlan]):
     ) -> Float[Array, "keys columns"]:
         """Return acc + a @ b, and add this warpgroup's columns of the tile's dQ to device memory.
 
-        Both products run at once, unless products begin at zero in an accumulator of their own: then registers have no
-        room for both.
+        Both products run at once, unless they begin at zero in accumulators of their own, for which there is no room.
         """
         spec, ops, shape = self.plan.spec, self.ops, (QUERIES, self.plan.dq_width)
         if facts_of(spec).pieces < 3:

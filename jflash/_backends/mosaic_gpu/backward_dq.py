@@ -74,7 +74,7 @@ class DqPlan(SummingPlan, QueryRowsPlan):
     tile: DqTiles
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around_queries | call.visits(self.visits)
+        return call.tiles | call.rows | call.around() | call.visits(self.visits)
 
     @property
     def launch(self) -> Launch:
@@ -82,7 +82,7 @@ class DqPlan(SummingPlan, QueryRowsPlan):
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
         return Launch(
             name=f"jflash_d_query_{head_dim}_{value_dim}",
-            grid=self.grid,
+            grid=self.schedule.grid,
             results=dict(
                 d_query=self.result(spec, spec.heads, 0), **self.sums.results(spec.batch, spec.heads, self.all_rows)
             ),
@@ -119,9 +119,7 @@ class DqCta(QueryRowsCta[DqPlan]):
         tile, spec, shared, ops = self.plan.tile, self.plan.spec, self.smem, self.ops
         warpgroup, shape = self.warpgroup, (WARPGROUP_ROWS, tile.keys)
         opaque_index = pipeline.opaque_zero(index, warpgroup)
-        key_slot, value_slot = (
-            pipeline.slot(index, stages, opaque_index) for stages in (tile.stages, tile.value_stages)
-        )
+        key_slot, value_slot = (pipeline.slot(index, n, opaque_index) for n in (tile.stages, tile.value_stages))
         visited = self.tiles.tile(index)
         at = TileCoord(self.batch, self.head, self.warpgroup_row, visited.start)
         pieces = functools.partial(piece_products.of_tile, spec)

@@ -17,18 +17,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
-from jflash._backends.mosaic_gpu.dq_order import AnyOrder, OneOrder
+from jflash._backends.mosaic_gpu.dq_order import OneOrder
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.walk import tile_range
@@ -87,7 +88,7 @@ class FusedPlan(QueryWalkPlan):
         d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
-            grid=dict(wave=schedule.waves + self.dq.lag(schedule), block=schedule.blocks, item=schedule.items),
+            grid=schedule.grid | dict(wave=schedule.waves + self.dq.lag(schedule)),
             results=dict(
                 **({} if spec.partial else dict(d_query=d_query)),
                 d_key=schedule.gradient(spec, (key_rows, dims[0]), (keys, columns)),
@@ -152,7 +153,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         self.item, self.first_key = schedule.item(place.wave, place.item), key_block * plan.tile.keys
         self.first_sum = block * plan.tile.keys
         tiles, by_head = self._visited(key_block, split), bool(plan.sums)
-        self.order, self.additions = TileOrder(plan.spec, tiles, schedule.heads, block, by_head=by_head), AnyOrder()
+        self.order = TileOrder(plan.spec, tiles, schedule.heads, block, by_head=by_head)
         if schedule.in_order:
             in_turn = functools.partial(InTurn, by_head=by_head, up=schedule.is_turned(place.wave))
             self.order = in_turn(plan.spec, tiles, schedule.heads)
@@ -176,11 +177,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         return dataclasses.replace(tiles, count=jnp.where(place.block == 0, 0, tiles.count))
 
     def _take_ticket(self) -> Place:
-        """Return the CTA's place.
-
-        CUDA promises no order in which CTAs begin, and a CTA waits for those of earlier waves. So its place is not its
-        index, but the number of CTAs that began before it.
-        """
+        """Return the CTA's place: not its index, but the number of CTAs that began before it (`dq_accumulator`)."""
         shared, schedule = self.smem, self.plan.schedule
 
         @pl.when(self.warpgroup == self.plan.tile.warpgroups)
@@ -260,22 +257,13 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         self.additions.follow(step)
         self.dq.after_copy(step)
 
-    def turn(self, step: Any, at: Step) -> Any:
-        return step
-
     def dq_target(self, at: Step) -> Any:
         first = at.eighth * 8
         if self.plan.tile.halves == "rows":
             first += self.warpgroup * WARPGROUP_ROWS
         return self.dq.target(at.head, pl.ds(first, WARPGROUP_ROWS), self.dq_columns)
 
-    def end_additions(self, number: Any) -> None:
-        self.additions.end(number)
-
-    def await_turn(self, step: Any) -> None:
-        self.additions.await_turn(step)
-
-    def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
+    def add_to_dq(self, target: Any, dq: Tile) -> None:
         if self.plan.tile.adds_registers:
             self.ops.add_to_sums(target, dq)
             return

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims, whole_rows
@@ -33,6 +33,7 @@ from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk import tile_range
@@ -79,9 +80,8 @@ class ShortPlan(QueryWalkPlan):
     @property
     def launch(self) -> Launch:
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
-        array = lambda length, heads, dim: jax.ShapeDtypeStruct(
-            (spec.batch, whole_rows(spec, length), heads, dim), spec.dtype
-        )
+        shape = lambda length, heads, dim: (spec.batch, whole_rows(spec, length), heads, dim)
+        array = lambda *dims: jax.ShapeDtypeStruct(shape(*dims), spec.dtype)
         return Launch(
             name=f"jflash_backward_short_{head_dim}_{value_dim}",
             grid=dict(cta=self.ctas),
@@ -224,7 +224,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         tile, every = self._tile(at), self.plan.tile.warpgroups
         return self.smem.acc_dq.at[tile * every + self.warpgroup if self.plan.tile.halves else tile]
 
-    def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
+    def add_to_dq(self, target: Any, dq: Tile) -> None:
         # Each thread adds to numbers that it alone reads.
         target[...] = self.ops.load(target) + dq
 

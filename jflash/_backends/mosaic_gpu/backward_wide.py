@@ -32,7 +32,7 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline
 from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
@@ -43,7 +43,7 @@ from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import along_columns, along_rows
+from jflash._backends.nvidia.ops import Tile, along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
@@ -179,13 +179,13 @@ class WideCta(WalkingCta[WidePlan]):
         plgpu.commit_smem()
         return weights
 
-    def _statistic(self, name: str, at: TileCoord) -> Float[Array, "rows columns"]:
+    def _statistic(self, name: str, at: TileCoord) -> Tile:
         """Return lse or delta of a tile's queries, repeated."""
         along, axis = (along_columns, 1) if self.plan.kind.keys_first else (along_rows, 0)
         queries = pl.ds(at.query, self.shape[axis])
         return along(self.ops.load(self.refs.arrays[name].at[at.batch, at.head, queries], axis), self.shape)
 
-    def _s(self, step: Any, slot: Any) -> Float[Array, "rows columns"]:
+    def _s(self, step: Any, slot: Any) -> Tile:
         """Return a step's S, of what is weighed too if the kernel makes dP.
 
         If not, its chunks come first: who waits for what is weighed before they are read waits forever, if there is no
@@ -199,12 +199,12 @@ class WideCta(WalkingCta[WidePlan]):
         fixed, walked = (piece_products.of_tile(self.plan.spec, tile) for tile in (fixed, walked))
         return piece_products.matmul(fixed, operand_pieces.transposed(walked), self.shape, self.ops)
 
-    def _by_chunks(self, number: int, step: Any) -> Float[Array, "rows columns"]:
+    def _by_chunks(self, number: int, step: Any) -> Tile:
         """Return a step's S (number 0) or dP (1), from chunks of a tile."""
         fixed = self.smem.cta_rows[number].at[self.ops.opaque_zero(step)]
         return self.chunks.product(self.plan.spec, fixed, step, self.shape, self.ops)
 
-    def _add(self, half: int, acc: Float[Array, "rows columns"], weights: Array, slot: Any) -> Array:
+    def _add(self, half: int, acc: Tile, weights: Array, slot: Any) -> Array:
         """Return a warpgroup's half of the gradient, with what a tile adds to it."""
         ring, width, spec = self.smem.weighed, acc.shape[1], self.plan.spec
         weighed = piece_products.of_tile(spec, ring.tiles.at[slot], half * width, width)
@@ -212,7 +212,7 @@ class WideCta(WalkingCta[WidePlan]):
         plgpu.barrier_arrive(ring.empty.at[slot])
         return acc
 
-    def _store(self, half: int, acc: Float[Array, "rows columns"]) -> None:
+    def _store(self, half: int, acc: Tile) -> None:
         plan, result, width = self.plan, self.refs.results[self.plan.gradient], acc.shape[1]
         spec, columns = plan.spec, pl.ds(half * width, width)
         scaled = dropped.scaled(spec, acc) if plan.gradient == "d_value" else acc * facts_of(spec).sums_scale

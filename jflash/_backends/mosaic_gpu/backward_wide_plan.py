@@ -84,10 +84,7 @@ def _chunks(spec: Spec, gradient: Gradient) -> ColumnChunks:
 
 
 def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
-    """Return the kernel's buffers and barriers.
-
-    A barrier `full` completes a phase when a copy has arrived or something was stored, `empty` when all have read it.
-    """
+    """Return buffers, and barriers: `full` when something has arrived or was stored, `empty` when all have read it."""
     kind, has_bias_tiles, tiles = _KINDS[gradient], facts_of(spec).has_bias_tiles, CallTiles.of(spec)
     weighed, chunks = _columns(spec, kind.weighed), _chunks(spec, gradient)
     # Of what is weighed each warpgroup takes half of the columns: whole swizzles both ways.
@@ -152,7 +149,7 @@ class WidePlan(SummingPlan):
         return Blocks(WARPGROUP_ROWS, self.tile.size, self.schedule.heads, of_keys=self.kind.keys_first)
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        around = call.around_keys if self.kind.keys_first else call.around_queries
+        around = call.around(keys_first=self.kind.keys_first)
         return call.tiles | call.rows | around | call.visits(self.visits)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
@@ -170,7 +167,7 @@ class WidePlan(SummingPlan):
         dims = whole_dims(spec)
         return Launch(
             name=f"jflash_wide_{self.gradient}_{dims[0]}_{dims[1]}",
-            grid=dict(wave=schedule.waves, block=schedule.blocks, item=schedule.items),
+            grid=schedule.grid,
             results={self.gradient: result} | self.sums.results(spec.batch, spec.heads, rows),
             smem=shared_memory(spec, self.gradient, self.tile),
             warpgroups=3,
@@ -186,7 +183,6 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
         of_keys = _KINDS[gradient].keys_first
         length, heads = (spec.key_length, spec.key_heads) if of_keys else (spec.query_length, spec.heads)
         schedule = BackwardSchedule.of_call(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
-        schedule = dataclasses.replace(schedule, partial=spec.partial)
         tables = TableSums.none(spec) if of_keys else TableSums.of(spec, schedule.blocks, 1, processors)
         return WidePlan(spec, ParameterSums(sums[gradient]), tables, gradient, _choose_tiles(spec, gradient), schedule)
 

@@ -24,7 +24,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.prepared import MARGIN
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.threads.piece_columns import PIECES
+from jflash._backends.nvidia.threads.pieces import PIECES
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord, shared_index
 from jflash._backends.nvidia.tile.logits import LogitsForm, Plain

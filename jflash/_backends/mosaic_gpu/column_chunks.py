@@ -15,14 +15,14 @@ from typing import Any, Self
 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import piece_products, smem
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.ops import Ref, Tile
 from jflash._backends.nvidia.smem import Buffers
 from jflash._semantics.spec import Spec
 
@@ -112,9 +112,7 @@ class ChunkRing:
         plgpu.barrier_wait(ring.empty.at[slot])
         source.copy(name, ring, slot, self.chunks.first_columns[chunk], self.cluster)
 
-    def product(
-        self, spec: Spec, fixed: Ref, step: Any, shape: tuple[int, int], ops: WarpgroupOps
-    ) -> Float[Array, "rows columns"]:
+    def product(self, spec: Spec, fixed: Ref, step: Any, shape: tuple[int, int], ops: WarpgroupOps) -> Tile:
         """fixed tile^T of a step's tile, whose chunks leave as they have been read."""
         ring, chunks = self.ring, self.chunks
         # Where a chunk has the same slot in every tile, its addresses would stay in registers.

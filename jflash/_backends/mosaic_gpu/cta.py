@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
@@ -22,7 +22,7 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
 from jflash._backends.nvidia.launch import KernelPlan, Refs
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.ops import Ref, Rows, Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
 from jflash._backends.nvidia.walk import tile_range
@@ -168,11 +168,6 @@ class QueryRowsPlan(KernelPlan):
     """The schedule of blocks of queries; every head, or every chunk of its columns, has blocks of its own."""
 
     @property
-    def grid(self) -> dict[str, int]:
-        """The axes of the kernel's grid."""
-        return dict(wave=self.schedule.waves, block=self.schedule.blocks, item=self.schedule.items)
-
-    @property
     def visits(self) -> Blocks:
         """What each block of queries visits."""
         return Blocks(self.tile.rows, self.tile.keys)
@@ -237,7 +232,7 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         """Return the head of an array that is walked over."""
         return key_head
 
-    def begin(self, buffers: Mapping[str, Ref], *statistics: str) -> list[Float[Array, "rows"]]:
+    def begin(self, buffers: Mapping[str, Ref], *statistics: str) -> list[Rows]:
         """Return row statistics by name, when this warpgroup's rows of arrays are in its buffers."""
         pipeline.release(self.smem.k.empty, self.smem.v.empty)
         pipeline.split_registers(self.plan.tile.warpgroups, copies=False)
@@ -248,7 +243,7 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         plgpu.barrier_wait(full)
         return loaded
 
-    def store_in_place(self, values: Float[Array, "rows columns"], result: Ref, head: Any) -> None:
+    def store_in_place(self, values: Tile, result: Ref, head: Any) -> None:
         """Store this warpgroup's rows of a result through the place of its queries; a partial call's from registers."""
         target = GmemTile(self.batch, self.warpgroup_row, WARPGROUP_ROWS, head).of(result, values.shape[1])
         if self.plan.spec.partial:

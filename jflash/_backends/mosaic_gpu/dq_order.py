@@ -51,7 +51,7 @@ class AnyOrder:
     """Additions in any order."""
 
     def end(self, number: Any) -> None:
-        """Wait until what this warpgroup added has arrived, in the iteration of this number, and note it."""
+        """Wait until what this warpgroup added has arrived, and note it; in each iteration, and after the last."""
 
     def arrive(self, number: Any) -> None:
         """Note that what this warpgroup added has arrived, in the iteration of this number."""
@@ -124,8 +124,7 @@ class OneOrder(AnyOrder):
         return self._stages + 2
 
     def least(self, step: Any) -> Int[Array, ""]:
-        """Return what the CTA before this one has counted when what it adds to a step's tile has arrived; 0 if it adds
-        nothing."""
+        """Return what the CTA before counts when what it adds to a step's tile has arrived; 0 if it adds nothing."""
         head, index = self.order.at(step, jnp.maximum(self.order.tiles.count, 1))
         tiles = self.before.tiles
         distance, size = self.order.tiles.start(index) - tiles.start(0), tiles.size

@@ -54,8 +54,7 @@ BEGIN_THREE_WARPGROUPS = 3.0
 """How long a CTA of three warpgroups takes to begin and end, in visits: they wait for the slowest."""
 BEGIN_BY_STORES = (0.6, 1.0, 1.5)
 """How long a CTA of two warpgroups takes to begin and end, in visits, by the stores in which its output leaves. With
-none it takes the place of the queries, and the next item's queries wait for it, which takes half of what several items
-save."""
+none the next item's queries wait for it, which takes half of what several items save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,16 +129,11 @@ class Device(NamedTuple):
 def choose(one: ForwardSchedule, visits: tuple[float, ...], heads: int, device: Device) -> ForwardSchedule:
     """Return the schedule that takes the least time, by a model of the device.
 
-    Args:
-      one: the call, with one work item a CTA.
-      visits: how many tiles of keys each block of a head visits, in the order in which they should begin.
-      heads: heads of queries.
-      device: what the call runs on.
+    `one` is that of one work item a CTA. `visits` are how many tiles of keys each block of a head visits, in the order
+    in which they should begin.
     """
 
-    @functools.cache
-    def time(schedule: ForwardSchedule) -> float:
-        return _time(schedule, visits, heads, device)
+    time = functools.cache(lambda schedule: _time(schedule, visits, heads, device))
 
     def better(one: ForwardSchedule, others: Iterable[ForwardSchedule]) -> ForwardSchedule:
         """The first of the others that is about as good as the best, if that is worth it."""
@@ -240,8 +234,8 @@ class DealtTo(NamedTuple):
 
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """The `index`-th item's place."""
-        table, cta = self
-        return table[cta, 1 + index, 0], table[cta, 1 + index, 1], table[cta, 1 + index, 2]
+        head, batch, turn = (self.table[self.cta, 1 + index, part] for part in range(3))
+        return head, batch, turn
 
 
 def _values(items: DealtItems) -> Int[np.ndarray, "ctas places 3"]:

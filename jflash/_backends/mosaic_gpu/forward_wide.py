@@ -13,11 +13,10 @@ the products of P; and it needs few registers, which the others have.
 
 A chunk of a tile of keys or of values leaves as soon as it has been read, so that there is room for what comes next.
 
-Counted, with H = D = 512: for 64 keys a CTA copies 128 KiB and makes 4.2 million multiply-adds, 32 for each byte. With
-256, where a CTA has 128 rows, it makes 64. float32 in two pieces has as many bytes with H = D = 256, and 48 for each.
-CTAs that read the same at the same time are served by one read of the second-level cache. Those that begin at different
-times, as causal blocks do, are too many for it: so the CTAs of two neighbouring blocks copy each tile together. Such a
-pair takes several pairs of blocks, one after the other (`DealtItems`).
+For each byte that it copies a CTA makes half as many multiply-adds as one of 128 rows and 256 columns. CTAs that read
+the same at the same time are served by one read of the second-level cache. Those that begin at different times, as
+causal blocks do, are too many for it: so the CTAs of two neighbouring blocks copy each tile together. Such a pair takes
+several pairs of blocks, one after the other (`DealtItems`).
 
 Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", has halves of the
 columns in two warpgroups.

@@ -142,8 +142,7 @@ def _value_chunks(spec: Spec) -> tuple[int, int]:
 
 
 def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buffers:
-    """The kernel's buffers, and barriers: `full` when a copy has arrived or something was stored, `empty` when all
-    readers are done."""
+    """The buffers, and barriers: `full` when something has arrived or was stored, `empty` when all have read it."""
     (head_dim, value_dim), tiles, chunks = whole_dims(spec), CallTiles.of(spec), _key_chunks(spec, tile.keys)
     cluster = PAIR if in_pairs else None
     q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, chunk=chunks.width)

@@ -12,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jflash._backends.mosaic_gpu import panels
-from jflash._backends.nvidia.ops import Ops, Ref
-from jflash._backends.nvidia.threads import piece_columns, sums
+from jflash._backends.nvidia.ops import Ops, Ref, Tile
+from jflash._backends.nvidia.threads import pieces, sums
 from jflash._backends.nvidia.threads.builder import ThreadBuilder, strided
 
 _MOST_COLUMNS = 256
@@ -26,18 +26,15 @@ _utils: Any = mgpu.utils
 
 
 class WarpgroupOps(Ops):
-    """The operations of a warpgroup on Hopper.
-
-    The matrix unit makes products while the warpgroup goes on, in the order of their issue.
-    """
+    """The operations of a warpgroup on Hopper, which goes on while the matrix unit makes products, in their order."""
 
     def accumulators[Results](self, body: Callable[..., Results], *shapes: tuple[int, int]) -> Results:
         """Return what `body` returns for accumulators of zeros of some `shapes`, which it may set before it adds."""
         return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
     def accumulate[Results](
-        self, body: Callable[..., Results], *acc: Float[Array, "rows columns"], like: Results
-    ) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
+        self, body: Callable[..., Results], *acc: Tile, like: Results
+    ) -> tuple[Results, tuple[Tile, ...]]:
         """Return what `body` returns for accumulators that begin at `acc`, in the types of `like`; and their values."""
         leaves, tree = jax.tree.flatten(like)
 
@@ -63,7 +60,7 @@ class WarpgroupOps(Ops):
         for operands in every:
             plgpu.wgmma(*operands)
 
-    def read(self, accumulator: Any, pending: int = 0) -> Float[Array, "rows columns"]:
+    def read(self, accumulator: Any, pending: int = 0) -> Tile:
         """Return an accumulator, when all products but the last `pending` are made."""
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
@@ -88,9 +85,8 @@ class WarpgroupOps(Ops):
         """Return zeros in the layout of `load_strided`."""
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strided(shape))
 
-    def store_strided(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
-        """Store rows in the layout of `load_strided` from row `first` on, as far as an array in device memory has them
-        and their columns."""
+    def store_strided(self, ref: Ref, values: Tile, first: Any) -> None:
+        """Store rows in the layout of `load_strided` from row `first` on, as far as the array has them and columns."""
 
         def make(o: ThreadBuilder, target: Any, values: Any, first: Any) -> None:
             index = o.ir.IndexType.get()
@@ -104,7 +100,7 @@ class WarpgroupOps(Ops):
 
         ThreadBuilder.emit(make, ref, values, first, layout=strided(values.shape))
 
-    piece_columns = staticmethod(piece_columns.of_rows)
+    piece_columns = staticmethod(pieces.in_columns)
     add_to_sums = staticmethod(sums.add)
     store_sums = staticmethod(sums.store)
 

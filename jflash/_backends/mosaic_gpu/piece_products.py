@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import ByWidth, Panels
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.ops import Ref, Tile
 from jflash._backends.nvidia.tile.operand_pieces import Pieces, order
 from jflash._semantics.spec import Spec
 
@@ -46,7 +46,7 @@ def mma(accumulator: Any, a: Pieces, b: Pieces, ops: WarpgroupOps) -> None:
 
 def matmul(
     a: Pieces, b: Pieces, shape: tuple[int, int], ops: WarpgroupOps, meanwhile: Callable[[], None] = lambda: None
-) -> Float[Array, "rows columns"]:
+) -> Tile:
     """Return a @ b, and do something `meanwhile`."""
 
     def multiply(acc: Any) -> Array:
@@ -58,8 +58,8 @@ def matmul(
 
 
 def accumulate[Results](
-    spec: Spec, body: Callable[..., Results], *acc: Float[Array, "rows columns"], like: Results, ops: WarpgroupOps
-) -> tuple[Results, tuple[Float[Array, "rows columns"], ...]]:
+    spec: Spec, body: Callable[..., Results], *acc: Tile, like: Results, ops: WarpgroupOps
+) -> tuple[Results, tuple[Tile, ...]]:
     """Return what `ops.accumulate` does, as exact as the call's pieces are.
 
     The matrix unit truncates where it adds, so that a long sum drifts towards zero: with six products and 500 keys by
@@ -71,9 +71,7 @@ def accumulate[Results](
     return results, tuple(array + more for array, more in zip(acc, made, strict=True))
 
 
-def add_matmul(
-    spec: Spec, acc: Float[Array, "rows columns"], a: Pieces, b: Pieces, ops: WarpgroupOps
-) -> Float[Array, "rows columns"]:
+def add_matmul(spec: Spec, acc: Tile, a: Pieces, b: Pieces, ops: WarpgroupOps) -> Tile:
     """Return acc + a @ b."""
     _, (acc,) = accumulate(spec, lambda ref: mma(ref, a, b, ops), acc, like=None, ops=ops)
     return acc

@@ -122,7 +122,7 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     by_key = ParameterSums(("bias",) if bias_kind == "column" else ())
     others = tuple(name for name in wanted if name not in by_key.names)
     has_other_sums = others or score_mod_reads.tables(spec)
-    of_keys = by_key, TableSums.none(spec), 2, _by_keys(spec, WARPGROUP_ROWS, processors)
+    of_keys = by_key, TableSums.none(spec), 2, _by_keys(spec, pl.cdiv(spec.key_length, WARPGROUP_ROWS), processors)
     if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
         dkv_dq = _staged(DkvDqPlan(spec, *of_keys))
         if smem.fits(dkv_dq.smem):
@@ -135,21 +135,9 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     return Kernel(dq, DqCta), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta), *dbias
 
 
-def _by_keys(
-    spec: Spec,
-    size: int,
-    processors: int | None,
-    splits: int = 1,
-    *,
-    accumulated: int | None = None,
-    in_order: bool = False,
-) -> BackwardSchedule:
-    """Return the schedule of blocks of `size` keys, of which each has `splits` CTAs."""
-    blocks = pl.cdiv(spec.key_length, size) * splits
-    schedule = BackwardSchedule.of_call(
-        spec, spec.heads, spec.key_heads, blocks, processors, accumulated=accumulated, in_order=in_order
-    )
-    return dataclasses.replace(schedule, partial=spec.partial, splits=splits)
+def _by_keys(spec: Spec, blocks: int, processors: int | None, **options: Any) -> BackwardSchedule:
+    """Return the schedule of blocks of keys, with the options of `BackwardSchedule.of`."""
+    return BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, processors, **options)
 
 
 def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
@@ -164,10 +152,10 @@ def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> 
         return None
     accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
     splits = 1 if wanted else _splits(spec, tile, processors)
-    in_order = spec.deterministic
-    schedule = _by_keys(spec, tile.keys, processors, splits, accumulated=accumulated, in_order=in_order)
+    blocks, in_order = pl.cdiv(spec.key_length, tile.keys) * splits, spec.deterministic
+    schedule = _by_keys(spec, blocks, processors, accumulated=accumulated, in_order=in_order)
     turned = in_order and (bool(wanted) or tile_order.is_by_head(spec, schedule.heads))
-    schedule = dataclasses.replace(schedule, turned=turned)
+    schedule = dataclasses.replace(schedule, splits=splits, turned=turned)
     tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, processors)
     return FusedPlan(spec, ParameterSums(wanted), tables, tile, schedule)
 

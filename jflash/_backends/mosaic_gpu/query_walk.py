@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, Int
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import in_panels, tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.cta import KeysCta
+from jflash._backends.mosaic_gpu.dq_order import AnyOrder
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.run import HopperBackward
@@ -41,7 +42,7 @@ from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.ops import Ref, Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
@@ -106,10 +107,7 @@ class WalkBuffers:
         return (tiles.operand(shape, whole_dims(self.spec)[0], chunk=self.dq_width),)
 
     def walked(self) -> dict[str, Any]:
-        """Return buffers and barriers of what is walked over, by name.
-
-        A barrier `full` completes a phase when a copy has arrived, `empty` when all readers are done.
-        """
+        """Return what is walked over, by name. `full` waits for copies into a tile, `empty` for all who read it."""
         spec, tile, has_bias_tiles = self.spec, self.tile, facts_of(self.spec).has_bias_tiles
         (head_dim, value_dim), (columns, value_columns) = whole_dims(spec), self.columns
         # First lse of all tiles, then delta.
@@ -157,7 +155,7 @@ class QueryWalkPlan(SummingPlan):
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
         made = call.row_sums(as_columns=self.buffers.as_columns, dq_acc=self.dq_acc(call.ops.margin))
         statistics = row_statistics.for_fused(self.spec, call.lse, made["delta"], made.get("columns"))
-        return call.around_keys | call.tiles | statistics | call.visits(self.visits)
+        return call.around(keys_first=True) | call.tiles | statistics | call.visits(self.visits)
 
     def dq_acc(self, margin: int) -> jax.ShapeDtypeStruct | None:
         """Return the accumulators of dQ in device memory, if the kernel has any; copies that add want a margin."""
@@ -204,29 +202,23 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
     @property
     def tables(self) -> dict[str, Ref]:
         """This warpgroup's sums of tables' gradients."""
-        block = lax.div(self.first_key, self.plan.tile.keys)
-        return self.plan.tables.of_warpgroup(
-            self.refs.arrays, self.item.batch, self.item.first_head, block, self.warpgroup
-        )
+        block, item = lax.div(self.first_key, self.plan.tile.keys), self.item
+        return self.plan.tables.of_warpgroup(self.refs.arrays, item.batch, item.first_head, block, self.warpgroup)
+
+    additions = AnyOrder()
+    """The order of additions to dQ."""
 
     def turn(self, step: Any, at: Step) -> Any:
         """Return a number that is even if the first warpgroup makes a step's dQ, where they take turns."""
-        raise NotImplementedError
+        return step
 
     def dq_target(self, at: Step) -> Any:
         """Return where this warpgroup's share of a step's dQ is added to; called before the share is made."""
         raise NotImplementedError
 
-    def add_to_dq(self, target: Any, dq: Float[Array, "rows columns"]) -> None:
+    def add_to_dq(self, target: Any, dq: Tile) -> None:
         """Add this warpgroup's share of a step's dQ to its target."""
         raise NotImplementedError
-
-    def end_additions(self, number: Any) -> None:
-        """Note that all that this warpgroup added has arrived; called once in the iteration of each number, and once
-        after the last."""
-
-    def await_turn(self, step: Any) -> None:
-        """Wait until this warpgroup may add its share of a step's dQ, if there is such a step; called once for each."""
 
     def copy_keys(self, full: Any) -> None:
         """Copy the block's keys and values."""
@@ -344,8 +336,8 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         if self.plan.tile.dq_alternates:
             # Who waits for a barrier waits for each of its phases.
             pl.when(step >= 0)(lambda: plgpu.barrier_wait(self.smem.ds_full.at[lax.rem(step, 2)]))
-        self.end_additions(step + 1)
-        self.await_turn(step)
+        self.additions.end(step + 1)
+        self.additions.await_turn(step)
         then()
 
     def _make_dq(self, step: Array, at: Step, made: Callable[[], None]) -> None:
@@ -360,8 +352,8 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
         columns: tuple[Any, ...] = (self.warpgroup * width, width) if halves == "columns" else ()
         each = [pieces(buffer.at[parity], *rows) for buffer in self.ds]
         ds = operand_pieces.transposed(each[0] if len(each) == 1 else piece_products.by_width(k.widths, each))
-        self.end_additions(step + 1)
-        await_turn = functools.partial(self.await_turn, step)
+        self.additions.end(step + 1)
+        await_turn = functools.partial(self.additions.await_turn, step)
         dq = piece_products.matmul(ds, pieces(k, *columns), (WARPGROUP_ROWS, width), ops, await_turn)
         made()
         self.add_to_dq(target, dq)

@@ -38,10 +38,10 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import panel
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import Ref, along_columns
+from jflash._backends.nvidia.ops import Ref, Rows, along_columns
 from jflash._backends.nvidia.prepared import MARGIN, for_exponent, with_margin
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.threads.piece_columns import PIECES
+from jflash._backends.nvidia.threads.pieces import PIECES
 from jflash._backends.nvidia.tile.inputs import KernelInputs
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._semantics.spec import Residuals, Spec
@@ -73,9 +73,7 @@ def for_fused(
     return dict(lse=first, delta=with_margin(-delta, (2,)))
 
 
-def columns(
-    spec: Spec, lse: Float[Array, "rows"], delta: Float[Array, "rows"], ops: WarpgroupOps
-) -> Float[Array, "rows 8"]:
+def columns(spec: Spec, lse: Rows, delta: Rows, ops: WarpgroupOps) -> Float[Array, "rows 8"]:
     """Return some queries' columns, in a kernel. `lse` is -inf where there is no query or it sees nothing."""
     assert spec.scale is not None
     # Infinity times 0, for the other product, would be NaN.

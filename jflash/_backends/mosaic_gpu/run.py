@@ -17,14 +17,11 @@ from jaxtyping import Array, Float
 from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, row_statistics
 from jflash._backends.mosaic_gpu.array_shapes import in_panels
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.nvidia import prepared
-from jflash._backends.nvidia.finish import finish_backward, finish_forward
+from jflash._backends.nvidia import finish, prepared
 from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.merge import merged
 from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent, in_32_bits
-from jflash._backends.nvidia.tile import score_mod_reads
-from jflash._semantics.online_softmax import sinks_gradient
-from jflash._semantics.spec import Operands, Residuals, Results, Spec
+from jflash._backends.nvidia.tile import program_reads
+from jflash._semantics.spec import Operands, Results, Spec
 
 VALUES_ALONE = frozenset({"value"})
 """The operands that have a tangent where the forward makes the output's, with those tangents for values."""
@@ -42,13 +39,11 @@ class HopperForward(Prepared):
         panels, value_panels = array_shapes.forward_in_panels(spec), array_shapes.values_in_panels(spec)
         whole = functools.partial(array_shapes.whole_tiles, spec)
         query = whole("query", operands.query, whole_rows=not packed, in_panels=panels)
-        if spec.pages is not None:
-            return dict(query=query, key=operands.key, value=operands.value)
-        return dict(
-            query=query,
-            key=whole("key", operands.key, in_panels=panels),
-            value=whole("value", operands.value, chunks=value_chunks, in_panels=value_panels),
-        )
+        key, value = operands.key, operands.value
+        if spec.pages is None:
+            key = whole("key", key, in_panels=panels)
+            value = whole("value", value, value_chunks, in_panels=value_panels)
+        return dict(query=query, key=key, value=value)
 
     def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
         """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""
@@ -75,15 +70,9 @@ class HopperBackward(PreparedBackward):
         """The rows of each array with lengths in which padding begins, by name."""
         return array_shapes.edges(self.operands, self.tiles)
 
-    @property
-    def around_queries(self) -> dict[str, Array]:
-        """What kernels read besides tiles and row statistics if rows are queries, by name."""
-        return self.others | self.packed_mask() | self.edges
-
-    @property
-    def around_keys(self) -> dict[str, Array]:
-        """What kernels read besides tiles and row statistics if rows are keys, by name."""
-        return self.others | self.packed_mask(keys_first=True) | self.edges
+    def around(self, *, keys_first: bool = False) -> dict[str, Array]:
+        """Return what kernels read besides tiles and row statistics, whose rows are queries or keys, by name."""
+        return self.others | self.packed_mask(keys_first=keys_first) | self.edges
 
     def row_sums(self, **options: Any) -> dict[str, Array]:
         """Return what `row_statistics.row_sums` makes, with the options of the first kernel that asks."""
@@ -127,7 +116,7 @@ class HopperTangent(Prepared):
             # Arrays that have tangents, and do not move, have zeros.
             zeros = lambda array: jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else None
             both: Any = zip(self.operands.score_mod_arrays, self.tangents.score_mod_arrays, strict=True)
-            moved |= score_mod_reads.prepare([zeros(array) if t is None else t for array, t in both])
+            moved |= program_reads.prepare("score_mod", [zeros(a) if t is None else t for a, t in both])
         return {f"t_{name}": array for name, array in moved.items()}
 
     @property
@@ -137,14 +126,10 @@ class HopperTangent(Prepared):
         return for_exponent(self.spec, lse)
 
 
-@in_32_bits
-def forward(
-    kernel: Kernel[Any], operands: Operands, ops: WarpgroupOps
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Return output in the results' dtype and log-sum-exp in float32."""
-    plan = kernel.plan
-    call = HopperForward(plan.spec, operands, ops)
-    return finish_forward(plan, operands, merged(plan, call, kernel.run(call)))
+forward = functools.partial(finish.forward, HopperForward)
+"""Takes a kernel, operands and operations to output and log-sum-exp."""
+backward = functools.partial(finish.backward, HopperBackward)
+"""Takes kernels, operands, residuals and operations to gradients."""
 
 
 def moving(tangents: Operands) -> frozenset[str]:
@@ -164,11 +149,3 @@ def tangent(
     made = kernel.run(HopperTangent(spec, operands, results, tangents, ops))
     t_out = made["t_out"][..., : spec.value_dim]
     return Results(t_out.astype(spec.result_dtype), made["t_lse"][:, :, : spec.query_length])
-
-
-@in_32_bits
-def backward(kernels: Sequence[Kernel[Any]], operands: Operands, residuals: Residuals, ops: WarpgroupOps) -> Operands:
-    """Return the gradients of all operands that have one, in their shapes."""
-    call = HopperBackward(kernels[0].plan.spec, operands, residuals, ops)
-    made = call.run(kernels)
-    return finish_backward(call.spec, operands, made, sinks_gradient(operands.sinks, call.lse, call.delta))

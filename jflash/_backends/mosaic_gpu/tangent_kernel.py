@@ -24,6 +24,7 @@ section 3.1 (warp specialisation). The running mean is as in Welford's update of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,10 +44,9 @@ from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
-from jflash._backends.nvidia.ops import along_rows
+from jflash._backends.nvidia.ops import Rows, Tile, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.tile import base2, dropped, logits, operand_pieces
-from jflash._backends.nvidia.tile.base2 import LOG2_E
+from jflash._backends.nvidia.tile import dropped, logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
@@ -115,7 +115,7 @@ class TangentPlan(QueryRowsPlan):
         spec, (head_dim, value_dim) = self.spec, self.dims
         return Launch(
             name=f"jflash_tangent_{head_dim}_{value_dim}",
-            grid=self.grid,
+            grid=self.schedule.grid,
             results=dict(
                 t_out=self.result(self.chunk, spec.heads * self.chunks, 1),
                 t_lse=jax.ShapeDtypeStruct((spec.batch, spec.heads, self.all_rows), jnp.float32),
@@ -186,10 +186,6 @@ def _choose_tile(plan: TangentPlan) -> RowTiles:
     return tile
 
 
-Rows = Float[Array, "rows"]
-Tile = Float[Array, "rows keys"]
-
-
 class _Sums(NamedTuple):
     """What a warpgroup has summed over keys."""
 
@@ -242,7 +238,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
         l = self.ops.full((WARPGROUP_ROWS,), 0)
         sink, t_sink = (each.value("sinks", self.batch, self.head) for each in (inputs, self.tangents))
         if sink is not None:
-            l = dataclasses.replace(base2.of(spec), factor=LOG2_E)(sink, lse)
+            l = dataclasses.replace(softmax.exponent(spec), factor=softmax.LOG2_E)(sink, lse)
         return _Sums(zeros(), zeros(), l, l * (0.0 if t_sink is None else t_sink))
 
     def _visit(self, index: Array, lse: Rows, sums: _Sums) -> _Sums:
@@ -291,11 +287,9 @@ class TangentCta(QueryRowsCta[TangentPlan]):
 
         def make(acc_s: Any, acc_ts: Any = None) -> tuple[Tile, Tile]:
             opaque_index = self.warpgroup + pipeline.opaque_zero(index, self.warpgroup)
-            q = {name: piece_products.of_tile(spec, ref.at[opaque_index]) for name, ref in self.queries.items()}
-            k = {
-                name: operand_pieces.transposed(piece_products.of_tile(spec, ref.at[slot]))
-                for name, ref in shared.k.tiles.items()
-            }
+            pieces = functools.partial(piece_products.of_tile, spec)
+            q = {name: pieces(ref.at[opaque_index]) for name, ref in self.queries.items()}
+            k = {name: operand_pieces.transposed(pieces(ref.at[slot])) for name, ref in shared.k.tiles.items()}
             piece_products.mma(acc_s, q["query"], k["key"], ops)
             for left, right in moved:
                 piece_products.mma(acc_ts, q[left], k[right], ops)
@@ -306,7 +300,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
             loaded = packed | bias("bias")
             s = ops.read(acc_s, pending=pending)
             mask = TileContext(self.inputs, visited, at, loaded)
-            to_p = lambda logits: base2.of(spec)(logits, along_rows(lse, shape))
+            to_p = lambda logits: softmax.exponent(spec)(logits, along_rows(lse, shape))
             p, push = logits.linearize(s, mask, to_p, parameters)
             ts = ops.read(acc_ts) if moved else ops.full(shape, 0)
             along = logits.parameter_tangents(self.tangents, mask, shape, bias("t_bias"), parameters)

@@ -56,8 +56,7 @@ class FusedTiles:
     dq_alternates: bool = False
     """Whether a warpgroup makes dQ of every other tile, or a half of each tile's."""
     adds_registers: bool = False
-    """Whether dQ is added to device memory from registers, of which a warpgroup has whole rows, or by copies from
-    shared memory."""
+    """Whether dQ is added to device memory from registers, which have whole rows, or by copies from shared memory."""
     warpgroups: ClassVar = 2
     keys: ClassVar = 2 * WARPGROUP_ROWS
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash import _platform
+from jflash._backends.nvidia import facts
 from jflash._backends.nvidia.facts import facts_of
 from jflash._platform import Platform
 from jflash._semantics import visits
@@ -56,14 +56,7 @@ def unsupported_call(spec: Spec) -> str | None:
     """Return why no GPU serves a call by these kernels, in words for the user; `None` if some do."""
     if spec.pages is not None and (spec.head_dim % 8, spec.value_dim % 8) != (0, 0):
         return f"of a paged cache H and D must be multiples of 8. Got H={spec.head_dim} and D={spec.value_dim}."
-    if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
-    if max(spec.head_dim, spec.value_dim) > 256:
-        return f"H and D must be at most 256. Got H={spec.head_dim} and D={spec.value_dim}."
-    from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
-    from jflash._semantics import score_mod_reads
-
-    return score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec) or operand_pieces.unsupported(spec)
+    return facts.unsupported(spec, widest=256)
 
 
 def visits_lists(spec: Spec, platform: Platform) -> bool:

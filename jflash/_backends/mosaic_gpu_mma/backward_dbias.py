@@ -53,7 +53,7 @@ class DbiasPlan(TiledPlan):
         return min(self.tile.size // self.tile.blocks, 64)
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
-        return call.of_queries | call.kinds(Blocks(self.tile.rows, self.tile.size))
+        return call.read() | call.kinds(Blocks(self.tile.rows, self.tile.size))
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         return dict(whole_d_bias=self.schedule.summed(self.spec, made["d_bias"]))

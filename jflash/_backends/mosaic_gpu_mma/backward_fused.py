@@ -69,7 +69,7 @@ class FusedPlan(KeysPlan):
         head_columns, value_columns = self._columns(spec.head_dim), self._columns(spec.value_dim)
         return Launch(
             name=f"jflash_mma_backward_{spec.head_dim}_{spec.value_dim}",
-            grid=self.grid,
+            grid=self.schedule.grid,
             results=self.gradients | self.sums.results(spec.batch, spec.heads, shares, self.key_rows),
             smem=Buffers(
                 key=buffer(spec, shares, tile.rows, head_columns),
@@ -131,8 +131,7 @@ class FusedCta(KeysCta[FusedPlan]):
         self.walk(rows, ("d_key", "d_value"))
 
     def accumulators(self, width: int) -> Tiles:
-        """Return zeros for products of the CTA's keys: blocks of 64 rows, or if two warpgroups have 64, and columns can
-        be halved, a pair."""
+        """Return zeros of blocks of 64 keys; of a pair if two warpgroups have 64, and columns can be halved."""
         is_pair = len(self.keys) == 1 and self.warpgroups > 1 and can_pair(width)
         return self.zeros(2, width // 2) if is_pair else super().accumulators(width)
 
@@ -292,8 +291,7 @@ class FusedCta(KeysCta[FusedPlan]):
         return range(width // 2 if can_pair(width) else width)
 
     def _add_dq(self, head: Any, first: Any, rows: Operand, columns: range) -> None:
-        """Add some columns of a tile's dQ, or of each half of it, to what is in device memory; `rows` are those of dS,
-        or its transpose in shared memory."""
+        """Add some columns of a tile's dQ, or of each half, to device memory; `rows` are dS, in shared memory dS^T."""
         k, together = self.smem.key.at[self.warpgroup], self.plan.together
         target = self.refs.arrays["dq_acc"].at[self.item.batch, head]
         width = k.shape[-1]

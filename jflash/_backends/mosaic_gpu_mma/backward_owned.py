@@ -36,13 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import (
-    QueriesCta,
-    TiledPlan,
-    buffers,
-    by_piece,
-    d_query_type,
-)
+from jflash._backends.mosaic_gpu_mma.cta import QueriesCta, TiledPlan, buffers, by_piece, d_query_type
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
@@ -50,7 +44,6 @@ from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import along_columns, along_rows
-from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
@@ -69,7 +62,7 @@ class DqPlan(SummingPlan, TiledPlan):
     """The kernel for dQ, before any array. It sums parameters' gradients over keys."""
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
-        return call.of_queries | call.visits(Blocks(self.tile.rows, self.tile.size))
+        return call.read() | call.visits(Blocks(self.tile.rows, self.tile.size))
 
     @property
     def launch(self) -> Launch:
@@ -104,7 +97,7 @@ class DqCta(QueriesCta[DqPlan]):
         held = self.held(own)
         visit = lambda index, carry: self._visit(index, held, statistics, carry)
         acc_dq, sums = lax.fori_loop(0, self.tiles.count, visit, start)
-        target = rows_of_head(results["d_query"].at[self.batch], self.head)
+        target = results["d_query"].at[self.batch].at[:, self.head]
         for rows, acc, of_rows in zip(self.rows, acc_dq, sums, strict=True):
             plan.sums.store(results, of_rows, self.batch, self.head, rows)
             ops.store_rows(acc * facts_of(spec).sums_scale, target, rows.start, spec.query_length)
@@ -151,7 +144,7 @@ class DkvPlan(KeysPlan):
         spec, results = self.spec, self.gradients
         return Launch(
             name=f"jflash_mma_{'_'.join(self.outputs)}_{spec.head_dim}_{spec.value_dim}",
-            grid=self.grid,
+            grid=self.schedule.grid,
             results={name: results[name] for name in self.outputs}
             | self.sums.results(spec.batch, spec.heads, self.key_rows),
             smem=buffers(spec, self.tile, self.factors, ("query", "d_out")),

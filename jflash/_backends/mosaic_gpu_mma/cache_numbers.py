@@ -97,20 +97,12 @@ def _of_bytes(o: Lanes, word: Any) -> list[Any]:
     return [o.float32(o.arith.shrsi(o.left(word, 24 - 8 * byte), o(24))) for byte in range(4)]
 
 
-def _of_bfloat16(o: Lanes, word: Any) -> list[Any]:
-    return list(map(o.number, _upper_halves(o, word)))
-
-
-def _of_float32(o: Lanes, word: Any) -> list[Any]:
-    return [o.number(word)]
-
-
 _NUMBERS: Mapping[str, tuple[Callable[[Lanes, Any], list[Any]], int]] = {
     "float8_e4m3fn": (_of_e4m3fn, 1),
     "float8_e5m2": (_of_e5m2, 1),
     "int8": (_of_bytes, 1),
     "float16": (lambda o, word: o.halves(word), 2),
-    "bfloat16": (_of_bfloat16, 2),
-    "float32": (_of_float32, 4),
+    "bfloat16": (lambda o, word: list(map(o.number, _upper_halves(o, word))), 2),
+    "float32": (lambda o, word: [o.number(word)], 4),
 }
 """How a word's numbers become float32 numbers, and the bytes of a number, by the cache's dtype."""

@@ -44,8 +44,7 @@ def columns(dim: int) -> int:
 
 
 def buffer(spec: Spec, *shape: int) -> Any:
-    """Return shared memory for tiles `[..., rows, columns]` of an operand; of more than one piece, `[..., pieces, rows,
-    columns]`."""
+    """Return shared memory for tiles `[..., rows, columns]` of an operand, or `[..., pieces, rows, columns]`."""
     pieces = facts_of(spec).pieces
     return plgpu.SMEM((*shape[:-2], *[pieces] * (pieces > 1), *shape[-2:]), facts_of(spec).operand_dtype)
 
@@ -121,8 +120,7 @@ class Cta[Plan: TiledPlan]:
         return lax.rem(index, stages) if stages > 1 else 0
 
     def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, chunk: ColumnChunk | None = None) -> None:
-        """Begin to copy rows of queries, keys, values or d_out, or a chunk of their columns, with zeros for padding:
-        0 * NaN is NaN."""
+        """Begin to copy rows of an array, or a chunk of their columns, with zeros for padding: 0 * NaN is NaN."""
         array, packed = self.refs.arrays[name], self.inputs.packed_heads if name == "query" else 1
         source, length = rows_of_head(array.at[batch], head, packed), self.inputs.value(LENGTHS[name], batch)
         limit: Any = array.shape[1] * packed
@@ -131,10 +129,7 @@ class Cta[Plan: TiledPlan]:
         self.ops.copy_rows(source, target, first, limit, chunk)
 
     def copy_cached(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:
-        """Begin to copy keys or values from the pages of a cache, with zeros for those past the sequence's length.
-
-        Those that are converted are stored at once.
-        """
+        """Begin to copy keys or values from a cache's pages, zeros past the length; what is converted is stored."""
         spec, pages, arrays = self.plan.spec, self.plan.spec.pages, self.refs.arrays
         assert pages is not None
         width = spec.head_dim if name == "key" else spec.value_dim

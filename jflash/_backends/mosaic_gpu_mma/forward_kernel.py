@@ -32,14 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu_mma.cta import (
-    QueriesCta,
-    TiledPlan,
-    bias_buffer,
-    buffer,
-    buffers,
-    by_piece,
-)
+from jflash._backends.mosaic_gpu_mma.cta import QueriesCta, TiledPlan, bias_buffer, buffer, buffers, by_piece
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
@@ -187,11 +180,10 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
     def add_values(self, index: Any, states: Sequence[Softmax], acc_o: Tiles) -> Tiles:
         """Return O after a tile, from its P."""
-        rescaled = [
-            self.form.rescaled(self.inputs, state.rescale, acc) for state, acc in zip(states, acc_o, strict=True)
-        ]
+        rescale = functools.partial(self.form.rescaled, self.inputs)
+        rescaled = tuple(rescale(state.rescale, acc) for state, acc in zip(states, acc_o, strict=True))
         p = by_piece(operand_pieces.split(self.plan.spec, state.p, self.ops) for state in states)
-        return self.add_product(tuple(rescaled), p, self.smem.value.at[self.slot(index)])
+        return self.add_product(rescaled, p, self.smem.value.at[self.slot(index)])
 
     def values_arrive(self, index: Any) -> None:
         """With one stage: wait for the tile's values, when its keys are read, and begin to copy the next ones."""
@@ -205,8 +197,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
                 self.copy_bias(at, self.smem.bias.at[self.slot(index), number])
 
     def _held(self, rows: Sequence[Any]) -> list[tuple[Operand, dict[str, Any]]]:
-        """Return Q as operands, and which steps of K each has: of rows in shared memory some columns may be in
-        registers."""
+        """Return Q as operands, and which steps of K each has: registers may have the first, shared memory the rest."""
         steps = self.plan.tile.held_columns // STEP
         if not steps:
             return [(held, {}) for held in self.held(rows)]

@@ -18,7 +18,6 @@ from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.smem import round_up
 from jflash._backends.nvidia.tile import dropped
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
@@ -41,16 +40,11 @@ class KeysPlan(SummingPlan, TiledPlan):
 
     def arrays(self, call: MmaBackward) -> dict[str, Array]:
         blocks = Blocks(self.tile.rows, self.tile.size, self.schedule.heads, of_keys=True)
-        return call.of_keys | call.visits(blocks)
+        return call.read(keys_first=True) | call.visits(blocks)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         dims = self.spec.head_dim, self.spec.value_dim
         return super().finish(made, changed) | self.schedule.summed(self.spec, made, dims)
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """The kernel's grid."""
-        return dict(wave=self.schedule.waves, block=self.schedule.blocks, item=self.schedule.items)
 
     @property
     def key_rows(self) -> int:
@@ -111,7 +105,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
         for name, totals in acc.items():
             head = item.head_group if stores_sums else item.key_head
             result = self.refs.results[name].at[item.batch]
-            target = result.at[head] if stores_sums else rows_of_head(result, head)
+            target = result.at[head] if stores_sums else result.at[:, head]
             self.store(map(scaled[name], totals), target)
 
     def accumulators(self, width: int) -> Tiles:

@@ -16,9 +16,8 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from jflash._backends.mosaic_gpu_mma import cache_numbers
 from jflash._backends.mosaic_gpu_mma.cache_numbers import UNITS
-from jflash._backends.mosaic_gpu_mma.copies import copy_tile
+from jflash._backends.mosaic_gpu_mma.copies import chunks_of_tile, copy_tile
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.rows import chunks_of_tile
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.threads.device_rows import Rows, Source
@@ -77,16 +76,11 @@ class PagedRows(Rows):
     page_size: int
 
     def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
-        """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
-
-        All pages are looked up before the first is used: so a thread waits once.
-        """
+        """Return what `Rows` does. All pages are looked up before the first is used, so that a thread waits once."""
         places = [o.add(row, o(step)) for step in steps]
         pages = [self._page(o, place, limit) for place in places]
-        rows = (
-            o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
-            for place, page in zip(places, pages, strict=True)
-        )
+        row = lambda place, page: o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
+        rows = map(row, places, pages)
         return [Source(self.address(o, row, column), 0, page) for row, page in zip(rows, pages, strict=True)]
 
     def _page(self, o: Lanes, place: Any, limit: Any) -> Any:

@@ -99,16 +99,14 @@ def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], by_key: 
 
 
 def _ctas(platform: Platform, warpgroups: int) -> int | None:
-    """Return how many CTAs of some warpgroups the device runs at a time, about; `None` where its multiprocessors are
-    not counted."""
+    """Return about how many CTAs of some warpgroups the device runs at a time; `None` where it is not known."""
     return None if platform.processors is None else _CTAS * platform.processors // warpgroups
 
 
 def _schedule(spec: Spec, platform: Platform, rows: int, warpgroups: int = 1) -> BackwardSchedule:
     """Return the schedule of a kernel whose CTAs own some rows of keys."""
     blocks, ctas = pl.cdiv(spec.key_length, rows), _ctas(platform, warpgroups)
-    schedule = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, ctas)
-    return dataclasses.replace(schedule, partial=spec.partial)
+    return BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, ctas)
 
 
 def _choose[Plan: TiledPlan](spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], Plan]) -> Plan:
@@ -145,8 +143,7 @@ def _capability(platform: Platform) -> str:
 
 
 def described(spec: Spec, platform: Platform) -> str:
-    """Return the forward's and the backward's kernels, tiles and shared memory in words; a call with pages has no
-    backward."""
+    """Return a call's kernels, tiles and shared memory in words; with pages it has no backward."""
     forward, capacity = plan_forward(spec, platform).plan, SHARED_MEMORY[_capability(platform)]
     lines = [*describe.kernels("forward", [forward], capacity), f"    {forward.parts}"]
     if spec.pages is None:

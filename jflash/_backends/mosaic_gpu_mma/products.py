@@ -150,8 +150,7 @@ def scaled_pair(pair: Tiles, factors: Ref) -> Tiles:
 
 
 def row_numbers(o: Lanes, base: Any) -> list[list[Any]]:
-    """Return those of 64 float32 numbers in shared memory that belong to a lane's upper and lower row, for both blocks
-    of a pair."""
+    """Return for both blocks of a pair the numbers of a lane's upper and lower row, of 64 in shared memory."""
     address = o.add(base, o.times(o.add(o.warp_place(0, 0)[0], o.row), 4))
     return [[o.load_number(address, 4 * (16 * number + 8 * half)) for half in range(2)] for number in range(2)]
 

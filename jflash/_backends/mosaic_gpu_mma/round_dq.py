@@ -20,7 +20,6 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
-from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 
 
@@ -67,5 +66,5 @@ class RoundDqCta(NamedTuple):
         (plan, refs, ops), (batch, head, block) = self, map(lax.axis_index, ("batch", "head", "block"))
         first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
         rows = ops.load_sums(source, first, plan.columns, plan.together) * facts_of(plan.spec).sums_scale
-        target = rows_of_head(refs.results["d_query"].at[batch], head)
+        target = refs.results["d_query"].at[batch].at[:, head]
         ops.store_rows(rows, target, first, plan.spec.query_length)

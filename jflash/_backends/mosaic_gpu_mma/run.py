@@ -6,23 +6,15 @@ Kernels by `mma.sync` take rows as they are, in pieces, with columns in multiple
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.cta import copies_bias
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
-from jflash._backends.nvidia import prepared
+from jflash._backends.nvidia import finish, prepared
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.finish import finish_backward, finish_forward
-from jflash._backends.nvidia.launch import Kernel
-from jflash._backends.nvidia.merge import merged
-from jflash._backends.nvidia.prepared import Prepared, PreparedBackward, in_32_bits
+from jflash._backends.nvidia.prepared import Prepared, PreparedBackward
 from jflash._backends.nvidia.tile import operand_pieces
-from jflash._semantics.online_softmax import sinks_gradient
-from jflash._semantics.spec import Operands, Residuals
 
 
 class MmaCall(Prepared):
@@ -69,31 +61,12 @@ class MmaBackward(MmaCall, PreparedBackward):
     def _arrays(self) -> dict[str, Array]:
         return {name: self.in_chunks(array) for name, array in self.factors.items()} | self.others | self.rows
 
-    @property
-    def of_queries(self) -> dict[str, Array]:
-        """What kernels read whose rows are queries, by name."""
-        return self._arrays | self.packed_mask()
-
-    @property
-    def of_keys(self) -> dict[str, Array]:
-        """What kernels read whose rows are keys, by name."""
-        return self._arrays | self.packed_mask(keys_first=True)
+    def read(self, *, keys_first: bool = False) -> dict[str, Array]:
+        """Return what kernels read whose rows are queries or, `keys_first`, keys, by name."""
+        return self._arrays | self.packed_mask(keys_first=keys_first)
 
 
-@in_32_bits
-def forward(
-    kernel: Kernel[Any], operands: Operands, ops: MmaOps
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Return the output in the results' dtype and the log-sum-exp in float32."""
-    plan = kernel.plan
-    call = MmaCall(plan.spec, operands, ops)
-    made = merged(plan, call, kernel.run(call))
-    return finish_forward(plan, operands, made)
-
-
-@in_32_bits
-def backward(kernels: Sequence[Kernel[Any]], operands: Operands, residuals: Residuals, ops: MmaOps) -> Operands:
-    """Return the gradients of all operands that have one, in their shapes."""
-    call = MmaBackward(kernels[0].plan.spec, operands, residuals, ops)
-    made = call.run(kernels)
-    return finish_backward(call.spec, operands, made, sinks_gradient(operands.sinks, call.lse, call.delta))
+forward = functools.partial(finish.forward, MmaCall)
+"""Takes a kernel, operands and operations to output and log-sum-exp."""
+backward = functools.partial(finish.backward, MmaBackward)
+"""Takes kernels, operands, residuals and operations to gradients."""

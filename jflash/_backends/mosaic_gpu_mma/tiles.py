@@ -76,12 +76,8 @@ _OF_PRODUCTS = {
 }
 _NARROW = _tiles(Tile, (1, 32), (1, 16))
 _NARROW_FORWARD = _tiles(ForwardTile, (1, 32), (1, 16))
-_DBIAS_OF_PIECES = {
-    256: (
-        *_tiles(DbiasTile, (1, 32), (1, 64)),
-        *(DbiasTile(1, size, lends=True) for size in (32, 16)),
-    )
-}
+_LENDING = tuple(DbiasTile(1, size, lends=True) for size in (32, 16))
+_DBIAS_OF_PIECES = {256: (*_tiles(DbiasTile, (1, 32), (1, 64)), *_LENDING)}
 
 TILES: Mapping[str, Mapping[int, Mapping[int, Sequence[Tile]]]] = {
     "forward": {
@@ -141,7 +137,7 @@ TILES: Mapping[str, Mapping[int, Mapping[int, Sequence[Tile]]]] = {
     "d_bias": {
         1: {
             128: _tiles(DbiasTile, (1, 128), (2, 128), (1, 64)),
-            256: (*_tiles(DbiasTile, (2, 64), (1, 64), (1, 32)), DbiasTile(1, 32, lends=True)),
+            256: (*_tiles(DbiasTile, (2, 64), (1, 64), (1, 32)), _LENDING[0]),
         },
         2: _DBIAS_OF_PIECES,
         3: _DBIAS_OF_PIECES,

@@ -52,8 +52,6 @@ class Facts:
         """Whether a logit is its product times a static positive number that float32 can be divided by."""
         self.sums_scale = scale if scale is not None and self.is_plain else 1.0
         """The factor that a plain call leaves to be applied to the sums over its products' cotangents."""
-        self.drops = spec.dropout_rate > 0
-        """Whether the call has dropout."""
 
         self.is_float32 = spec.dtype == jnp.float32
         given = spec.precision if isinstance(spec.precision, tuple) else (spec.precision,)
@@ -72,6 +70,18 @@ class Facts:
 def facts_of(spec: Spec) -> Facts:
     """Return the facts of a call."""
     return Facts(spec)
+
+
+def unsupported(spec: Spec, widest: int) -> str | None:
+    """Return why no kernel for heads of up to `widest` columns takes a call, in words for the user; `None`: some do."""
+    if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it takes bfloat16, float16 and float32. Got {spec.dtype}."
+    if max(spec.head_dim, spec.value_dim) > widest:
+        return f"H and D must be at most {widest}. Got H={spec.head_dim} and D={spec.value_dim}."
+    from jflash._backends.nvidia.tile import mask_mod_reads, operand_pieces
+    from jflash._semantics import score_mod_reads
+
+    return score_mod_reads.unsupported(spec) or mask_mod_reads.unsupported(spec) or operand_pieces.unsupported(spec)
 
 
 def _name(precision: Any) -> str:

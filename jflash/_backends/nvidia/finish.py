@@ -1,8 +1,9 @@
-"""What kernels made, given the shapes and dtypes of a call."""
+"""A call through its kernels: they run, and what they made gets the shapes and dtypes of the call."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,19 +11,42 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.facts import facts_of
+from jflash._backends.nvidia.launch import Kernel
+from jflash._backends.nvidia.merge import merged
+from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.packing import ForwardShape
+from jflash._backends.nvidia.prepared import Prepared, PreparedBackward, in_32_bits
 from jflash._backends.nvidia.tile import score_mod_reads
-from jflash._semantics.online_softmax import finite_or_zero
-from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient
+from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import PARAMETERS
 
 _FEW_SPLITS = 32
 """As many splits as are merged without a reduction of an axis."""
 
 
+@in_32_bits
+def forward(
+    kind: type[Prepared], kernel: Kernel[Any], operands: Operands, ops: Ops
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """Return output in the results' dtype and log-sum-exp in float32, by a kernel that reads a call of this kind."""
+    plan = kernel.plan
+    call = kind(plan.spec, operands, ops)
+    return finish_forward(plan, operands, merged(plan, call, kernel.run(call)))
+
+
+@in_32_bits
+def backward(
+    kind: type[PreparedBackward], kernels: Sequence[Kernel[Any]], operands: Operands, residuals: Residuals, ops: Ops
+) -> Operands:
+    """Return the gradients of all operands that have one, in their shapes, by kernels that read a call of this kind."""
+    call = kind(kernels[0].plan.spec, operands, residuals, ops)
+    made = call.run(kernels)
+    return finish_backward(call.spec, operands, made, sinks_gradient(operands.sinks, call.lse, call.delta))
+
+
 def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Array]) -> tuple[Array, Array]:
-    """Return output and log-sum-exp in the call's shapes, from what a kernel made of packed heads and splits of the
-    keys."""
+    """Return output and log-sum-exp in the call's shapes, from those of packed heads and splits of the keys."""
     out = made["out"][:, :, : shape.spec.query_length, :, : shape.spec.value_dim]
     lse = made["lse"][..., : shape.rows]
     if shape.packed_heads > 1:
@@ -44,8 +68,7 @@ def _with_sinks(sinks: Float[Array, "#B N"], out: Array, lse: Array) -> tuple[Ar
 def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
     """Return one output and log-sum-exp from those of all splits, `[splits, B, T, N, D]` and `[splits, B, N, T]`.
 
-    XLA makes a reduction of an axis a kernel of its own. So few splits are added one by one; an expression of many
-    would be slow to compile.
+    XLA makes a reduction of an axis a kernel. So few splits are added one by one; many would be slow to compile.
     """
     size = 1 if len(lse) <= _FEW_SPLITS else len(lse)
     parts = [slice(first, first + size) for first in range(0, len(lse), size)]

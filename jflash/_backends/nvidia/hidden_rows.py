@@ -24,15 +24,10 @@ def zeroed(spec: Spec, residuals: Residuals, ops: Ops) -> Float[Array, "B T N D"
     if not visibility.hidden_rows_have_cotangents(spec):
         return residuals.d_out
     batch, length, heads, value_dim = residuals.d_out.shape
-    launch = Launch(
-        name=f"jflash_hidden_rows_{value_dim}",
-        grid=dict(batch=batch, block=pl.cdiv(length, THREADS), head=heads),
-        results={},
-    )
-    _, changed = launch.update(
-        lambda refs: _kernel(refs, ops), dict(lse=residuals.lse), dict(d_out=residuals.d_out), ops
-    )
-    return changed["d_out"]
+    grid = dict(batch=batch, block=pl.cdiv(length, THREADS), head=heads)
+    launch = Launch(f"jflash_hidden_rows_{value_dim}", grid, results={})
+    arrays, states = dict(lse=residuals.lse), dict(d_out=residuals.d_out)
+    return launch.update(lambda refs: _kernel(refs, ops), arrays, states, ops)[1]["d_out"]
 
 
 def _kernel(refs: Refs, ops: Ops) -> None:

@@ -54,11 +54,8 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
     if shape.shares is None:
         return made
     blocks, columns = shape.tile.rows // WARPGROUP_ROWS, made["out"].shape[-1]
-    launch = Launch(
-        name=f"jflash_merge_{shape.spec.value_dim}",
-        grid=dict(cut=shape.shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS)),
-        results={},
-    )
+    grid = dict(cut=shape.shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
+    launch = Launch(f"jflash_merge_{shape.spec.value_dim}", grid, results={})
     arrays = call.work(CUTS, shape.visits, shape.shares) | {name: made[name] for name in PIECES}
     results = dict(out=made["out"], lse=made["lse"])
     return launch.update(lambda refs: _merge(shape, refs, call.ops), arrays, results, call.ops)[1]

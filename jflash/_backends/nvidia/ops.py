@@ -20,26 +20,29 @@ from jflash._backends.nvidia.threads import (
     device_rows,
     dropout_words,
     hidden_rows,
-    leading_piece,
     packed_mask,
-    partial_sums,
+    pieces,
+    reductions,
     table,
-    votes,
 )
 from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder, array_type, scalar, strided
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
+Tile = Float[Array, "rows columns"]
+"""A tile in registers."""
+Rows = Float[Array, "rows"]
+"""A number for each row of a tile, in registers."""
 
 _utils: Any = mgpu.utils
 
 
-def along_rows(vector: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
+def along_rows(vector: Rows, shape: tuple[int, ...]) -> Tile:
     """Return one value for each row, repeated along it."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-def along_columns(vector: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
+def along_columns(vector: Float[Array, "columns"], shape: tuple[int, ...]) -> Tile:
     """Return one value for each column, repeated along it."""
     return lax.broadcast_in_dim(vector, shape, [1])
 
@@ -82,8 +85,7 @@ class Ops:
     def opaque_zero(self, step: Any) -> Int[Array, ""]:
         """Return 0 that the compiler cannot fold, in a loop over `step`: the index of a tile that stays in place.
 
-        Otherwise it keeps the addresses of all the tile's parts in registers for the whole loop, spills them, and loads
-        them back in every step. Computing them anew costs an addition each.
+        Otherwise it keeps the addresses of all the tile's parts in registers, and spills them. An addition makes each.
         """
         shift = lambda o, step: scalar(_utils.inline_ptx("shr.u32 $0, $1, 30;", step, result_types=o.type))
         return ThreadBuilder.emit(shift, step, returns=array_type((), jnp.int32, SCALAR))
@@ -94,16 +96,16 @@ class Ops:
 
     distances = staticmethod(coordinates.distances)
     key_minus_query = staticmethod(coordinates.key_minus_query)
-    leading_piece = staticmethod(leading_piece.take)
-    partial_sums = staticmethod(partial_sums.of_rows)
+    leading_piece = staticmethod(pieces.leading)
+    partial_sums = staticmethod(reductions.partial_sums)
     pack_mask = staticmethod(packed_mask.pack)
     expand_mask = staticmethod(packed_mask.expand)
     drop = staticmethod(dropout_words.drop)
     dropout_words = staticmethod(dropout_words.words)
     gather = staticmethod(table.gather)
     add_by_index = staticmethod(table.add)
-    warp_all_below = staticmethod(votes.all_below)
-    warp_all = staticmethod(votes.all_rows)
+    warp_all_below = staticmethod(reductions.all_below)
+    warp_all = staticmethod(reductions.all_rows)
     load_tile = staticmethod(device_rows.load_tile)
     fetch_rows = staticmethod(device_rows.fetch_rows)
     store_rows = staticmethod(device_rows.store_rows)

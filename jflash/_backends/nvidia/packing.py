@@ -18,8 +18,7 @@ _MOST_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
 
 _MOST_PAGED_QUERIES = 64
-"""Queries up to which heads are packed where keys are in pages. A ragged batch has blocks of up to 64 queries, of which
-some have only one."""
+"""Queries up to which heads are packed where keys are in pages: a ragged batch has blocks of one query, and of 64."""
 
 
 def packs(spec: Spec) -> bool:
@@ -76,8 +75,7 @@ class ForwardShape:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether the kernel counts its head's sink. Packed heads have several, and of a sum of several parts each CTA
-        has one: there sinks follow the kernel."""
+        """Whether the kernel counts its head's sink. Where heads are packed, or CTAs share rows, sinks follow it."""
         return self.packed_heads == self.splits == 1 and self.shares is None
 
     @property

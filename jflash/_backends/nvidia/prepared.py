@@ -18,10 +18,12 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.pack_mask import pack_mask
-from jflash._backends.nvidia.tile import base2, mask_mod_reads, score_mod_reads
+from jflash._backends.nvidia.tile import program_reads, softmax
 from jflash._backends.nvidia.walk import tile_list, tile_range, work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Shares
+from jflash._semantics import visits
+from jflash._semantics.coverage import Coverage
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import PARAMETERS
 
@@ -107,8 +109,8 @@ class Prepared:
     @property
     def function_arrays(self) -> dict[str, Array]:
         """What a score_mod and a mask_mod read, by name."""
-        of_score_mod = score_mod_reads.prepare(self.operands.score_mod_arrays)
-        return of_score_mod | mask_mod_reads.prepare(self.operands.mask_mod_arrays)
+        of_score_mod = program_reads.prepare("score_mod", self.operands.score_mod_arrays)
+        return of_score_mod | program_reads.prepare("mask_mod", self.operands.mask_mod_arrays)
 
     def packed_mask(self, *, keys_first: bool = False) -> dict[str, Int[Array, "#B #N row_tiles column_tiles 128"]]:
         """Return a mask of both axes, packed for tiles whose rows are queries or, `keys_first`, keys, by name."""
@@ -125,16 +127,20 @@ class Prepared:
     def visits(self, blocks: Blocks) -> dict[str, Array]:
         """Return what says which tiles each block visits, by name: lists, or ranges."""
         if blocks not in self._visits:
-            ranges = lambda: self.ranges(blocks.rows, blocks.missing, of_keys=blocks.of_keys)
-            self._visits[blocks] = tile_list.lists(*self._mask_of(blocks)) or ranges()
+            if (found := self._coverage(blocks)) is None:
+                self._visits[blocks] = self.ranges(blocks.rows, blocks.missing, of_keys=blocks.of_keys)
+            else:
+                self._visits[blocks] = {tile_list.LISTS: visits.listed(found, spare=1)}
         return self._visits[blocks]
 
     def kinds(self, blocks: Blocks) -> dict[str, Array]:
-        """Return what says of every tile whether a block of queries sees it, by name: `tile_list.kinds`, or ranges."""
-        return tile_list.kinds(*self._mask_of(blocks)) or self.ranges(blocks.rows)
+        """Return what says of every tile whether a block of queries sees it, by name."""
+        found = self._coverage(blocks)
+        return self.ranges(blocks.rows) if found is None else {tile_list.KINDS: found.encoded().astype(jnp.int32)}
 
-    def _mask_of(self, blocks: Blocks) -> tuple[Spec, Operands, Blocks, Array | None]:
-        return self.spec, self.operands, blocks, self.packed_mask(keys_first=blocks.of_keys).get("mask")
+    def _coverage(self, blocks: Blocks) -> Coverage | None:
+        words = self.packed_mask(keys_first=blocks.of_keys).get("mask")
+        return tile_list.coverage(self.spec, self.operands, blocks, words)
 
     def work(self, name: str, blocks: Blocks, shares: Shares | None) -> dict[str, Array]:
         """Return the list of items, or of cut walks, by name; nothing if no shares are dealt out."""
@@ -176,5 +182,5 @@ class PreparedBackward(Prepared):
 
 def for_exponent(spec: Spec, lse: Float[Array, "B N T"]) -> PerQuery:
     """Return the log-sum-exp in the units of the call's exponent, with a margin of +inf."""
-    exact = base2.of(spec).exact
-    return with_margin(lse if exact else lse * base2.LOG2_E, (2,), jnp.inf)
+    exact = softmax.exponent(spec).exact
+    return with_margin(lse if exact else lse * softmax.LOG2_E, (2,), jnp.inf)

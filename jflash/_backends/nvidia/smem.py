@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import types
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -62,25 +62,16 @@ def size(declaration: Any) -> int:
     return sum(map(taken, jax.tree.leaves(declaration)))
 
 
-class Views(Protocol):
-    """Shared memory that a kernel uses in several views, and that is declared as one leaf of its `Buffers`."""
-
-    def opened(self) -> Any:
-        """Return what the kernel uses, from references in the structure of the declaration."""
-        ...
-
-    def in_one_view(self) -> Any:
-        """Return the declaration for an interpreter, which gives each view memory of its own."""
-        ...
-
-
 def opened(references: Any) -> Any:
-    """Return what a kernel uses, from references in the structure of what it declared."""
+    """Return what a kernel uses, from references in the structure of what it declared.
+
+    What it uses in several views is one leaf of its `Buffers`, with methods that are named as these functions.
+    """
     return _each(lambda views: views.opened(), references)
 
 
 def in_one_view(declaration: Any) -> Any:
-    """Return a declaration whose `Views` have one view each."""
+    """Return a declaration for an interpreter, which gives each view memory of its own."""
     return _each(lambda views: views.in_one_view(), declaration)
 
 

@@ -43,8 +43,7 @@ class ThreadBuilder:
         """Return the arrays that `make(o, *arguments)` makes in a kernel, o being the builder of its instructions.
 
         Args:
-          make: takes references, scalars as words, and other arrays as threads hold them; returns arrays of the latter
-            kind, or nothing.
+          make: takes scalars as words, and other arrays as threads hold them; returns arrays as these, or nothing.
           arguments: references, scalars, arrays, tuples of arrays, or `None`.
           returns: the `array_type` of what `make` returns.
           layout: how threads hold arguments that are arrays.
@@ -78,10 +77,7 @@ class ThreadBuilder:
         return self.times(self.pair, 2)
 
     def warp_place(self, columns: int, of_pair: int | None) -> tuple[Any, Any]:
-        """Return the first row and column of a lane's warp in a block, or in block `of_pair` of a pair (`products`).
-
-        Each block has `columns`.
-        """
+        """Return a warp's first row and column in a block of `columns`, or in block `of_pair` (`products`)."""
         if of_pair is None:
             return self.times(self.warp, 16), self(0)
         first = self.add(self.times(self.right(self.warp, 1), 32), self(16 * of_pair))
@@ -165,8 +161,7 @@ class ThreadBuilder:
         return mgpu.utils.shfl_bfly(word, 1)
 
     def side_by_side(self, is_odd: Any, words: Sequence[Any]) -> list[Any]:
-        """Return one of a thread's two words and one of its neighbour's: the first ones if the thread is even, else the
-        second ones."""
+        """Return the first words of a thread and its neighbour if the thread is even, else their second words."""
         kept, given = (self.arith.select(is_odd, *two) for two in (words[::-1], words))
         taken = self.of_neighbour(given)
         return [self.arith.select(is_odd, *two) for two in ((taken, kept), (kept, taken))]
@@ -228,8 +223,7 @@ class ThreadBuilder:
     def together(
         self, instructions: Sequence[str], made: Sequence[str], operands: Sequence[Any], *, convergent: bool = False
     ) -> Sequence[Any]:
-        """Return the float32 numbers that several instructions, issued as one, make in registers `made` that they
-        declare.
+        """Return the float32 numbers that instructions, issued as one, make in registers `made` that they declare.
 
         They become results when all operands are read, since the compiler may give a result an operand's register.
         """

@@ -1,13 +1,12 @@
 """Where a tile's elements are: row and column indices and distances, each one number of a thread's and a constant.
 
 Pallas' own indices are divided from a running number. The compiler takes their parts that a loop does not change out of
-it, and keeps one in a register for each column, or each row and column that a mask compares: more than there are, so
-that each step of the loop loads them from local memory. What it cannot see through stays in the loop, as one number.
+it, and keeps one for each column, or each row and column that a mask compares: more than there are registers. What it
+cannot see through stays in the loop, as one number.
 
 Distances between keys and queries are, as float32 numbers, one addition for each element, where integers would be
-subtracted, be made positive, and be converted. As integers those of one diagonal are the same sum to the compiler. It
-makes once what follows from that: an index that is clipped, and what is read there. From two indices of its own, each
-element would have another difference.
+subtracted and converted. As integers those of one diagonal are the same sum to the compiler, which makes once what
+follows from that: an index that is clipped, and what is read there.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def key_minus_query(
 
 
 def distances(shape: tuple[int, ...], first: Int[Array, ""] | int, *, keys_first: bool) -> Float[Array, "64 columns"]:
-    """Return the query's index less the key's in float32, `first` being that of the tile's corner.
-
-    Rows are queries and columns keys, or with `keys_first` the reverse.
-    """
+    """Return the query's index less the key's in float32; the arguments are those of `key_minus_query`."""
     rows = -1 if keys_first else 1
     return _make(shape, np.float32, first, functools.partial(floats, rows=rows, columns=-rows))
 

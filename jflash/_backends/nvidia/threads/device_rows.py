@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -45,11 +46,14 @@ class Rows:
 
     @classmethod
     def of_array(cls, o: ThreadBuilder, ref: Any, *more: Any) -> Self:
-        """Return the rows of a reference to `[length, columns]`; `more` are the fields of a subclass."""
-        (length, columns), ((stride, one), _) = o.shape(ref), _utils.ir.MemRefType(ref.type).get_strides_and_offset()
+        """Return the rows of a reference, as for `of`; `more` are the fields of another subclass."""
+        (*tokens, length, columns), kind = o.shape(ref), _utils.ir.MemRefType(ref.type)
+        (*apart, stride, one), _ = kind.get_strides_and_offset()
         assert one == 1 or columns == 1
-        item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
-        return cls(o.device_address(ref), length, columns, stride * item_bytes, item_bytes, *more)
+        item_bytes = _utils.bitwidth(kind.element_type) // 8
+        of_tokens = [number for pitch in apart for number in (length, pitch * item_bytes)]
+        rows = math.prod(tokens) * length, columns, stride * item_bytes, item_bytes
+        return cls(o.device_address(ref), *rows, *of_tokens, *more)
 
     def sources(self, o: Any, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
         """Return where a thread finds its chunk of rows that are some steps below its first, from a column on.
@@ -72,16 +76,6 @@ class PackedRows(Rows):
     heads: int
     token_pitch: int
     """Bytes from one token to the next."""
-
-    @classmethod
-    def of_array(cls, o: ThreadBuilder, ref: Any, *more: Any) -> Self:
-        """Return the rows of a reference to `[tokens, heads, columns]`."""
-        tokens, heads, columns = o.shape(ref)
-        (token, head, one), _ = _utils.ir.MemRefType(ref.type).get_strides_and_offset()
-        assert one == 1 or columns == 1
-        item_bytes = _utils.bitwidth(o.dtype(ref)) // 8
-        packed = heads, token * item_bytes
-        return cls(o.device_address(ref), tokens * heads, columns, head * item_bytes, item_bytes, *packed, *more)
 
     def sources(self, o: Any, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
         del limit
@@ -205,8 +199,7 @@ def _column_of_two_words(o: ThreadBuilder) -> Any:
 def load_tile(
     source: Ref, row: Any, column: Any, shape: tuple[int, int], *, transposed: bool
 ) -> Float[Array, "64 columns"]:
-    """Return a tile of an array `[L, M]` in device memory, from a row and a column on, 0 past its ends; or its
-    transpose."""
+    """Return a tile of an array `[L, M]` in device memory, from a row and column on, or its transpose; 0 past ends."""
 
     def make(o: ThreadBuilder, source: Any, row: Any, column: Any) -> Any:
         rows, dtype = Rows.of(o, source), o.dtype(source)

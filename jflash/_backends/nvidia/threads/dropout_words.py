@@ -29,13 +29,9 @@ _INFINITY = 0x7C00
 def words(
     counter: UInt32[Array, ""], middle: UInt32[Array, ""], shape: tuple[int, ...], *, keys_first: bool
 ) -> UInt32[Array, "64 half_the_columns"]:
-    """Return the words of a tile.
+    """Return the words of a tile of a shape, of which rows may be keys.
 
-    Args:
-      counter: that of the first query and key, which are multiples of 16.
-      middle: the head's word that joins in the middle.
-      shape: the tile's.
-      keys_first: whether rows are keys.
+    `counter` is that of its first query and key, multiples of 16; `middle` is the head's word that joins there.
     """
     made = shape[0], shape[1] // 2
 
@@ -55,14 +51,9 @@ def drop(
     keys_first: bool,
     signed: bool,
 ) -> Float[Array, "64 columns"]:
-    """Return a tile without what is dropped or, `signed`, with the sign of that changed.
+    """Return a tile of finite probabilities without what is dropped or, `signed`, with the sign of that changed.
 
-    Args:
-      p: the probabilities, which are finite.
-      words: the tile's.
-      dropped: the values of 15 bits, from 0 on, that drop.
-      keys_first: whether rows are keys.
-      signed: what to do with the dropped.
+    Of the values of 15 bits that its `words` have those below `dropped` drop.
     """
 
     def make(o: ThreadBuilder, p: Any, words: Any) -> Any:

@@ -27,11 +27,7 @@ KEYS_PER_LOAD = 16
 def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[Array, "128"]:
     """Return the words of 64 x 64 bits of a mask in device memory, `[#B, #N, T, S]`; bits past its ends are 0.
 
-    Args:
-      mask: a reference; S is a multiple of `KEYS_PER_LOAD`.
-      plane: the index of a `[T, S]` slice.
-      query, key: where the bits begin.
-      keys_first: whether the rows of logits are keys.
+    They begin at a query and a key of the `[T, S]` slice with the index `plane`; S is a multiple of `KEYS_PER_LOAD`.
     """
     _, _, queries, keys = mask.shape
 

@@ -16,15 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.tile import base2, dropped, logits, score_mod_reads
+from jflash._backends.nvidia.ops import Ref, Tile
+from jflash._backends.nvidia.tile import dropped, logits, program_reads, softmax
 from jflash._backends.nvidia.tile.logits import PullBack
 from jflash._backends.nvidia.walk.tile_range import TileContext
-from jflash._semantics.spec import Spec
-
-Tile = Float[Array, "rows columns"]
+from jflash._semantics import score_mod_reads
 
 
 class TileGradients(NamedTuple):
@@ -46,9 +43,8 @@ class BackwardTile:
     @classmethod
     def of(cls, context: TileContext, s: Tile, lse: Tile | None, differentiated: Sequence[str] = ()) -> BackwardTile:
         """Return the tile of products S; `differentiated` names the parameters and reads whose gradients it gives."""
-        p, pull_back = logits.differentiate(
-            s, context, lambda logits: probabilities(context.inputs.spec, logits, lse), differentiated
-        )
+        exponent = softmax.exponent(context.inputs.spec)
+        p, pull_back = logits.differentiate(s, context, lambda logits: exponent(logits, lse), differentiated)
         return cls(context, dropped.signed(context.inputs, context.at, p), pull_back)
 
     @property
@@ -58,25 +54,22 @@ class BackwardTile:
 
     def differentiate(self, dp: Tile, delta: Tile | None) -> TileGradients:
         """Return dS, and the gradients of the parameters at each element, from dP = dO V^T."""
-        return TileGradients(*self.pull_back(d_logits(self.context.inputs.spec, self.p, dp, delta)))
+        return TileGradients(*self.pull_back(dropped.d_logits(self.context.inputs.spec, self.p, dp, delta)))
 
     def add_to_tables(self, sums: Mapping[str, Ref], gradients: TileGradients, opaque_zero: Any = None) -> None:
-        """Add what the tile gives tables to a warpgroup's sums of them.
+        """Add the gradients of what the tile reads by position to a warpgroup's sums by the arrays' names, if any.
 
-        With an opaque zero the compiler makes the indices anew. Otherwise it keeps those of the reads in registers.
+        With an opaque zero the compiler makes the indices anew. Otherwise it keeps those of the reads in registers, or
+        spills them. Where a probability is 0, what is read there counts for nothing.
         """
-        at, (inputs, loaded) = self.context.at, (self.context.inputs, self.context.loaded)
+        if not sums:
+            return
+        inputs, at, score_mod = self.context.inputs, self.context.at, self.context.inputs.spec.score_mod
+        assert score_mod is not None
         if opaque_zero is not None:
             at = at._replace(key=at.key + opaque_zero)
-        score_mod_reads.add_to_tables(inputs, at, loaded, self.p, gradients.parameters, sums)
-
-
-def probabilities(spec: Spec, logits: Tile, lse: Tile | None) -> Tile:
-    """Return P from a tile's logits, or from those less lse if that is `None`."""
-    base = base2.of(spec)
-    return jnp.exp2(logits * base.factor) if lse is None else base(logits, lse)
-
-
-def d_logits(spec: Spec, p: Tile, dp: Tile, delta: Tile | None) -> Tile:
-    """Return dS before it is taken back through what shapes logits; `p` has dropout's signs."""
-    return p * dp if delta is None else dropped.d_logits(spec, p, dp, delta)
+        tile = inputs.tile(at, self.p.shape, self.context.loaded)
+        for read in score_mod_reads.of_tables(inputs.spec):
+            numbers = jnp.where(self.p == 0, 0.0, gradients.parameters[read.name])
+            table = sums[score_mod_reads.array_name(read.array)]
+            inputs.ops.add_by_index(table, program_reads.index(score_mod, read, tile), numbers)

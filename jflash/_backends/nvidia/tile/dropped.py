@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord, shared_index
 from jflash._semantics import dropout
 from jflash._semantics.dropout import HeadSeed
 from jflash._semantics.spec import Spec
-
-Tile = Float[Array, "rows columns"]
 
 
 def head_seed(inputs: KernelInputs, at: TileCoord) -> HeadSeed | None:
@@ -58,8 +57,10 @@ def kept(spec: Spec, p: Tile) -> Tile:
     return p if spec.dropout_rate == 0 else jnp.maximum(p, 0.0)
 
 
-def d_logits(spec: Spec, p: Tile, dp: Tile, delta: Tile) -> Tile:
-    """dS from signed P and dO V^T."""
+def d_logits(spec: Spec, p: Tile, dp: Tile, delta: Tile | None) -> Tile:
+    """dS from signed P and dO V^T; without dropout delta may be subtracted already, and is `None` then."""
+    if delta is None:
+        return p * dp
     if spec.dropout_rate == 0:
         return p * (dp - delta)
     return jnp.abs(p) * (dp * jnp.where(p > 0, 1 / (1 - spec.dropout_rate), 0.0) - delta)

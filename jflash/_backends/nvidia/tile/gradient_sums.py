@@ -31,10 +31,7 @@ Sums = tuple[Float[Array, "rows"], ...]
 
 
 def wanted_parameters(spec: Spec) -> tuple[str, ...]:
-    """Return the names of what shapes a call's logits and has a gradient that is asked for.
-
-    They are operands, and reads of a score_mod whose index no position has a part in.
-    """
+    """Return what is differentiated, by name: operands, and reads of a score_mod with one index for all positions."""
     asked = spec.operands - spec.undifferentiated
     reads = score_mod_reads.summed(spec) if "score_mod_arrays" in asked else []
     return *(name for name in PARAMETERS if name in asked), *(read.name for read in reads)

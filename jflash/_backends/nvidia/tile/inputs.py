@@ -13,7 +13,6 @@ from jaxtyping import Array, Int
 
 from jflash._backends.nvidia.facts import Kind, facts_of
 from jflash._backends.nvidia.ops import Ops, Ref, along_columns, along_rows
-from jflash._semantics import visibility
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import PARAMETERS, Parameters, Tile
 
@@ -136,17 +135,8 @@ class KernelInputs:
             key_minus_query_override=ops.key_minus_query(shape, key - query, keys_first=self.keys_first)
         )
 
-    def visible(self, tile: Tile) -> Array:
-        """Return which logits of a tile count; those of keys past the end do not."""
-        if tile.key_lengths is None:
-            tile = tile._replace(key_lengths=jnp.int32(self.spec.key_length))
-        seen = visibility.visible(self.spec, tile)
-        assert seen is not None
-        return seen
-
     def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...]) -> Any:
-        """Return a scalar, or a vector of `[#B, L]` or `[#B, #N, L]` along one axis of a tile, repeated along the
-        other.
+        """Return a scalar, or a vector of `[#B, L]` or `[#B, #N, L]` along an axis of a tile, repeated along the other.
 
         It is `None` if the call does not have the operand.
         """

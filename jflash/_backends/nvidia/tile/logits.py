@@ -16,16 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jflash._backends.nvidia.facts import facts_of
+from jflash._backends.nvidia.ops import Rows, Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.tile import base2, mask_mod_reads, score_mod_reads, softmax
-from jflash._backends.nvidia.tile.base2 import Exponent
+from jflash._backends.nvidia.tile import mask_mod_reads, program_reads, score_mod_reads, softmax
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
 from jflash._backends.nvidia.tile.lowerable import lowerable
 from jflash._backends.nvidia.tile.soft_cap import soft_cap
-from jflash._backends.nvidia.tile.softmax import Softmax
+from jflash._backends.nvidia.tile.softmax import Exponent, Softmax
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics import tile as semantics
 from jflash._semantics.logits import may_be_nan, modify_logits, without_unseen
@@ -33,8 +33,6 @@ from jflash._semantics.program_reads import read_name
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Parameters
 
-Rows = Float[Array, "rows D"]
-Tile = Float[Array, "rows keys"]
 PullBack = Callable[[Array], tuple[Array, dict[str, Array]]]
 """Takes the logits' cotangents to those of the products and, by name, of the parameters."""
 PushForward = Callable[[Array, dict[str, Array]], Array]
@@ -73,13 +71,13 @@ class LogitsForm:
         logits, exponent = mask.hide(_modified(s, mask), -jnp.inf), self.exponent(mask.inputs.spec)
         return softmax.step(exponent, logits, 1.0, mask, before, in_parts=self.sums_in_parts)
 
-    def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
+    def rescaled(self, inputs: KernelInputs, rescale: Rows, acc_o: Tile) -> Tile:
         """Return O relative to the last tile's m, from O relative to the m before it."""
         return softmax.scaled_rows(acc_o, rescale)
 
     def exponent(self, spec: Spec) -> Exponent:
         """Return the conversion in whose units m is."""
-        return base2.of(spec)
+        return softmax.exponent(spec)
 
     def scheduling_fence(self, spec: Spec, keys: int, warpgroups: int, *, is_masked: bool) -> str | None:
         """Return the field of `Softmax` that is stored so that the compiler makes it before the wait for P V, if any.
@@ -134,7 +132,7 @@ class SoftCapped(LogitsForm):
     def scheduling_fence(self, spec: Spec, keys: int, warpgroups: int, *, is_masked: bool) -> str | None:
         return "rescale" if warpgroups == 3 else None
 
-    def rescaled(self, inputs: KernelInputs, rescale: Float[Array, "rows"], acc_o: Rows) -> Rows:
+    def rescaled(self, inputs: KernelInputs, rescale: Rows, acc_o: Tile) -> Tile:
         is_same = inputs.ops.warp_all(rescale == 1)
         return lax.cond(is_same, lambda acc_o, _: acc_o, softmax.scaled_rows, acc_o, rescale)
 
@@ -142,7 +140,7 @@ class SoftCapped(LogitsForm):
         return softmax.capped_step(s, mask, before, in_parts=self.sums_in_parts)
 
 
-def _modified(s: Float[Array, "rows columns"], mask: TileContext) -> Float[Array, "rows columns"]:
+def _modified(s: Tile, mask: TileContext) -> Tile:
     """Return the logits of a tile of products; a plain call leaves its scale to the exponent."""
     inputs = mask.inputs
     if facts_of(inputs.spec).is_plain:
@@ -152,8 +150,8 @@ def _modified(s: Float[Array, "rows columns"], mask: TileContext) -> Float[Array
 
 
 def differentiate(
-    s: Float[Array, "rows columns"], mask: TileContext, probabilities: Callable[[Array], Array], wanted: Sequence[str]
-) -> tuple[Float[Array, "rows columns"], PullBack]:
+    s: Tile, mask: TileContext, probabilities: Callable[[Array], Array], wanted: Sequence[str]
+) -> tuple[Tile, PullBack]:
     """Return a tile's probabilities from its products, 0 where the query does not see the key; and the way back.
 
     That takes cotangents of logits to those of the products and of the parameters `wanted`. A parameter's cotangent is
@@ -170,12 +168,11 @@ def differentiate(
 
 
 def linearize(
-    s: Float[Array, "rows columns"], mask: TileContext, probabilities: Callable[[Array], Array], moving: Sequence[str]
-) -> tuple[Float[Array, "rows columns"], PushForward]:
+    s: Tile, mask: TileContext, probabilities: Callable[[Array], Array], moving: Sequence[str]
+) -> tuple[Tile, PushForward]:
     """Return a tile's probabilities as `differentiate` does, and the way forward.
 
-    That takes tangents of the products and of the parameters `moving` to those of logits, 0 where the query does not
-    see the key.
+    That takes tangents of the products and of the parameters `moving` to those of logits, 0 where no key is seen.
     """
     inputs = mask.inputs
     if facts_of(inputs.spec).is_plain:
@@ -212,14 +209,14 @@ def parameter_tangents(
     tangents: KernelInputs, mask: TileContext, shape: tuple[int, ...], loaded: Loaded, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return the tangents of a tile's parameters by name, from the inputs `tangents` and what was `loaded` of them."""
-    reads = score_mod_reads.load(tangents, mask.at, mask.inputs.tile(mask.at, shape, mask.loaded))
+    reads = program_reads.load(tangents, "score_mod", mask.at, mask.inputs.tile(mask.at, shape, mask.loaded))
     return _named(tangents.parameters(mask.at, shape, loaded)._replace(score_mod_arrays=reads), names)
 
 
 def _tile(mask: TileContext, shape: tuple[int, ...]) -> semantics.Tile:
     """Return a tile, with what its score_mod reads in the place of the arrays."""
     tile = mask.inputs.tile(mask.at, shape, mask.loaded)
-    reads = score_mod_reads.load(mask.inputs, mask.at, tile)
+    reads = program_reads.load(mask.inputs, "score_mod", mask.at, tile)
     return tile._replace(parameters=tile.parameters._replace(score_mod_arrays=reads))
 
 

@@ -20,9 +20,9 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.tile import program_reads
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.tile.lowerable import lowerable
-from jflash._semantics import tracing
+from jflash._semantics import tracing, visibility
 from jflash._semantics.mask_mod import MaskMod
-from jflash._semantics.program_reads import ELEMENTWISE, analysis, values
+from jflash._semantics.program_reads import ELEMENTWISE, analysis
 from jflash._semantics.score_mod import elementwise
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import Tile
@@ -31,11 +31,6 @@ _DTYPES = frozenset({np.dtype(bool), np.dtype(np.int32), np.dtype(np.float32)})
 
 _COLUMNS = 32
 """Columns for which a function is evaluated at a time."""
-
-
-def array_name(index: int) -> str:
-    """Return the name that an array has among a kernel's."""
-    return f"mask_mod_{index}"
 
 
 def unsupported(spec: Spec) -> str | None:
@@ -65,11 +60,6 @@ def columns_together(spec: Spec, columns: int) -> int:
     return _COLUMNS if in_parts else columns
 
 
-def prepare(arrays: Sequence[Array]) -> dict[str, Array]:
-    """Return the arrays as kernels take them, by name: `[#B, numbers]`."""
-    return program_reads.prepare(arrays, array_name)
-
-
 @dataclasses.dataclass(frozen=True)
 class _OfReads:
     """A `mask_mod` of indices, and of what is read in the place of its arrays, for one tile."""
@@ -79,9 +69,8 @@ class _OfReads:
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any, numbers: Sequence[Any]) -> Bool[Array, "..."]:
         def scalar(query: Any, batch: Any, head: Any, key: Any, key_minus_query: Any, *numbers: Any) -> Any:
-            read = program_reads.reader(self.mask_mod, numbers[:-1])
-            (result,) = values(self.mask_mod, read, [batch, head, query, key], key_minus_query)
-            return jnp.asarray(result, bool)
+            at = batch, head, query, key
+            return jnp.asarray(program_reads.result(self.mask_mod, at, key_minus_query, numbers[:-1]), bool)
 
         others = batch, head, key, self.key_minus_query, *map(jnp.asarray, numbers)
         return lowerable(lambda query, *others: elementwise(scalar, query, others, ()))(query, *others)
@@ -89,10 +78,13 @@ class _OfReads:
 
 def visible(inputs: KernelInputs, at: TileCoord, tile: Tile) -> Bool[Array, "rows columns"]:
     """Return which logits of a tile count; those of keys past the end do not."""
-    mask_mod = inputs.spec.mask_mod
-    if mask_mod is None:
-        return inputs.visible(tile)
-    numbers: Any = program_reads.load(inputs, mask_mod, array_name, at, tile)
-    of_reads: Any = _OfReads(mask_mod, tile.key_minus_query)
-    spec = dataclasses.replace(inputs.spec, mask_mod=of_reads)
-    return dataclasses.replace(inputs, spec=spec).visible(tile._replace(mask_mod_arrays=numbers))
+    spec = inputs.spec
+    if spec.mask_mod is not None:
+        numbers: Any = program_reads.load(inputs, "mask_mod", at, tile)
+        of_reads: Any = _OfReads(spec.mask_mod, tile.key_minus_query)
+        spec, tile = dataclasses.replace(spec, mask_mod=of_reads), tile._replace(mask_mod_arrays=numbers)
+    if tile.key_lengths is None:
+        tile = tile._replace(key_lengths=jnp.int32(spec.key_length))
+    seen = visibility.visible(spec, tile)
+    assert seen is not None
+    return seen

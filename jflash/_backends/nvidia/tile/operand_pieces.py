@@ -34,9 +34,8 @@ def unsupported(spec: Spec) -> str | None:
     """Return why products of pieces are not a call's, in words for the user; `None` if they are."""
     if not facts_of(spec).is_float32:
         return None
-    if (
-        unknown := next((name for name in facts_of(spec).precisions if name not in PIECES_BY_PRECISION), None)
-    ) is not None:
+    unknown = next((name for name in facts_of(spec).precisions if name not in PIECES_BY_PRECISION), None)
+    if unknown is not None:
         return f"it has no float32 products of precision {unknown}."
     if facts_of(spec).pieces < 3:
         return None

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord, shared_index
 from jflash._backends.nvidia.tile.lowerable import lowerable
-from jflash._semantics.program_reads import Function, Read, Slice, analysis, indices, number
+from jflash._semantics.program_reads import Function, Read, analysis, indices, number, values
 from jflash._semantics.score_mod import elementwise
 from jflash._semantics.tile import Tile
 
-Name = Callable[[int], str]
-"""The name that each array has among a kernel's."""
+Kind = Literal["score_mod", "mask_mod"]
+"""A call's function; with `_` and their number behind it, the names that its arrays have among a kernel's."""
 
 
-def prepare(arrays: Sequence[Array | None], name: Name) -> dict[str, Array]:
-    """Return arrays, or their tangents, as kernels take them, by name: `[#B, numbers]`."""
+def prepare(kind: Kind, arrays: Sequence[Array | None]) -> dict[str, Array]:
+    """Return a function's arrays, or their tangents, as kernels take them, by name: `[#B, numbers]`."""
     prepared: dict[str, Array] = {}
     for place, array in enumerate(arrays):
         if array is not None:
             dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
-            prepared[name(place)] = array.reshape(array.shape[0], -1).astype(dtype)
+            prepared[f"{kind}_{place}"] = array.reshape(array.shape[0], -1).astype(dtype)
     return prepared
 
 
-def load(inputs: KernelInputs, function: Function, name: Name, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
+def load(inputs: KernelInputs, kind: Kind, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
     """Return all that a tile reads of the arrays of `inputs`: a tile of numbers, or one; 0 where there is no array."""
-    loaded: list[Any] = []
+    function, loaded = getattr(inputs.spec, kind), list[Any]()
+    if function is None:
+        return ()
     for read in analysis(function).reads:
-        ref = inputs.refs.get(name(read.array))
+        ref = inputs.refs.get(f"{kind}_{read.array}")
         if ref is None:
             loaded.append(0.0)
             continue
@@ -67,7 +69,8 @@ def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = (
     return lowerable(lambda query, *others: elementwise(scalar, query, others, ()))(query, *others)
 
 
-def reader(function: Function, numbers: Sequence[Any]) -> Callable[[Slice], Any]:
-    """Return what gives a function's program the numbers that were read, in their order."""
+def result(function: Function, arguments: Sequence[Any], key_minus_query: Any, numbers: Sequence[Any]) -> Any:
+    """Return the result of a function's program for one element, from the numbers that it reads in their order."""
     remaining = iter(numbers)
-    return lambda part: number(function, part, next(remaining))
+    read = lambda part: number(function, part, next(remaining))
+    return values(function, read, arguments, key_minus_query)[0]

@@ -1,58 +1,22 @@
-"""How a kernel has what a `score_mod` reads of its arrays (`program_reads`), and sums the gradients."""
+"""What a kernel makes of a `score_mod`, with what was read for its arrays (`program_reads`), and their gradients."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.tile import program_reads
-from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
-from jflash._semantics.program_reads import Read, indices, values
+from jflash._semantics.program_reads import Read, indices
 from jflash._semantics.score_mod import ScoreMod, elementwise
-from jflash._semantics.score_mod_reads import array_name, of_tables, summed
+from jflash._semantics.score_mod_reads import array_name, summed
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.tile import Tile
-
-
-def prepare(arrays: Sequence[Array | None]) -> dict[str, Array]:
-    """Return arrays, or their tangents, as kernels take them, by name: `[#B, numbers]`."""
-    return program_reads.prepare(arrays, array_name)
-
-
-def load(inputs: KernelInputs, at: TileCoord, tile: Tile) -> tuple[Any, ...]:
-    """Return all that a tile reads of the arrays of `inputs`: a tile of numbers, or one; 0 where there is no array."""
-    score_mod = inputs.spec.score_mod
-    return () if score_mod is None else program_reads.load(inputs, score_mod, array_name, at, tile)
-
-
-def add_to_tables(
-    inputs: KernelInputs,
-    at: TileCoord,
-    loaded: Loaded,
-    p: Array,
-    cotangents: Mapping[str, Array],
-    sums: Mapping[str, Ref],
-) -> None:
-    """Add the cotangents of what a tile reads by position, by the reads' names, to tables of sums by the arrays' names,
-    if there are any.
-
-    The indices are made of `at`. With an opaque zero in it they are not those of `load` to the compiler, which would
-    keep a tile's in registers, or spill them. Where a probability is 0, what is read there counts for nothing.
-    """
-    if not sums:
-        return
-    tile, score_mod = inputs.tile(at, p.shape, loaded), inputs.spec.score_mod
-    assert score_mod is not None
-    for read in of_tables(inputs.spec):
-        numbers = jnp.where(p == 0, 0.0, cotangents[read.name])
-        inputs.ops.add_by_index(sums[array_name(read.array)], program_reads.index(score_mod, read, tile), numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +31,7 @@ class _Rest:
 
         def scalar(logit: Any, *others: Any) -> Any:
             *of_logit, key_minus_query = others[:5]
-            read = program_reads.reader(self.score_mod, others[5:-1])
-            (result,) = values(self.score_mod, read, [logit, *of_logit], key_minus_query)
+            result = program_reads.result(self.score_mod, [logit, *of_logit], key_minus_query, others[5:-1])
             return jnp.asarray(result, logit.dtype)
 
         return elementwise(scalar, logits, (*of_logit, self.key_minus_query, *map(jnp.asarray, numbers)), ())

@@ -1,10 +1,12 @@
-"""The online softmax of a warpgroup's rows, in the forward.
+"""Probabilities, exp(logit - reference), by the hardware's base-2 exponential; and the online softmax of a forward.
 
 Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,13 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import Ops, along_rows
+from jflash._backends.nvidia.facts import facts_of
+from jflash._backends.nvidia.ops import Ops, Rows, Tile, along_rows
 from jflash._backends.nvidia.tile import dropped
-from jflash._backends.nvidia.tile.base2 import LOG2_E, Exponent
 from jflash._backends.nvidia.tile.soft_cap import SoftCap
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.online_softmax import finite_or_zero
 from jflash._semantics.spec import Spec
+
+LOG2_E = math.log2(math.e)
 
 _SMALL = {jnp.dtype(jnp.bfloat16): 30.0, jnp.dtype(jnp.float16): 13.0, jnp.dtype(jnp.float32): 30.0}
 """The largest binary exponents that P, in its dtype, has room for relative to a logit of 0.
@@ -31,27 +35,85 @@ PARTS_OF_L = 8
 layouts, so that a step sends nothing from thread to thread. It keeps four numbers for the two of whole sums."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Exponent:
+    """The conversion of a call's logits to base 2."""
+
+    factor: float
+    """What takes a logit, or a plain call's product, to base 2."""
+    exact: bool
+    """Whether the reference is subtracted first: a bias may be as large as its dtype allows."""
+    limit: float = math.inf
+    """The largest reference whose rounding scales probabilities by no more than their dtype has room for."""
+
+    def __call__(self, logits: Array, reference: Array | None) -> Array:
+        """Probabilities from logits and, broadcast to them, their reference in `units`; `None`: it is subtracted."""
+        if reference is None:
+            return jnp.exp2(logits * self.factor)
+        if self.exact:
+            return jnp.exp2((logits - reference) * self.factor)
+        return jnp.exp2(logits * self.factor - reference)
+
+    def units(self, logits: Array) -> Array:
+        """Logits in the units of a reference: in base 2, unless they have to be exact."""
+        return logits if self.exact else logits * self.factor
+
+    def relative_to(self, reference: Array) -> tuple[Array | float, Array]:
+        """Two numbers for a row, with which exp2(logits * factor - subtrahend) are its weights; `reference` in `units`.
+
+        Rounding the subtrahend scales all of them alike, and they are divided by their sum. Past the limit the factor
+        is 1, and nothing is rounded: logits are so far apart that the largest has all the weight either way.
+        """
+        if not self.exact:
+            return self.factor, reference
+        is_below = self._is_below_limit(reference)
+        return jnp.where(is_below, self.factor, 1.0), self._subtrahend(reference, is_below)
+
+    def rescaling(self, before: Array, reference: Array) -> Array:
+        """The factor that makes weights relative to a row's `before` relative to its new reference.
+
+        Both subtrahends are numbers that were rounded, and no product stands next to the difference: the compiler
+        would make one instruction of the two, which does not round, and with every tile the weights before would drift.
+        """
+        if not self.exact:
+            return jnp.exp2(before - reference)
+        was_below, is_below = map(self._is_below_limit, (before, reference))
+        difference = self._subtrahend(before, was_below) - self._subtrahend(reference, is_below)
+        return jnp.exp2(jnp.where(was_below == is_below, difference, before - reference))
+
+    def _is_below_limit(self, reference: Array) -> Array:
+        return jnp.abs(reference) < self.limit
+
+    def _subtrahend(self, reference: Array, is_below_limit: Array) -> Array:
+        return jnp.where(is_below_limit, reference * self.factor, reference)
+
+
+def exponent(spec: Spec) -> Exponent:
+    """The conversion of a call's logits."""
+    facts = facts_of(spec)
+    if facts.is_plain:
+        return Exponent(facts.sums_scale * LOG2_E, exact=False)
+    exact = "bias" in spec.operands or spec.score_mod is not None
+    # Where weights are off by 2**8 and 2**32, and logits at least 8 and 32 apart.
+    limit = 2.0**27 if spec.dtype == jnp.float16 else 2.0**29
+    return Exponent(LOG2_E, exact, limit)
+
+
 class Softmax(NamedTuple):
     """P of the last tile, and the rows' statistics after it."""
 
-    p: Float[Array, "rows keys"]
+    p: Tile
     """In the call's dtype."""
-    m: Float[Array, "rows"]
+    m: Rows
     """What P is relative to: the largest logit so far, in the exponent's `units`; with a soft cap sometimes 0."""
     l: Float[Array, "rows *parts"]
     """The sum of the rows' weights, whole or in `PARTS_OF_L`."""
-    rescale: Float[Array, "rows"]
+    rescale: Rows
     """The factor that takes the sums before the last tile to those after it."""
 
 
 def step(
-    exponent: Exponent,
-    s: Float[Array, "rows keys"],
-    unit: Array | float,
-    mask: TileContext,
-    before: Softmax | None,
-    *,
-    in_parts: bool,
+    exponent: Exponent, s: Tile, unit: Array | float, mask: TileContext, before: Softmax | None, *, in_parts: bool
 ) -> Softmax:
     """Show the rows the logits of more keys: s, times `unit`; l is `in_parts` or whole."""
     inputs, dtype = mask.inputs, mask.inputs.spec.dtype
@@ -72,27 +134,27 @@ def step(
     return Softmax(dropped.keep(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, rescale)
 
 
-def whole(l: Float[Array, "rows *parts"]) -> Float[Array, "rows"]:
+def whole(l: Float[Array, "rows *parts"]) -> Rows:
     """l, from its parts if it has any."""
     return l if l.ndim == 1 else l.sum(axis=1)
 
 
-def _rescaled(l: Float[Array, "rows *parts"], rescale: Float[Array, "rows"]) -> Float[Array, "rows *parts"]:
+def _rescaled(l: Float[Array, "rows *parts"], rescale: Rows) -> Float[Array, "rows *parts"]:
     return l * (rescale if l.ndim == 1 else along_rows(rescale, l.shape))
 
 
-def _sums(ops: Ops, p: Float[Array, "rows keys"], *, in_parts: bool) -> Float[Array, "rows *parts"]:
+def _sums(ops: Ops, p: Tile, *, in_parts: bool) -> Float[Array, "rows *parts"]:
     return ops.partial_sums(p, PARTS_OF_L) if in_parts else p.sum(axis=1)
 
 
-def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax | None, *, in_parts: bool) -> Softmax:
+def capped_step(s: Tile, mask: TileContext, before: Softmax | None, *, in_parts: bool) -> Softmax:
     """`step` with a tile's products, which are scaled and capped here; exponents are in base 2.
 
     Where all of a tile's logits are small, their exponentials fit P's dtype relative to what m was before, and the
     search for the row's maximum is left out.
     """
     inputs, shape = mask.inputs, s.shape
-    ops, is_partial, dtype = inputs.ops, mask.is_partial, inputs.spec.dtype
+    ops, is_partial, dtype = inputs.ops, mask.tile.is_partial, inputs.spec.dtype
     scale, cap = inputs.spec.scale, inputs.spec.logits_soft_cap
     scale = inputs.value("scale", mask.at.batch) if scale is None else scale
     assert scale is not None
@@ -146,18 +208,12 @@ def capped_step(s: Float[Array, "rows keys"], mask: TileContext, before: Softmax
     return Softmax(p, m, l, rescale)
 
 
-def scaled_rows(acc_o: Float[Array, "rows D"], rescale: Float[Array, "rows"]) -> Float[Array, "rows D"]:
+def scaled_rows(acc_o: Tile, rescale: Rows) -> Tile:
     """Each row of O times its own number."""
     return acc_o * along_rows(rescale, acc_o.shape)
 
 
-def last_factor(
-    spec: Spec,
-    exponent: Exponent,
-    m: Float[Array, "rows"],
-    l: Float[Array, "rows"],
-    sink: Float[Array, ""] | None,
-) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
+def last_factor(spec: Spec, exponent: Exponent, m: Rows, l: Rows, sink: Array | None) -> tuple[Rows, Rows]:
     """What times O is the rows' output, and their log-sum-exp, from m and whole l.
 
     For rows that saw no key they are 0 and -inf, with a sink or without.

@@ -82,12 +82,16 @@ class BackwardSchedule:
     partial: bool = False
     """Whether dK and dV are parts of sums that go on after the call."""
     splits: int = 1
-    """CTAs that share the queries of a block of keys: the first of every block, then the second. Each counts as a
-    block."""
+    """CTAs that share a block's queries: the first of every block, then the second. Each counts as a block."""
     in_order: bool = False
     """Whether CTAs add to a tile of dQ in the order in which they begin."""
     turned: bool = False
     """Whether blocks of the last keys begin first, in all waves but the last."""
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The axes of a kernel's grid; from the first and the last of them `item` finds a CTA's work item."""
+        return dict(wave=self.waves, block=self.blocks, item=self.items)
 
     @property
     def stores_sums(self) -> bool:
@@ -148,21 +152,16 @@ class BackwardSchedule:
 
     @staticmethod
     def of_call(
-        spec: Spec,
-        heads: int,
-        key_heads: int,
-        blocks: int,
-        processors: int | None,
-        *,
-        accumulated: int | None = None,
-        in_order: bool = False,
+        spec: Spec, heads: int, key_heads: int, blocks: int, processors: int | None, **options: Any
     ) -> BackwardSchedule:
-        """`of` for the batch of a call, whose blocks see about as many tiles unless what they see is bounded on one
-        side, as in causal attention."""
+        """Return `of` for a call, with its other options.
+
+        Blocks see about as many tiles unless what they see is bounded on one side, as in causal attention.
+        """
         left, right = spec.bounds
-        alike = (left is None) == (right is None)
-        options: Any = dict(alike=alike, accumulated=accumulated, in_order=in_order)
-        return BackwardSchedule.of(heads, key_heads, blocks, spec.batch, processors, **options)
+        options["alike"] = (left is None) == (right is None)
+        schedule = BackwardSchedule.of(heads, key_heads, blocks, spec.batch, processors, **options)
+        return dataclasses.replace(schedule, partial=spec.partial)
 
     def item(self, wave: Any, number: Any) -> WorkItem:
         """Return a wave's work item; past the last wave it has no head group."""

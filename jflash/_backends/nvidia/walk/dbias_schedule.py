@@ -41,8 +41,7 @@ class DbiasSchedule:
     def of(cls, spec: Spec, rows: int, keys: int, ctas: int | None) -> Self:
         """Return the schedule for tiles of `rows` by `keys`.
 
-        Where there are fewer tiles than `ctas`, several CTAs share each tile, at most `ctas` in all. If `ctas` is
-        `None`, each tile has one.
+        Where there are fewer than `ctas`, several CTAs share each tile, at most `ctas` in all; with `None` one has it.
         """
         assert spec.bias_shape is not None
         batch, heads, *lengths = spec.bias_shape
@@ -63,8 +62,7 @@ class DbiasSchedule:
         return dict(head=self.shape[1], batch=self.shape[0]) | ({"split": self.splits} if self.splits > 1 else {})
 
     def stored(self, spec: Spec, rows: int, keys: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the kernel's result, padded to `rows` and `keys`. The splits' parts are stacked along the
-        batch axis."""
+        """Return what the kernel stores, padded to `rows` and `keys`, with the splits' parts along the batch axis."""
         shape = self.splits * self.shape[0], self.shape[1], rows, keys
         return jax.ShapeDtypeStruct(shape, stored_dtype(spec, self.splits))
 

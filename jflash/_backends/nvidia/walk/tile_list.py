@@ -23,9 +23,9 @@ from jflash._semantics.coverage import Coverage
 from jflash._semantics.spec import Operands, Spec
 
 LISTS = "tile_lists"
-"""The lists' name among a kernel's arrays."""
+"""The name among a kernel's arrays of blocks' lists, `[#B, #N, blocks, entries]`; each ends with one past the end."""
 KINDS = "tile_kinds"
-"""The name of what says how much is seen of every tile."""
+"""The name of how much blocks see of every tile, `[#B, #N, blocks, tiles]`, as `Coverage.encoded`."""
 PackedMask = Int[Array, "#B #N row_tiles column_tiles 128"]
 
 
@@ -44,31 +44,13 @@ class Blocks(NamedTuple):
     """Whether blocks have keys."""
 
 
-def lists(
-    spec: Spec, operands: Operands, blocks: Blocks, words: PackedMask | None
-) -> dict[str, Int[Array, "#B #N blocks entries"]]:
-    """Return the list of every block, by name; nothing where a range says what is visited.
+def coverage(spec: Spec, operands: Operands, blocks: Blocks, words: PackedMask | None) -> Coverage | None:
+    """Return how much each block sees of every tile; `None` where a range says what is visited.
 
-    `#N` counts groups of `blocks.heads` heads. Behind the entries of all tiles there is one more, past the end. `words`
-    are a packed mask, whose rows are those of the blocks.
+    `#N` counts groups of `blocks.heads` heads. `words` are a packed mask, whose rows are those of the blocks.
     """
     if not facts_of(spec).has_lists:
-        return {}
-    return {LISTS: visits.listed(_coverage(spec, operands, blocks, words), spare=1)}
-
-
-def kinds(
-    spec: Spec, operands: Operands, blocks: Blocks, words: PackedMask | None
-) -> dict[str, Int[Array, "#B #N blocks tiles"]]:
-    """Return how much each block sees of every tile, as `Coverage.encoded`, by name; nothing where `lists` has nothing,
-    whose arguments these are."""
-    if not facts_of(spec).has_lists:
-        return {}
-    return {KINDS: _coverage(spec, operands, blocks, words).encoded().astype(jnp.int32)}
-
-
-def _coverage(spec: Spec, operands: Operands, blocks: Blocks, words: PackedMask | None) -> Coverage:
-    """Return how much each block sees of every tile."""
+        return None
     of_queries, of_keys = (blocks.size, blocks.rows) if blocks.of_keys else (blocks.rows, blocks.size)
     # Rows past the last query need no mask.
     of_queries = of_queries if blocks.missing else min(of_queries, spec.query_length)

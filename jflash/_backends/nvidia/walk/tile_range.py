@@ -236,14 +236,9 @@ class TileContext:
     at: TileCoord
     loaded: Loaded
 
-    @property
-    def is_partial(self) -> Bool[Array, ""] | None:
-        """Whether more hides some of the tile than `hide_if_whole` hides; `None` if nothing ever does."""
-        return self.tile.is_partial
-
     def hide(self, values: Array, hidden: float) -> Array:
         """Return `values` where the query sees the key, and `hidden` elsewhere."""
-        values, is_partial = self.hide_if_whole(values, hidden), self.is_partial
+        values, is_partial = self.hide_if_whole(values, hidden), self.tile.is_partial
         if is_partial is None:
             return values
 
@@ -266,10 +261,7 @@ class TileContext:
         return jnp.where(mask_mod_reads.visible(self.inputs, at, tile), values, hidden)
 
     def hide_if_whole(self, values: Array, hidden: float) -> Array:
-        """Return `values` with what is hidden of a tile that is not partial: nothing of a listed one.
-
-        A range's is whole but for a dense mask.
-        """
+        """Return `values` with what is hidden of a tile that is not partial: by a dense mask, unless it is listed."""
         mask = None if self.is_listed else self.inputs.tile(self.at, values.shape, self.loaded).mask
         return values if mask is None else jnp.where(jnp.broadcast_to(mask, values.shape), values, hidden)
 

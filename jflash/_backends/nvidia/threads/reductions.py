@@ -1,8 +1,9 @@
-"""What all threads of a warp agree on: one value for the warp, by which it may branch; warps may differ."""
+"""What threads combine of a tile: sums of its rows in parts, and what all threads of a warp agree on."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,21 @@ from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder,
 
 _utils: Any = mgpu.utils
 _UNIFORM = array_type((), jnp.bool_, SCALAR)
+"""One value for a warp, by which it may branch; warps may differ."""
+
+
+def partial_sums(tile: Float[Array, "64 columns"], parts: int) -> Float[Array, "64 parts"]:
+    """Return the sums of every `parts`th column of each row, a multiple of 8 that divides the columns.
+
+    A thread adds its own registers: of eight neighbours in a row it has two in the matrix unit's layouts. In operations
+    of Pallas each addition, and each slice, would have a layout to be found: most of those of a plain forward.
+    """
+    rows, columns = tile.shape
+
+    def make(_: ThreadBuilder, tile: Any) -> Any:
+        return functools.reduce(operator.add, (tile[:, first : first + parts] for first in range(0, columns, parts)))
+
+    return ThreadBuilder.emit(make, tile, returns=array_type((rows, parts), jnp.float32))
 
 
 def all_below(tile: Float[Array, "64 columns"], limit: float) -> Bool[Array, ""]:
