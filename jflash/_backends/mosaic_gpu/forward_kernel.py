@@ -91,8 +91,7 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def rows(self, block: Any) -> Any:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
-        plan, missing = self.plan, self.plan.missing_rows
-        rows = plan.tile.rows
+        plan, rows, missing = self.plan, self.plan.tile.rows, self.plan.missing_rows
         start = self.block_start(block) + self.warpgroup * WARPGROUP_ROWS
         if missing:
             there = start < (block + 1) * rows - missing
