@@ -69,7 +69,7 @@ def _reasons(spec: Spec, platform: Platform) -> Iterator[str]:
     if spec.deterministic:
         yield "it adds up dQ in any order, and deterministic=True asks for the same bits on every run."
     if spec.scale is not None and spec.scale <= 0:
-        yield f"it gives NaN for a `scale` that is not positive. Got {spec.scale}."
+        yield f"it gives NaN where it hides keys with a `scale` that is not positive. Got {spec.scale}."
     yield from _reasons_of_visibility(spec)
     yield from _reasons_of_shape(spec, platform)
 

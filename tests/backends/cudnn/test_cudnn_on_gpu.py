@@ -120,8 +120,8 @@ def test_what_stands_against_some_options():
     in_jax = functools.partial(jax.nn.dot_product_attention, query, key, value)
     by_cudnn = functools.partial(in_jax, implementation="cudnn")
     for scale in (0.0, -0.3):
-        assert not np.any(np.isnan(np.asarray(in_jax(scale=scale), np.float32)))
-        assert np.any(np.isnan(np.asarray(by_cudnn(scale=scale), np.float32)))
+        assert not np.any(np.isnan(np.asarray(in_jax(scale=scale, is_causal=True), np.float32)))
+        assert np.any(np.isnan(np.asarray(by_cudnn(scale=scale, is_causal=True), np.float32)))
     least = jnp.full((1, 2, 128, 128), -3e38, jnp.bfloat16)
     assert np.all(np.asarray(by_cudnn(bias=least), np.float32) == 0)
     assert np.any(np.asarray(in_jax(bias=least), np.float32) != 0)
