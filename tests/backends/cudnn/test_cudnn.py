@@ -174,7 +174,7 @@ def test_split_sequences_are_served_by_the_next():
 
 
 WHOLE = dict(query=(2, 8, 2, 8), key=(2, 8, 1, 8), value=(2, 8, 1, 8))
-POSITIVE = "it gives NaN for a `scale` that is not positive."
+POSITIVE = "it gives NaN where it hides keys with a `scale` that is not positive."
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(dtype=jnp.float32), "it takes bfloat16 and float16. Got float32."),
     (dict(scale=jnp.float32(0.5)), "it has no `scale` that is traced."),
