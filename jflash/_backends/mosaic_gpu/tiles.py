@@ -119,7 +119,7 @@ class Pace(NamedTuple):
     beginning: float
     """To begin and end."""
     alone: float = 0.0
-    """Besides, for each 64 rows that a block lacks where it has no more than 64: whoever has none still waits."""
+    """For each warpgroup without rows in a block of which only one has rows: it takes part in every step as well."""
 
 
 PACES: Mapping[int, Mapping[tuple[int, int], Pace]] = {
