@@ -166,9 +166,8 @@ def attention(
         the query may attend, as far as all other masks let it. Indices as in `score_mod`. Arrays that it closes over
         have no gradient. Tiles of 128 queries and 128 keys that it hides are not visited, and those that it shows whole
         carry no mask: which they are is found out from its program, without a look at each pair where that allows it,
-        and `explain` says which operations do not. `tile_map` makes that once for many calls, and its result may be
-        given in the function's place. Without `query_offset` a function that is causality or a window, written as
-        comparisons of the two indices, is computed as `is_causal` or `local_window_size`.
+        and `explain` says which operations do not. `tile_map` makes that once for many calls; give its result in the
+        function's place. Without `query_offset`, comparisons of the indices that are a window are computed as one.
       query_offset: where query 0 stands among the keys; an integer, or an integer array `[*B]` or `[]`. The default 0
         aligns the first query with the first key, as jax.nn does; S - T aligns the last query with the last key. In
         decoding it is the number of keys before query 0: the cache's length before this step. It matters only

@@ -313,10 +313,11 @@ def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int |
     """Which blocks of queries each CTA takes; `visits` are those of each block."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = block_dims(spec)
-    # Growing blocks of several heads leave fewer multiprocessors waiting at the end; of few heads, those of all.
-    are_few = tile.warpgroups > 3 and spec.batch * heads <= (processors or 0)
-    groups = heads if are_few else heads // math.gcd(heads, 8)
-    groups = groups if tile_range.blocks_grow(spec) and tile.warpgroups > 2 else 1
+    groups = 1
+    if tile_range.blocks_grow(spec) and tile.warpgroups > 2:
+        # Growing blocks of several heads leave fewer multiprocessors waiting at the end; of few heads, those of all.
+        are_few = tile.warpgroups > 3 and spec.batch * heads <= (processors or 0)
+        groups = heads if are_few else heads // math.gcd(heads, 8)
     staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.LIMITS)
     one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
     stores = 1 if plan.queries_stay else output_stores(spec, tile)

@@ -122,7 +122,9 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     by_key = ParameterSums(("bias",) if bias_kind == "column" else ())
     others = tuple(name for name in wanted if name not in by_key.names)
     has_other_sums = others or score_mod_reads.tables(spec)
-    of_keys = by_key, TableSums.none(spec), 2, _by_keys(spec, pl.cdiv(spec.key_length, WARPGROUP_ROWS), processors)
+    key_blocks = pl.cdiv(spec.key_length, WARPGROUP_ROWS)
+    by_keys = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, key_blocks, processors)
+    of_keys = by_key, TableSums.none(spec), 2, by_keys
     if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
         dkv_dq = _staged(DkvDqPlan(spec, *of_keys))
         if smem.fits(dkv_dq.smem):
@@ -133,11 +135,6 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
     dq = DqPlan(spec, tile, of_queries, ParameterSums(others), tables)
     return Kernel(dq, DqCta), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta), *dbias
-
-
-def _by_keys(spec: Spec, blocks: int, processors: int | None, **options: Any) -> BackwardSchedule:
-    """Return the schedule of blocks of keys, with the options of `BackwardSchedule.of`."""
-    return BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, processors, **options)
 
 
 def _staged[Plan: DkvPlan](plan: Plan) -> Plan:
@@ -153,7 +150,9 @@ def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> 
     accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
     splits = 1 if wanted else _splits(spec, tile, processors)
     blocks, in_order = pl.cdiv(spec.key_length, tile.keys) * splits, spec.deterministic
-    schedule = _by_keys(spec, blocks, processors, accumulated=accumulated, in_order=in_order)
+    schedule = BackwardSchedule.of_call(
+        spec, spec.heads, spec.key_heads, blocks, processors, accumulated=accumulated, in_order=in_order
+    )
     turned = in_order and (bool(wanted) or tile_order.is_by_head(spec, schedule.heads))
     schedule = dataclasses.replace(schedule, splits=splits, turned=turned)
     tables = TableSums.of(spec, schedule.blocks, tile.warpgroups, processors)

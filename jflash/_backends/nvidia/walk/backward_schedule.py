@@ -152,15 +152,24 @@ class BackwardSchedule:
 
     @staticmethod
     def of_call(
-        spec: Spec, heads: int, key_heads: int, blocks: int, processors: int | None, **options: Any
+        spec: Spec,
+        heads: int,
+        key_heads: int,
+        blocks: int,
+        processors: int | None,
+        *,
+        accumulated: int | None = None,
+        in_order: bool = False,
     ) -> BackwardSchedule:
-        """Return `of` for a call, with its other options.
+        """Return `of` for a call.
 
         Blocks see about as many tiles unless what they see is bounded on one side, as in causal attention.
         """
         left, right = spec.bounds
-        options["alike"] = (left is None) == (right is None)
-        schedule = BackwardSchedule.of(heads, key_heads, blocks, spec.batch, processors, **options)
+        alike, batch = (left is None) == (right is None), spec.batch
+        schedule = BackwardSchedule.of(
+            heads, key_heads, blocks, batch, processors, alike=alike, accumulated=accumulated, in_order=in_order
+        )
         return dataclasses.replace(schedule, partial=spec.partial)
 
     def item(self, wave: Any, number: Any) -> WorkItem:
