@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -31,6 +30,7 @@ from jflash._backends.mosaic_gpu.cta import KeysCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
+from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ref, along_columns
@@ -134,7 +134,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
     block_size = WARPGROUP_ROWS
 
     def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
-        wave, block, item = map(lax.axis_index, ("wave", "block", "item"))
+        wave, block, item = map(grid.index, ("wave", "block", "item"))
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         (self.k, self.dk), (self.v, self.dv) = refs.smem.keys.k_dk, refs.smem.keys.v_dv

@@ -31,6 +31,7 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
+from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Tile
@@ -167,7 +168,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         pipeline.drain(shared.q.empty, shared.do.empty, shared.kv_empty)
 
     def _each_item(self, visit: Callable[[], None]) -> None:
-        cta, ctas = lax.axis_index("cta"), self.plan.ctas
+        cta, ctas = grid.index("cta"), self.plan.ctas
 
         def take(index: Array, _: None) -> None:
             self.item, self.first_step = self.plan.item(cta + index * ctas), index * self.plan.blocks

@@ -41,6 +41,7 @@ from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Tile, along_columns, along_rows
@@ -57,9 +58,9 @@ class WideCta(WalkingCta[WidePlan]):
     """A CTA that makes 64 rows of a gradient."""
 
     def __init__(self, plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
-        kind, wave, number = plan.kind, lax.axis_index("wave"), lax.axis_index("item")
+        kind, wave, number = plan.kind, grid.index("wave"), grid.index("item")
         super().__init__(plan, refs, ops, keys_first=kind.keys_first)
-        self.item, block = plan.schedule.item(wave, number), lax.axis_index("block")
+        self.item, block = plan.schedule.item(wave, number), grid.index("block")
         if not kind.keys_first:
             # Later queries may see more keys: the longest blocks begin first.
             block = plan.schedule.blocks - 1 - block

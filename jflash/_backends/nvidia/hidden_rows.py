@@ -8,10 +8,10 @@ Where all queries see a key, the kernel reads the log-sum-exp alone, and nothing
 
 from __future__ import annotations
 
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.threads.builder import THREADS
@@ -24,12 +24,12 @@ def zeroed(spec: Spec, residuals: Residuals, ops: Ops) -> Float[Array, "B T N D"
     if not visibility.hidden_rows_have_cotangents(spec):
         return residuals.d_out
     batch, length, heads, value_dim = residuals.d_out.shape
-    grid = dict(batch=batch, block=pl.cdiv(length, THREADS), head=heads)
-    launch = Launch(f"jflash_hidden_rows_{value_dim}", grid, results={})
+    ctas = dict(batch=batch, block=pl.cdiv(length, THREADS), head=heads)
+    launch = Launch(f"jflash_hidden_rows_{value_dim}", ctas, results={})
     arrays, states = dict(lse=residuals.lse), dict(d_out=residuals.d_out)
     return launch.update(lambda refs: _kernel(refs, ops), arrays, states, ops)[1]["d_out"]
 
 
 def _kernel(refs: Refs, ops: Ops) -> None:
-    batch, block, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
+    batch, block, head = (grid.index(name) for name in ("batch", "block", "head"))
     ops.zero_hidden_rows(refs.arrays["d_out"].at[batch, :, head], refs.arrays["lse"].at[batch, head], block * THREADS)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.nvidia import smem
+from jflash._backends.nvidia import grid, smem
 from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.smem import Buffers
 from jflash._semantics.spec import Spec
@@ -62,20 +62,20 @@ class Launch:
         kernel.__name__ = self.name
         scratch: Any = [smem.in_one_view(self.smem) if ops.interpret else self.smem]
         threads: Any = {} if self.warpgroups is None else dict(num_threads=self.warpgroups, thread_name="warpgroup")
-        run: Any = plgpu.kernel(
-            kernel,
-            out_type=tuple(self.results.values()),
-            grid=tuple(self.grid.values()),
-            grid_names=tuple(self.grid),
-            cluster=tuple(self.cluster.values()),
-            cluster_names=tuple(self.cluster),
-            scratch_types=scratch,
-            compiler_params=_COMPILER,
-            interpret=ops.interpret,
-            **threads,
-        )
         # Pallas keeps each kernel's references, which the check for leaked tracers takes for a leak.
-        with jax.check_tracer_leaks(False):
+        with grid.tracing(self.grid) as ctas, jax.check_tracer_leaks(False):
+            run: Any = plgpu.kernel(
+                kernel,
+                out_type=tuple(self.results.values()),
+                grid=tuple(ctas.values()),
+                grid_names=tuple(ctas),
+                cluster=tuple(self.cluster.values()),
+                cluster_names=tuple(self.cluster),
+                scratch_types=scratch,
+                compiler_params=_COMPILER,
+                interpret=ops.interpret,
+                **threads,
+            )
             return dict(zip(self.results, run(*arrays.values()), strict=True))
 
     def update(

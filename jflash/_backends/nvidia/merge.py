@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.packing import ForwardShape
@@ -54,15 +55,15 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
     if shape.shares is None:
         return made
     blocks, columns = shape.tile.rows // WARPGROUP_ROWS, made["out"].shape[-1]
-    grid = dict(cut=shape.shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
-    launch = Launch(f"jflash_merge_{shape.spec.value_dim}", grid, results={})
+    ctas = dict(cut=shape.shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
+    launch = Launch(f"jflash_merge_{shape.spec.value_dim}", ctas, results={})
     arrays = call.work(CUTS, shape.visits, shape.shares) | {name: made[name] for name in PIECES}
     results = dict(out=made["out"], lse=made["lse"])
     return launch.update(lambda refs: _merge(shape, refs, call.ops), arrays, results, call.ops)[1]
 
 
 def _merge(shape: ForwardShape, refs: Refs, ops: Ops) -> None:
-    cut, head, row, column = map(lax.axis_index, ("cut", "head", "row", "column"))
+    cut, head, row, column = map(grid.index, ("cut", "head", "row", "column"))
     batch, block, first_piece, pieces = (refs.arrays[CUTS][cut, place] for place in range(4))
     out, lse = (refs.arrays[name] for name in PIECES)
     (first, stop), own = shape.rows_of_block(block), row * WARPGROUP_ROWS

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from jflash._backends.nvidia import grid
 from jflash._semantics.spec import Spec
 
 
@@ -79,19 +80,19 @@ class DbiasSchedule:
         if self.splits == 1:
             return 0, self.visits
         most = pl.cdiv(self.visits, self.splits)
-        first = lax.axis_index("split") * most
+        first = grid.index("split") * most
         return first, jnp.clip(self.visits - first, 0, most)
 
     def sharing(self, visit: Any) -> tuple[Any, Any]:
         """Return, in a kernel, the batch entry and the head of a visit."""
         # The bias's own entry and head are added to; only one of the two is not 0.
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        batch, head = grid.index("batch"), grid.index("head")
         return batch + lax.div(visit, self.heads), head + lax.rem(visit, self.heads)
 
     def place(self) -> tuple[Any, Any]:
         """Return, in a kernel, where a CTA stores, by the first two axes."""
-        part = 0 if self.splits == 1 else lax.axis_index("split") * self.shape[0]
-        return part + lax.axis_index("batch"), lax.axis_index("head")
+        part = 0 if self.splits == 1 else grid.index("split") * self.shape[0]
+        return part + grid.index("batch"), grid.index("head")
 
 
 def stored_dtype(spec: Spec, splits: int) -> Any:
