@@ -28,9 +28,10 @@ RECORDED_TRAINING = sorted((EXAMPLES / "benchmarks").glob("train-*.json"))
 NUMBER = r"([\d.]+(?:e[+-]\d+)?)"
 
 
-def run(script: str, *arguments: object) -> str:
+def run(script: str, *arguments: object, **environment: str) -> str:
     """Return what `examples/<script>` prints; its exit status must be 0."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"COLUMNS": "120"}
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = inherited | {"COLUMNS": "120"} | environment
     command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -227,6 +228,27 @@ def test_long_context_on_paper():
     assert all(0 < fraction <= 1 for pair in fractions.values() for fraction in pair)
     best = {key: max(found for other, found in fractions.items() if other[:2] == key[:2]) for key in fractions}
     assert all(fractions[key] == best[key] for key in fractions if key[2] in ("both", "all_to_all"))
+
+
+@cover(0)
+def test_split_sequences_are_timed(tmp_path):
+    """The record is added to, and all-to-all takes no part where key heads are fewer than devices."""
+    output = tmp_path / "times.json"
+    for heads in ("2:2", "2:1"):
+        options = ("--tokens", 64, "--heads", heads, "--masks", "causal", "--head-dim", 16, "--rounds", 1)
+        run(
+            "benchmarks/sequences.py",
+            *options,
+            "--output",
+            output,
+            XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        )
+    times = json.loads(output.read_text())["times"]
+    strategies = lambda heads: [row["strategy"] for row in times if row["heads"] == heads and row["work"] == "gradient"]
+    assert strategies("2:2") == ["one device", "chosen", "ring", "all_to_all", "gather"]
+    assert strategies("2:1") == ["one device", "chosen", "ring", "gather"]
+    assert all(row["ms"] > 0 for row in times)
+    assert output.with_suffix(".png").stat().st_size > 0
 
 
 @cover(0)
