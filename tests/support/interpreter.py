@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jflash._backends.mosaic_gpu import panels
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.nvidia import grid
+from jflash._backends.nvidia.launch import cta_index, grid_size
 from jflash._backends.nvidia.ops import Ops, Ref, rounded
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
@@ -300,12 +300,12 @@ class Interpreter(CommonInterpreter, WarpgroupOps):
         """CTAs run one after the other in the order of their indices: a counter would be a race to the interpreter."""
         index = 0
         for axis in ("wave", "block", "item"):
-            index = index * grid.size(axis) + grid.index(axis)
+            index = index * grid_size(axis) + cta_index(axis)
         ticket[0] = index
 
     def take_number(self, counter: Ref, number: Ref) -> Array:
         """Return a block's index: blocks run one after the other in its order."""
-        return grid.index("block")
+        return cta_index("block")
 
     def signal(self, counter: Ref) -> None:
         """Nothing: CTAs run one after the other, so none has to wait."""

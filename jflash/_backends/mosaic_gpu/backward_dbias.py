@@ -33,8 +33,7 @@ from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
-from jflash._backends.nvidia import grid
-from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Ref, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import operand_pieces
@@ -102,8 +101,8 @@ class DbiasCta(Cta[DbiasPlan]):
 
     def __init__(self, plan: DbiasPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
-        self.block = grid.index("block")
-        self.first_row, self.first_tile = self.block * plan.tile.rows, grid.index("tiles") * plan.tiles_per_cta
+        self.block = cta_index("block")
+        self.first_row, self.first_tile = self.block * plan.tile.rows, cta_index("tiles") * plan.tiles_per_cta
         self.count = jnp.minimum(plan.tiles_per_cta, pl.cdiv(plan.spec.key_length, plan.tile.keys) - self.first_tile)
         self.first_visit, self.visits = plan.schedule.own_visits()
         self.query_rows = pl.ds(self.first_row + self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -178,7 +177,7 @@ class DbiasCta(Cta[DbiasPlan]):
         tile, shared = self.plan.tile, self.smem
         pipeline.split_registers(tile.warpgroups, copies=True)
         rows = pl.ds(self.first_row, tile.rows)
-        bias_ref = self.inputs.refs["bias"].at[grid.index("batch"), grid.index("head")]
+        bias_ref = self.inputs.refs["bias"].at[cta_index("batch"), cta_index("head")]
 
         def copy_tile(number: Array) -> None:
             slot, index = lax.rem(number, tile.stages), self.first_tile + number

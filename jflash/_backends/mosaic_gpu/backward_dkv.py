@@ -30,9 +30,8 @@ from jflash._backends.mosaic_gpu.cta import KeysCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
-from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import dropped, operand_pieces
@@ -134,7 +133,7 @@ class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
     block_size = WARPGROUP_ROWS
 
     def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
-        wave, block, item = map(grid.index, ("wave", "block", "item"))
+        wave, block, item = map(cta_index, ("wave", "block", "item"))
         super().__init__(plan, refs, ops, keys_first=True)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         (self.k, self.dk), (self.v, self.dv) = refs.smem.keys.k_dk, refs.smem.keys.v_dv

@@ -31,9 +31,8 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
 from jflash._backends.mosaic_gpu.smem import CallTiles, Overlaid
 from jflash._backends.mosaic_gpu.tiles import ShortTiles
-from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
@@ -168,7 +167,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
         pipeline.drain(shared.q.empty, shared.do.empty, shared.kv_empty)
 
     def _each_item(self, visit: Callable[[], None]) -> None:
-        cta, ctas = grid.index("cta"), self.plan.ctas
+        cta, ctas = cta_index("cta"), self.plan.ctas
 
         def take(index: Array, _: None) -> None:
             self.item, self.first_step = self.plan.item(cta + index * ctas), index * self.plan.blocks

@@ -41,9 +41,8 @@ from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
-from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.launch import Refs, cta_index
 from jflash._backends.nvidia.ops import Tile, along_columns, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
@@ -58,9 +57,9 @@ class WideCta(WalkingCta[WidePlan]):
     """A CTA that makes 64 rows of a gradient."""
 
     def __init__(self, plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
-        kind, wave, number = plan.kind, grid.index("wave"), grid.index("item")
+        kind, wave, number = plan.kind, cta_index("wave"), cta_index("item")
         super().__init__(plan, refs, ops, keys_first=kind.keys_first)
-        self.item, block = plan.schedule.item(wave, number), grid.index("block")
+        self.item, block = plan.schedule.item(wave, number), cta_index("block")
         if not kind.keys_first:
             # Later queries may see more keys: the longest blocks begin first.
             block = plan.schedule.blocks - 1 - block

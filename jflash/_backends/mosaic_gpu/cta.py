@@ -21,8 +21,7 @@ from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whol
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
-from jflash._backends.nvidia import grid
-from jflash._backends.nvidia.launch import KernelPlan, Refs
+from jflash._backends.nvidia.launch import KernelPlan, Refs, cta_index
 from jflash._backends.nvidia.ops import Ref, Rows, Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.gradient_sums import SummingPlan
@@ -201,8 +200,8 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
 
     def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
         schedule = plan.schedule
-        self.take(plan, schedule.item(grid.index("wave"), grid.index("item")))
-        self.block = schedule.blocks - 1 - grid.index("block")
+        self.take(plan, schedule.item(cta_index("wave"), cta_index("item")))
+        self.block = schedule.blocks - 1 - cta_index("block")
         super().__init__(plan, refs, ops)
         self.q, self.staged = refs.smem.q_result
         self.bias_inputs = dict(bias=self.inputs)

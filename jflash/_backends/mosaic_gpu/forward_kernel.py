@@ -34,9 +34,9 @@ from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
-from jflash._backends.nvidia import cache_rows, grid
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.launch import Refs, cta_index
 from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
@@ -54,13 +54,13 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         heads = plan.heads // plan.schedule.head_groups
-        self.head = grid.index("head_group") * heads + grid.index("head")
-        self.split = grid.index("split")
+        self.head = cta_index("head_group") * heads + cta_index("head")
+        self.split = cta_index("split")
         self.form, self.shape = plan.form, (WARPGROUP_ROWS, plan.tile.keys)
         has_bias = not self.form.bias_by_mma
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         self.q, self.o = refs.smem.q_o
-        self.place = grid.index("block"), grid.index("batch")
+        self.place = cta_index("block"), cta_index("batch")
         self.work_item = None if plan.shares is None else Item.read(refs.arrays[ITEMS], self.place[1])
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash._backends.mosaic_gpu.panels import Panels
-from jflash._backends.nvidia import grid
+from jflash._backends.nvidia.launch import cta_index
 
 _WARPS = 4
 """Warps of a warpgroup."""
@@ -117,7 +117,7 @@ def opaque(count: Any, *axes: str) -> Any:
     It would unroll some of a loop's copies. From that, ptxas (CUDA 13.5) once made a copy from a wrong place: it took
     a coordinate that is 0 from a register that still held an address. Naming more axes makes d256 spill less.
     """
-    number = sum(map(grid.index, axes))
+    number = sum(map(cta_index, axes))
     return count + lax.bitwise_and(number * (number + 1), 1)
 
 

@@ -36,9 +36,8 @@ from jflash._backends.mosaic_gpu.array_shapes import block_shape, forward_in_pan
 from jflash._backends.mosaic_gpu.bf16_columns import SMEM_COLUMNS, STORED_COLUMNS
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.panels import panel
-from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index, grid_size
 from jflash._backends.nvidia.ops import Ref, Rows, along_columns
 from jflash._backends.nvidia.prepared import MARGIN, for_exponent, with_margin
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
@@ -187,7 +186,7 @@ def row_sums(
 
 def _kernel(spec: Spec, ops: WarpgroupOps, chunk: int, refs: Refs) -> None:
     arrays, results, shared = refs
-    b, block, head = (grid.index(name) for name in ("batch", "block", "head"))
+    b, block, head = (cta_index(name) for name in ("batch", "block", "head"))
     rows, length = pl.ds(block * WARPGROUP_ROWS, WARPGROUP_ROWS), results["delta"].shape[2]
 
     @pl.when(block * WARPGROUP_ROWS < length)
@@ -216,7 +215,7 @@ def _kernel(spec: Spec, ops: WarpgroupOps, chunk: int, refs: Refs) -> None:
 def _zero(acc: Ref, rows: Any, ops: WarpgroupOps) -> None:
     """Zero rows of an accumulator: each head's CTAs have one, as far as there are as many."""
     zeros = ops.zeros_strided((WARPGROUP_ROWS, acc.shape[2]))
-    place = grid.index("batch") * grid.size("head") + grid.index("head")
+    place = cta_index("batch") * grid_size("head") + cta_index("head")
 
     @pl.when(place < acc.shape[0])
     def _() -> None:

@@ -26,8 +26,7 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.mosaic_gpu_mma.tiles import DbiasTile
-from jflash._backends.nvidia import grid
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
@@ -96,7 +95,7 @@ class DbiasCta(Cta[DbiasPlan]):
             first, second = refs.smem.lent
             self.buffers |= vars(first) | vars(second)
         self.warpgroup: Any = lax.axis_index("warpgroup") if self.warpgroups > 1 else 0
-        self.block, self.first_key = grid.index("block"), grid.index("tile") * plan.tile.size
+        self.block, self.first_key = cta_index("block"), cta_index("tile") * plan.tile.size
         self.query = self.block * plan.tile.rows + self.warpgroup * WARPGROUP_ROWS
         self.shape = WARPGROUP_ROWS, plan.chunk
         self.keys = [self.first_key + first for first in range(0, plan.tile.size, plan.chunk)]
@@ -107,7 +106,7 @@ class DbiasCta(Cta[DbiasPlan]):
     def run(self) -> None:
         """Add up a tile of the gradient, and store it."""
         schedule, bias = self.plan.schedule, self.smem.bias
-        at = [TileCoord(grid.index("batch"), grid.index("head"), self.query, key) for key in self.keys]
+        at = [TileCoord(cta_index("batch"), cta_index("head"), self.query, key) for key in self.keys]
         biases: list[Array] = []
         for chunk, of_chunk in enumerate(at):
             if bias is None:

@@ -17,9 +17,8 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import Chosen, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
-from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import KernelPlan, Refs
+from jflash._backends.nvidia.launch import KernelPlan, Refs, cta_index, grid_size
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.prepared import LENGTHS
@@ -211,9 +210,9 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
 
     def __init__(self, plan: Plan, refs: Refs, ops: MmaOps, **options: Any) -> None:
         super().__init__(plan, refs, ops, **options)
-        self.batch, self.head = grid.index("batch"), grid.index("head")
+        self.batch, self.head = cta_index("batch"), cta_index("head")
         # Blocks that see most keys begin first, so that none of them is left at the end alone.
-        self.block = grid.size("block") - 1 - grid.index("block")
+        self.block = grid_size("block") - 1 - cta_index("block")
         self.first_row = self.block * plan.tile.rows
 
     def places(self, tile: VisitedTile) -> list[TileCoord]:

@@ -37,8 +37,8 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
-from jflash._backends.nvidia import grid, merge, smem
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia import merge, smem
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import ForwardShape
@@ -112,7 +112,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: MmaOps) -> None:
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads)
         self.form = logits.form(plan.spec, sums_in_parts=plan.tile.sums_in_parts)
-        self.split = grid.index("split")
+        self.split = cta_index("split")
         self.item = None
         if plan.shares is not None:
             self.item = Item.read(refs.arrays[ITEMS], self.batch)

@@ -14,9 +14,8 @@ from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
-from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.launch import Refs, cta_index
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import round_up
 from jflash._backends.nvidia.tile import dropped
@@ -67,7 +66,7 @@ class KeysCta[Plan: KeysPlan](Cta[Plan]):
 
     def __init__(self, plan: Plan, refs: Refs, ops: MmaOps) -> None:
         super().__init__(plan, refs, ops, keys_first=True)
-        wave, self.block, item = map(grid.index, ("wave", "block", "item"))
+        wave, self.block, item = map(cta_index, ("wave", "block", "item"))
         self.item = plan.schedule.item(wave, item)
         self.keys = list(self.blocks_from(self.block * plan.tile.rows))
         tiles = self.visited(Place(self.item.batch, self.item.head_group, self.block))

@@ -17,9 +17,8 @@ from jflash._backends.mosaic_gpu_mma import device_sums
 from jflash._backends.mosaic_gpu_mma.cta import d_query_type
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
-from jflash._backends.nvidia import grid
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs
+from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs, cta_index
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 
 
@@ -63,7 +62,7 @@ class RoundDqCta(NamedTuple):
 
     def run(self) -> None:
         """Round the rows."""
-        (plan, refs, ops), (batch, head, block) = self, map(grid.index, ("batch", "head", "block"))
+        (plan, refs, ops), (batch, head, block) = self, map(cta_index, ("batch", "head", "block"))
         first, source = block * WARPGROUP_ROWS, refs.arrays["dq_acc"].at[batch, head]
         rows = ops.load_sums(source, first, plan.columns, plan.together) * facts_of(plan.spec).sums_scale
         target = refs.results["d_query"].at[batch].at[:, head]

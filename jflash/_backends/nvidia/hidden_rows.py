@@ -11,8 +11,7 @@ from __future__ import annotations
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia import grid
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._semantics import visibility
@@ -31,5 +30,5 @@ def zeroed(spec: Spec, residuals: Residuals, ops: Ops) -> Float[Array, "B T N D"
 
 
 def _kernel(refs: Refs, ops: Ops) -> None:
-    batch, block, head = (grid.index(name) for name in ("batch", "block", "head"))
+    batch, block, head = (cta_index(name) for name in ("batch", "block", "head"))
     ops.zero_hidden_rows(refs.arrays["d_out"].at[batch, :, head], refs.arrays["lse"].at[batch, head], block * THREADS)

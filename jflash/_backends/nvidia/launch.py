@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.nvidia import grid, smem
+from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.smem import Buffers
 from jflash._semantics.spec import Spec
@@ -25,6 +29,46 @@ what another of its warpgroup wrote, or the other way round. Here only copies an
 threads wrote, or another warpgroup after a barrier of the kernel's own; and only those write what it reads. Copies and
 products come after a fence, `plgpu.commit_smem`: it lets them see what was written, and overwrite what was read.
 """
+
+MOST_CTAS = 65_535
+"""The most CTAs along a grid's y, and along its z (CUDA C++ Programming Guide, "Compute Capabilities")."""
+_ALL = "ctas"
+_traced: ContextVar[Mapping[str, int]] = ContextVar("the grid of the kernel that is traced")
+
+
+def cta_index(axis: str) -> Any:
+    """Return, in a kernel, the CTA's index along an axis of its `Launch.grid`."""
+    grid = _traced.get()
+    if _ALL not in _launched(grid):
+        return lax.axis_index(axis)
+    names, sizes = list(grid), list(grid.values())
+    inner = math.prod(sizes[names.index(axis) + 1 :])
+    return lax.rem(lax.div(lax.axis_index(_ALL), inner), grid[axis])
+
+
+def grid_size(axis: str) -> int:
+    """Return, in a kernel, the size of an axis of its `Launch.grid`."""
+    return _traced.get()[axis]
+
+
+def _launched(grid: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the grid that Pallas is given.
+
+    Pallas puts the last axis along x, the one before along y, and all others together along z: 64 heads of 1,024 blocks
+    are one CTA too many. Such a grid is one axis along x, which ends at 2^31 - 1, in the same order.
+    """
+    *others, second, _ = 1, 1, *grid.values()
+    return grid if max(math.prod(others), second) <= MOST_CTAS else {_ALL: math.prod(grid.values())}
+
+
+@contextlib.contextmanager
+def _tracing(grid: Mapping[str, int]) -> Generator[Mapping[str, int]]:
+    """Let `cta_index` and `grid_size` answer for `grid`, and yield what Pallas is given."""
+    token = _traced.set(grid)
+    try:
+        yield _launched(grid)
+    finally:
+        _traced.reset(token)
 
 
 class Refs(NamedTuple):
@@ -63,7 +107,7 @@ class Launch:
         scratch: Any = [smem.in_one_view(self.smem) if ops.interpret else self.smem]
         threads: Any = {} if self.warpgroups is None else dict(num_threads=self.warpgroups, thread_name="warpgroup")
         # Pallas keeps each kernel's references, which the check for leaked tracers takes for a leak.
-        with grid.tracing(self.grid) as ctas, jax.check_tracer_leaks(False):
+        with _tracing(self.grid) as ctas, jax.check_tracer_leaks(False):
             run: Any = plgpu.kernel(
                 kernel,
                 out_type=tuple(self.results.values()),

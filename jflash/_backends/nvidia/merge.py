@@ -19,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.nvidia import grid
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.prepared import Prepared
@@ -63,7 +62,7 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
 
 
 def _merge(shape: ForwardShape, refs: Refs, ops: Ops) -> None:
-    cut, head, row, column = map(grid.index, ("cut", "head", "row", "column"))
+    cut, head, row, column = map(cta_index, ("cut", "head", "row", "column"))
     batch, block, first_piece, pieces = (refs.arrays[CUTS][cut, place] for place in range(4))
     out, lse = (refs.arrays[name] for name in PIECES)
     (first, stop), own = shape.rows_of_block(block), row * WARPGROUP_ROWS

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash._backends.nvidia import grid
-from jflash._backends.nvidia.launch import Launch, Refs
+from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._backends.nvidia.threads.packed_mask import KEYS_PER_LOAD, SIZE
@@ -35,7 +34,7 @@ def pack_mask(
     key_tiles = blocks * _TILES_PER_CTA
 
     def kernel(refs: Refs) -> None:
-        plane, query, block = (grid.index(name) for name in ("plane", "query", "block"))
+        plane, query, block = (cta_index(name) for name in ("plane", "query", "block"))
         at = lax.div(plane, heads), lax.rem(plane, heads)
 
         def pack(index: Any, carry: None) -> None:

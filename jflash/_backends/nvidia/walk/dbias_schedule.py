@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jflash._backends.nvidia import grid
+from jflash._backends.nvidia.launch import cta_index
 from jflash._semantics.spec import Spec
 
 
@@ -80,19 +80,19 @@ class DbiasSchedule:
         if self.splits == 1:
             return 0, self.visits
         most = pl.cdiv(self.visits, self.splits)
-        first = grid.index("split") * most
+        first = cta_index("split") * most
         return first, jnp.clip(self.visits - first, 0, most)
 
     def sharing(self, visit: Any) -> tuple[Any, Any]:
         """Return, in a kernel, the batch entry and the head of a visit."""
         # The bias's own entry and head are added to; only one of the two is not 0.
-        batch, head = grid.index("batch"), grid.index("head")
+        batch, head = cta_index("batch"), cta_index("head")
         return batch + lax.div(visit, self.heads), head + lax.rem(visit, self.heads)
 
     def place(self) -> tuple[Any, Any]:
         """Return, in a kernel, where a CTA stores, by the first two axes."""
-        part = 0 if self.splits == 1 else grid.index("split") * self.shape[0]
-        return part + grid.index("batch"), grid.index("head")
+        part = 0 if self.splits == 1 else cta_index("split") * self.shape[0]
+        return part + cta_index("batch"), cta_index("head")
 
 
 def stored_dtype(spec: Spec, splits: int) -> Any:
