@@ -12,6 +12,7 @@ import pytest
 from cases import Case
 from short_run import cover
 
+from jflash._backends.nvidia.walk import dbias_schedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
 
 FAMILIES = {"Hopper": kernel_families.HOPPER, "mma": kernel_families.mma("8.0")}
@@ -60,7 +61,7 @@ def test_each_head_is_visited_once(monkeypatch: pytest.MonkeyPatch, shape: tuple
     assert found.number == shape[0] * shape[1] * 2 * 3
     assert found.splits == max(1, min((ctas or 0) // found.number, found.visits))
     place = dict.fromkeys(("batch", "head", "split"), 0)
-    monkeypatch.setattr("jax.lax.axis_index", place.__getitem__)
+    monkeypatch.setattr(dbias_schedule, "cta_index", place.__getitem__)
     stored, visited = set(), []
     for place["batch"] in range(shape[0]):
         for place["head"] in range(shape[1]):
