@@ -98,7 +98,7 @@ class Step(NamedTuple):
     page_indices: np.ndarray
     cu_q_lens: np.ndarray
     num_seqs: np.ndarray
-    """These four are as `jflash.ragged_paged_attention` takes them."""
+    """This array and the three above are arguments of `jflash.ragged_paged_attention`."""
 
 
 class Scheduler:

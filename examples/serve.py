@@ -35,7 +35,7 @@ from scheduler import PagePool, Request, Scheduler
 import jflash
 
 Caches = list[Any]
-"""Of each layer: pages with keys and values, or a pair of dense arrays."""
+"""The cache of each layer: pages with keys and values, or a pair of dense arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +61,19 @@ class Settings:
     pages: int = 144
     """Pages of the cache."""
     length: int = 256
-    """Of the longest sequence that the model has positions for."""
+    """Tokens of the longest sequence that the model has positions for."""
     width: int = 128
-    """Of the model, as in train_transformer.py."""
+    """The model's width, as in train_transformer.py."""
     heads: int = 4
-    """Of the model."""
+    """The model's attention heads."""
     layers: int = 2
-    """Of the model."""
+    """The model's layers."""
     weights: pathlib.Path | None = None
     """What train_transformer.py wrote; by default weights are random."""
     rounds: int = 3
     """The number of timed rounds, in turns, after a first one that compiles."""
     seed: int = 0
-    """Of the weights, and of the requests."""
+    """The seed of the weights and of the requests."""
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
@@ -164,7 +164,7 @@ class Served:
     seconds: float
     steps: int
     mebibytes: float
-    """Of the cache."""
+    """The size of the cache in MiB."""
     texts: list[list[int]]
 
 

@@ -24,7 +24,7 @@ import jflash
 BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM, PAGE_SIZE = 2, 96, 4, 2, 32, 16
 
 Pages = tuple[Array, Array]
-"""Those of keys and of values, each [pages, page_size, key_heads, head_dim]."""
+"""The pages of keys and of values, each [pages, page_size, key_heads, head_dim]."""
 
 
 def decode(pages: Pages, query: Array, key: Array, value: Array, position: Array, table: Array) -> tuple[Pages, Array]:

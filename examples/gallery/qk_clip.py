@@ -64,7 +64,7 @@ def plain_largest(query: Array, key: Array) -> Array:
 
 
 def output(query: Array, key: Array, value: Array) -> Array:
-    """Of `attend`, what the model goes on with."""
+    """Return the output of `attend`, with which the model goes on."""
     return attend(query, key, value)[0]
 
 

@@ -34,7 +34,7 @@ def layers(attention: Callable[..., Array], policy: Any, inputs: Array, weights:
 
 
 def gradients(attention: Callable[..., Array], policy: Any, inputs: Array, weights: Array) -> dict[str, Array]:
-    """Of a scalar made of the last layer's output."""
+    """Return the gradients of a scalar made of the last layer's output."""
     loss = lambda *arrays: jnp.square(layers(attention, policy, *arrays)).mean()
     d_inputs, d_weights = jax.grad(loss, argnums=(0, 1))(inputs, weights)
     return {"d_inputs": d_inputs, "d_weights": d_weights}

@@ -152,7 +152,7 @@ class Read(NamedTuple):
     """One number of an array that a function reads."""
 
     place: int
-    """Its place among all reads."""
+    """The place of this read among all reads."""
     array: int
     needs: frozenset[str]
     """The names of the arguments on which its index depends, and `array` if it depends on another read."""
@@ -164,7 +164,7 @@ class Read(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name as a parameter of logits."""
+        """The name of this read as a parameter of logits."""
         return read_name(self.place)
 
 

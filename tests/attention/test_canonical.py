@@ -18,7 +18,7 @@ from jflash._backends import xla
 from jflash._semantics.spec import Operands, Spec
 
 APART = 2**32 * np.arange(-2, 3)[:, None] + np.arange(3)
-"""They differ in high bits, in low bits, or in both."""
+"""Numbers that differ in high bits, in low bits, or in both."""
 BELOW_0 = [-(2**63), -(2**31), -2, -1]
 IDS = sorted(
     {*APART.ravel().tolist(), *BELOW_0, *(number % 2**bits for number in BELOW_0 for bits in (32, 64)), 2**63 - 1}

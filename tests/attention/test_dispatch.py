@@ -135,7 +135,7 @@ def test_explain_inside_jit() -> None:
 
 
 def test_third_backend_serves_every_transform(served: tuple[str, Stub]) -> None:
-    """It computes; derivatives and mapping are done around it, and a mapped axis reaches it as part of the batch."""
+    """A backend only computes: JAX's derivatives are made around it, and a mapped axis is part of its batch."""
     name, stub = served
     operands = draw()
     function = functools.partial(attend_and_pull_back, implementation=name)

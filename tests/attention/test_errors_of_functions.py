@@ -88,7 +88,7 @@ def test_wrong_argument(error: type[Exception], name: str, rule: str, got: str, 
 
 @pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
 def test_error_inside_a_function(name: str) -> None:
-    """It is the user's, and says where it happened."""
+    """The error is the user's own, and a note says where it happened."""
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("my own")

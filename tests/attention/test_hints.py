@@ -160,7 +160,7 @@ def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("arguments", "remedy", "got"), WARNINGS)
 def test_warning(arguments: dict[str, Any], remedy: str, got: str) -> None:
-    """It points at the call, is said once, and `explain` says it each time; the numbers are those of the same call."""
+    """A warning points at the call and has its numbers. It is said once, and by `explain` each time."""
     with pytest.warns(jflash.AttentionWarning) as caught:
         out = jflash.attention(**arguments)
     (warning,) = caught
@@ -200,7 +200,7 @@ def test_nothing_is_said_of_a_right_call(arguments: dict[str, Any]) -> None:
     "transform", [jax.jit, jax.vmap, jax.grad, jax.checkpoint, lambda f: jax.jit(jax.vmap(jax.grad(f)))]
 )
 def test_under_transforms(transform: Callable[..., Any]) -> None:
-    """It is said where the function is traced, of what one entry of `vmap` looks like, and not when it runs."""
+    """A warning comes where the function is traced, of what one entry of `vmap` looks like, and not when it runs."""
 
     def decode(query: jax.Array) -> jax.Array:
         return jflash.attention(query, DECODING["key"], DECODING["value"], is_causal=True).sum()

@@ -73,8 +73,10 @@ ARRAYS = [jnp.asarray(np.random.default_rng(0).normal(size=(1, 1024, 2, 16)), jn
 
 
 def poisoned(function: Any, **options: Any) -> np.ndarray:
-    """Which queries share a tile with a key of each 128, `[T, S / 128]`: its value is NaN, and a weight of 0 times that
-    is NaN too."""
+    """Return which queries share a tile with a key of each 128, `[T, S / 128]`.
+
+    The key's value is NaN, and a weight of 0 times that is NaN too.
+    """
     length, places = ARRAYS[0].shape[1], np.arange(0, 1024, 128)
     values = np.ones((1, length, 2, len(places)), np.float32)
     values[0, places + 5, :, np.arange(len(places))] = np.nan
@@ -98,7 +100,7 @@ def test_only_tiles_that_show_something_are_visited(name: str, options: Any) -> 
 
 
 def test_whole_tiles_carry_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the two loops of a block, the one over whole tiles is traced without a look at who sees whom."""
+    """A block has two loops, and the one over whole tiles is traced without a look at who sees whom."""
     looks: list[Any] = []
     visible = visibility.visible
     monkeypatch.setattr(visibility, "visible", lambda spec, tile: looks.append(spec) or visible(spec, tile))

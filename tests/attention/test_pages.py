@@ -173,7 +173,7 @@ def paged_shapes(pages: int, *, width: int, interleaved: bool, batch: int = 8) -
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_memory_grows_with_neither_pages_nor_table(interleaved: bool):
-    """Of `xla`; and no part of the cache is copied to take it apart."""
+    """The memory of `xla` does not grow, and no part of the cache is copied to take it apart."""
 
     def used(pages: int, width: int) -> int:
         shapes = paged_shapes(pages, width=width, interleaved=interleaved)

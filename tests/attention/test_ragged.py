@@ -61,7 +61,7 @@ def test_8_bits(serving: str):
 
 
 def test_one_program_for_every_step():
-    """Of as many tokens, sequences and pages: how they are dealt out is seen when it runs."""
+    """One program serves all steps of as many tokens, sequences and pages: it deals them out when it runs."""
     attend = jax.jit(functools.partial(run, "xla"))
     shapes = set()
     for lengths in ([(30, 40), (2, 9), (1, 50)], [(1, 3)] * 5, [(0, 0)], [(40, 50)]):

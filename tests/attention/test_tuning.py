@@ -124,7 +124,7 @@ def test_search_keeps_what_is_faster(monkeypatch, folder):
 
 
 def test_search_from_a_checkout_that_was_never_installed(nothing_installed, folder):
-    """It must not fail for it when all was measured."""
+    """A search that has measured everything must not fail because nothing is installed."""
     assert "from a folder on the path" in tune.store([]).read_text()
 
 

@@ -54,7 +54,7 @@ def test_ragged(interleaved: bool, dtype: str):
 
 @pytest.mark.parametrize("axes", [(), (3,), (2, 2)], ids=str)
 def test_as_many_tokens_of_each(axes: tuple[int, ...]):
-    """Of a batch, with values of another width than the keys."""
+    """A batch stores as many tokens of each sequence; values have another width than keys."""
     entries, length = int(np.prod(axes)), 3
     lengths = np.array([3, 5, 12, 4], np.int32)[:entries].reshape(axes)
     table = np.random.default_rng(0).permutation(PAGES).astype(np.int32)[: 3 * entries].reshape(*axes, 3)

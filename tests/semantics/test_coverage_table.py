@@ -26,6 +26,6 @@ def test_every_function_has_a_row() -> None:
     ],
 )
 def test_tiles_at_4096(name: str) -> None:
-    """Also sound: `measure` holds the map to the function of every pair."""
+    """The map is sound as well: `measure` holds it to the function of every pair."""
     row = mask_functions.benchmark.measure(mask_functions.families(4096)[name], 4096, repeats=0)
     assert str(row).split(" | ")[:3] == ROWS[name]

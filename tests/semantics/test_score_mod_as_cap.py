@@ -63,7 +63,7 @@ def test_others(name: str):
     ids=lambda options: next(iter(options)),
 )
 def test_what_stands_between_products_and_the_cap(options: dict[str, Any]):
-    """It comes after bias, slopes and the argument's cap."""
+    """A function's cap comes after bias, slopes and the argument's cap."""
     assert spec_of(CAPS["quotient"][0], **options).score_mod is not None
 
 

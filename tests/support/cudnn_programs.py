@@ -32,13 +32,13 @@ def custom_calls(function: Callable[..., Any], *args: Any) -> list[str]:
 
 
 def gradient(**options: Any) -> Callable[..., Any]:
-    """Of a call's output."""
+    """The gradient of a call's output."""
     attention = lambda *arrays: jflash.attention(*arrays, **options).astype(jnp.float32).sum()
     return jax.grad(attention, (0, 1, 2))
 
 
 def backward_operands() -> list[str]:
-    """Those of cuDNN's backward, in a program whose arguments are query, key, value, out, lse and d_out in order."""
+    """Return the operands of cuDNN's backward in a program of query, key, value, out, lse and d_out, in this order."""
     out, lse = QUERY, jax.ShapeDtypeStruct((2, 4, 128), jnp.float32)
 
     def backward(query: Any, key: Any, value: Any, out: Any, lse: Any, d_out: Any) -> Any:

@@ -207,7 +207,7 @@ def traced(
 def traced_tangent(
     call: Call, sharding: jax.sharding.Sharding | None = None, **options: object
 ) -> jax.core.ClosedJaxpr:
-    """Likewise a call's tangent, along all that may move."""
+    """Trace a call's tangent, along all that may move."""
     spec, operands = canonical(call, **options)
     operands = jax.device_put(operands, sharding)
     moving = tangent_kernel.MOVING & spec.operands

@@ -95,7 +95,7 @@ def _buffers(program: str, arrays: list[str], results: list[str]) -> list[str]:
 
 
 def _parameters(passes: str) -> list[int]:
-    """Which of those each parameter of the PTX is: what the host's program launches the kernel with."""
+    """Return, for each parameter of the PTX, which of the host program's arguments the kernel is launched with."""
     before, _, after = passes.rpartition("gpu.launch_func")
     host = before[before.rindex("func.func") :]
     loads = dict(re.findall(r"(%\w+) = llvm\.load (%\w+)", host))

@@ -36,7 +36,7 @@ def _left(a: Operand) -> Array:
 
 
 def _add_products(acc: Array, left: Array, right: Array, order: Sequence[tuple[int, int]]) -> Array:
-    """Of pieces, as the kernels make them: those of a few steps of K are one sum of the matrix unit's."""
+    """Add products of pieces as the kernels do: those of a few steps of K are one sum of the matrix unit's."""
     steps, depth = STEPS_OF_PIECES, matrix_unit.DEPTH
     missing = -left.shape[2] % (steps * depth)
     a, b = (jnp.stack(chosen) for chosen in zip(*((left[i], right[j]) for i, j in order), strict=True))
@@ -70,7 +70,7 @@ def _together(pair: Tiles) -> Float[Array, "64 columns"]:
 
 
 def _of_steps(left: Array, right: Array, steps: Sequence[int] | None) -> tuple[Array, Array]:
-    """Of operands `[..., rows, K]` and `[..., K, columns]` what belongs to steps in K."""
+    """Return what of operands `[..., rows, K]` and `[..., K, columns]` belongs to steps in K."""
     if steps is None:
         return left, right
     some = slice(STEP * steps[0], STEP * (steps[-1] + 1))

@@ -110,7 +110,7 @@ class _Memory:
         return self.bytes[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
 
     def index(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Of each of `size` bytes."""
+        """Return the places of numbers of `size` bytes."""
         assert not (addresses % size).any(), "misaligned"
         index = (addresses - GLOBAL)[:, None] + np.arange(size)
         assert ((index >= 0) & (index < self.bytes.size)).all(), "out of bounds"
@@ -373,5 +373,5 @@ class _Warp:
 
 
 def _names(text: str) -> list[str]:
-    """Of one register or several."""
+    """Return the names of one register or of several."""
     return [name.strip() for name in text.strip("{}").split(",")]

@@ -150,7 +150,7 @@ def test_a_run_that_was_cut_off_goes_on_with_what_it_has(monkeypatch):
 
 @cover(0)
 def test_forward_mode(monkeypatch):
-    """It has columns of its own where it is asked for, and a peer that has none says so."""
+    """Forward mode has columns of its own where it is asked for, and a peer that has none says so."""
     monkeypatch.setattr(clocks, "SAMPLE_MS", 1)
     monkeypatch.setattr(clocks, "REST_S", 0)
     libraries = {**peers.PEERS, "torch": Forwards()}

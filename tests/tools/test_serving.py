@@ -66,8 +66,8 @@ def test_pages_that_are_mixed_up_are_noticed(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_schedule(seed: int):
-    """Of many requests in few pages: every token is computed once and in order, those that decode before prompts; and
-    what a request finds in its pages are its own tokens, even in pages that another request wrote."""
+    """Many requests share few pages. Every token is computed once and in order, those that decode before prompts; and a
+    request finds its own tokens in its pages, even in pages that another request wrote."""
     scheduler, random = example("scheduler"), np.random.default_rng(seed)
     prefixes = [tuple(random.integers(0, 9, 11).tolist()) for _ in range(2)]
     requests = [

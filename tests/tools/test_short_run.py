@@ -56,7 +56,7 @@ def test_rows_that_are_taken(mark: pytest.MarkDecorator, taken: list[int]) -> No
 
 @pytest.mark.parametrize(("one_of", "left"), [(1, 0), (2, 2), (3, 3), (100, 4)])
 def test_rows_that_only_the_deep_run_takes(one_of: int, left: int) -> None:
-    """Of six rows the short run takes one; those with a mark of their own are sampled by the mark of the test."""
+    """The short run takes one of six rows; those with a mark of their own are sampled by the mark of the test."""
     marks = cover(0, rest=one_of), cover(every=100)
     rows = [Item(0, cover(every=100)), *(Item(number, *marks) for number in range(1, 6))]
     mark_slow(rows, lambda value: False)

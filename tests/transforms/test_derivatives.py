@@ -96,7 +96,7 @@ def test_eager(row: str) -> None:
 
 
 def test_a_linear_function_is_compiled_alone():
-    """Of a tangent no program is traced before it is lowered, and beside it there is none that wants the devices."""
+    """No program of a tangent is traced before it is lowered, and none beside it wants the devices."""
     query, *moved = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 4)).astype(np.float32)
     attend = lambda query: jflash.attention(query, query, query, is_causal=True, implementation="xla")
     _, push = jax.linearize(attend, query)

@@ -45,7 +45,7 @@ def test_bound_of_kernels_and_equations(
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_gpu_mma", "xla"])
 def test_reverse_mode_traces_no_tangent(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes one only to transpose it."""
+    """Reverse mode would make a tangent only to transpose it."""
     traced: list[str] = []
     for name in ("mosaic_gpu", "xla"):
         monkeypatch.setattr(_dispatch.BACKENDS[name], "tangent", lambda *_, name=name: traced.append(name))

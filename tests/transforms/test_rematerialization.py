@@ -46,7 +46,7 @@ FORGOTTEN: dict[str, Any] = {
 }
 
 Layer = Callable[[Any, Any], Any]
-"""Of inputs and one layer's weights."""
+"""A function of inputs and one layer's weights."""
 
 
 def layer(inputs: Any, weights: Any, **options: Any) -> Any:
@@ -140,7 +140,7 @@ def test_forward_runs_again_only_where_a_policy_forgets(policy: str, next_remat:
 @pytest.mark.parametrize("next_remat", [False, True])
 @pytest.mark.usefixtures("counted")
 def test_forward_runs_once_under_every_transform(model: str, policy: str, next_remat: bool) -> None:
-    """Of a loop over layers the body counts."""
+    """A loop over layers counts by its body."""
     if next_remat and model == "vmap" and policy in KEPT and jax.__version_info__ < (0, 12):
         pytest.skip("jax_remat3 of jax 0.11 forgets names in a vmap, those in functions of JAX alone too.")
     options = dict(sequence_axis="sequence", sequence_strategy="gather") if model == "shard_map" else {}
@@ -201,7 +201,7 @@ def test_gradients_are_the_same(implementation: str, policy: str) -> None:
 
 
 def test_names_of_the_definition() -> None:
-    """Its backward begins with the softmax in any case; what comes after attention finds the output."""
+    """The backward begins with the softmax in any case; what comes after attention finds the output."""
     traced = jax.make_jaxpr(functools.partial(layer, implementation="reference"))(INPUTS, WEIGHTS[0])
     found = [equation.params["name"] for equation in equations(traced.jaxpr) if equation.primitive.name == "name"]
     assert found == [*NAMES]

@@ -177,7 +177,7 @@ def test_several_batch_axes(split_backend: str) -> None:
     ids=["more_devices_than_key_heads", "on_two_axes", "indivisible_key_heads", "head_dims", "keys_alone"],
 )
 def test_other_splits(split_backend: str, counts: tuple[int, int], specs: tuple[PartitionSpec, ...]) -> None:
-    """They may have to gather, but not to fail."""
+    """Other splits may have to gather, but not to fail."""
     operands = draw(batch=8, heads=counts[0], key_heads=counts[1])
     operands = {name: operands[name] for name in PLAIN}
     on_devices = {

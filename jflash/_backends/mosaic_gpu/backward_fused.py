@@ -73,7 +73,7 @@ class FusedPlan(QueryWalkPlan):
 
     @property
     def dq(self) -> type[DqAccumulator]:
-        """Which of a work item's CTAs round dQ."""
+        """Where dQ is summed, and which of a work item's CTAs round it."""
         if self.schedule.partial:
             return DqAccumulator
         return RoundedLater if self.schedule.room is None else RoundedByLast

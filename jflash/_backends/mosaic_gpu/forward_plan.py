@@ -310,7 +310,7 @@ def output_stores(spec: Spec, tile: RowTiles) -> int:
 
 
 def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) -> ForwardSchedule:
-    """Which blocks of queries each CTA takes; `visits` are those of each block."""
+    """Return how blocks of queries are dealt out to CTAs; `visits` are the tiles that each block visits."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = block_dims(spec)
     groups = 1

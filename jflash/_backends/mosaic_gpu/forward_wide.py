@@ -63,7 +63,7 @@ class _Item(NamedTuple):
     at: TileCoord
     """Where the item's first tile of logits begins."""
     block: Any
-    """Which block of 64 rows the item is."""
+    """The number of the item's block of 64 rows."""
     tiles: Walk
     before: Any
     """How many tiles came before, in other items."""

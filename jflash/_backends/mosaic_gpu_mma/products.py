@@ -57,7 +57,7 @@ class Chosen(NamedTuple):
     """What is multiplied of two operands."""
 
     order: Sequence[tuple[int, int]]
-    """Which pieces of A and of B, in the order in which their products are added."""
+    """The pairs of a piece of A and a piece of B, in the order in which their products are added."""
     transposed: bool = False
     """Whether it is the transpose of a tile `[columns, K]` that is B."""
     steps: Sequence[int] | None = None

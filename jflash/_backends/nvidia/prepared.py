@@ -34,7 +34,7 @@ LENGTHS = {
     **dict.fromkeys(("query", "t_query", "d_out"), "query_lengths"),
     **dict.fromkeys(("key", "t_key", "value", "t_value"), "key_lengths"),
 }
-"""Which lengths say where an array's padding begins."""
+"""The lengths that say where an array's padding begins, by the array's name."""
 
 PerQuery = Float[Array, "B N L"]
 """One number for each query, and room for a tile that begins at the last one."""

@@ -64,7 +64,7 @@ def test_exact(case: Case):
 
 @pytest.mark.parametrize("lengths", [None, "both"])
 def test_gradient_of_log_sum_exp(lengths: str | None):
-    """Which jax.nn does not have."""
+    """jflash has this gradient, and jax.nn has not."""
     call = cases.build(Case("bfloat16", 40, 64, (4, 2), (64, 64), (3,), causal=True, lengths=lengths))
     oracle.assert_right(oracle.run(attention, with_nan_in_padding(call)), call)
 
@@ -305,7 +305,7 @@ def test_explain_says_whose_derivatives():
 
 
 def test_other_residuals_are_an_error(monkeypatch: pytest.MonkeyPatch):
-    """Of a jax.nn to come, which keeps something else for its backward."""
+    """A future jax.nn may keep something else for its backward."""
     monkeypatch.setattr(cudnn, "_attention", lambda query, key, value, **_: query * 2)
     array = jnp.ones((1, 8, 1, 24), jnp.bfloat16)
     with pytest.raises(RuntimeError, match="keeps other residuals"):

@@ -87,7 +87,7 @@ def test_what_the_shaders_do_not_compute_is_refused(options: dict[str, Any], sen
 
 
 def test_without_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses and says how to build it; nothing else changes."""
+    """The backend refuses and says how to build the library; nothing else changes."""
     monkeypatch.setattr(_ffi, "_LIBRARY", Path("nowhere"))
     verdict, refusal = jflash.explain(**PLAIN, implementation="metal").splitlines()
     assert verdict.startswith("No implementation")

@@ -62,7 +62,7 @@ def test_exact(case: Case) -> None:
 @cover(0)
 @pytest.mark.usefixtures("mtl")
 def test_exact_with_a_mask_function() -> None:
-    """Its lists and bits come to the callback as any operand."""
+    """The function's lists and bits come to the callback as any operand does."""
     call = dataclasses.replace(
         cases.build(CASES[0]), mask_mod=lambda batch, head, query, key: (query + key) % 3 != batch
     )
@@ -71,7 +71,7 @@ def test_exact_with_a_mask_function() -> None:
 
 @pytest.mark.usefixtures("mtl")
 def test_forward_and_backward_are_a_callback_each() -> None:
-    """Of all the kernels that each of them has."""
+    """One callback runs all kernels of a forward, another one all of a backward."""
     assert callbacks(lambda: attention(**PLAIN)) == 1
     assert callbacks(in_callback, PLAIN) == 2
 
@@ -104,7 +104,7 @@ def test_transforms() -> None:
 
 @pytest.mark.usefixtures("mtl")
 def test_operands_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an array of the callback's the kernel gets the memory; what a kernel wrote the next reads where it is."""
+    """A kernel gets the memory of the callback's arrays, and reads what an earlier kernel wrote where it is."""
     bound: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     run = _ffi.run
 

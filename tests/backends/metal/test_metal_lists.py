@@ -84,7 +84,7 @@ KERNELS = "forward", "d_query", "d_key_value"
 
 @pytest.mark.parametrize("function", [blocks, pytest.param(staircase, marks=cover(0))])
 def test_only_what_a_function_shows_is_visited(function: Callable[..., Any]) -> None:
-    """Of listed tiles that are seen in part too, the parts that are empty are not visited."""
+    """Empty parts are not visited, neither of tiles that are not listed nor of listed tiles that are seen in part."""
     found = counted(mask_mod=function)
     seen = seen_by(function)[0, 0]
     products = {kernel: found[kernel].matrix_multiplications for kernel in KERNELS}
@@ -128,7 +128,7 @@ def test_exact(function: Callable[..., Any], options: dict[str, Any]) -> None:
 
 @cover(0)
 def test_gradient_of_a_shared_bias() -> None:
-    """Its kernel looks up each tile in the lists of all batch entries and heads."""
+    """The kernel of a shared bias looks up each tile in the lists of all batch entries and heads."""
     call = with_function(strides)
     call = dataclasses.replace(call, bias=np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32))
     oracle.assert_right(oracle.run(attention, call), call)

@@ -89,7 +89,7 @@ def test_scaled(stored: str, interleaved: bool, scale: str) -> None:
 
 
 def test_pages_past_a_length_are_not_read() -> None:
-    """Of a table with room for many more keys."""
+    """The table has room for many more keys than any sequence has."""
     read = []
     for room in (48, 480):
         call = cases.build(SMALL._replace(key_length=room, batch=(2,)))

@@ -39,7 +39,7 @@ def test_lanes_drop_what_is_said_in_the_plain_way(keys_first: bool, signed: bool
 
 
 def _place(eight: int, half: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each thread, a row and a column."""
+    """Return a row and a column of each thread."""
     return 16 * WARP + LANE // 4 + 8 * half, 8 * eight + 2 * (LANE % 4) + k
 
 

@@ -276,7 +276,7 @@ def test_decoding_of_wide_heads(dtype: str, dims: tuple[int, int], heads: tuple[
     ids=str,
 )
 def test_tiles_of_more_warpgroups(dim: int, tile: RowTiles, options: dict):
-    """Those that are for more blocks than other tests have."""
+    """Other tests have too few blocks for these tiles."""
     length = 390 + tile.warpgroups + tile.stages
     # 8 divides the keys, or values in panels would want tiles of 64 of them.
     call = cases.build(Case("bfloat16", length, 504, (6, 3), (dim, dim), (3,), **options))

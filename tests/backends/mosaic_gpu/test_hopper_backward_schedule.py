@@ -1,4 +1,4 @@
-"""Which CTA of the Hopper backward does what, and when: its waves, short calls, and what registers add."""
+"""What each CTA of the Hopper backward does, and when: its waves, short calls, and what registers add."""
 
 import dataclasses
 import itertools
@@ -53,7 +53,7 @@ def test_waves_of_blocks_that_are_alike(options: dict, items: int):
     ("blocks", "alike", "ctas"), [(8, False, 32), (16, False, 128), (8, True, 32), (16, True, 32), (32, True, 128)]
 )
 def test_small_waves_of_few_blocks(blocks: int, alike: bool, ctas: int):
-    """Of twice as many where none is longer than others. Theirs are rounded after as many CTAs as run at a time."""
+    """A wave has twice as many blocks where none is longer. dQ is rounded after as many CTAs as run at once."""
     schedule = BackwardSchedule.of(16, 16, blocks, 128 // blocks, 132, alike=alike, accumulated=blocks)
     assert schedule.items * blocks == ctas
     assert schedule.lag * ctas >= 132
@@ -123,7 +123,7 @@ def test_queries_of_few_blocks_of_keys_are_shared(processors: int | None, option
 @pytest.mark.parametrize("length", [1023, 1024, 1025, 1097, 1152])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_there_is_room_for_what_registers_add(head_dim: int, length: int):
-    """Of a tile that begins at the last query, or at the multiple of 8 before it."""
+    """A tile begins at the last query, or at the multiple of 8 before it."""
     fused = plan_fused(spec(head_dim, head_dim, query_length=length), 132)
     assert fused.tile.adds_registers
     last = (length - 1) // 8 * 8

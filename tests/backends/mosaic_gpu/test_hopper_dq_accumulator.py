@@ -45,7 +45,7 @@ class Recorded(DqAccumulator):
 
 
 class RecordedLater(Recorded, RoundedLater):
-    """Of a later wave."""
+    """A recorder for CTAs of a later wave, which round dQ."""
 
     def _wait(self):
         if not self._is_early:
@@ -59,7 +59,7 @@ class RecordedLater(Recorded, RoundedLater):
 
 
 class RecordedLast(Recorded, RoundedByLast):
-    """Of the same work item; the counters are those that CTAs share."""
+    """A recorder for the last CTA of a work item, which rounds dQ; the counters are those that CTAs share."""
 
     def _wait(self, wave):
         self.wait_for(wave)

@@ -361,7 +361,7 @@ def test_groups_that_do_not_fill_a_block():
     ids=str,
 )
 def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
-    """Those too that only a search on some device would choose."""
+    """All tiles are right, also those that only a search on some device would choose."""
     call = cases.build(Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), **options))
     how: Any = dict(family=TWO_KERNELS, deterministic=True) if deterministic else {}
     with _tuning.trying({}) as trial:

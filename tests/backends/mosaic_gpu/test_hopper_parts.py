@@ -40,7 +40,7 @@ def test_soft_cap_by_size(cap: float, scale: float):
 @pytest.mark.parametrize("ratio", [1e-30, 2**-11.9, 0.7, -0.01, 2**11.9, 1e20])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_forms_of_soft_cap(cap: float, most: float, ratio: float, is_known: bool):
-    """Of a scale that makes products large or small beside the cap, known beforehand or not."""
+    """A scale makes products large or small beside the cap, and is known beforehand or not."""
     scale = float(np.float32(ratio * cap))
     products = (np.linspace(-20, 20, 200_001) * (cap / scale)).clip(-3e38, 3e38).astype(np.float32)
     given = scale if is_known else jnp.float32(scale)

@@ -1,4 +1,4 @@
-"""Which CTA of the Hopper forward does what, and when: nothing is left out, done twice, or waited for in vain."""
+"""What each CTA of the Hopper forward does, and when: nothing is left out, done twice, or waited for in vain."""
 
 import dataclasses
 import functools
@@ -70,7 +70,7 @@ def test_items_are_dealt_out(items: int, ctas: int):
 
 @pytest.mark.parametrize("empty", [0, 1, 2, 3])
 def test_empty_blocks_are_shared_out(empty: int):
-    """Of 4 causal blocks some are past the end of a length unknown to the plan: both CTAs still have as much to do."""
+    """Some of 4 causal blocks are past the end of a length unknown to the plan: both CTAs still have as much to do."""
     schedule = ForwardSchedule(4, 8, 16, 8, staggered=True)
     to_do = lambda block: 0 if block < empty else 4 - block
     taken = lambda cta: (int(schedule.item((cta, 0), index)[1]) for index in range(16))
@@ -151,7 +151,7 @@ def test_three_warpgroups_where_they_were_faster(dims: tuple[int, int], length: 
 
 @pytest.mark.parametrize(("is_causal", "axes"), [(False, ["batch", "block"]), (True, ["block", "batch"])], ids=str)
 def test_ctas_that_read_the_same_keys_begin_together(is_causal: bool, axes: list[str]):
-    """But causal ones, of which the longest begin first."""
+    """Causal CTAs are the exception: there the longest begin first."""
     call = spec(128, 128, batch=4, query_length=4096, key_length=4096, is_causal=is_causal)
     assert [axis for axis in plan_forward(call, 132).plan.launch.grid if axis in axes] == axes
 

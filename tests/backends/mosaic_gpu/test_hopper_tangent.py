@@ -21,7 +21,7 @@ MOVING = {
     "value": ("value",),
     "what shapes logits": ("scale", "bias", "alibi_slopes", "sinks"),
 }
-"""Which operands move, where the call has them."""
+"""The operands that move, where the call has them."""
 # Which cases the product has depends on the order of the keys, which those given first keep.
 FEATURES = {
     **dict.fromkeys(("dtype", "query_length")),
@@ -87,7 +87,7 @@ def test_about_the_mean(dtype: str, size: float, shared: float):
     ids=str,
 )
 def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
-    """Of a call's keys or queries: in float32."""
+    """The tangent of a part of a call's keys or queries is float32."""
     call = cases.build(Case(dtype, 131, 200, heads=(2, 1), dims=dims, batch=(2,), **options))
     moving = along(call, "all")
     got = hopper_kernels.run_tangents(call, moving, partial=True)
@@ -100,7 +100,7 @@ def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
 @pytest.mark.parametrize("place", range(1, 5))
 @pytest.mark.parametrize(("dim", "options"), [(64, dict(causal=True)), (128, dict(bias="full", lengths="both"))])
 def test_any_tiles(dim: int, options: dict, place: int):
-    """Those too that only a search on some device would choose."""
+    """All tiles are right, also those that only a search on some device would choose."""
     call = cases.build(Case("bfloat16", 131, 200, heads=(2, 1), dims=(dim, dim), **options))
     spec, _ = hopper_kernels.canonical(call)
     moving = along(call, "all")

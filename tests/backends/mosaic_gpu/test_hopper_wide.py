@@ -164,7 +164,7 @@ def test_registers():
     ids=str,
 )
 def test_tangents(dtype: str, dims: tuple[int, int], moving: tuple[str, ...] | None):
-    """Of all operands, where they fit beside them; of values alone, which are a forward."""
+    """Tangents move all operands where those fit beside them, or values alone, which are a forward."""
     call = cases.build(Case(dtype, 70, 131, heads=(2, 1), dims=dims, batch=(1,), causal=True, offset="end"))
     every = oracle.draw_tangents(call)
     hopper_kernels.assert_tangents_right(call, {name: every[name] for name in moving or every})
@@ -180,7 +180,7 @@ def test_tangents(dtype: str, dims: tuple[int, int], moving: tuple[str, ...] | N
     ids=str,
 )
 def test_a_part(dtype: str, dims: tuple[int, int], options: dict):
-    """Of a call whose sequences are split over devices, as tests/backends/test_partial.py has it."""
+    """A part belongs to a call whose sequences are split over devices, as tests/backends/test_partial.py has it."""
     call = cases.build(Case(dtype, 70, 64, heads=(2, 2), dims=dims, batch=(2,), **options))
     run = lambda **precision: parts.run(call, *hopper_kernels.functions(), **precision)
     hopper_kernels.assert_right(run, call)
@@ -275,7 +275,7 @@ def test_the_plan_in_words():
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("dim", [32, 64, 256, 288, 320, 512, 576])
 def test_chunks_make_every_product_once(dim: int, precision: str | None):
-    """Of pieces that are multiplied, over all columns; a chunk is read from its first product to its last."""
+    """Products of pieces go over all columns; a chunk is read from its first product to its last."""
     for dtype in (jnp.bfloat16, jnp.float32):
         divided = ColumnChunks.of(spec_of(8, 8, dtype=dtype, precision=precision), dim)
         assert divided.width % min(64, dim & -dim) == 0

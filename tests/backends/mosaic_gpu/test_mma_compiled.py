@@ -44,7 +44,8 @@ SPILLS_OF_FLOAT32 = {
     "mma_d_value": {8: 24, 9: 28, 10: 236},
     "mma_d_bias": {8: 28, 9: 40, 10: 40},
 }
-"""Likewise in float32, of which nothing was measured: most with 256 columns, whose sums are half of the registers."""
+"""The bytes that float32 may spill; nothing was measured. Most spill with 256 columns, whose sums are half of the
+registers."""
 
 DECODING = dict(dtype="bfloat16", query_length=3, key_length=100, dims=(40, 40), heads=(4, 2), batch=(3,))
 

@@ -69,14 +69,14 @@ def test_right(case: Case):
     "options", [dict(causal=True, sinks=True, heads=(2, 1)), slow(dict(lengths="both", segments="sorted"))], ids=str
 )
 def test_output_in_pairs(options: dict):
-    """Of heads so wide that a warp holds half of the columns of its rows' output."""
+    """Heads are so wide that a warp holds half of the columns of its rows' output."""
     call = cases.build(Case("bfloat16", 70, 131, dims=(256, 256), **(dict(batch=()) | options)))
     oracle.assert_right(run(call), call)
 
 
 @cover(0)
 def test_bias_of_32_bits():
-    """Such a bias comes from device memory, and none of its bits is lost; one of 16 bits through shared memory."""
+    """A bias of 32 bits comes from device memory, and loses no bit; one of 16 comes through shared memory."""
     call = cases.build(Case("bfloat16", 70, 131, heads=(2, 1), dims=(64, 64), bias="full", causal=True, batch=()))
     call = dataclasses.replace(call, bias=call.bias.astype(np.float32) * (1 + 2**-12))
     oracle.assert_right(run(call), call)

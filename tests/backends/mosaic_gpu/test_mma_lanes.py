@@ -140,7 +140,7 @@ def test_copies(columns: int, missing: int):
 @pytest.mark.parametrize("columns", [16, 80, 192])
 @pytest.mark.parametrize("missing", [0, 8])
 def test_copies_of_pieces(columns: int, missing: int):
-    """They lie side by side in rows, and one behind the other in shared memory."""
+    """Pieces lie side by side in rows, and one behind the other in shared memory."""
     array, tile = normal(150, 3 * (columns - missing)), SmemTile(64, columns)
     o = copied(array, tile, first=5, limit=40, base=BASE, pieces=3)
     for piece, own in enumerate(np.split(array, 3, axis=1)):
@@ -151,7 +151,7 @@ def test_copies_of_pieces(columns: int, missing: int):
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_copies_of_fewer_rows(size: int):
-    """Those of all tiles that kernels visit, in the narrowest panels too."""
+    """Copies are right for all tiles that kernels visit, in the narrowest panels too."""
     for columns in (16, 64, 256):
         array, tile = normal(size, columns), SmemTile(size, columns)
         o = copied(array, tile)
@@ -241,7 +241,7 @@ def test_sums(row: int, column: int, together: int):
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("first", [0, 32])
 def test_products_of_some_rows(first: int, transposed: bool):
-    """Of b's rows those from a row on: as columns of the product, or as many as A has columns."""
+    """A product takes b's rows from a row on: as columns of the product, or as many as A has columns."""
     left, right = normal(64, 48 if transposed else 32), normal(64, 48)
     left_tile, right_tile = SmemTile(*left.shape), SmemTile(64, 48)
     o = copied(left, left_tile)

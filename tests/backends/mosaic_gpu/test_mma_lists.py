@@ -46,7 +46,7 @@ DENSE_ROWS: dict[str, tuple[Any, Case, Any, dict[str, Any]]] = {
     ),
     "dense mask, gradient of a bias": (documents, SQUARE._replace(bias="full", key_length=200), DbiasPlan, {}),
 }
-"""Likewise of masks that are arrays."""
+"""Calls with masks that are arrays."""
 IN_SHORT_RUN = ("one kernel",)
 
 

@@ -104,7 +104,7 @@ def test_conversions(cached: str, stored: str, pieces: int, scaled: bool):
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float32"])
 def test_every_number(dtype: str):
-    """Of 8 and of 16 bits, NaN, infinities and the smallest among them."""
+    """Every number of 8 and of 16 bits is converted, NaN, infinities and the smallest among them."""
     size = jnp.dtype(dtype).itemsize
     numbers = np.arange(256**size).astype(f"u{size}").view(jnp.dtype(dtype))
     every = np.pad(numbers, (0, -len(numbers) % (8 * THREADS)))

@@ -72,7 +72,7 @@ def plans(capability: str, dim: int, dtype=jnp.bfloat16, **arguments: object) ->
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_forward_tiles_by_form(capability: str):
-    """Of 128 keys at d64, if a logit is a product times a number and nothing is dropped: others spill with them."""
+    """A tile has 128 keys at d64 if a logit is a product times a number and nothing is dropped: others would spill."""
     query, key = jnp.zeros((1, 100, 2, 64), jnp.bfloat16), jnp.zeros(2, jnp.uint32)
 
     def size(**arguments: object) -> int:

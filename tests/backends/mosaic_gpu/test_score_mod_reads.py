@@ -116,7 +116,7 @@ def test_pythons_numbers_have_the_logits_bits(kind: str):
 
 @pytest.mark.parametrize("reason", WIDE)
 def test_other_numbers_of_64_bits_are_refused(reason: str):
-    """They are not rounded, nor cut off."""
+    """Numbers of 64 bits are neither rounded nor cut off."""
     with jax.enable_x64(True):
         score_mod = WIDE[reason]
         spec = spec_of(lambda logit, *indices: score_mod(logit, *indices).astype(logit.dtype))
@@ -125,7 +125,7 @@ def test_other_numbers_of_64_bits_are_refused(reason: str):
 
 
 def test_sums_in_one_order():
-    """But for the gradients of tables, if they are asked for."""
+    """Sums have one order, but for the gradients of tables, if they are asked for."""
     table = jnp.asarray(NUMBERS)
     for backend in (mosaic_gpu, mosaic_gpu_mma):
         refusal = lambda kind, backend=backend, **asked: backend.unsupported_call(
@@ -260,7 +260,7 @@ def test_a_table_for_each_batch_entry():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("lengths", [(100, 100), (4096, 4096), (4096, 77)], ids=str)
 def test_one_kernel_sums_a_table(lengths: tuple[int, int], dtype: str, dims: tuple[int, int]):
-    """Of all kernels of a backward; and there are no more sums than CTAs run at a time, about, or have blocks."""
+    """One kernel of a backward makes sums, about as many as CTAs run at a time, and no more than there are blocks."""
     case = NARROW._replace(dtype=dtype, query_length=lengths[0], key_length=lengths[1], dims=dims, batch=(3,))
     spec, _ = hopper_kernels.canonical(score_mod_tables.call(case, "clipped distance"))
     for family in (kernel_families.HOPPER, kernel_families.mma("8.0")):

@@ -11,7 +11,7 @@ from jflash._backends.nvidia.threads.builder import THREADS
 @pytest.mark.parametrize("first", [0, 24, 56])
 @pytest.mark.parametrize(("columns", "made"), [(16, 32), (48, 64), (64, 64), (80, 80)])
 def test_added_rows(columns: int, made: int, first: int):
-    """Of a tile that may have more columns."""
+    """The tile may have more columns than are added."""
     length = 120
     o = Warpgroup(np.dtype(np.float16), 0, np.ones((length, columns), np.float32))
     part = np.random.default_rng(0).normal(size=(64, made)).astype(np.float32)

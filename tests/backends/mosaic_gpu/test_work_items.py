@@ -115,7 +115,7 @@ def test_calls_that_are_not_dealt_out():
 
 
 def test_lists_are_made_once_for_all_layers():
-    """They follow from lengths alone, so XLA makes those of several calls once."""
+    """Lists follow from lengths alone, so XLA makes those of several calls once."""
     spec, operands, blocks, shares = dealt(LONG, 1)
     assert shares is not None
 

@@ -1,1 +1,1 @@
-"""Which tiles a block visits, in which order, and which CTA has which block."""
+"""The tiles that a block visits, their order, and the CTA that has each block."""

@@ -74,7 +74,7 @@ class InTurn(TileOrder):
     """The order of a block's tiles where blocks visit each tile one after the other."""
 
     def __init__(self, spec: Spec, tiles: Walk, heads: int, *, by_head: bool, up: Any) -> None:
-        """Of a head that comes by itself the first tile is visited first if the order goes `up`, or else the last."""
+        """A head that comes by itself begins with its first tile if the order goes `up`, or else with its last."""
         super().__init__(spec, tiles, heads, jnp.int32(0), by_head=by_head)
         self.up = up
 
