@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics, smem
-from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
-from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
+from jflash._backends.mosaic_gpu.array_shapes import block_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, Layout, Place, RoundedByLast, RoundedLater
 from jflash._backends.mosaic_gpu.dq_order import OneOrder
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
@@ -84,7 +84,7 @@ class FusedPlan(QueryWalkPlan):
         spec, schedule, dims = self.spec, self.schedule, whole_dims(self.spec)
         rows, key_rows = (whole_rows(spec, length) for length in (spec.query_length, spec.key_length))
         keys = schedule.blocks * self.tile.keys
-        columns, value_columns = map(self.tile.columns, tile_dims(spec))
+        columns, value_columns = self.buffers.columns
         d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
@@ -140,10 +140,9 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         self.ds, self.gradients = refs.smem.ds, (dk, dv)
         place, schedule = self._take_ticket(), plan.schedule
         self._take_place(place)
-        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
         layout = Layout(plan.acc_columns, plan.tile.adds_registers)
         scale, copies = facts_of(plan.spec).sums_scale, self.order.tiles.count * schedule.heads
-        self.dq = plan.dq(schedule, ops, dq_refs, scale, place, copies, layout)
+        self.dq = plan.dq(schedule, ops, refs, scale, place, copies, layout)
 
     def _take_place(self, place: Place) -> None:
         """Find the block of keys, the order of its tiles, and that of additions to their dQ."""
