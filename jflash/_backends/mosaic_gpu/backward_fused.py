@@ -32,9 +32,8 @@ from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
-from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
-from jflash._backends.nvidia.walk.tile_order import InTurn, TileOrder
+from jflash._backends.nvidia.walk.tile_order import InTurn
 from jflash._backends.nvidia.walk.tile_range import Walk
 from jflash._semantics.spec import Spec
 
@@ -151,28 +150,26 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         key_block, split = schedule.split(block)
         self.item, self.first_key = schedule.item(place.wave, place.item), key_block * plan.tile.keys
         self.first_sum = block * plan.tile.keys
-        tiles, by_head = self._visited(key_block, split), bool(plan.sums)
-        self.order = TileOrder(plan.spec, tiles, schedule.heads, block, by_head=by_head)
+        tiles = self._visited_by_split(key_block, split)
+        self.order = self.order_of(tiles, block)
         if schedule.in_order:
-            in_turn = functools.partial(InTurn, by_head=by_head, up=schedule.is_turned(place.wave))
+            in_turn = functools.partial(InTurn, by_head=bool(plan.sums), up=schedule.is_turned(place.wave))
             self.order = in_turn(plan.spec, tiles, schedule.heads)
             before = in_turn(plan.spec, self._visited_before(place), schedule.heads)
             steps = self.refs.arrays["steps"]
             self.additions = OneOrder(schedule, self.ops, steps, self.smem, place, self.order, before)
 
-    def _visited(self, key_block: Any, split: Any) -> Walk:
+    def _visited_by_split(self, key_block: Any, split: Any) -> Walk:
         """Return the tiles that a split of a block of keys visits."""
-        tile = self.plan.tile
-        of_keys = tile_range.Place(self.item.batch, self.item.head_group, key_block)
+        schedule = self.plan.schedule
         # Those that add to one tile after the other must agree on where it begins.
-        alignment = tile.queries if self.plan.schedule.in_order else 8
-        tiles = tile_range.visited(self.inputs, of_keys, tile.keys, tile.queries, alignment=alignment)
-        return tiles.share(split, self.plan.schedule.splits)
+        alignment = self.plan.tile.queries if schedule.in_order else 8
+        return self.visited(key_block, alignment).share(split, schedule.splits)
 
     def _visited_before(self, place: Place) -> Walk:
         """Return the tiles that the CTA before this one visits of its work item; none if this one is the first."""
         schedule = self.plan.schedule
-        tiles = self._visited(*schedule.split(schedule.block(place.wave, place.block - 1)))
+        tiles = self._visited_by_split(*schedule.split(schedule.block(place.wave, place.block - 1)))
         return dataclasses.replace(tiles, count=jnp.where(place.block == 0, 0, tiles.count))
 
     def _take_ticket(self) -> Place:

@@ -48,9 +48,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
 from jflash._backends.nvidia.tile.inputs import TileCoord
-from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
+from jflash._backends.nvidia.walk.tile_range import TileContext, VisitedTile
 
 
 class WideCta(WalkingCta[WidePlan]):
@@ -58,7 +56,7 @@ class WideCta(WalkingCta[WidePlan]):
 
     def __init__(self, plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
         kind, wave, number = plan.kind, cta_index("wave"), cta_index("item")
-        super().__init__(plan, refs, ops, keys_first=kind.keys_first)
+        super().__init__(plan, refs, ops)
         self.item, block = plan.schedule.item(wave, number), cta_index("block")
         if not kind.keys_first:
             # Later queries may see more keys: the longest blocks begin first.
@@ -69,9 +67,7 @@ class WideCta(WalkingCta[WidePlan]):
         """The head of the CTA's rows."""
         self.first_row = block * WARPGROUP_ROWS
         self.cta_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
-        place = Place(self.batch, self.item.head_group, block)
-        tiles = tile_range.visited(self.inputs, place, WARPGROUP_ROWS, plan.tile.size)
-        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
+        self.order = self.order_of(self.visited(block), block)
         self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.first_head, block, 0)
         self.shape = WARPGROUP_ROWS, plan.tile.size
         self.chunks = ChunkRing(plan.chunks, refs.smem.chunks)
