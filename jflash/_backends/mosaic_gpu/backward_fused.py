@@ -33,6 +33,7 @@ from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_order import InTurn
 from jflash._backends.nvidia.walk.tile_range import Walk
 from jflash._semantics.spec import Spec
@@ -67,8 +68,8 @@ class FusedPlan(QueryWalkPlan):
     schedule: BackwardSchedule
 
     @property
-    def heads(self) -> int:
-        return self.schedule.heads
+    def visits(self) -> Blocks:
+        return Blocks(self.tile.keys, self.tile.queries, self.schedule.heads, of_keys=True)
 
     @property
     def dq(self) -> type[DqAccumulator]:

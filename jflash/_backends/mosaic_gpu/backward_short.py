@@ -37,6 +37,7 @@ from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import WorkItem
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Spec
 
 _GAIN = 1.2
@@ -51,8 +52,8 @@ class ShortPlan(QueryWalkPlan):
     ctas: int
 
     @property
-    def heads(self) -> int:
-        return self.spec.group
+    def visits(self) -> Blocks:
+        return Blocks(self.tile.keys, self.tile.queries, self.spec.group, of_keys=True)
 
     @property
     def items(self) -> int:

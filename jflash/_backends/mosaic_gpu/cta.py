@@ -229,8 +229,6 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         self.block = schedule.blocks - 1 - cta_index("block")
         super().__init__(plan, refs, ops)
         self.q, self.staged = refs.smem.q_result
-        self.bias_inputs = dict(bias=self.inputs)
-        """The inputs that have a bias, by its name."""
         place = Place(self.batch, self.head, self.block)
         self.tiles = tile_range.visited(self.inputs, place, plan.tile.rows, plan.tile.keys)
         self.first_row = self.block * plan.tile.rows
@@ -298,10 +296,10 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         pipeline.drain(*(ring.empty for ring, _ in walked))
 
     def _copy(self, name: str, first: Any, key_head: Any, target: Ref, full: Ref) -> None:
-        tile, inputs = self.plan.tile, self.bias_inputs.get(name)
-        if inputs is None:
-            keys = GmemTile(self.batch, first, tile.keys, self.walked_head(name, key_head))
-            self.inputs.copy_rows(name, keys, target, full)
+        tile = self.plan.tile
+        if name in ("bias", "t_bias"):
+            tile_of_bias = pl.ds(self.first_row, tile.rows), pl.ds(first, tile.keys)
+            plgpu.copy_gmem_to_smem(self.inputs.part(name, self.batch, self.head).at[tile_of_bias], target, full)
             return
-        tile_of_bias = pl.ds(self.first_row, tile.rows), pl.ds(first, tile.keys)
-        plgpu.copy_gmem_to_smem(inputs.part("bias", self.batch, self.head).at[tile_of_bias], target, full)
+        keys = GmemTile(self.batch, first, tile.keys, self.walked_head(name, key_head))
+        self.inputs.copy_rows(name, keys, target, full)

@@ -47,7 +47,6 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
 
@@ -138,15 +137,6 @@ class QueryWalkPlan(WalkingPlan):
     def buffers(self) -> WalkBuffers:
         """The shared memory of the walk."""
         return WalkBuffers(self.spec, self.tile)
-
-    @property
-    def heads(self) -> int:
-        """Query heads for which a block of keys is visited together."""
-        raise NotImplementedError
-
-    @property
-    def visits(self) -> Blocks:
-        return Blocks(self.tile.keys, self.tile.queries, self.heads, of_keys=True)
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
