@@ -110,8 +110,7 @@ class DbiasCta(Cta[DbiasPlan]):
     def sharing_head(self, step: Array, first_key: Array) -> tuple[Array, Array, VisitedTile, Array]:
         """Return a batch entry and head that share the bias, their tile, and whether any of it is seen."""
         place, tile = Place(*self.plan.schedule.sharing(step), self.block), self.plan.tile
-        visited, seen = tile_range.seen_tile(self.inputs, place, tile.rows, first_key, tile.keys)
-        return place.batch, place.group, visited, seen
+        return place.batch, place.group, *tile_range.seen_tile(self.inputs, place, tile.rows, first_key, tile.keys)
 
     def compute(self) -> None:
         """Add up tiles of the gradient, and store them."""

@@ -26,9 +26,8 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
-from jflash._backends.mosaic_gpu.cta import KeysCta
+from jflash._backends.mosaic_gpu.cta import KeysCta, WalkingPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs, cta_index
@@ -36,21 +35,19 @@ from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
-from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
+from jflash._backends.nvidia.tile.gradient_sums import Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_list import Blocks
-from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
+from jflash._backends.nvidia.walk.tile_range import TileContext, VisitedTile
 
 QUERIES = 64
 """Queries of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
-class DkvPlan(SummingPlan):
+class DkvPlan(WalkingPlan):
     """The kernel for dK and dV, before any array. It sums the gradient of a bias that has one number for each key."""
 
     name: ClassVar = "d_key_value"
@@ -100,11 +97,7 @@ class DkvPlan(SummingPlan):
 
     @property
     def visits(self) -> Blocks:
-        """What each block of keys visits."""
         return Blocks(WARPGROUP_ROWS, QUERIES, self.schedule.heads, of_keys=True)
-
-    def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around(keys_first=True) | call.visits(self.visits)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
         return super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
@@ -130,16 +123,12 @@ class DkvPlan(SummingPlan):
 class DkvCta[Plan: DkvPlan](KeysCta[Plan]):
     """A CTA that has a block of 64 keys."""
 
-    block_size = WARPGROUP_ROWS
-
     def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
         wave, block, item = map(cta_index, ("wave", "block", "item"))
-        super().__init__(plan, refs, ops, keys_first=True)
+        super().__init__(plan, refs, ops)
         self.item, self.first_key = plan.schedule.item(wave, item), block * WARPGROUP_ROWS
         (self.k, self.dk), (self.v, self.dv) = refs.smem.keys.k_dk, refs.smem.keys.v_dv
-        place = Place(self.item.batch, self.item.head_group, block)
-        tiles = tile_range.visited(self.inputs, place, WARPGROUP_ROWS, QUERIES)
-        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
+        self.order = self.order_of(self.visited(block), block)
 
     @property
     def sum_rows(self) -> Any:

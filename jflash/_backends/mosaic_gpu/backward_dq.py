@@ -74,7 +74,7 @@ class DqPlan(SummingPlan, QueryRowsPlan):
     tile: DqTiles
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        return call.tiles | call.rows | call.around() | call.visits(self.visits)
+        return call.read(self.visits)
 
     @property
     def launch(self) -> Launch:

@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import dq_accumulator, pipeline, row_statistics, smem
-from jflash._backends.mosaic_gpu.array_shapes import block_dims, tile_dims, whole_dims, whole_rows
-from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, DqRefs, Layout, Place, RoundedByLast, RoundedLater
+from jflash._backends.mosaic_gpu.array_shapes import block_dims, whole_dims, whole_rows
+from jflash._backends.mosaic_gpu.dq_accumulator import DqAccumulator, Layout, Place, RoundedByLast, RoundedLater
 from jflash._backends.mosaic_gpu.dq_order import OneOrder
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.query_walk import Accumulators, QueryWalkCta, QueryWalkPlan, Step, WalkBuffers
@@ -32,9 +32,9 @@ from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads import sums
-from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
-from jflash._backends.nvidia.walk.tile_order import InTurn, TileOrder
+from jflash._backends.nvidia.walk.tile_list import Blocks
+from jflash._backends.nvidia.walk.tile_order import InTurn
 from jflash._backends.nvidia.walk.tile_range import Walk
 from jflash._semantics.spec import Spec
 
@@ -68,8 +68,8 @@ class FusedPlan(QueryWalkPlan):
     schedule: BackwardSchedule
 
     @property
-    def heads(self) -> int:
-        return self.schedule.heads
+    def visits(self) -> Blocks:
+        return Blocks(self.tile.keys, self.tile.queries, self.schedule.heads, of_keys=True)
 
     @property
     def dq(self) -> type[DqAccumulator]:
@@ -84,7 +84,7 @@ class FusedPlan(QueryWalkPlan):
         spec, schedule, dims = self.spec, self.schedule, whole_dims(self.spec)
         rows, key_rows = (whole_rows(spec, length) for length in (spec.query_length, spec.key_length))
         keys = schedule.blocks * self.tile.keys
-        columns, value_columns = map(self.tile.columns, tile_dims(spec))
+        columns, value_columns = self.buffers.columns
         d_query = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, dims[0]), spec.dtype)
         return Launch(
             name=f"jflash_backward_{dims[0]}_{dims[1]}",
@@ -140,10 +140,9 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         self.ds, self.gradients = refs.smem.ds, (dk, dv)
         place, schedule = self._take_ticket(), plan.schedule
         self._take_place(place)
-        dq_refs = DqRefs(refs.arrays["dq_acc"], refs.arrays["counters"], refs.results.get("d_query"), refs.smem)
         layout = Layout(plan.acc_columns, plan.tile.adds_registers)
         scale, copies = facts_of(plan.spec).sums_scale, self.order.tiles.count * schedule.heads
-        self.dq = plan.dq(schedule, ops, dq_refs, scale, place, copies, layout)
+        self.dq = plan.dq(schedule, ops, refs, scale, place, copies, layout)
 
     def _take_place(self, place: Place) -> None:
         """Find the block of keys, the order of its tiles, and that of additions to their dQ."""
@@ -152,28 +151,26 @@ class FusedCta(QueryWalkCta[FusedPlan]):
         key_block, split = schedule.split(block)
         self.item, self.first_key = schedule.item(place.wave, place.item), key_block * plan.tile.keys
         self.first_sum = block * plan.tile.keys
-        tiles, by_head = self._visited(key_block, split), bool(plan.sums)
-        self.order = TileOrder(plan.spec, tiles, schedule.heads, block, by_head=by_head)
+        tiles = self._visited_by_split(key_block, split)
+        self.order = self.order_of(tiles, block)
         if schedule.in_order:
-            in_turn = functools.partial(InTurn, by_head=by_head, up=schedule.is_turned(place.wave))
+            in_turn = functools.partial(InTurn, by_head=bool(plan.sums), up=schedule.is_turned(place.wave))
             self.order = in_turn(plan.spec, tiles, schedule.heads)
             before = in_turn(plan.spec, self._visited_before(place), schedule.heads)
             steps = self.refs.arrays["steps"]
             self.additions = OneOrder(schedule, self.ops, steps, self.smem, place, self.order, before)
 
-    def _visited(self, key_block: Any, split: Any) -> Walk:
+    def _visited_by_split(self, key_block: Any, split: Any) -> Walk:
         """Return the tiles that a split of a block of keys visits."""
-        tile = self.plan.tile
-        of_keys = tile_range.Place(self.item.batch, self.item.head_group, key_block)
+        schedule = self.plan.schedule
         # Those that add to one tile after the other must agree on where it begins.
-        alignment = tile.queries if self.plan.schedule.in_order else 8
-        tiles = tile_range.visited(self.inputs, of_keys, tile.keys, tile.queries, alignment=alignment)
-        return tiles.share(split, self.plan.schedule.splits)
+        alignment = self.plan.tile.queries if schedule.in_order else 8
+        return self.visited(key_block, alignment).share(split, schedule.splits)
 
     def _visited_before(self, place: Place) -> Walk:
         """Return the tiles that the CTA before this one visits of its work item; none if this one is the first."""
         schedule = self.plan.schedule
-        tiles = self._visited(*schedule.split(schedule.block(place.wave, place.block - 1)))
+        tiles = self._visited_by_split(*schedule.split(schedule.block(place.wave, place.block - 1)))
         return dataclasses.replace(tiles, count=jnp.where(place.block == 0, 0, tiles.count))
 
     def _take_ticket(self) -> Place:

@@ -36,10 +36,8 @@ from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
-from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import WorkItem
-from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import Place
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Spec
 
 _GAIN = 1.2
@@ -54,8 +52,8 @@ class ShortPlan(QueryWalkPlan):
     ctas: int
 
     @property
-    def heads(self) -> int:
-        return self.spec.group
+    def visits(self) -> Blocks:
+        return Blocks(self.tile.keys, self.tile.queries, self.spec.group, of_keys=True)
 
     @property
     def items(self) -> int:
@@ -80,8 +78,7 @@ class ShortPlan(QueryWalkPlan):
     @property
     def launch(self) -> Launch:
         spec, (head_dim, value_dim) = self.spec, whole_dims(self.spec)
-        shape = lambda length, heads, dim: (spec.batch, whole_rows(spec, length), heads, dim)
-        array = lambda *dims: jax.ShapeDtypeStruct(shape(*dims), spec.dtype)
+        array = lambda rows, *dims: jax.ShapeDtypeStruct((spec.batch, whole_rows(spec, rows), *dims), spec.dtype)
         return Launch(
             name=f"jflash_backward_short_{head_dim}_{value_dim}",
             grid=dict(cta=self.ctas),
@@ -182,10 +179,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
             self.first_key = block * plan.tile.keys
             self.slot = lax.rem(self.first_step + block, plan.tile.key_stages)
             self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
-            sizes = plan.tile.keys, plan.tile.queries
-            place = Place(self.item.batch, self.item.head_group, block)
-            tiles = tile_range.visited(self.inputs, place, *sizes, alignment=WARPGROUP_ROWS)
-            self.order = TileOrder(plan.spec, tiles, plan.spec.group, block, by_head=bool(plan.sums))
+            self.order = self.order_of(self.visited(block, alignment=WARPGROUP_ROWS), block)
             visit()
 
         lax.fori_loop(0, plan.blocks, take, None)

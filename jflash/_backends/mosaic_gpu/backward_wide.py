@@ -48,9 +48,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile, TileGradients
 from jflash._backends.nvidia.tile.inputs import TileCoord
-from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile
+from jflash._backends.nvidia.walk.tile_range import TileContext, VisitedTile
 
 
 class WideCta(WalkingCta[WidePlan]):
@@ -58,21 +56,18 @@ class WideCta(WalkingCta[WidePlan]):
 
     def __init__(self, plan: WidePlan, refs: Refs, ops: WarpgroupOps) -> None:
         kind, wave, number = plan.kind, cta_index("wave"), cta_index("item")
-        super().__init__(plan, refs, ops, keys_first=kind.keys_first)
+        super().__init__(plan, refs, ops)
         self.item, block = plan.schedule.item(wave, number), cta_index("block")
         if not kind.keys_first:
             # Later queries may see more keys: the longest blocks begin first.
             block = plan.schedule.blocks - 1 - block
-        self.batch, self.first_head = self.item.batch, self.item.first_head
-        self.key_head = self.item.key_head if kind.keys_first else lax.div(self.first_head, plan.spec.group)
-        self.head = self.key_head if kind.keys_first else self.first_head
+        self.key_head = self.item.key_head if kind.keys_first else lax.div(self.item.first_head, plan.spec.group)
+        self.head = self.key_head if kind.keys_first else self.item.first_head
         """The head of the CTA's rows."""
         self.first_row = block * WARPGROUP_ROWS
         self.cta_rows = pl.ds(self.first_row, WARPGROUP_ROWS)
-        place = Place(self.batch, self.item.head_group, block)
-        tiles = tile_range.visited(self.inputs, place, WARPGROUP_ROWS, plan.tile.size)
-        self.order = TileOrder(plan.spec, tiles, plan.schedule.heads, block, by_head=bool(plan.sums))
-        self.tables = plan.tables.of_warpgroup(refs.arrays, self.batch, self.first_head, block, 0)
+        self.order = self.order_of(self.visited(block), block)
+        self.tables = plan.tables.of_warpgroup(refs.arrays, self.item.batch, self.item.first_head, block, 0)
         self.shape = WARPGROUP_ROWS, plan.tile.size
         self.chunks = ChunkRing(plan.chunks, refs.smem.chunks)
         dp, self.weights = refs.smem.dp_weights
@@ -91,14 +86,14 @@ class WideCta(WalkingCta[WidePlan]):
         queries, keys = self.first_row, tile.start
         if self.plan.kind.keys_first:
             queries, keys = keys, queries
-        return TileCoord(self.batch, self.first_head + head, queries, keys)
+        return TileCoord(self.item.batch, self.item.first_head + head, queries, keys)
 
     def make_weights(self) -> None:
         """Make P or dS, and half of the gradient: the first warpgroup, which copies the CTA's rows."""
         plan, shared = self.plan, self.smem
         pipeline.release(shared.weighed.empty, *[shared.chunks.empty] * (not plan.kind.makes_dp))
         pipeline.split_registers(2, copies=False)
-        rows = GmemTile(self.batch, self.first_row, WARPGROUP_ROWS, self.head)
+        rows = GmemTile(self.item.batch, self.first_row, WARPGROUP_ROWS, self.head)
         buffers = (buffer.at[0] for buffer in shared.cta_rows)
         self.copy_rows(rows, shared.rows_full, **dict(zip(plan.kind.cta_rows, buffers, strict=True)))
         plgpu.barrier_wait(shared.rows_full)
@@ -217,9 +212,9 @@ class WideCta(WalkingCta[WidePlan]):
         spec, columns = plan.spec, pl.ds(half * width, width)
         scaled = dropped.scaled(spec, acc) if plan.gradient == "d_value" else acc * facts_of(spec).sums_scale
         if plan.stores_sums:
-            result[self.batch, self.item.head_group, self.cta_rows, columns] = scaled
+            result[self.item.batch, self.item.head_group, self.cta_rows, columns] = scaled
         else:
-            result[self.batch, self.cta_rows, self.head, columns] = scaled.astype(result.dtype)
+            result[self.item.batch, self.cta_rows, self.head, columns] = scaled.astype(result.dtype)
 
     def copy(self) -> None:
         """Copy tiles of what is walked over."""
@@ -233,7 +228,7 @@ class WideCta(WalkingCta[WidePlan]):
         visited = self.order.tiles.tile(index)
         at = self.place(head, visited)
         first, from_head = visited.start, at.head if plan.kind.keys_first else self.key_head
-        tile = GmemTile(self.batch, first, plan.tile.size, from_head)
+        tile = GmemTile(self.item.batch, first, plan.tile.size, from_head)
         # What dP is made of is needed, and its slot is free, a tile ahead of what is weighed.
         for chunk in range(plan.chunks.number):
             self.chunks.copy(SourceTile(inputs, tile), plan.kind.unweighed, step, chunk)
@@ -244,5 +239,5 @@ class WideCta(WalkingCta[WidePlan]):
             queries, keys = self.cta_rows, pl.ds(first, plan.tile.size)
             if plan.kind.keys_first:
                 queries, keys = keys, queries
-            source = inputs.part("bias", self.batch, at.head).at[queries, keys]
+            source = inputs.part("bias", self.item.batch, at.head).at[queries, keys]
             plgpu.copy_gmem_to_smem(source, shared.bias.at[slot], ring.full.at[slot])

@@ -15,13 +15,13 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
-from jflash._backends.mosaic_gpu.run import HopperBackward
+from jflash._backends.mosaic_gpu.cta import WalkingPlan
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WalkedTiles
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
-from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, SummingPlan, TableSums
+from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Spec
@@ -115,7 +115,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class WidePlan(SummingPlan):
+class WidePlan(WalkingPlan):
     """The kernel for one gradient of a wide call, before any array. It sums parameters' gradients along the rows."""
 
     gradient: Gradient
@@ -145,26 +145,19 @@ class WidePlan(SummingPlan):
 
     @property
     def visits(self) -> Blocks:
-        """What each block visits."""
         return Blocks(WARPGROUP_ROWS, self.tile.size, self.schedule.heads, of_keys=self.kind.keys_first)
 
-    def arrays(self, call: HopperBackward) -> dict[str, Array]:
-        around = call.around(keys_first=self.kind.keys_first)
-        return call.tiles | call.rows | around | call.visits(self.visits)
-
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:
-        made = super().finish(made, changed)
-        return made | self.schedule.summed(self.spec, made, whole_dims(self.spec)) if self.stores_sums else made
+        return super().finish(made, changed) | self.schedule.summed(self.spec, made, whole_dims(self.spec))
 
     @property
     def launch(self) -> Launch:
         """The launch, whose results are registers stored whole."""
         spec, schedule, rows = self.spec, self.schedule, self.schedule.blocks * WARPGROUP_ROWS
-        shape = (spec.batch, rows, spec.key_heads if self.kind.keys_first else spec.heads, self.columns)
-        result = jax.ShapeDtypeStruct(shape, spec.result_dtype)
-        if self.stores_sums:
-            result = schedule.gradient(spec, (0, 0), (rows, self.columns))
-        dims = whole_dims(spec)
+        size, dims = (rows, self.columns), whole_dims(spec)
+        result = jax.ShapeDtypeStruct((spec.batch, rows, spec.heads, self.columns), spec.result_dtype)
+        if self.kind.keys_first:
+            result = schedule.gradient(spec, size, size)
         return Launch(
             name=f"jflash_wide_{self.gradient}_{dims[0]}_{dims[1]}",
             grid=schedule.grid,

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
 from jflash._backends.nvidia.launch import KernelPlan, Refs, cta_index
@@ -29,7 +30,7 @@ from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_order import TileOrder
-from jflash._backends.nvidia.walk.tile_range import Place
+from jflash._backends.nvidia.walk.tile_range import Place, Walk
 from jflash._semantics.spec import Spec
 
 
@@ -71,7 +72,20 @@ class Cta[Plan: KernelPlan]:
             self.inputs.copy_rows(name, tile, buffer, full)
 
 
-class WalkingCta[Plan: SummingPlan](Cta[Plan]):
+@dataclasses.dataclass(frozen=True)
+class WalkingPlan(SummingPlan):
+    """A kernel whose CTAs have a block of keys or queries, before any array."""
+
+    @property
+    def visits(self) -> Blocks:
+        """What each block visits."""
+        raise NotImplementedError
+
+    def arrays(self, call: HopperBackward) -> dict[str, Array]:
+        return call.read(self.visits)
+
+
+class WalkingCta[Plan: WalkingPlan](Cta[Plan]):
     """A CTA that has a block of keys or queries, and walks over tiles of the others for each head of a group."""
 
     item: WorkItem
@@ -79,10 +93,23 @@ class WalkingCta[Plan: SummingPlan](Cta[Plan]):
     axis = "block"
     """The axis of the grid by whose index CTAs differ."""
 
+    def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
+        super().__init__(plan, refs, ops, keys_first=plan.visits.of_keys)
+
     @property
     def sum_rows(self) -> Any:
         """The rows in device memory of which this warpgroup sums parameters' gradients."""
         raise NotImplementedError
+
+    def visited(self, block: Any, alignment: int = 8) -> Walk:
+        """Return the tiles that one of the work item's blocks visits."""
+        place, blocks = Place(self.item.batch, self.item.head_group, block), self.plan.visits
+        return tile_range.visited(self.inputs, place, blocks.rows, blocks.size, alignment=alignment)
+
+    def order_of(self, tiles: Walk, block: Any) -> TileOrder:
+        """Return the order of a block's tiles."""
+        plan = self.plan
+        return TileOrder(plan.spec, tiles, plan.visits.heads, block, by_head=bool(plan.sums))
 
     def finish_head(self, head: Any, carry: Any) -> Any:
         """Store a head's sums, the second of what a walk carries, and let them begin anew."""
@@ -97,12 +124,10 @@ class WalkingCta[Plan: SummingPlan](Cta[Plan]):
         lax.fori_loop(0, count * self.order.heads + more, lambda step, _: copy(step, count), None)
 
 
-class KeysCta[Plan: SummingPlan](WalkingCta[Plan]):
+class KeysCta[Plan: WalkingPlan](WalkingCta[Plan]):
     """A CTA that has a block of keys, or one after the other, and walks over tiles of queries."""
 
     first_key: Any
-    block_size: int
-    """Keys of a block."""
     k: Ref
     v: Ref
     """Shared memory for the block's keys and values."""
@@ -110,12 +135,12 @@ class KeysCta[Plan: SummingPlan](WalkingCta[Plan]):
     @property
     def key_rows(self) -> Any:
         """The block's rows of keys, in device memory."""
-        return pl.ds(self.first_key, self.block_size)
+        return pl.ds(self.first_key, self.plan.visits.rows)
 
     @property
     def key_tile(self) -> GmemTile:
         """The block's keys in device memory."""
-        return GmemTile(self.item.batch, self.first_key, self.block_size, self.item.key_head)
+        return GmemTile(self.item.batch, self.first_key, self.plan.visits.rows, self.item.key_head)
 
     def copy_queries(self, early: int, then: Callable[[Array], None] = lambda step: None, more: int = 0) -> None:
         """Copy every tile of queries and dO, and call `then` after each, and for `more` while the last ones are read.
@@ -204,8 +229,6 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         self.block = schedule.blocks - 1 - cta_index("block")
         super().__init__(plan, refs, ops)
         self.q, self.staged = refs.smem.q_result
-        self.bias_inputs = dict(bias=self.inputs)
-        """The inputs that have a bias, by its name."""
         place = Place(self.batch, self.head, self.block)
         self.tiles = tile_range.visited(self.inputs, place, plan.tile.rows, plan.tile.keys)
         self.first_row = self.block * plan.tile.rows
@@ -273,10 +296,10 @@ class QueryRowsCta[Plan: QueryRowsPlan](Cta[Plan]):
         pipeline.drain(*(ring.empty for ring, _ in walked))
 
     def _copy(self, name: str, first: Any, key_head: Any, target: Ref, full: Ref) -> None:
-        tile, inputs = self.plan.tile, self.bias_inputs.get(name)
-        if inputs is None:
-            keys = GmemTile(self.batch, first, tile.keys, self.walked_head(name, key_head))
-            self.inputs.copy_rows(name, keys, target, full)
+        tile = self.plan.tile
+        if name in ("bias", "t_bias"):
+            tile_of_bias = pl.ds(self.first_row, tile.rows), pl.ds(first, tile.keys)
+            plgpu.copy_gmem_to_smem(self.inputs.part(name, self.batch, self.head).at[tile_of_bias], target, full)
             return
-        tile_of_bias = pl.ds(self.first_row, tile.rows), pl.ds(first, tile.keys)
-        plgpu.copy_gmem_to_smem(inputs.part("bias", self.batch, self.head).at[tile_of_bias], target, full)
+        keys = GmemTile(self.batch, first, tile.keys, self.walked_head(name, key_head))
+        self.inputs.copy_rows(name, keys, target, full)

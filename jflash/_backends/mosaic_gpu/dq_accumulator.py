@@ -36,25 +36,13 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
+from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule, WorkItem
 
 LINE = 32
 """Counters in a line of the cache: CTAs that poll one should not delay those that increment another."""
-
-
-class DqRefs(NamedTuple):
-    """Device memory of all CTAs, and shared memory of this one."""
-
-    acc: Ref
-    """The accumulators, `[accumulators, L, columns]`; L is a multiple of 64, and there are whole blocks of columns."""
-    counters: Ref
-    """The next ticket, and what CTAs tell each other of each work item."""
-    dq: Ref
-    """The result, `[B, L, N, H]`; `None` in a partial call."""
-    smem: Buffers
-    """Shared memory with `numbers`, one for each warpgroup that computes, and `finished`, a barrier of them all."""
 
 
 class Place(NamedTuple):
@@ -80,7 +68,14 @@ class DqAccumulator:
 
     schedule: BackwardSchedule
     ops: WarpgroupOps
-    refs: DqRefs
+    refs: Refs
+    """The kernel's, of which these are read:
+
+    arrays: `dq_acc`, the accumulators `[accumulators, L, columns]`, where L is a multiple of 64, and columns are whole
+      blocks; `counters`, the next ticket and what CTAs tell each other of each work item.
+    results: `d_query`, `[B, L, N, H]`; not in a partial call.
+    smem: `numbers`, one for each warpgroup that computes, and `finished`, a barrier of them all.
+    """
     scale: float
     """The factor between what is accumulated and dQ."""
     place: Place
@@ -135,17 +130,17 @@ class DqAccumulator:
     @property
     def _row_tiles(self) -> int:
         """Tiles of 64 rows of a head; the last may lack some."""
-        return pl.cdiv(self.refs.dq.shape[1], WARPGROUP_ROWS)
+        return pl.cdiv(self.refs.results["d_query"].shape[1], WARPGROUP_ROWS)
 
     def _acc(self, wave: Any, head: Any) -> Ref:
         """Return the accumulator of a head that this CTA's place in a wave has."""
         place = lax.rem(wave, self.waves_with_room(self.schedule)) * self.schedule.items + self.place.item
-        return self.refs.acc.at[place * self.schedule.heads + head]
+        return self.refs.arrays["dq_acc"].at[place * self.schedule.heads + head]
 
     def _round_rows(self, item: WorkItem, wave: Any, head: Any, rows: Any) -> None:
         """Round rows of what this CTA's place accumulated in a wave, for one of the work item's heads."""
         columns, in_order_of_sums = self.layout
-        dq, acc = self.refs.dq, self._acc(wave, head).at[rows, pl.ds(0, columns)]
+        dq, acc = self.refs.results["d_query"], self._acc(wave, head).at[rows, pl.ds(0, columns)]
         total = self.ops.load_strided(acc)
         rounded, query_head = (total * self.scale).astype(dq.dtype), item.first_head + head
         if in_order_of_sums:
@@ -212,7 +207,7 @@ class RoundedByLast(DqAccumulator):
     def _counter(self, wave: Any, number: Any) -> Ref:
         """Return a counter of this CTA's work item in a wave."""
         place = (wave * self.schedule.items + self.place.item) * self._COUNTERS
-        return self.refs.counters.at[(1 + place + number) * LINE]
+        return self.refs.arrays["counters"].at[(1 + place + number) * LINE]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +261,7 @@ class RoundedLater(DqAccumulator):
 
     def _finished(self, wave: Any) -> Ref:
         """Return the counter of this CTA's work item in a wave."""
-        return self.refs.counters.at[(1 + wave * self.schedule.items + self.place.item) * LINE]
+        return self.refs.arrays["counters"].at[(1 + wave * self.schedule.items + self.place.item) * LINE]
 
     @property
     def _tiles_of_cta(self) -> int:

@@ -33,23 +33,20 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import in_panels, tile_dims, whole_dims
-from jflash._backends.mosaic_gpu.cta import KeysCta
+from jflash._backends.mosaic_gpu.cta import KeysCta, WalkingPlan
 from jflash._backends.mosaic_gpu.dq_order import AnyOrder
-from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.row_statistics import RowStatistics
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import FusedTiles
 from jflash._backends.nvidia.facts import facts_of
-from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref, Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces
 from jflash._backends.nvidia.tile.backward_tile import BackwardTile
-from jflash._backends.nvidia.tile.gradient_sums import SummingPlan, Sums
+from jflash._backends.nvidia.tile.gradient_sums import Sums
 from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.operand_pieces import Pieces
-from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import TileContext
 from jflash._semantics.spec import Spec
 
@@ -131,7 +128,7 @@ class WalkBuffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryWalkPlan(SummingPlan):
+class QueryWalkPlan(WalkingPlan):
     """A kernel whose CTAs walk over the tiles of queries that see a block of keys."""
 
     tile: FusedTiles
@@ -140,16 +137,6 @@ class QueryWalkPlan(SummingPlan):
     def buffers(self) -> WalkBuffers:
         """The shared memory of the walk."""
         return WalkBuffers(self.spec, self.tile)
-
-    @property
-    def heads(self) -> int:
-        """Query heads for which a block of keys is visited together."""
-        raise NotImplementedError
-
-    @property
-    def visits(self) -> Blocks:
-        """What each block of keys visits."""
-        return Blocks(self.tile.keys, self.tile.queries, self.heads, of_keys=True)
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
@@ -189,10 +176,6 @@ class QueryWalkCta[Plan: QueryWalkPlan](KeysCta[Plan]):
     """Shared memory for dK and dV of the block."""
     ds: tuple[Ref, ...]
     """Shared memory for dS^T of two steps, `[2, keys, queries]`, in each swizzle of the keys."""
-
-    def __init__(self, plan: Plan, refs: Refs, ops: WarpgroupOps) -> None:
-        super().__init__(plan, refs, ops, keys_first=True)
-        self.block_size = plan.tile.keys
 
     @property
     def sum_rows(self) -> Any:

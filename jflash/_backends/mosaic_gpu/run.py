@@ -21,6 +21,7 @@ from jflash._backends.nvidia import finish, prepared
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent, in_32_bits
 from jflash._backends.nvidia.tile import program_reads
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Operands, Results, Spec
 
 VALUES_ALONE = frozenset({"value"})
@@ -73,6 +74,10 @@ class HopperBackward(PreparedBackward):
     def around(self, *, keys_first: bool = False) -> dict[str, Array]:
         """Return what kernels read besides tiles and row statistics, whose rows are queries or keys, by name."""
         return self.others | self.packed_mask(keys_first=keys_first) | self.edges
+
+    def read(self, blocks: Blocks) -> dict[str, Array]:
+        """Return all that a kernel reads whose CTAs visit what these blocks see, by name."""
+        return self.tiles | self.rows | self.around(keys_first=blocks.of_keys) | self.visits(blocks)
 
     def row_sums(self, **options: Any) -> dict[str, Array]:
         """Return what `row_statistics.row_sums` makes, with the options of the first kernel that asks."""

@@ -206,7 +206,7 @@ class TangentCta(QueryRowsCta[TangentPlan]):
     def __init__(self, plan: TangentPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
         moving = {name.removeprefix("t_"): ref for name, ref in refs.arrays.items() if name.startswith("t_")}
-        self.tangents = self.bias_inputs["t_bias"] = dataclasses.replace(self.inputs, refs=moving)
+        self.tangents = dataclasses.replace(self.inputs, refs=moving)
         self.queries = dict(query=self.q) | ({} if refs.smem.t_q is None else dict(t_query=refs.smem.t_q))
         pairs = dict(query=("t_query", "key"), key=("query", "t_key"))
         self.moved_products = [pair for name, pair in pairs.items() if name in plan.moving]

@@ -15,12 +15,13 @@ from short_run import cover
 from jflash._backends.mosaic_gpu import dq_accumulator
 from jflash._backends.mosaic_gpu.dq_accumulator import (
     DqAccumulator,
-    DqRefs,
     Layout,
     Place,
     RoundedByLast,
     RoundedLater,
 )
+from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.smem import Buffers
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 
 
@@ -235,9 +236,9 @@ def _places(schedule: BackwardSchedule, kind: type[DqAccumulator]) -> list[tuple
     return list(itertools.product(range(waves), range(schedule.blocks), range(schedule.items)))
 
 
-def _refs(places: int, shape: tuple[int, ...], counters: Counters | None = None) -> DqRefs:
-    numbers = types.SimpleNamespace(numbers=Counters())
-    return DqRefs(Places(places), counters, types.SimpleNamespace(shape=shape), numbers)
+def _refs(places: int, shape: tuple[int, ...], counters: Counters | None = None) -> Refs:
+    arrays = dict(dq_acc=Places(places), counters=counters)
+    return Refs(arrays, dict(d_query=types.SimpleNamespace(shape=shape)), Buffers(numbers=Counters()))
 
 
 def _assert_whole(rounded: dict[tuple[int, int], list[tuple[int, int, int]]], batch: int, heads: int, rows: int):
