@@ -148,14 +148,14 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
     q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, chunk=chunks.width)
     number, columns = _value_chunks(spec)
     values, bias = (tile.stages, tile.value_keys, columns), (1, tile.rows, tile.keys)
-    rings = [tiles.ring(values, value_dim, readers=1, cluster=cluster) for _ in range(number)]
-    parts = cache_rows.parts(spec, tile.value_keys)
+    parts, mends = cache_rows.parts(spec, tile.value_keys), cache_rows.mends(spec)
+    ring = lambda: tiles.ring(values, value_dim, readers=1, parts=parts, mends=mends, cluster=cluster)
     return Buffers(
         q_o=smem.reused(q, None),
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
-        values=[smem.in_parts(ring, parts, mends=cache_rows.mends(spec)) for ring in rings],
-        biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if facts_of(spec).has_bias_tiles else [],
+        values=[ring() for _ in range(number)],
+        biases=[smem.ring(smem.tile(bias, spec.bias_dtype), readers=1)] if facts_of(spec).has_bias_tiles else [],
         # What the warpgroup that makes P hands to those that weigh.
         handed=Buffers(
             p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
