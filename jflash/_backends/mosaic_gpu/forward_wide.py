@@ -16,7 +16,7 @@ A chunk of a tile of keys or of values leaves as soon as it has been read, so th
 For each byte that it copies a CTA makes half as many multiply-adds as one of 128 rows and 256 columns. CTAs that read
 the same at the same time are served by one read of the second-level cache. Those that begin at different times, as
 causal blocks do, are too many for it: so the CTAs of two neighbouring blocks copy each tile together. Such a pair takes
-several pairs of blocks, one after the other (`DealtItems`).
+several pairs of blocks, one after the other (`forward_schedule.deal`).
 
 Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", has halves of the
 columns in two warpgroups.
