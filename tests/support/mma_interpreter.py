@@ -133,9 +133,6 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
         target[...] = lax.dynamic_slice_in_dim(pieces, column, width, axis=2).reshape(target.shape)
 
     def copy_cached_rows(self, rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
-        self.convert_cached_rows(rows, target, first, limit)
-
-    def convert_cached_rows(self, rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
         place, size = first + jnp.arange(target.shape[-2]), rows.page_size
         page = jnp.where(place < limit, rows.table[...].at[place // size].get(mode="clip"), 0)
         numbers = rows.cache[...].astype(jnp.float32)[page * size + place % size]
