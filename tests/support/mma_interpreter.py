@@ -165,11 +165,14 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
     def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
         self.store_rows(_joined(pair), target, first, limit, columns)
 
-    def add_pair(self, pair: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
-        for number, values in enumerate(jnp.split(_joined(pair), 2, axis=1)):
-            self.add_rows(values, target, row, column + number * half, together)
+    def add_rows(self, blocks: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
+        parts = [*blocks] if len(blocks) == 1 else jnp.split(_joined(blocks), 2, axis=1)
+        for number, values in enumerate(parts):
+            self._add_to_sums(values, target, row, column + number * half, together)
 
-    def add_rows(self, values: Float[Array, "64 columns"], target: Ref, row: Any, column: Any, together: int) -> None:
+    def _add_to_sums(
+        self, values: Float[Array, "rows columns"], target: Ref, row: Any, column: Any, together: int
+    ) -> None:
         groups, units = values.shape[0] // 8, values.shape[1] // 16
         if together == 4:
             numbers = sums.from_rows(values)

@@ -31,7 +31,6 @@ class MmaOps(Ops):
     store_pair = staticmethod(copies.store_pair)
 
     add_rows = staticmethod(device_sums.add_rows)
-    add_pair = staticmethod(device_sums.add_pair)
     load_sums = staticmethod(device_sums.load_rows)
 
 
