@@ -133,9 +133,6 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
         target[...] = lax.dynamic_slice_in_dim(pieces, column, width, axis=2).reshape(target.shape)
 
     def copy_cached_rows(self, rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
-        self.convert_cached_rows(rows, target, first, limit)
-
-    def convert_cached_rows(self, rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
         place, size = first + jnp.arange(target.shape[-2]), rows.page_size
         page = jnp.where(place < limit, rows.table[...].at[place // size].get(mode="clip"), 0)
         numbers = rows.cache[...].astype(jnp.float32)[page * size + place % size]
@@ -168,11 +165,14 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
     def store_pair(self, pair: Tiles, target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None) -> None:
         self.store_rows(_joined(pair), target, first, limit, columns)
 
-    def add_pair(self, pair: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
-        for number, values in enumerate(jnp.split(_joined(pair), 2, axis=1)):
-            self.add_rows(values, target, row, column + number * half, together)
+    def add_rows(self, blocks: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
+        parts = [*blocks] if len(blocks) == 1 else jnp.split(_joined(blocks), 2, axis=1)
+        for number, values in enumerate(parts):
+            self._add_to_sums(values, target, row, column + number * half, together)
 
-    def add_rows(self, values: Float[Array, "64 columns"], target: Ref, row: Any, column: Any, together: int) -> None:
+    def _add_to_sums(
+        self, values: Float[Array, "rows columns"], target: Ref, row: Any, column: Any, together: int
+    ) -> None:
         groups, units = values.shape[0] // 8, values.shape[1] // 16
         if together == 4:
             numbers = sums.from_rows(values)

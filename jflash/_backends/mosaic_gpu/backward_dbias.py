@@ -60,7 +60,7 @@ def shared_memory(spec: Spec, tile: RowTiles, splits: int = 1) -> Buffers:
         k=k,
         do=do,
         v=v,
-        bias=smem.ring((tile.stages, tile.rows, tile.keys), spec.bias_dtype, readers=tile.warpgroups),
+        bias=smem.ring(smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype), readers=tile.warpgroups),
         d_bias=smem.tile((tile.rows, tile.keys), dbias_schedule.stored_dtype(spec, splits)),
         qk=barriers(q, k),
         vo=barriers(do, v),

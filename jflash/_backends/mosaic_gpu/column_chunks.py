@@ -90,8 +90,8 @@ class ColumnChunks:
         One warpgroup of each CTA along `cluster` reads them.
         """
         shape, in_array = (slots, rows, self.width), columns * self.pieces
-        ring = smem.ring(shape, facts_of(spec).operand_dtype, in_array, readers=1, chunk=self.width, cluster=cluster)
-        return smem.in_parts(ring, cache_rows.parts(spec, rows))
+        tiles = smem.tile(shape, facts_of(spec).operand_dtype, in_array, chunk=self.width)
+        return smem.ring(tiles, readers=1, parts=cache_rows.parts(spec, rows), cluster=cluster)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,16 +49,14 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
     o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
-    others, parts = has_bias_tiles + bias_by_mma, cache_rows.parts(spec, tile.keys)
-    k = tiles.ring((tile.stages, tile.keys, columns), readers=tile.warpgroups, others=others)
-    v = value_tiles.ring((tile.stages, tile.keys, value_columns), readers=tile.warpgroups)
+    read_by_all = dict(readers=tile.warpgroups, parts=cache_rows.parts(spec, tile.keys))
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. That of packed heads, or of a partial
         # call, leaves from registers.
         q_o=(q, o) if output_stores else smem.reused(q, None if from_registers else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
-        k=smem.in_parts(k, parts),
-        v=smem.in_parts(v, parts, mends=cache_rows.mends(spec)),
+        k=tiles.ring((tile.stages, tile.keys, columns), **read_by_all, others=has_bias_tiles + bias_by_mma),
+        v=value_tiles.ring((tile.stages, tile.keys, value_columns), **read_by_all, mends=cache_rows.mends(spec)),
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,

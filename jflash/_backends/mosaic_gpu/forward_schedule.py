@@ -5,7 +5,7 @@ before the last one ends, and a warpgroup that has less to do begins while other
 the same time shares keys, which stay in the second-level cache.
 
 `ForwardSchedule` counts items out: a head's blocks, or those of several batch entries, make one list, from which they
-go to CTAs in turn. `DealtItems` are lists made before the call: each item goes to the CTA that should be done first.
+go to CTAs in turn. `deal` makes lists before the call: each item goes to the CTA that should be done first.
 
 `choose` asks a model of the device, fitted to measurements:
 examples/benchmarks/experiments/2026-11-22-forward-schedule.md.
@@ -195,27 +195,25 @@ Place = tuple[int, int, int]
 """The head of an item, its batch entry, and its turn among their blocks."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DealtItems:
-    """A list of items for each of as many CTAs as run at once."""
+Lists = tuple[tuple[Place, ...], ...]
+"""A list of items for each of as many CTAs as run at once."""
 
-    lists: tuple[tuple[Place, ...], ...]
 
-    @staticmethod
-    @functools.lru_cache(maxsize=64)
-    def of(places: tuple[Place, ...], times: tuple[float, ...], ctas: int) -> DealtItems:
-        """Deal out items, given in the order in which they should begin; `times` are how long each turn takes."""
-        lists = [list[Place]() for _ in range(ctas)]
-        free = [(0.0, cta) for cta in range(ctas)]
-        for place in places:
-            start, cta = free[0]
-            lists[cta].append(place)
-            heapq.heapreplace(free, (start + times[place[2]], cta))
-        return DealtItems(tuple(map(tuple, lists)))
+@functools.lru_cache(maxsize=64)
+def deal(places: tuple[Place, ...], times: tuple[float, ...], ctas: int) -> Lists:
+    """Deal out items, given in the order in which they should begin; `times` are how long each turn takes."""
+    lists = [list[Place]() for _ in range(ctas)]
+    free = [(0.0, cta) for cta in range(ctas)]
+    for place in places:
+        start, cta = free[0]
+        lists[cta].append(place)
+        heapq.heapreplace(free, (start + times[place[2]], cta))
+    return tuple(map(tuple, lists))
 
-    def table(self) -> Int[Array, "ctas places 3"]:
-        """The lists as kernels read them: for each CTA the number of its items, and their places."""
-        return _table.bind(items=self)
+
+def table(lists: Lists) -> Int[Array, "ctas places 3"]:
+    """The lists as kernels read them: for each CTA the number of its items, and their places."""
+    return _table.bind(lists=lists)
 
 
 class DealtTo(NamedTuple):
@@ -238,15 +236,15 @@ class DealtTo(NamedTuple):
         return head, batch, turn
 
 
-def _values(items: DealtItems) -> Int[np.ndarray, "ctas places 3"]:
-    table = np.zeros((len(items.lists), 1 + max(map(len, items.lists)), 3), np.int32)
-    for row, places in zip(table, items.lists, strict=True):
+def _values(lists: Lists) -> Int[np.ndarray, "ctas places 3"]:
+    table = np.zeros((len(lists), 1 + max(map(len, lists)), 3), np.int32)
+    for row, places in zip(table, lists, strict=True):
         row[0], row[1 : 1 + len(places)] = len(places), places
     return table
 
 
 # `custom_partitioning` refuses arrays that a traced function closes over, as this would be.
 _table = Primitive("jflash_items")
-_table.def_impl(lambda items: jnp.asarray(_values(items)))
-_table.def_abstract_eval(lambda items: ShapedArray(_values(items).shape, jnp.int32))
-mlir.register_lowering(_table, lambda _, items: [mlir.ir_constant(_values(items))])
+_table.def_impl(lambda lists: jnp.asarray(_values(lists)))
+_table.def_abstract_eval(lambda lists: ShapedArray(_values(lists).shape, jnp.int32))
+mlir.register_lowering(_table, lambda _, lists: [mlir.ir_constant(_values(lists))])

@@ -16,7 +16,7 @@ A chunk of a tile of keys or of values leaves as soon as it has been read, so th
 For each byte that it copies a CTA makes half as many multiply-adds as one of 128 rows and 256 columns. CTAs that read
 the same at the same time are served by one read of the second-level cache. Those that begin at different times, as
 causal blocks do, are too many for it: so the CTAs of two neighbouring blocks copy each tile together. Such a pair takes
-several pairs of blocks, one after the other (`DealtItems`).
+several pairs of blocks, one after the other (`forward_schedule.deal`).
 
 Source: FlashMLA (github.com/deepseek-ai/FlashMLA), "A Deep Dive Into The New Flash MLA Kernel", has halves of the
 columns in two warpgroups.
@@ -231,30 +231,21 @@ class WideForwardCta(ForwardCta):
         shared, copies = self.smem, self._copies()
         self._set_registers(self.plan.registers.copy)
 
+        def issue(keys: tuple[_Item, Any] | None, values: tuple[_Item, Any] | None) -> None:
+            """Copy an item's tile of keys, and a tile's values, if there are such ones."""
+            for of_keys, copy in copies:
+                place = keys if of_keys else values
+                if place is not None:
+                    copy(*place)
+
         def copy_item(number: Any, item: _Item) -> None:
             last = item.tiles.count - 1
-
-            def copy_tile(index: Array) -> None:
-                for of_keys, copy in copies:
-                    copy(item, index + int(of_keys))
-
-            def copy_last_beside(following: Any) -> None:
-                begin = self._item(following, item.stop), jnp.int32(0)
-                for of_keys, copy in copies:
-                    copy(*(begin if of_keys else (item, last)))
-
-            def copy_last() -> None:
-                for of_keys, copy in copies:
-                    if not of_keys:
-                        copy(item, last)
-
+            copy_tile = lambda index: issue((item, index + 1), (item, index))
+            copy_last_beside = lambda following: issue((self._item(following, item.stop), jnp.int32(0)), (item, last))
             pipeline.for_each_copy(last, copy_tile, "head", "block", "head_group", "batch")
-            self._if_next(number, copy_last_beside, copy_last)
+            self._if_next(number, copy_last_beside, lambda: issue(None, (item, last)))
 
-        first = self._first_item()
-        for of_keys, copy in copies:
-            if of_keys:
-                copy(first, jnp.int32(0))
+        issue((self._first_item(), jnp.int32(0)), None)
         self._each(copy_item)
         pipeline.drain(*(ring.empty for ring in (shared.keys, *shared.biases, *shared.values)))
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu import smem
+from jflash._backends.mosaic_gpu import forward_schedule, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan, visited_tiles
-from jflash._backends.mosaic_gpu.forward_schedule import ITEM_TIME, DealtItems, ForwardSchedule
+from jflash._backends.mosaic_gpu.forward_schedule import ITEM_TIME, ForwardSchedule, Lists
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
@@ -70,7 +70,7 @@ class WideForwardPlan(ForwardPlan):
     tile: WideTiles
     in_pairs: bool = False
     """Whether CTAs of neighbouring blocks share the tiles that they copy."""
-    dealt: DealtItems | None = None
+    dealt: Lists | None = None
     """The work items of each CTA; `None`: each has one."""
 
     @property
@@ -118,13 +118,13 @@ class WideForwardPlan(ForwardPlan):
         return shared_memory(self.spec, self.tile, in_pairs=self.in_pairs)
 
     def arrays(self, call: HopperForward) -> dict[str, Array]:
-        dealt = {} if self.dealt is None else {ITEMS: self.dealt.table()}
+        dealt = {} if self.dealt is None else {ITEMS: forward_schedule.table(self.dealt)}
         return super().arrays(call) | dealt
 
     @property
     def launch(self) -> Launch:
         launch, cluster = super().launch, {PAIR: 2} if self.in_pairs else {}
-        grid = launch.grid if self.dealt is None else dict.fromkeys(launch.grid, 1) | dict(block=len(self.dealt.lists))
+        grid = launch.grid if self.dealt is None else dict.fromkeys(launch.grid, 1) | dict(block=len(self.dealt))
         return dataclasses.replace(launch, grid=grid, cluster=cluster, warpgroups=2 + HALVES)
 
 
@@ -148,14 +148,14 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
     q = tiles.operand((1, WARPGROUP_ROWS, chunks.columns), head_dim, chunk=chunks.width)
     number, columns = _value_chunks(spec)
     values, bias = (tile.stages, tile.value_keys, columns), (1, tile.rows, tile.keys)
-    rings = [tiles.ring(values, value_dim, readers=1, cluster=cluster) for _ in range(number)]
-    parts = cache_rows.parts(spec, tile.value_keys)
+    parts, mends = cache_rows.parts(spec, tile.value_keys), cache_rows.mends(spec)
+    ring = lambda: tiles.ring(values, value_dim, readers=1, parts=parts, mends=mends, cluster=cluster)
     return Buffers(
         q_o=smem.reused(q, None),
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
         keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
-        values=[smem.in_parts(ring, parts, mends=cache_rows.mends(spec)) for ring in rings],
-        biases=[smem.ring(bias, spec.bias_dtype, readers=1)] if facts_of(spec).has_bias_tiles else [],
+        values=[ring() for _ in range(number)],
+        biases=[smem.ring(smem.tile(bias, spec.bias_dtype), readers=1)] if facts_of(spec).has_bias_tiles else [],
         # What the warpgroup that makes P hands to those that weigh.
         handed=Buffers(
             p=tiles.operand((WARPGROUP_ROWS, tile.keys)),
@@ -187,7 +187,7 @@ def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
     return dataclasses.replace(plan, dealt=_deal(plan, processors))
 
 
-def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
+def _deal(plan: WideForwardPlan, processors: int | None) -> Lists | None:
     """The work items of each pair of CTAs, if one has several and it is known what they visit.
 
     Not where all blocks see the same, as CTAs with lists come to read at different times; nor with three pieces of
@@ -205,7 +205,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> DealtItems | None:
     else:
         places = ((head, entry, turn) for head, turn, entry in itertools.product(heads, turns, entries))
     visits = visited_tiles(spec, plan.packed_heads, plan.rows_of_a_range, plan.tile.keys)
-    return DealtItems.of(tuple(places), tuple(ITEM_TIME + count for count in reversed(visits)), pairs)
+    return forward_schedule.deal(tuple(places), tuple(ITEM_TIME + count for count in reversed(visits)), pairs)
 
 
 def _limits_are_known(spec: Spec) -> bool:

@@ -264,7 +264,7 @@ def describe(spec: Spec, processors: int | None) -> str:
     if forward.output_stores:
         details += f", output in {forward.output_stores} stores"
     if isinstance(forward, WideForwardPlan) and forward.dealt is not None:
-        details += f", lists of up to {max(map(len, forward.dealt.lists))} blocks"
+        details += f", lists of up to {max(map(len, forward.dealt))} blocks"
     lines = [*kernels("forward", [forward], smem.CAPACITY), f"    {details}"]
     if spec.pages is None:
         lines += _derivatives(spec, processors)

@@ -17,8 +17,8 @@ from jflash._backends.nvidia.smem import Buffers, barriers, in_one_view, opened,
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
-__all__ = ["CAPACITY", "CallTiles", "Overlaid", "barriers", "choose_tiles", "copies", "fits", "in_parts", "panels_of"]
-__all__ += ["reused", "ring", "size", "tile", "vectors"]
+__all__ = ["CAPACITY", "CallTiles", "Overlaid", "barriers", "choose_tiles", "copies", "fits", "panels_of", "reused"]
+__all__ += ["ring", "size", "tile", "vectors"]
 
 CAPACITY = 227 * 1024
 """Bytes that a CTA may have on Hopper (CUDA programming guide, compute capability 9.0)."""
@@ -73,36 +73,20 @@ def _transforms(width: int, dtype: Any) -> tuple[Any, ...]:
 
 
 def ring(
-    shape: tuple[int, ...],
-    dtype: Any,
-    *divides: int,
-    readers: int,
-    others: int = 0,
-    chunk: int | None = None,
-    in_panels: bool = False,
-    cluster: str | None = None,
+    tiles: Any, *, readers: int, others: int = 0, parts: int = 1, mends: bool = False, cluster: str | None = None
 ) -> Buffers:
     """Return `tiles`, `[slots, rows, columns]`, that are copied ahead of their readers, and for each slot two barriers.
 
-    `full` completes a phase when a slot's tile and as many `others` have arrived, `empty` when all readers are done: of
-    each CTA along the axis `cluster`, if copies are for all of them. The other arguments are those of `tile`.
+    `full` completes a phase when a slot's tile, in `parts` copies of rows, and as many `others` have arrived, `empty`
+    when all readers are done: of each CTA along the axis `cluster`, if copies are for all of them. If the warpgroup
+    that copies `mends` a tile before others read it, `full` has one barrier more, of copies that this warpgroup waits
+    for.
     """
-    tiles = tile(shape, dtype, *divides, chunk=chunk, in_panels=in_panels)
-    full, empty = barriers(shape[0], arrivals=copies(tiles) + others), barriers(shape[0], arrivals=readers)
+    slots = tiles.shape[0]
+    full, empty = barriers(slots + mends, arrivals=parts * copies(tiles) + others), barriers(slots, arrivals=readers)
     if cluster is not None:
-        empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=shape[0], num_arrivals=readers)
+        empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=slots, num_arrivals=readers)
     return Buffers(tiles=tiles, full=full, empty=empty)
-
-
-def in_parts(ring: Buffers, parts: int, *, mends: bool = False) -> Buffers:
-    """Return a ring whose tiles each come in `parts` copies of rows.
-
-    If the warpgroup that copies `mends` a tile before others read it, `full` has one barrier more, of copies that this
-    warpgroup waits for.
-    """
-    arrivals = ring.full.num_arrivals + (parts - 1) * copies(ring.tiles)
-    full = barriers(ring.tiles.shape[0] + mends, arrivals)
-    return Buffers(tiles=ring.tiles, full=full, empty=ring.empty)
 
 
 def copies(*tiles: Any) -> int:
@@ -229,25 +213,15 @@ class CallTiles:
 
     def operand(self, shape: tuple[int, ...], *divides: int, chunk: int | None = None) -> Any:
         """Return tiles `[..., rows, columns]` of an operand, with all its pieces."""
-        given, chunk = self._of_pieces(shape, divides, chunk)
-        return tile(*given, chunk=chunk, in_panels=self.in_panels)
+        pieces, dtype = facts_of(self.spec).pieces, facts_of(self.spec).operand_dtype
+        chunk = shape[-1] if chunk is None and pieces > 1 else chunk
+        shape, divides = (*shape[:-1], pieces * shape[-1]), tuple(pieces * width for width in divides)
+        return tile(shape, dtype, *divides, chunk=chunk, in_panels=self.in_panels)
 
     def ring(self, shape: tuple[int, ...], *divides: int, chunk: int | None = None, **options: Any) -> Buffers:
         """Return a `ring` of an operand's tiles, with its other options."""
-        given, chunk = self._of_pieces(shape, divides, chunk)
-        return ring(*given, chunk=chunk, in_panels=self.in_panels, **options)
+        return ring(self.operand(shape, *divides, chunk=chunk), **options)
 
     def result(self, shape: tuple[int, ...], *divides: int, chunk: int | None = None) -> Any:
         """Return tiles `[..., rows, columns]` of a result."""
         return tile(shape, self.spec.dtype, *divides, chunk=chunk, in_panels=self.in_panels)
-
-    def _of_pieces(
-        self, shape: tuple[int, ...], divides: tuple[int, ...], chunk: int | None
-    ) -> tuple[tuple[Any, ...], int | None]:
-        count = facts_of(self.spec).pieces
-        wide = (
-            (*shape[:-1], count * shape[-1]),
-            facts_of(self.spec).operand_dtype,
-            *(count * width for width in divides),
-        )
-        return wide, shape[-1] if chunk is None and count > 1 else chunk

@@ -27,7 +27,7 @@ class SourceTile:
     """A tile of an array, or of both keys and values.
 
     Pages are looked up when it is made, and so before its copies wait for their slots. A tile of keys whose kernel
-    `mends` goes to rings that are made for it (`smem.in_parts`).
+    `mends` goes to rings that are made for it (`smem.ring`).
     """
 
     def __init__(self, inputs: TmaInputs, tile: GmemTile, *, mends: bool = False) -> None:

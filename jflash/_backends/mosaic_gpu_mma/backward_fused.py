@@ -215,7 +215,7 @@ class FusedCta(KeysCta[FusedPlan]):
                 ops.meet(shares)
             self._copy_tile(step + 1)
         if not self.adds_dq_between:
-            self._add_dq(*place, shared.ds, self._dq_columns())
+            self._add_dq(*place, Transposed(shared.ds), self._dq_columns())
         return acc, totals
 
     def _add_pass(
@@ -268,7 +268,7 @@ class FusedCta(KeysCta[FusedPlan]):
         """
         acc, shared, steps = dict(acc), self.smem, self.plan.tile.size // STEP
         do, q = (ring.at[slot, self.warpgroup] for ring in (shared.d_out, shared.query))
-        rows, chunks = self._dq_chunks() if self.adds_dq_between else (shared.ds, [])
+        rows, chunks = self._dq_chunks() if self.adds_dq_between else (Transposed(shared.ds), [])
         for step in range(steps):
             for columns in chunks[len(chunks) * step // steps : len(chunks) * (step + 1) // steps]:
                 self._add_dq(head, first, rows, columns)
@@ -281,7 +281,7 @@ class FusedCta(KeysCta[FusedPlan]):
         too few sums to be made beside each other."""
         columns = self._dq_columns()
         if not can_pair(self.smem.key.shape[-1]):
-            return self.smem.ds, [columns]
+            return Transposed(self.smem.ds), [columns]
         rows = self.ops.load_rows(self.smem.ds, transposed=True, paired=True)
         return rows, [columns[first : first + STEP] for first in columns[::STEP]]
 
@@ -291,16 +291,12 @@ class FusedCta(KeysCta[FusedPlan]):
         return range(width // 2 if can_pair(width) else width)
 
     def _add_dq(self, head: Any, first: Any, rows: Operand, columns: range) -> None:
-        """Add some columns of a tile's dQ, or of each half, to device memory; `rows` are dS, in shared memory dS^T."""
-        k, together = self.smem.key.at[self.warpgroup], self.plan.together
+        """Add some columns of a tile's dQ, or of each half, to device memory; `rows` are dS."""
+        k = self.smem.key.at[self.warpgroup]
         target = self.refs.arrays["dq_acc"].at[self.item.batch, head]
         width = k.shape[-1]
-        rows = rows if isinstance(rows, tuple) else Transposed(rows)
         place = first, self.warpgroup * width + columns.start
         paired = can_pair(width)
         zeros = self.zeros(2 if paired else 1, len(columns))
         dq = self.add_product(zeros, rows, k, first_column=columns.start, paired=paired)
-        if paired:
-            self.ops.add_pair(dq, target, *place, together, width // 2)
-        else:
-            self.ops.add_rows(dq[0], target, *place, together)
+        self.ops.add_rows(dq, target, *place, self.plan.together, width // 2)

@@ -57,12 +57,6 @@ def buffers(spec: Spec, tile: Tile, rows: Sequence[str], visited: Sequence[str],
     return Buffers(**of_rows, **rings, **others)
 
 
-def converts(spec: Spec, name: str) -> bool:
-    """Return whether keys or values of a paged cache are converted, rather than copied as they are."""
-    assert spec.pages is not None
-    return spec.pages.dtype != facts_of(spec).operand_dtype or SCALES[name] in spec.operands
-
-
 def copies_bias(spec: Spec) -> bool:
     """Return whether tiles of the bias come through shared memory, as those of operands do: numbers of 16 bits."""
     return facts_of(spec).bias_tile_bytes == 2
@@ -129,7 +123,7 @@ class Cta[Plan: TiledPlan]:
         self.ops.copy_rows(source, target, first, limit, chunk)
 
     def copy_cached(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:
-        """Begin to copy keys or values from a cache's pages, zeros past the length; what is converted is stored."""
+        """Copy keys or values from a cache's pages, or begin to, with zeros past the length."""
         spec, pages, arrays = self.plan.spec, self.plan.spec.pages, self.refs.arrays
         assert pages is not None
         width = spec.head_dim if name == "key" else spec.value_dim
@@ -141,8 +135,7 @@ class Cta[Plan: TiledPlan]:
         cache = own(arrays[name], slice(None), head, pl.ds(column, width))
         rows = CachedRows(cache, own(arrays["page_table"]), pages.size, scales)
         length: Any = self.inputs.value("key_lengths", batch)
-        copy = self.ops.convert_cached_rows if converts(spec, name) else self.ops.copy_cached_rows
-        copy(rows, target, first, jnp.minimum(length, spec.key_length))
+        self.ops.copy_cached_rows(rows, target, first, jnp.minimum(length, spec.key_length))
 
     def copy_bias(self, at: TileCoord, target: Ref) -> None:
         """Begin to copy a tile of the bias, `[queries, keys]`, with zeros past the array's ends."""

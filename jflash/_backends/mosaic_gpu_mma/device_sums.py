@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,8 +18,6 @@ from jflash._backends.nvidia.threads.sums import COLUMNS, ROWS, UNIT, Places, ad
 
 _utils: Any = mgpu.utils
 
-Sums = Ref
-
 
 def shape(rows: int, columns: int) -> tuple[int, int, int]:
     """Return the shape of the sums of a tile; `columns` is a multiple of 16."""
@@ -30,35 +29,23 @@ def together(compute_capability: str) -> int:
     return 4 if float(compute_capability) >= 9 else 1
 
 
-def add_rows(
-    values: Float[Array, "64 columns"],
-    target: Sums,
-    row: Any,
-    column: Any,
-    together: int,
-    of_pair: int | None = None,
-    half: int = 0,
-) -> None:
-    """Add to rows from `row` on, a multiple of 8, and columns from `column` on, a multiple of 16.
+def add_rows(blocks: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
+    """Add a block or a pair to rows from `row` on, a multiple of 8, and columns from `column` on, a multiple of 16.
 
-    The values may be some columns of one block `of_pair`, whose blocks have `half` of all.
+    They may be some columns of a tile, or of its halves, which have `half` of all.
     """
 
-    def make(o: Lanes, values: Any, target: Any, row: Any, column: Any) -> None:
+    def make(o: Lanes, values: Any, target: Any, row: Any, column: Any, of_pair: int | None) -> None:
         below, beside = o.warp_place(half, of_pair)
         numbers = _numbers(o, target, o.add(row, below), o.add(column, beside), together)
         add_numbers(o, numbers, list(values.registers.flat))
 
-    Lanes.emit(make, values, target, row, column)
+    for number, values in enumerate(blocks):
+        of_pair = number if len(blocks) > 1 else None
+        Lanes.emit(functools.partial(make, of_pair=of_pair), values, target, row, column)
 
 
-def add_pair(pair: Tiles, target: Sums, row: Any, column: Any, together: int, half: int) -> None:
-    """Add a pair of blocks, or some columns of one whose blocks have `half` of all, from a row and a column on."""
-    for number, values in enumerate(pair):
-        add_rows(values, target, row, column, together, number, half)
-
-
-def load_rows(source: Sums, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
+def load_rows(source: Ref, row: Any, columns: int, together: int) -> Float[Array, "64 columns"]:
     """Return rows from `row` on, a multiple of 8."""
     made = WARPGROUP_ROWS, columns
 

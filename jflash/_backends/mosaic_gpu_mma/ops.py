@@ -23,7 +23,6 @@ class MmaOps(Ops):
 
     copy_rows = staticmethod(copies.copy_rows)
     copy_cached_rows = staticmethod(paged_copies.copy_cached_rows)
-    convert_cached_rows = staticmethod(paged_copies.convert_cached_rows)
     copy_numbers = staticmethod(copies.copy_numbers)
     commit = staticmethod(copies.commit)
     wait = staticmethod(copies.wait)
@@ -32,7 +31,6 @@ class MmaOps(Ops):
     store_pair = staticmethod(copies.store_pair)
 
     add_rows = staticmethod(device_sums.add_rows)
-    add_pair = staticmethod(device_sums.add_pair)
     load_sums = staticmethod(device_sums.load_rows)
 
 

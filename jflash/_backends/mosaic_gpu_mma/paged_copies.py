@@ -38,31 +38,23 @@ class CachedRows(NamedTuple):
 
 
 def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
-    """Begin to copy a sequence's rows, from `first` on, to a tile `[rows, columns]`; zeros for those from `limit` on.
+    """Copy a sequence's rows, from `first` on, to a tile `[rows, columns]`; zeros for those from `limit` on.
 
-    They have the tile's dtype and no scales.
-    """
-
-    def make(o: Lanes, cache: Any, table: Any, target: Any, first: Any, limit: Any) -> None:
-        paged = PagedRows.of_array(o, cache, o.device_address(table), rows.page_size)
-        copy_tile(o, paged, SmemTile(*o.shape(target)), o.shared_address(target), first, limit)
-
-    Lanes.emit(make, rows.cache, rows.table, target, first, limit)
-
-
-def convert_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
-    """Store a sequence's rows, from `first` on, in a tile `[rows, columns]`; zeros for those from `limit` on.
-
-    They are of any dtype, multiplied by their pages' scales, and converted to the tile's dtype. In pieces the tile is
-    `[pieces, rows, columns]`.
+    Those of the tile's dtype without scales are on their way then. Others are multiplied by their pages' scales,
+    converted to that dtype, and stored; in pieces the tile is `[pieces, rows, columns]`.
     """
     dtypes = rows.cache.dtype.name, target.dtype.name
+    is_converted = rows.cache.dtype != target.dtype or rows.scales is not None
 
     def make(o: Lanes, cache: Any, table: Any, scales: Any, target: Any, first: Any, limit: Any) -> None:
         *pieces, height, width = o.shape(target)
         paged = PagedRows.of_array(o, cache, o.device_address(table), rows.page_size)
-        conversion = Conversion.of(o, *dtypes, math.prod(pieces), scales)
-        convert_tile(o, paged, conversion, SmemTile(height, width), o.shared_address(target), first, limit)
+        conversion = Conversion.of(o, *dtypes, math.prod(pieces), scales) if is_converted else None
+        tile, base = SmemTile(height, width), o.shared_address(target)
+        if conversion is None:
+            copy_tile(o, paged, tile, base, first, limit)
+        else:
+            convert_tile(o, paged, conversion, tile, base, first, limit)
 
     Lanes.emit(make, rows.cache, rows.table, rows.scales, target, first, limit)
 

@@ -13,7 +13,7 @@ from short_run import cover
 
 from jflash._backends.mosaic_gpu import forward_schedule, smem
 from jflash._backends.mosaic_gpu.forward_plan import output_stores, shared_memory
-from jflash._backends.mosaic_gpu.forward_schedule import DealtItems, DealtTo, Device, ForwardSchedule
+from jflash._backends.mosaic_gpu.forward_schedule import DealtTo, Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import TileList
@@ -45,18 +45,18 @@ def test_every_block_is_an_item_of_one_cta(blocks: int, batch: int, entries: int
 def test_items_are_dealt_out(items: int, ctas: int):
     """Each once, in their order, and no CTA has an item more to do than another."""
     places, times = tuple((index % 3, index % 2, index) for index in range(items)), tuple(range(items + 5, 5, -1))
-    dealt = DealtItems.of(places, times, ctas)
-    assert sorted(place for own in dealt.lists for place in own) == sorted(places)
-    assert all(own == tuple(sorted(own, key=places.index)) for own in dealt.lists)
-    work = [sum(times[turn] for *_, turn in own) for own in dealt.lists]
+    dealt = forward_schedule.deal(places, times, ctas)
+    assert sorted(place for own in dealt for place in own) == sorted(places)
+    assert all(own == tuple(sorted(own, key=places.index)) for own in dealt)
+    work = [sum(times[turn] for *_, turn in own) for own in dealt]
     assert max(work) - min(work) <= max(times)
-    table, taken = jax.jit(dealt.table)(), []
+    table, taken = jax.jit(functools.partial(forward_schedule.table, dealt))(), []
 
     def take(cta: int, index: int, before: int) -> int:
         """Each CTA of a kernel finds its list in the table."""
         found = DealtTo(table, cta)
         taken.append(tuple(map(int, found.place(index))))
-        following = index + 1 if index + 1 < len(dealt.lists[cta]) else None
+        following = index + 1 if index + 1 < len(dealt[cta]) else None
         given = []
         found.if_next(index, given.append, lambda: given.append(None))
         assert given == [following]
@@ -64,8 +64,8 @@ def test_items_are_dealt_out(items: int, ctas: int):
 
     with jax.disable_jit():
         counts = [int(DealtTo(table, cta).each(functools.partial(take, cta))) for cta in range(ctas)]
-    assert counts == list(map(len, dealt.lists))
-    assert taken == [place for own in dealt.lists for place in own]
+    assert counts == list(map(len, dealt))
+    assert taken == [place for own in dealt for place in own]
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2, 3])

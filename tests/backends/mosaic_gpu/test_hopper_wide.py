@@ -129,10 +129,10 @@ def test_blocks_are_dealt_out(dtype: str, dims: tuple[int, int], options: dict):
     spec, _ = hopper_kernels.canonical(call)
     found = plan.plan_forward(spec, 4).plan
     assert found.dealt is not None
-    assert sorted(place for places in found.dealt.lists for place in places) == sorted(np.ndindex(2, 1, 3))
-    assert len(found.dealt.lists) == 2
-    assert min(map(len, found.dealt.lists)) > 1
-    assert f"lists of up to {max(map(len, found.dealt.lists))} blocks" in plan.describe(spec, 4)
+    assert sorted(place for places in found.dealt for place in places) == sorted(np.ndindex(2, 1, 3))
+    assert len(found.dealt) == 2
+    assert min(map(len, found.dealt)) > 1
+    assert f"lists of up to {max(map(len, found.dealt))} blocks" in plan.describe(spec, 4)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, 4), call)
 
 
