@@ -32,7 +32,7 @@ def together(compute_capability: str) -> int:
 def add_rows(blocks: Tiles, target: Ref, row: Any, column: Any, together: int, half: int) -> None:
     """Add a block or a pair to rows from `row` on, a multiple of 8, and columns from `column` on, a multiple of 16.
 
-    They may be some columns of a tile, or of its halves, which have `half` of all.
+    The values may be some columns of a tile. Those of a pair belong to its halves, which have `half` of all columns.
     """
 
     def make(o: Lanes, values: Any, target: Any, row: Any, column: Any, of_pair: int | None) -> None:

@@ -40,8 +40,8 @@ class CachedRows(NamedTuple):
 def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
     """Copy a sequence's rows, from `first` on, to a tile `[rows, columns]`; zeros for those from `limit` on.
 
-    Those of the tile's dtype without scales are on their way then. Others are multiplied by their pages' scales,
-    converted to that dtype, and stored; in pieces the tile is `[pieces, rows, columns]`.
+    Rows that have the tile's dtype and no scales are still on their way when this returns. Others are multiplied by
+    their pages' scales, converted to that dtype, and stored; in pieces the tile is `[pieces, rows, columns]`.
     """
     dtypes = rows.cache.dtype.name, target.dtype.name
     is_converted = rows.cache.dtype != target.dtype or rows.scales is not None
