@@ -110,12 +110,13 @@ class HopperTangent(Prepared):
     @property
     def moved_others(self) -> dict[str, Array]:
         """The tangents of operands but query, key and value, by their operands' names with `t_` before them."""
-        tangents = self.tangents._replace(mask_mod_arrays=())
-        if jax.tree.leaves(tangents.score_mod_arrays):
+        arrays: tuple[Any, ...] = ()
+        if jax.tree.leaves(self.tangents.score_mod_arrays):
             # Arrays that have tangents, and do not move, have zeros.
             zeros = lambda array: jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else None
-            both: Any = zip(self.operands.score_mod_arrays, tangents.score_mod_arrays, strict=True)
-            tangents = tangents._replace(score_mod_arrays=tuple(zeros(a) if t is None else t for a, t in both))
+            both: Any = zip(self.operands.score_mod_arrays, self.tangents.score_mod_arrays, strict=True)
+            arrays = tuple(zeros(a) if t is None else t for a, t in both)
+        tangents = self.tangents._replace(score_mod_arrays=arrays, mask_mod_arrays=())
         moved = prepared.operands_for_kernels(self.spec, tangents)
         return {f"t_{name}": array for name, array in moved.items()}
 

@@ -46,7 +46,11 @@ def load(inputs: KernelInputs, kind: Kind, at: TileCoord, tile: Tile) -> tuple[A
 
 def _differs(read: Read, tile: Tile) -> bool:
     """Return whether a tile's elements read different numbers; where heads are packed, its rows have their own."""
-    return read.by_position or ("head" in read.needs and jnp.ndim(tile.head) > 0)
+    return read.by_position or ("head" in read.needs and _is_tile(tile.head))
+
+
+def _is_tile(value: Any) -> bool:
+    return jnp.ndim(value) > 0
 
 
 def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = ()) -> Any:
@@ -58,7 +62,7 @@ def index(function: Function, read: Read, tile: Tile, numbers: Sequence[Any] = (
     if not _differs(read, tile):
         # What differs between elements has no part in the index.
         zero, known = jnp.int32(0), list[Any]([tile.head, *numbers])
-        head, *others = (jnp.zeros((), value.dtype) if jnp.ndim(value) > 0 else value for value in known)
+        head, *others = (jnp.zeros((), value.dtype) if _is_tile(value) else value for value in known)
         return scalar(zero, tile.batch, head, zero, zero, *others, ())
     query, key = tile.indices
     others: Any = tile.batch, tile.head, key, tile.key_minus_query, *numbers
