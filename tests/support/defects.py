@@ -181,7 +181,7 @@ DEFECTS = [
     ),
     Defect(
         "mosaic_gpu: keys past the end have weights in the backward",
-        "visited_range",
+        "visited",
         "jnp.where(row + rows > spec.key_length, first, whole[1])",
         "whole[1]",
         f"{INTERPRETED}::test_no_weight_on_keys_past_the_end",

@@ -9,6 +9,7 @@ import numpy as np
 
 from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu.plan import plan_backward
+from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._semantics.spec import Spec
 
 
@@ -35,6 +36,21 @@ def spec(head_dim: int, value_dim: int, bias: Any = None, **facts: Any) -> Spec:
         scale=0.1,
         query_offset=0,
     )
+
+
+def backward_schedule(
+    heads: int,
+    key_heads: int,
+    blocks: int,
+    batch: int,
+    processors: int | None,
+    *,
+    alike: bool = False,
+    accumulated: int | None = None,
+) -> BackwardSchedule:
+    """Return the schedule of blocks that take the same time, or else of causal attention."""
+    call = spec(64, 64, batch=batch, is_causal=not alike)
+    return BackwardSchedule.of(call, heads, key_heads, blocks, processors, accumulated=accumulated)
 
 
 def plan_fused(call: Spec, processors: int | None) -> FusedPlan:

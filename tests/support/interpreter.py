@@ -62,6 +62,13 @@ class AccumulatorColumns:
         self.whole.value = self.whole.value.at[:, self.columns].set(value)
 
 
+def sums_of_rows(rows: Float[Array, "L C"]) -> Float[Array, "L C"]:
+    """Return rows in the order of sums whose instructions add four numbers: what `sums.as_rows` takes back."""
+    length, columns = rows.shape
+    numbers = rows.reshape(length // sums.ROWS, sums.ROWS, columns // sums.COLUMNS, 2, 4, 2)
+    return numbers.swapaxes(-5, -4).swapaxes(-3, -2).reshape(rows.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class CommonInterpreter(Ops):
     """The operations of one warpgroup that both families have; it needs a thread for every warpgroup of a CTA."""
@@ -71,11 +78,8 @@ class CommonInterpreter(Ops):
     def full(self, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
         return jnp.full(shape, value, jnp.float32)
 
-    def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
-        return lax.broadcasted_iota(jnp.int32, shape, axis)
-
     def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "rows columns"]:
-        return self.iota(shape, axis) + first
+        return lax.broadcasted_iota(jnp.int32, shape, axis) + first
 
     def store_rows(
         self, values: Float[Array, "64 D"], target: Ref, first: Any, limit: Any, columns: ColumnChunk | None = None
@@ -285,7 +289,7 @@ class Interpreter(CommonInterpreter, WarpgroupOps):
         return jnp.pad(stored, [(0, 0), (0, columns - len(pieces))])
 
     def add_to_sums(self, target: Ref, rows: Float[Array, "64 columns"]) -> None:
-        target[...] = target[...] + sums.from_rows(rows[:, : target.shape[1]])
+        target[...] = target[...] + sums_of_rows(rows[:, : target.shape[1]])
 
     def store_sums(self, ref: Ref, values: Float[Array, "rows columns"], first: Any) -> None:
         self.store_strided(ref, sums.as_rows(values), first)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import matrix_unit
-from interpreter import CommonInterpreter
+from interpreter import CommonInterpreter, sums_of_rows
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -175,7 +175,7 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
     ) -> None:
         groups, units = values.shape[0] // 8, values.shape[1] // 16
         if together == 4:
-            numbers = sums.from_rows(values)
+            numbers = sums_of_rows(values)
         else:
             # Group, row; unit, eight, pair, neighbour.
             numbers = values.reshape(groups, 8, units, 2, 4, 2).transpose(0, 2, 3, 5, 1, 4)

@@ -175,8 +175,8 @@ def plan_backward(spec: Spec, processors: int | None, wanted: tuple[str, ...]) -
     def plan(gradient: Gradient) -> WidePlan:
         of_keys = _KINDS[gradient].keys_first
         length, heads = (spec.key_length, spec.key_heads) if of_keys else (spec.query_length, spec.heads)
-        schedule = BackwardSchedule.of_call(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
-        tables = TableSums.none(spec) if of_keys else TableSums.of(spec, schedule.blocks, 1, processors)
+        schedule = BackwardSchedule.of(spec, spec.heads, heads, pl.cdiv(length, WARPGROUP_ROWS), processors)
+        tables = TableSums(spec) if of_keys else TableSums.of(spec, schedule.blocks, 1, processors)
         return WidePlan(spec, ParameterSums(sums[gradient]), tables, gradient, _choose_tiles(spec, gradient), schedule)
 
     return tuple(map(plan, _KINDS))

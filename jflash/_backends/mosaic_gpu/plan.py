@@ -78,8 +78,10 @@ def _smallest(spec: Spec) -> Iterator[Buffers]:
     """What narrow heads' kernels declare with their smallest tiles."""
     yield forward_plan.shared_memory(spec, forward_plan.SMALLEST_TILE, jnp.dtype(jnp.float32))
     yield backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1))
-    schedule = BackwardSchedule.of(spec.heads, spec.key_heads, 1, spec.batch, None)
-    yield DkvPlan(spec, ParameterSums(("bias",)), TableSums.none(spec), 1, schedule).smem
+    # A call whose sums go on afterwards is as wide as one whose sums do not.
+    whole = dataclasses.replace(spec, partial=False)
+    schedule = BackwardSchedule.of(whole, spec.heads, spec.key_heads, 1, None)
+    yield DkvPlan(spec, ParameterSums(("bias",)), TableSums(spec), 1, schedule).smem
     if facts_of(spec).has_bias_tiles:
         yield backward_dbias.shared_memory(spec, RowTiles(1, 64, 1))
 
@@ -123,15 +125,15 @@ def plan_backward(spec: Spec, processors: int | None) -> tuple[Kernel[Any], ...]
     others = tuple(name for name in wanted if name not in by_key.names)
     has_other_sums = others or score_mod_reads.tables(spec)
     key_blocks = pl.cdiv(spec.key_length, WARPGROUP_ROWS)
-    by_keys = BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, key_blocks, processors)
-    of_keys = by_key, TableSums.none(spec), 2, by_keys
+    by_keys = BackwardSchedule.of(spec, spec.heads, spec.key_heads, key_blocks, processors)
+    of_keys = by_key, TableSums(spec), 2, by_keys
     if one_kernel and not spec.deterministic and not has_other_sums and backward_dkv_dq.suits(spec):
         dkv_dq = _staged(DkvDqPlan(spec, *of_keys))
         if smem.fits(dkv_dq.smem):
             return Kernel(dkv_dq, DkvDqCta), *dbias
     tile = _dq_tiles(spec)
     blocks = pl.cdiv(spec.query_length, tile.rows)
-    of_queries = BackwardSchedule.of_call(spec, spec.heads, spec.heads, blocks, processors)
+    of_queries = BackwardSchedule.of(spec, spec.heads, spec.heads, blocks, processors)
     tables = TableSums.of(spec, blocks, tile.warpgroups, processors)
     dq = DqPlan(spec, tile, of_queries, ParameterSums(others), tables)
     return Kernel(dq, DqCta), Kernel(_staged(DkvPlan(spec, *of_keys)), DkvCta), *dbias
@@ -150,7 +152,7 @@ def _plan_fused(spec: Spec, wanted: tuple[str, ...], processors: int | None) -> 
     accumulated = None if spec.partial else pl.cdiv(spec.query_length, tile.keys)
     splits = 1 if wanted else _splits(spec, tile, processors)
     blocks, in_order = pl.cdiv(spec.key_length, tile.keys) * splits, spec.deterministic
-    schedule = BackwardSchedule.of_call(
+    schedule = BackwardSchedule.of(
         spec, spec.heads, spec.key_heads, blocks, processors, accumulated=accumulated, in_order=in_order
     )
     turned = in_order and (bool(wanted) or tile_order.is_by_head(spec, schedule.heads))

@@ -20,7 +20,6 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia import finish, prepared
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.prepared import PerQuery, Prepared, PreparedBackward, for_exponent, in_32_bits
-from jflash._backends.nvidia.tile import program_reads
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._semantics.spec import Operands, Results, Spec
 
@@ -49,7 +48,7 @@ class HopperForward(Prepared):
     def shaping(self, bias_columns_of: int | None) -> dict[str, Array]:
         """Return what shapes logits, by name; the bias as columns, for tiles of as many keys, if products add it."""
         by_mma = bias_columns_of is not None
-        others = prepared.operands_for_kernels(self.spec, self.operands, except_bias=by_mma) | self.function_arrays
+        others = prepared.operands_for_kernels(self.spec, self.operands, except_bias=by_mma)
         columns = bf16_columns.prepare_bias(self.spec, self.operands, bias_columns_of) if by_mma else {}
         return others | self.packed_mask() | columns
 
@@ -116,12 +115,14 @@ class HopperTangent(Prepared):
     @property
     def moved_others(self) -> dict[str, Array]:
         """The tangents of operands but query, key and value, by their operands' names with `t_` before them."""
-        moved = prepared.operands_for_kernels(self.spec, self.tangents)
+        arrays: tuple[Any, ...] = ()
         if jax.tree.leaves(self.tangents.score_mod_arrays):
             # Arrays that have tangents, and do not move, have zeros.
             zeros = lambda array: jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else None
             both: Any = zip(self.operands.score_mod_arrays, self.tangents.score_mod_arrays, strict=True)
-            moved |= program_reads.prepare("score_mod", [zeros(a) if t is None else t for a, t in both])
+            arrays = tuple(zeros(a) if t is None else t for a, t in both)
+        tangents = self.tangents._replace(score_mod_arrays=arrays, mask_mod_arrays=())
+        moved = prepared.operands_for_kernels(self.spec, tangents)
         return {f"t_{name}": array for name, array in moved.items()}
 
     @property

@@ -152,7 +152,7 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
     assert plan is not None
     tile = _choose_tile(plan)
     heads, blocks = spec.heads * plan.chunks, pl.cdiv(spec.query_length, tile.rows)
-    schedule = BackwardSchedule.of_call(spec, heads, heads, blocks, processors)
+    schedule = BackwardSchedule.of(spec, heads, heads, blocks, processors)
     return dataclasses.replace(plan, tile=tile, schedule=schedule)
 
 

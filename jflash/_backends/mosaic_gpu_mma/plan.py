@@ -94,7 +94,7 @@ def _fused(spec: Spec, platform: Platform, sums: ParameterSums, tile: FusedTile)
 
 def _plan_dkv(spec: Spec, platform: Platform, outputs: tuple[str, ...], by_key: tuple[str, ...]) -> DkvPlan:
     sums = ParameterSums(by_key if "d_key" in outputs else ())
-    make = lambda tile: DkvPlan(spec, tile, sums, TableSums.none(spec), _schedule(spec, platform, tile.rows), outputs)
+    make = lambda tile: DkvPlan(spec, tile, sums, TableSums(spec), _schedule(spec, platform, tile.rows), outputs)
     return _choose(spec, platform, " ".join(outputs), make)
 
 
@@ -106,7 +106,7 @@ def _ctas(platform: Platform, warpgroups: int) -> int | None:
 def _schedule(spec: Spec, platform: Platform, rows: int, warpgroups: int = 1) -> BackwardSchedule:
     """Return the schedule of a kernel whose CTAs own some rows of keys."""
     blocks, ctas = pl.cdiv(spec.key_length, rows), _ctas(platform, warpgroups)
-    return BackwardSchedule.of_call(spec, spec.heads, spec.key_heads, blocks, ctas)
+    return BackwardSchedule.of(spec, spec.heads, spec.key_heads, blocks, ctas)
 
 
 def _choose[Plan: TiledPlan](spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], Plan]) -> Plan:
@@ -133,7 +133,7 @@ def _fitting(spec: Spec, platform: Platform, kernel: str, make: Callable[[Any], 
 
 def fits(spec: Spec, platform: Platform) -> bool:
     """Return whether shared memory has room for every kernel of a call: that of dQ wants most."""
-    no_sums = ParameterSums(), TableSums.none(spec)
+    no_sums = ParameterSums(), TableSums(spec)
     return bool(_fitting(spec, platform, "d_query", lambda tile: DqPlan(spec, tile, *no_sums)))
 
 

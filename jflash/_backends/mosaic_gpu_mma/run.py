@@ -39,7 +39,7 @@ class MmaCall(Prepared):
         """The operands but query, key, value and a packed mask. A bias of both axes is padded for copies."""
         has_bias_tiles = facts_of(self.spec).has_bias_tiles
         found = prepared.operands_for_kernels(self.spec, self.operands, except_bias=has_bias_tiles)
-        found, bias = found | self.function_arrays, self.operands.bias
+        bias = self.operands.bias
         if bias is not None and has_bias_tiles:
             missing = -bias.shape[3] % 8 if copies_bias(self.spec) else 0
             found["bias"] = jnp.pad(bias, [(0, 0)] * 3 + [(0, missing)])

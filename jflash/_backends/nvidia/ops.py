@@ -64,15 +64,11 @@ class Ops:
         """Return a tile, or with one axis a vector along a tile's rows, of one value."""
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), TILE if len(shape) == 2 else TILE.reduce(1))
 
-    def iota(self, shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:
-        """Return each element's index along `axis`."""
-        # An index is a quotient or remainder by the number of columns: of a power of two the compiler makes one sum.
-        whole = shape[0], pl.next_power_of_2(shape[1])
-        return lax.slice(plgpu.broadcasted_iota(jnp.int32, whole, axis, layout=TILE), (0, 0), shape)
-
     def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "rows columns"]:
         """Return each element's index along `axis`, counted from `first` on."""
-        return self.iota(shape, axis) + first
+        # An index is a quotient or remainder by the number of columns: of a power of two the compiler makes one sum.
+        whole = shape[0], pl.next_power_of_2(shape[1])
+        return lax.slice(plgpu.broadcasted_iota(jnp.int32, whole, axis, layout=TILE), (0, 0), shape) + first
 
     def load(self, ref: Ref, axis: int | None = None) -> Array:
         """Return a tile; or a vector along a tile's rows (axis 0) or columns (1)."""

@@ -34,7 +34,7 @@ def may_pack(spec: Spec) -> bool:
     return alike and spec.score_mod is None and spec.dropout_rate == 0 and few and spec.group > 1
 
 
-def rows_of_head(array: Ref, head: Any, packed_heads: int = 1) -> Ref:
+def rows_of_head(array: Ref, head: Any, packed_heads: int) -> Ref:
     """Return `[L, D]` of one head of an array `[L, N, D]`; of packed heads `[L, heads, D]`, whose rows follow one
     another, or of a single query `[heads, D]`."""
     if packed_heads == 1:

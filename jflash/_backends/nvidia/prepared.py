@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -75,7 +75,8 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
         prepared[name] = array
     if operands.dropout_seed is not None:
         prepared["dropout_seed"] = operands.dropout_seed
-    return prepared
+    prepared |= program_reads.prepare("score_mod", operands.score_mod_arrays)
+    return prepared | program_reads.prepare("mask_mod", operands.mask_mod_arrays)
 
 
 def in_32_bits[**Arguments, Made](function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
@@ -97,46 +98,41 @@ class Prepared:
 
     def __init__(self, spec: Spec, operands: Operands, ops: Ops) -> None:
         self.spec, self.operands, self.ops = spec, operands, ops
-        self._masks: dict[bool, dict[str, Array]] = {}
-        self._visits: dict[Blocks, dict[str, Array]] = {}
-        self._work: dict[tuple[Blocks, Shares], dict[str, Array]] = {}
+        self._made: dict[Hashable, dict[str, Array]] = {}
 
     @functools.cached_property
     def others(self) -> dict[str, Array]:
         """The operands but query, key, value and a packed mask, by name."""
-        return operands_for_kernels(self.spec, self.operands) | self.function_arrays
-
-    @property
-    def function_arrays(self) -> dict[str, Array]:
-        """What a score_mod and a mask_mod read, by name."""
-        of_score_mod = program_reads.prepare("score_mod", self.operands.score_mod_arrays)
-        return of_score_mod | program_reads.prepare("mask_mod", self.operands.mask_mod_arrays)
+        return operands_for_kernels(self.spec, self.operands)
 
     def packed_mask(self, *, keys_first: bool = False) -> dict[str, Int[Array, "#B #N row_tiles column_tiles 128"]]:
         """Return a mask of both axes, packed for tiles whose rows are queries or, `keys_first`, keys, by name."""
         if self.operands.mask is None or not facts_of(self.spec).has_packed_mask:
             return {}
-        if keys_first not in self._masks:
-            self._masks[keys_first] = {"mask": pack_mask(self.operands.mask, self.ops, keys_first=keys_first)}
-        return self._masks[keys_first]
-
-    def ranges(self, size: int, missing: int = 0, *, of_keys: bool = False) -> dict[str, Int[Array, "B blocks 4"]]:
-        """Return `tile_range.table` of blocks of `size` queries or, `of_keys`, keys, by name."""
-        return tile_range.table(self.spec, self.operands, size, missing, of_keys=of_keys)
+        mask = self.operands.mask
+        return self._once(keys_first, lambda: {"mask": pack_mask(mask, self.ops, keys_first=keys_first)})
 
     def visits(self, blocks: Blocks) -> dict[str, Array]:
         """Return what says which tiles each block visits, by name: lists, or ranges."""
-        if blocks not in self._visits:
+
+        def make() -> dict[str, Array]:
             if (found := self._coverage(blocks)) is None:
-                self._visits[blocks] = self.ranges(blocks.rows, blocks.missing, of_keys=blocks.of_keys)
-            else:
-                self._visits[blocks] = {tile_list.LISTS: visits.listed(found, spare=1)}
-        return self._visits[blocks]
+                return tile_range.table(self.spec, self.operands, blocks)
+            return {tile_list.LISTS: visits.listed(found, spare=1)}
+
+        return self._once(blocks, make)
 
     def kinds(self, blocks: Blocks) -> dict[str, Array]:
         """Return what says of every tile whether a block of queries sees it, by name."""
-        found = self._coverage(blocks)
-        return self.ranges(blocks.rows) if found is None else {tile_list.KINDS: found.encoded().astype(jnp.int32)}
+        if (found := self._coverage(blocks)) is None:
+            return tile_range.table(self.spec, self.operands, blocks)
+        return {tile_list.KINDS: found.encoded().astype(jnp.int32)}
+
+    def _once(self, key: Hashable, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        """Return arrays that several kernels read: what `make` returned when the first of them asked."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def _coverage(self, blocks: Blocks) -> Coverage | None:
         words = self.packed_mask(keys_first=blocks.of_keys).get("mask")
@@ -146,9 +142,8 @@ class Prepared:
         """Return the list of items, or of cut walks, by name; nothing if no shares are dealt out."""
         if shares is None:
             return {}
-        if (blocks, shares) not in self._work:
-            self._work[blocks, shares] = work_items.deal(self.spec, self.operands, blocks, shares)
-        return {name: self._work[blocks, shares][name]}
+        lists = self._once((blocks, shares), lambda: work_items.deal(self.spec, self.operands, blocks, shares))
+        return {name: lists[name]}
 
 
 class PreparedBackward(Prepared):

@@ -32,6 +32,7 @@ from jflash._backends.nvidia.tile.backward_tile import BackwardTile
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext
 from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
@@ -72,7 +73,8 @@ def backward(spec: Spec, operands: Operands, residuals: Residuals, *, keys_first
     """The gradients of a call, each head of which is one tile."""
     call = Delta(spec, operands, residuals, OPS)
     d_out = call.residuals.d_out
-    arrays = call.others | call.rows | call.packed_mask(keys_first=keys_first) | call.ranges(SIZE, of_keys=keys_first)
+    ranges = tile_range.table(spec, operands, Blocks(SIZE, SIZE, of_keys=keys_first))
+    arrays = call.others | call.rows | call.packed_mask(keys_first=keys_first) | ranges
     refs = {name: ArrayRef(array) for name, array in arrays.items()}
     inputs = KernelInputs(spec, OPS, refs, keys_first=keys_first)
     wanted, kind = wanted_parameters(spec), facts_of(spec).bias_kind

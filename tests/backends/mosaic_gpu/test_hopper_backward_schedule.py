@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper_schedules import last, plan_fused, spec
+from hopper_schedules import backward_schedule, last, plan_fused, spec
 
 from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.backward_short import ShortPlan
@@ -31,7 +31,7 @@ def backward_ends(schedule: BackwardSchedule, causal: bool) -> float:
 )
 def test_waves_of_a_causal_backward(heads: int, blocks: int, batch: int, items: int):
     """No more heads at a time than keep all multiprocessors busy: their sums of dQ are in the cache."""
-    schedule = BackwardSchedule.of(heads, heads, blocks, batch, 132, accumulated=blocks)
+    schedule = backward_schedule(heads, heads, blocks, batch, 132, accumulated=blocks)
     assert (schedule.items, schedule.items * schedule.waves) == (items, heads * batch)
     assert backward_ends(schedule, causal=True) < 1.05 or schedule.waves == 1
 
@@ -54,7 +54,7 @@ def test_waves_of_blocks_that_are_alike(options: dict, items: int):
 )
 def test_small_waves_of_few_blocks(blocks: int, alike: bool, ctas: int):
     """A wave has twice as many blocks where none is longer. dQ is rounded after as many CTAs as run at once."""
-    schedule = BackwardSchedule.of(16, 16, blocks, 128 // blocks, 132, alike=alike, accumulated=blocks)
+    schedule = backward_schedule(16, 16, blocks, 128 // blocks, 132, alike=alike, accumulated=blocks)
     assert schedule.items * blocks == ctas
     assert schedule.lag * ctas >= 132
 
@@ -155,7 +155,7 @@ def ends_backward(schedule: BackwardSchedule) -> float:
 @pytest.mark.parametrize(("heads", "batch"), [(1, 16), (8, 1), (16, 1), (40, 1), (3, 5), (32, 2), (64, 4)])
 def test_backward_leaves_no_processor_waiting(heads: int, batch: int, blocks: int):
     """Not much longer than where all is one wave, whose longest blocks begin first."""
-    of = lambda processors: BackwardSchedule.of(heads, heads, blocks, batch, processors)
+    of = lambda processors: backward_schedule(heads, heads, blocks, batch, processors)
     assert ends_backward(of(132)) <= 1.05 * ends_backward(of(None))
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper_schedules import backward_schedule
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import dq_accumulator
@@ -143,7 +144,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
     whole = -(-rows // 64) * 64
     # Of fewer blocks the last CTA would round.
     accumulated = None if blocks < 5 else -(-rows // 128)
-    schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors, accumulated=accumulated)
+    schedule = backward_schedule(heads, heads // group, blocks, batch, processors, accumulated=accumulated)
     assert schedule.room is None
     places = RoundedLater.accumulators(schedule)
     assert places <= heads * batch
@@ -199,7 +200,7 @@ def test_every_accumulator_is_rounded_once(heads, group, blocks, batch, rows, he
 def test_the_last_of_an_item_rounds_it_once(heads, group, blocks, batch, rows, head_dim, processors):
     """When all have added, and before any adds that has its place in memory."""
     tiles, whole = -(-rows // 128), -(-rows // 64) * 64
-    schedule = BackwardSchedule.of(heads, heads // group, blocks, batch, processors, accumulated=tiles)
+    schedule = backward_schedule(heads, heads // group, blocks, batch, processors, accumulated=tiles)
     assert schedule.room is not None
     assert schedule.heads == group
     places, counters = RoundedByLast.accumulators(schedule), Counters()
@@ -252,20 +253,20 @@ def _assert_whole(rounded: dict[tuple[int, int], list[tuple[int, int, int]]], ba
 def test_accumulators_of_short_sequences_are_few():
     """For about twice as many CTAs as run at once, of long ones for four waves."""
     for blocks, batch in ((4, 32), (2, 64), (3, 48)):
-        schedule = BackwardSchedule.of(16, 16, blocks, batch, 132, accumulated=blocks)
+        schedule = backward_schedule(16, 16, blocks, batch, 132, accumulated=blocks)
         assert RoundedByLast.accumulators(schedule) * blocks <= 2.2 * 132
-    schedule = BackwardSchedule.of(16, 16, 8, 16, 132, accumulated=8)
+    schedule = backward_schedule(16, 16, 8, 16, 132, accumulated=8)
     assert schedule.room is None
     assert RoundedLater.accumulators(schedule) * 8 <= 3 * 132
     # One head of many queries, and heads that share keys, would keep the last CTA busy for longer than others.
-    assert BackwardSchedule.of(16, 16, 4, 16, 132, accumulated=64).room is None
-    assert BackwardSchedule.of(16, 4, 4, 64, 132, accumulated=4).room is None
+    assert backward_schedule(16, 16, 4, 16, 132, accumulated=64).room is None
+    assert backward_schedule(16, 4, 4, 64, 132, accumulated=4).room is None
 
 
 @pytest.mark.parametrize("processors", [1, 3, 8, 132])
 @pytest.mark.parametrize(("heads", "key_heads", "batch"), [(4, 4, 2), (4, 1, 3), (6, 2, 4), (3, 3, 1)])
 def test_accumulators_of_a_part_are_its_gradient(heads: int, key_heads: int, batch: int, processors: int):
-    of_whole = BackwardSchedule.of(heads, key_heads, 3, batch, processors)
+    of_whole = backward_schedule(heads, key_heads, 3, batch, processors)
     schedule = dataclasses.replace(of_whole, partial=True)
     acc = jnp.arange(DqAccumulator.accumulators(schedule))[:, None, None]
     gradient = dq_accumulator.unrounded(schedule, acc)
@@ -281,7 +282,7 @@ def test_accumulators_of_a_part_are_its_gradient(heads: int, key_heads: int, bat
 @pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2), (3, 2, 9)])
 def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):
     """A CTA that waits keeps its multiprocessor. With tickets for places all end; with indices some orders do not."""
-    of = lambda accumulated: BackwardSchedule.of(heads, heads, blocks, batch, processors, accumulated=accumulated)
+    of = lambda accumulated: backward_schedule(heads, heads, blocks, batch, processors, accumulated=accumulated)
     generator = np.random.default_rng(0)
     for schedule in (of(None), of(blocks)):
         kind = RecordedLater if schedule.room is None else RecordedLast

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from interpreter import sums_of_rows
 from lanes import Numbers, Warpgroup
 
 from jflash._backends.nvidia.threads import sums
@@ -30,7 +31,7 @@ def test_stored_rows(columns: int, words: int):
     """Each number once, where its row and column are."""
     o, rows = Numbers(), 16 * words
     numbers = np.arange(rows * columns, dtype=np.uint16).reshape(rows, columns)
-    threads = np.asarray(sums.from_rows(numbers)).reshape(-1, THREADS, 2 * words).view(np.uint32)
+    threads = np.asarray(sums_of_rows(numbers)).reshape(-1, THREADS, 2 * words).view(np.uint32)
     found = np.full_like(numbers, 0xFFFF)
     for number, own in enumerate(threads):
         row, column, kept = sums.in_row(o, number, columns // sums.COLUMNS, list(own.T))

@@ -35,13 +35,6 @@ def as_rows(sums: Float[Array, "*#B L C"]) -> Float[Array, "*#B L C"]:
     return numbers.swapaxes(-5, -4).swapaxes(-3, -2).reshape(sums.shape)
 
 
-def from_rows(rows: Float[Array, "*#B L C"]) -> Float[Array, "*#B L C"]:
-    """Return rows in the order of sums whose instructions add four numbers."""
-    *batch, length, columns = rows.shape
-    numbers = rows.reshape(*batch, length // ROWS, ROWS, columns // COLUMNS, 2, 4, 2)
-    return numbers.swapaxes(-5, -4).swapaxes(-3, -2).reshape(rows.shape)
-
-
 class Places:
     """The addresses of the numbers that a thread adds to, or loads, in sums of `units` times 16 columns.
 

@@ -41,7 +41,7 @@ class BackwardTile:
     pull_back: PullBack
 
     @classmethod
-    def of(cls, context: TileContext, s: Tile, lse: Tile | None, differentiated: Sequence[str] = ()) -> BackwardTile:
+    def of(cls, context: TileContext, s: Tile, lse: Tile | None, differentiated: Sequence[str]) -> BackwardTile:
         """Return the tile of products S; `differentiated` names the parameters and reads whose gradients it gives."""
         exponent = softmax.exponent(context.inputs.spec)
         p, pull_back = logits.differentiate(s, context, lambda logits: exponent(logits, lse), differentiated)

@@ -70,25 +70,20 @@ class ParameterSums:
 
 @dataclasses.dataclass(frozen=True)
 class TableSums:
-    """How a kernel's sums by index are dealt out."""
+    """How a kernel's sums by index are dealt out; by default it has none."""
 
     spec: Spec
-    blocks: int
+    blocks: int = 0
     """Blocks of each head."""
-    of_entry: int
+    of_entry: int = 0
     """Sums of each table for a batch entry; 0 where another kernel has them."""
-    warpgroups: int
+    warpgroups: int = 0
 
     @classmethod
     def of(cls, spec: Spec, blocks: int, warpgroups: int, processors: int | None) -> Self:
         """Return the sums of a kernel whose heads have `blocks`, on a device with `processors` multiprocessors."""
         at_once = pl.cdiv(processors or 1, spec.batch)
         return cls(spec, blocks, min(spec.heads * blocks, at_once), warpgroups)
-
-    @classmethod
-    def none(cls, spec: Spec) -> Self:
-        """Return the sums of a kernel that has none."""
-        return cls(spec, 0, 0, 0)
 
     @property
     def reads(self) -> tuple[str, ...]:

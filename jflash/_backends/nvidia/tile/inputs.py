@@ -59,7 +59,7 @@ class KernelInputs:
         """Load the bias of a tile ahead, by name, if it has one value for each key."""
         if facts_of(self.spec).bias_kind != "column" or not self.has_bias:
             return {}
-        return {"bias": self._part_of_tile("bias", at, shape)}
+        return {"bias": self._part_of_tile("bias", at, shape, {})}
 
     def load_packed_mask(self, at: TileCoord, shape: tuple[int, int]) -> dict[str, Array]:
         """Load the packed mask of a tile ahead, by name, if the call has one."""
@@ -82,7 +82,7 @@ class KernelInputs:
         def read(name: str) -> Array | None:
             if name == "bias" and not self.has_bias:
                 return None
-            value = loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
+            value = self._part_of_tile(name, at, shape, loaded)
             return value.astype(jnp.float32) if name == "bias" and value is not None else value
 
         return Parameters(**{name: read(name) for name in PARAMETERS}, score_mod_arrays=())
@@ -99,9 +99,7 @@ class KernelInputs:
         key = ops.indices(shape, 1 - self.keys_first, at.key)
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
-        def read(name: str) -> Array | None:
-            return loaded[name] if name in loaded else self._part_of_tile(name, at, shape)
-
+        read = lambda name: self._part_of_tile(name, at, shape, loaded)
         if facts_of(spec).has_packed_mask:
             mask = ops.expand_mask(loaded["mask"], shape)
         else:
@@ -135,11 +133,13 @@ class KernelInputs:
             key_minus_query_override=ops.key_minus_query(shape, key - query, keys_first=self.keys_first)
         )
 
-    def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...]) -> Any:
+    def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Any:
         """Return a scalar, or a vector of `[#B, L]` or `[#B, #N, L]` along an axis of a tile, repeated along the other.
 
-        It is `None` if the call does not have the operand.
+        It is what was `loaded`, if that was, and `None` if the call does not have the operand.
         """
+        if name in loaded:
+            return loaded[name]
         ref, kinds = self.refs.get(name), _SEGMENTS | facts_of(self.spec).kinds
         if ref is None or kinds.get(name) not in ("row", "column"):
             return self.value(name, at.batch, at.head)

@@ -39,7 +39,7 @@ PushForward = Callable[[Array, dict[str, Array]], Array]
 """Takes the tangents of the products and, by name, of the parameters to those of the logits."""
 
 
-def form(spec: Spec, *, sums_in_parts: bool = False) -> LogitsForm:
+def form(spec: Spec, *, sums_in_parts: bool) -> LogitsForm:
     """Return the form of a call's logits in a kernel whose products are those of queries and keys alone."""
     if facts_of(spec).is_plain:
         return Plain(sums_in_parts)

@@ -130,17 +130,13 @@ def step(
         rescale = inputs.ops.full(shape[:1], 0.0)
     else:
         rescale = exponent.rescaling(before.m, reference)
-        l = _rescaled(before.l, rescale) + l
+        l = scaled_rows(before.l, rescale) + l
     return Softmax(dropped.keep(inputs, mask.at, p, mask.loaded).astype(dtype), m, l, rescale)
 
 
 def whole(l: Float[Array, "rows *parts"]) -> Rows:
     """l, from its parts if it has any."""
     return l if l.ndim == 1 else l.sum(axis=1)
-
-
-def _rescaled(l: Float[Array, "rows *parts"], rescale: Rows) -> Float[Array, "rows *parts"]:
-    return l * (rescale if l.ndim == 1 else along_rows(rescale, l.shape))
 
 
 def _sums(ops: Ops, p: Tile, *, in_parts: bool) -> Float[Array, "rows *parts"]:
@@ -204,13 +200,13 @@ def capped_step(s: Tile, mask: TileContext, before: Softmax | None, *, in_parts:
     all_seen = True if is_partial is None else ~is_partial
     p, l, m, rescale = lax.cond(are_small & all_seen, all_small_and_seen, others, numbers)
     if before is not None:
-        l = _rescaled(before.l, rescale) + l
+        l = scaled_rows(before.l, rescale) + l
     return Softmax(p, m, l, rescale)
 
 
-def scaled_rows(acc_o: Tile, rescale: Rows) -> Tile:
-    """Each row of O times its own number."""
-    return acc_o * along_rows(rescale, acc_o.shape)
+def scaled_rows(sums: Float[Array, "rows *columns"], rescale: Rows) -> Float[Array, "rows *columns"]:
+    """Each row of O, or of l, times its own number."""
+    return sums * along_rows(rescale, sums.shape)
 
 
 def last_factor(spec: Spec, exponent: Exponent, m: Rows, l: Rows, sink: Array | None) -> tuple[Rows, Rows]:

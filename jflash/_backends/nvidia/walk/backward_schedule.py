@@ -115,23 +115,25 @@ class BackwardSchedule:
 
     @staticmethod
     def of(
+        spec: Spec,
         heads: int,
         key_heads: int,
         blocks: int,
-        batch: int,
         processors: int | None,
         *,
-        alike: bool = False,
         accumulated: int | None = None,
         in_order: bool = False,
     ) -> BackwardSchedule:
-        """The schedule for `blocks` of keys of each key head and batch entry.
+        """The schedule for `blocks` of keys of each key head and batch entry of a call.
 
-        `processors` are the device's multiprocessors, `None` where it is unknown. `alike` says whether all blocks take
-        the same time. `accumulated` are the tiles of 128 queries, if CTAs add to a dQ that others round: the
-        accumulators of a few waves should stay in the cache. `in_order` says whether they add one after the other.
+        `processors` are the device's multiprocessors, `None` where it is unknown. `accumulated` are the tiles of 128
+        queries, if CTAs add to a dQ that others round: the accumulators of a few waves should stay in the cache.
+        `in_order` says whether they add one after the other.
         """
-        group = heads // key_heads
+        left, right = spec.bounds
+        # Blocks see about as many tiles unless what they see is bounded on one side, as in causal attention.
+        alike = (left is None) == (right is None)
+        group, batch = heads // key_heads, spec.batch
         head_groups = _head_groups(group, key_heads * blocks * batch, processors)
         of_group, every = group // head_groups, key_heads * head_groups * batch
         small = accumulated is not None and not in_order and blocks <= (_FEW_BLOCKS_ALIKE if alike else _FEW_BLOCKS)
@@ -148,29 +150,8 @@ class BackwardSchedule:
         with_ctas = lambda number: math.ceil(number * (processors or 0) / (items * blocks))
         lag = max(2, with_ctas(_LAG)) if small else 2
         room = max(1, min(waves, with_ctas(_ROOM))) if at_once else None
-        return BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, lag, room, in_order=in_order)
-
-    @staticmethod
-    def of_call(
-        spec: Spec,
-        heads: int,
-        key_heads: int,
-        blocks: int,
-        processors: int | None,
-        *,
-        accumulated: int | None = None,
-        in_order: bool = False,
-    ) -> BackwardSchedule:
-        """Return `of` for a call.
-
-        Blocks see about as many tiles unless what they see is bounded on one side, as in causal attention.
-        """
-        left, right = spec.bounds
-        alike, batch = (left is None) == (right is None), spec.batch
-        schedule = BackwardSchedule.of(
-            heads, key_heads, blocks, batch, processors, alike=alike, accumulated=accumulated, in_order=in_order
-        )
-        return dataclasses.replace(schedule, partial=spec.partial)
+        schedule = BackwardSchedule(head_groups, of_group, blocks, batch, items, waves, lag, room)
+        return dataclasses.replace(schedule, partial=spec.partial, in_order=in_order)
 
     def item(self, wave: Any, number: Any) -> WorkItem:
         """Return a wave's work item; past the last wave it has no head group."""

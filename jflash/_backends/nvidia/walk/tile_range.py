@@ -22,7 +22,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import mask_mod_reads
 from jflash._backends.nvidia.tile.inputs import KernelInputs, Loaded, TileCoord
 from jflash._backends.nvidia.walk import tile_list
-from jflash._backends.nvidia.walk.tile_list import ListedTile, TileList
+from jflash._backends.nvidia.walk.tile_list import Blocks, ListedTile, TileList
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 from jflash._semantics.visibility import Spans
@@ -49,15 +49,14 @@ def block_start(block: Any, size: int, missing: int = 0) -> Any:
     return jnp.maximum(block * size - missing, 0) if missing else block * size
 
 
-def table(
-    spec: Spec, operands: Operands, size: int, missing: int = 0, *, of_keys: bool = False
-) -> dict[str, Int[Array, "B blocks 4"]]:
-    """Return the spans of every block of `size` queries or, `of_keys`, keys; nothing if a kernel finds them."""
+def table(spec: Spec, operands: Operands, blocks: Blocks) -> dict[str, Int[Array, "B blocks 4"]]:
+    """Return the spans of every block; nothing if a kernel finds them."""
     if "query_segments" not in spec.operands:
         return {}
-    length, unmasked = spec.key_length if of_keys else spec.query_length, operands._replace(mask=None)
-    find = functools.partial(visibility.query_spans if of_keys else visibility.key_spans, spec, unmasked)
-    one = lambda batch, block: jnp.stack(find(batch, 1, block_start(block, size, missing), min(size, length)))
+    size, length = blocks.rows, spec.key_length if blocks.of_keys else spec.query_length
+    find = visibility.query_spans if blocks.of_keys else visibility.key_spans
+    spans = functools.partial(find, spec, operands._replace(mask=None))
+    one = lambda batch, block: jnp.stack(spans(batch, 1, block_start(block, size, blocks.missing), min(size, length)))
     every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
     return {TABLE: every(jnp.arange(spec.batch), jnp.arange(-(-length // size)))}
 
@@ -146,20 +145,17 @@ def visited(inputs: KernelInputs, place: Place, rows: int, size: int, missing: i
     The first block lacks `missing` rows. Tiles begin at multiples of `alignment`, and where masks, words and pages do.
     """
     listed = tile_list.visited(inputs, *place, size)
-    return visited_range(inputs, place, rows, size, missing, alignment=alignment) if listed is None else listed
-
-
-def visited_range(
-    inputs: KernelInputs, place: Place, rows: int, size: int, missing: int = 0, *, alignment: int = 8
-) -> TileRange:
-    """Return a range of tiles that has all that a block sees; the arguments are those of `visited`."""
+    if listed is not None:
+        return listed
     spec, of_keys = inputs.spec, inputs.keys_first
     batch, _, block = place
     rows, missing = max(rows // inputs.packed_heads, 1), missing // inputs.packed_heads
     row = block_start(block, rows, missing)
     known: Any = inputs.refs.get(TABLE)
-    read = lambda: Spans(*(known[batch, block, part] for part in range(4)))
-    found = _spans(inputs, batch, row, rows) if known is None else read()
+    if known is None:
+        found = _spans(inputs, batch, row, rows)
+    else:
+        found = Spans(*(known[batch, block, part] for part in range(4)))
     first, count = of_spans(spec, found, size, alignment=alignment)
     whole = found.full_start, found.full_stop
     ragged = spec.key_length % (rows if of_keys else size) != 0
@@ -176,7 +172,8 @@ def seen_tile(
     known = tile_list.seen_tile(inputs, *place, first, size)
     if known is not None:
         return known
-    tiles = visited_range(inputs, place, rows, size)
+    tiles = visited(inputs, place, rows, size)
+    assert isinstance(tiles, TileRange), "kernels with lists of tiles have kinds here"
     seen = (first < tiles.first + tiles.count * size) & (first + size > tiles.first)
     return tiles.tile(0).part(first, size), seen
 

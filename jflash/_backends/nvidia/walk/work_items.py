@@ -18,7 +18,6 @@ over comparisons (examples/benchmarks/experiments/2026-11-29-lists.md).
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -95,14 +94,20 @@ def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> dic
     for a whole walk, 2 for a piece. A cut walk has its batch entry, its block, its first item and its pieces, 0 for
     none.
     """
-    walk = jnp.arange(shares.walks, dtype=jnp.int32)
-    tiles = jax.vmap(functools.partial(_tiles, spec, operands._replace(mask=None), visited, shares))(walk)
+    unmasked, walk = operands._replace(mask=None), jnp.arange(shares.walks, dtype=jnp.int32)
+    batch, block = jnp.divmod(walk, shares.walks // spec.batch)
+
+    def tiles_of(batch: Int[Array, ""], block: Int[Array, ""]) -> Int[Array, ""]:
+        row = tile_range.block_start(block, visited.rows, visited.missing)
+        spans = visibility.key_spans(spec, unmasked, batch, 1, row, visited.rows)
+        return tile_range.of_spans(spec, spans, visited.size)[1]
+
+    tiles = jax.vmap(tiles_of)(batch, block)
     share = jnp.maximum(-(-jnp.sum(tiles, dtype=jnp.int32) // shares.shares), LEAST)
     pieces = jnp.maximum(lax.div(2 * tiles + share, 2 * share), 1)
     is_longer = (tiles > tiles[:, None]) | ((tiles == tiles[:, None]) & (walk < walk[:, None]))
     rank = jnp.sum(is_longer, axis=1, dtype=jnp.int32)
     start = jnp.sum(jnp.where(is_longer, pieces, 0), axis=1, dtype=jnp.int32)
-    batch, block = jnp.divmod(walk, shares.walks // spec.batch)
     # An item is of one walk at most, and so is a cut: a sum over all walks takes what that one has.
     piece = jnp.arange(shares.items, dtype=jnp.int32)[:, None] - start
     begin = lambda piece: lax.div(piece * tiles, jnp.broadcast_to(pieces, piece.shape))
@@ -119,14 +124,6 @@ def _only(
     """Return for each row the numbers of the one walk that is marked, 0 if there is none."""
     number = jnp.stack([jnp.broadcast_to(column, marked.shape) for column in columns], axis=1)
     return jnp.sum(jnp.where(marked[:, None], number, 0), axis=2, dtype=jnp.int32)
-
-
-def _tiles(spec: Spec, operands: Operands, visited: Blocks, shares: Shares, walk: Int[Array, ""]) -> Int[Array, ""]:
-    """Return the tiles of a walk, as its kernel counts them."""
-    batch, block = jnp.divmod(walk, shares.walks // spec.batch)
-    row = tile_range.block_start(block, visited.rows, visited.missing)
-    spans = visibility.key_spans(spec, operands, batch, 1, row, visited.rows)
-    return tile_range.of_spans(spec, spans, visited.size)[1]
 
 
 class Item(NamedTuple):
