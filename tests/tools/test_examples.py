@@ -30,8 +30,8 @@ NUMBER = r"([\d.]+(?:e[+-]\d+)?)"
 
 def run(script: str, *arguments: object, **environment: str) -> str:
     """Return what `examples/<script>` prints; its exit status must be 0."""
-    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment = inherited | {"COLUMNS": "120"} | environment
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | environment
+    environment["COLUMNS"] = "120"
     command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -243,11 +243,8 @@ def test_split_sequences_are_timed(tmp_path):
             output,
             XLA_FLAGS="--xla_force_host_platform_device_count=2",
         )
-    times = json.loads(output.read_text())["times"]
-    strategies = lambda heads: [row["strategy"] for row in times if row["heads"] == heads and row["work"] == "gradient"]
-    assert strategies("2:2") == ["one device", "chosen", "ring", "all_to_all", "gather"]
-    assert strategies("2:1") == ["one device", "chosen", "ring", "gather"]
-    assert all(row["ms"] > 0 for row in times)
+    found = [row["strategy"] for row in json.loads(output.read_text())["times"] if row["work"] == "gradient"]
+    assert found == ["one device", "chosen", "ring", "all_to_all", "gather", "one device", "chosen", "ring", "gather"]
     assert output.with_suffix(".png").stat().st_size > 0
 
 
