@@ -94,7 +94,9 @@ def test_equals_its_parts(name: str, backend: Any):
 
     halves = zip(*(jnp.split(array, 2, axis) for array in arrays), strict=True)
     parts = zip(*(results(*half) for half in halves), strict=True)
-    for whole, of_halves in zip(results(*arrays), parts, strict=True):
+    out, *gradients = zip(results(*arrays), parts, strict=True)
+    np.testing.assert_array_equal(out[0], jnp.concatenate(out[1], axis))
+    for whole, of_halves in gradients:
         actual, expected = (np.asarray(array, np.float32) for array in (whole, jnp.concatenate(of_halves, axis)))
         # Sums in float32 may have another order, which rounds a number of dS in a million to its neighbour.
         allowed = 2**-5 * np.abs(expected).max(axis=-1, keepdims=True) + 2**-12
