@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jflash
+from jflash.bench.clocks import memory
 
 Strategy = Literal["chosen", "ring", "all_to_all", "gather"]
 ONE = "one device"
@@ -117,8 +118,7 @@ def _measure(case: Case, settings: Settings) -> Iterator[dict[str, Any]]:
         if count > 0:
             samples[key].append(1e3 * (time.perf_counter() - start))
     for (strategy, work), times in samples.items():
-        memory = compiled[strategy, work].memory_analysis()
-        held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+        _, held = memory(compiled[strategy, work])
         rounded = [round(sample, 4) for sample in times]
         figures = dict(ms=statistics.median(rounded), samples_ms=rounded, device_gib=round(held / 2**30, 3))
         yield dataclasses.asdict(case) | dict(strategy=strategy, work=work) | figures

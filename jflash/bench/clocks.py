@@ -64,7 +64,7 @@ def prepare(function: Callable[..., Any], *arguments: Any) -> Prepared:
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     compile_s = time.perf_counter() - start
-    temporary, peak = _memory(compiled)
+    temporary, peak = memory(compiled)
     limit = _memory_limit()
     if peak is not None and limit is not None and peak > limit:
         raise MemoryError(f"It needs {peak / 2**30:,.1f} GiB, and there are {limit / 2**30:,.1f}.")
@@ -84,13 +84,13 @@ def prepare(function: Callable[..., Any], *arguments: Any) -> Prepared:
     return Prepared(kernel_times(compiled, *arguments) if on_nvidia() else wall_clock(call), figures)
 
 
-def _memory(compiled: Any) -> tuple[int | None, int | None]:
+def memory(compiled: Any) -> tuple[int | None, int | None]:
     """Return the temporary bytes, and all bytes held at once: XLA allocates what is temporary in one piece."""
-    memory = compiled.memory_analysis()
-    if memory is None:
+    sizes = compiled.memory_analysis()
+    if sizes is None:
         return None, None
-    temporary: int = memory.temp_size_in_bytes
-    others = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporary: int = sizes.temp_size_in_bytes
+    others = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return temporary, temporary + others
 
 
