@@ -60,6 +60,7 @@ def gradient_of_jvp(attention: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(scalar, range(6))
 
 
+@cover(rest=2)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=cover(0)), dict(is_causal=True)], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("part", "arrays", "most"),

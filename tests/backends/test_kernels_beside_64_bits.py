@@ -37,7 +37,7 @@ def programs(family: Family, call: Call) -> list[ClosedJaxpr]:
     return [*hopper_kernels.traced(call, family=family), *tangents]
 
 
-@cover(every=7)
+@cover(every=7, rest=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,7 +78,7 @@ ROWS = [
 ]
 
 
-@cover(0)
+@cover(0, rest=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options", ROWS, ids=str)
 def test_right(family: Family, options: dict[str, Any]):

@@ -41,7 +41,7 @@ IN_INTERPRETER = {"mosaic_gpu": kernel_families.HOPPER, "mosaic_gpu_mma": kernel
 """The interpreter takes ten seconds for most."""
 
 
-@cover(rest=2)
+@cover(rest=3)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [

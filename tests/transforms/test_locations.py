@@ -19,7 +19,7 @@ from jflash._locations import without_locations
 PROGRAM = Path(__file__).parents[1] / "support" / "sharded_compile.py"
 
 
-@cover(0)
+@cover(0, rest=2)
 @pytest.mark.parametrize("split", SPLITS)
 def test_compiles_within_30_seconds(split: str) -> None:
     """Every call compiles soon; where each device's program had locations, the compilation of some never ended."""

@@ -66,7 +66,7 @@ def placed(mesh: Any, spec: PartitionSpec, arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda array: jax.device_put(array, NamedSharding(mesh, spec)), arrays)
 
 
-@cover(0)
+@cover(0, rest=2)
 @pytest.mark.parametrize(
     ("name", "length", "options", "spec"),
     [

@@ -134,7 +134,7 @@ def by_definition(feature: str, transform: Callable[..., Any]) -> Any:
     return derivative("reference", cases.build(FEATURES[feature]), transform)
 
 
-@cover(1, rest=3)
+@cover(1, rest=6)
 @pytest.mark.parametrize(
     ("feature", "order"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else cover(0)) for row in ROWS]
 )
@@ -158,7 +158,7 @@ def alone(name: str) -> Callable[..., Any]:
     return transform
 
 
-@cover(0, rest=3)
+@cover(0, rest=6)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_of_one_operand(implementation: str, feature: str) -> None:
     """Derivatives leave out what has no tangent, or no gradient."""
@@ -167,7 +167,7 @@ def test_of_one_operand(implementation: str, feature: str) -> None:
         assert_same(derivative(implementation, call, alone(name)), by_definition(feature, alone(name)))
 
 
-@cover(0, rest=2)
+@cover(0, rest=4)
 @pytest.mark.parametrize("steps", list(itertools.product((push, pull), repeat=2)), ids=lambda steps: steps[0].__name__)
 def test_third_order(implementation: str, steps: tuple[Callable[..., Any], ...]) -> None:
     call = cases.build(SMALL._replace(batch=(), heads=(1, 1), causal=True, bias="full"))
@@ -184,7 +184,7 @@ def test_tiles_of_real_calls() -> None:
         assert_same(*(derivative(name, call, order) for name in ("xla", "reference")))
 
 
-@cover(0, rest=2)
+@cover(0, rest=4)
 @pytest.mark.parametrize("order", ORDERS)
 def test_of_some_arrays_of_a_score_mod(implementation: str, order: str) -> None:
     """A `score_mod` closes over three arrays: one is an index, and the derivative of one alone is asked for."""

@@ -48,7 +48,7 @@ ROWS = [
 """Each option in three ways and two options in each way; with the deep profile the whole product."""
 
 
-@cover(rest=2)
+@cover(rest=4)
 @pytest.mark.parametrize(
     ("option", "way"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else cover(0)) for row in ROWS]
 )
@@ -113,7 +113,7 @@ def test_shard_map(option: str, strategy: str) -> None:
         sequences.assert_near(got, sequences.on_one_device(option, way.heads, way.lengths))
 
 
-@cover(every=2, rest=2)
+@cover(every=2, rest=4)
 @pytest.mark.parametrize(
     ("way", "option", "dtype"),
     [
@@ -282,7 +282,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@cover(0)
+@cover(0, rest=2)
 @pytest.mark.parametrize(("transform", "by_hand"), list(itertools.product(TRANSFORMS, (False, True))))
 def test_transforms(transform: str, by_hand: bool) -> None:
     """Transforms work in sharded `jit`, and in `shard_map`."""

@@ -36,7 +36,7 @@ def kernel(call, **options):
     return plan_of(plan.plan_backward(hopper_kernels.canonical(call, **options)[0], 132), DkvDqPlan)
 
 
-@cover(rest=2)
+@cover(rest=3)
 @pytest.mark.parametrize("options", [OPTIONS[0], *map(slow, OPTIONS[1:])], ids=str)
 def test_one_block_of_keys(options: dict):
     """Races are looked for: no other block adds to what this one adds to."""
@@ -45,7 +45,7 @@ def test_one_block_of_keys(options: dict):
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
-@cover(0, rest=2)
+@cover(0, rest=4)
 @pytest.mark.parametrize(
     ("lengths", "heads", "options"),
     [

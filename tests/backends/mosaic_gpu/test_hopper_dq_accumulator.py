@@ -277,7 +277,7 @@ def test_accumulators_of_a_part_are_its_gradient(heads: int, key_heads: int, bat
         assert own.tolist() == [place * schedule.heads + head for head in range(schedule.heads)]
 
 
-@cover(every=6)
+@cover(every=6, rest=3)
 @pytest.mark.parametrize("processors", [1, 3, 7])
 @pytest.mark.parametrize(("heads", "blocks", "batch"), [(5, 3, 1), (4, 1, 3), (3, 8, 2), (3, 2, 9)])
 def test_no_order_of_beginning_is_a_deadlock(heads: int, blocks: int, batch: int, processors: int):

@@ -238,7 +238,7 @@ class Counting(Interpreter):
         counter[...] = counter[...] + 1
 
 
-@cover(every=4)
+@cover(every=8, rest=2)
 @pytest.mark.parametrize(
     ("processors", "lengths", "heads", "dims", "options"),
     [
@@ -287,7 +287,7 @@ def test_what_is_added_is_counted(
     assert np.unique(steps).size > 1 or options.keys().isdisjoint({"causal", "window"})
 
 
-@cover(every=2)
+@cover(every=3)
 @pytest.mark.parametrize(
     ("dims", "heads", "options"),
     [((64, 64), (2, 1), dict(causal=True)), ((96, 96), (1, 1), {}), ((128, 128), (1, 1), dict(bias="keys"))],

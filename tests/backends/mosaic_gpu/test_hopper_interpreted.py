@@ -48,14 +48,14 @@ def slow(*row: object):
     return pytest.param(*row, marks=cover(0))
 
 
-@cover(rest=2)
+@cover(rest=5)
 @pytest.mark.parametrize("case", marked([IN_SHORT_RUN, *FUSED_CASES]), ids=str)
 def test_fused(case: Case):
     call = cases.build(case)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
-@cover(rest=2)
+@cover(rest=4)
 @pytest.mark.parametrize("case", marked(SPLIT_CASES), ids=str)
 def test_split(case: Case):
     call = cases.build(case)
@@ -63,7 +63,7 @@ def test_split(case: Case):
     hopper_kernels.assert_right(run, call)
 
 
-@cover(every=9)
+@cover(every=9, rest=3)
 @pytest.mark.parametrize(
     ("processors", "lengths", "heads", "dims", "options"),
     [
@@ -96,7 +96,7 @@ def test_dq_in_shared_memory(
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, processors), call)
 
 
-@cover(every=40, rest=3)
+@cover(every=40, rest=4)
 @pytest.mark.parametrize(("items", "entries"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize(
     ("dims", "options"),
@@ -154,7 +154,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, t
 
 
 # Which CTA adds to which sum, and who rounds it, is array code (test_hopper_dq_accumulator).
-@cover(0, rest=2)
+@cover(0, rest=4)
 @pytest.mark.parametrize(
     ("query_length", "processors", "key_length", "heads", "batch", "options"),
     [
@@ -214,7 +214,7 @@ def test_queries_in_registers(dims: tuple[int, int]):
 @pytest.mark.parametrize("family", [HOPPER, slow(TWO_KERNELS)], ids=["fused", "two kernels"])
 def test_no_weight_on_keys_past_the_end(family: Family):
     """A tile of keys is read as zeros there; sums over it are not cut off as dK is."""
-    case = Case("bfloat16", 131, 17, dims=(80, 80), alibi=True, bias="heads", scale="traced", sinks=True)
+    case = Case("bfloat16", 131, 17, (2, 1), (80, 80), (1,), alibi=True, bias="heads", scale="traced", sinks=True)
     call = cases.build(case)
     got = hopper_kernels.run(call, family=family, deterministic=family is TWO_KERNELS)
     oracle.assert_right(got, call)
@@ -264,7 +264,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@cover(0, rest=3)
+@cover(0, rest=4)
 @pytest.mark.parametrize(
     ("dtype", "kind", "dim"),
     [("bfloat16", "keys", 64), ("float16", "keys", 80), ("float16", "full", 64)],
@@ -350,7 +350,7 @@ def test_groups_that_do_not_fill_a_block():
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@cover(every=20, rest=2)
+@cover(every=20, rest=4)
 @pytest.mark.parametrize(
     ("dims", "options", "place", "deterministic"),
     [
@@ -362,7 +362,7 @@ def test_groups_that_do_not_fill_a_block():
 )
 def test_any_tiles(dims: int, options: dict, place: int, deterministic: bool):
     """All tiles are right, also those that only a search on some device would choose."""
-    call = cases.build(Case("bfloat16", 131, 128, dims=(dims, dims), heads=(2, 1), **options))
+    call = cases.build(Case("bfloat16", 131, 128, (2, 1), (dims, dims), (1,), **options))
     how: Any = dict(family=TWO_KERNELS, deterministic=True) if deterministic else {}
     with _tuning.trying({}) as trial:
         hopper_kernels.traced(call, **how)

@@ -43,6 +43,7 @@ def slow(*names: str) -> list[Any]:
     return [pytest.param(*row, id=name, marks=cover(0) if name in names else ()) for name, row in CASES.items()]
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(("case", "page_size", "options"), slow(*list(CASES)[2:]))
 def test_exact(case: Case, page_size: int, options: dict[str, Any]):
     """In shuffled pages, with lengths from 0 on, garbage in the table and NaN in pages past each."""

@@ -98,7 +98,7 @@ def test_deterministic(case: Case):
     oracle.assert_right(run(call, deterministic=True), call)
 
 
-@cover(0, rest=4)
+@cover(0, rest=6)
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,7 +122,7 @@ def test_fused_tiles(dim: int, tile: FusedTile, options: dict):
 SHORT = dict(dtype="float32", query_length=70, key_length=80)
 
 
-@cover(0, rest=2)
+@cover(0, rest=4)
 @pytest.mark.parametrize("capability", ["8.0", "8.6"])
 @pytest.mark.parametrize(
     ("dims", "options"),

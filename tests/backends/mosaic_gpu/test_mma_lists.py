@@ -50,6 +50,7 @@ DENSE_ROWS: dict[str, tuple[Any, Case, Any, dict[str, Any]]] = {
 IN_SHORT_RUN = ("one kernel",)
 
 
+@cover(rest=2)
 @pytest.mark.parametrize(
     "name",
     [name if name in IN_SHORT_RUN else pytest.param(name, marks=cover(0)) for name in (*ROWS, *DENSE_ROWS)],

@@ -1,6 +1,7 @@
 """Tiles of the kernels by `mma.sync`: in the shared memory of each GPU that they serve, of which no compiler knows."""
 
 import dataclasses
+import functools
 import itertools
 
 import hopper_kernels
@@ -23,6 +24,7 @@ DIMS = (1, 8, 64, 72, 128, 136, 192, 256)
 TABLE = jnp.zeros(100)
 
 
+@functools.cache
 def spec_of(head_dim: int, value_dim: int, dtype=jnp.bfloat16, *, queries: int = 100, **options: object) -> Spec:
     key, value = (jnp.zeros((1, 100, 1, dim), dtype) for dim in (head_dim, value_dim))
     options |= dict(bias=jnp.zeros((queries, 100), dtype), score_mod=lambda logit, b, h, q, k: logit + TABLE[q - k])

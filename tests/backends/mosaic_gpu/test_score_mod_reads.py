@@ -196,7 +196,7 @@ ROWS = [
 ]
 
 
-@cover(0)
+@cover(0, rest=2)
 @pytest.mark.parametrize("row", [ROWS[0], *(pytest.param(row, marks=cover(0)) for row in ROWS[1:])])
 def test_numbers_of_heads(row):
     """With their gradients, and in both modes."""
@@ -222,7 +222,7 @@ TABLES = [
 ]
 
 
-@cover(rest=2)
+@cover(rest=4)
 @pytest.mark.parametrize("row", [TABLES[0], *(pytest.param(row, marks=cover(0)) for row in TABLES[1:])])
 def test_tables(row):
     """Read by position, with their gradients; padding holds NaN, which must reach nothing."""
