@@ -28,7 +28,7 @@ def attend(query: Any, key: Any, lengths: Any, options: dict[str, Any], implemen
     return jflash.attention(query, key, key, **options, **more, implementation=implementation, return_residual=True)
 
 
-@cover(1, rest=2)
+@cover(every=7, rest=2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_exported_once_for_all_sizes(sizes: tuple[Any, Any, Any], options: dict[str, Any]) -> None:
