@@ -94,30 +94,16 @@ def canonicalize(
         static["same_segments"] = segment_ids[0] is segment_ids[1]
     query_offset = 0 if query_offset is None else query_offset
     _arguments.query_offset(query_offset, batch_axes)
-    traced_score_mod, captured = (None, ()) if score_mod is None else score_mod
-    if traced_score_mod is not None and logits_soft_cap is None and bias is None and alibi_slopes is None:
-        # Nothing comes between the scale and `score_mod`: if that is a soft cap, it is the call's.
-        static["logits_soft_cap"] = score_mod_as_cap.cap_of(traced_score_mod)
-        if static["logits_soft_cap"] is not None:
-            traced_score_mod, captured = None, ()
-
-    if mask_mod is not None and mask_mod.shape is not None:
+    comes_first = logits_soft_cap is None and bias is None and alibi_slopes is None
+    score_mod, captured, cap = _score_mod_or_cap(score_mod, comes_first=comes_first)
+    if cap is not None:
+        static["logits_soft_cap"] = cap
+    if mask_mod is not None:
         sizes = math.prod(batch_axes), heads, whole_query, whole_key
-        _arguments.mask_mod_shape(mask_mod.shape, mask_mod.mask_mod.looks_at, sizes)
-    if mask_mod is not None and not _arguments.is_array(query_offset) and query_offset == 0:
-        # Positions are the indices that the function is given.
-        bounds = mask_mod_as_options.bounds(mask_mod.mask_mod)
-        if bounds is not None:
-            static |= _bounded(bounds, static["is_causal"], static["window"])
-            mask_mod = None
+        mask_mod, bounded = _mask_mod_or_bounds(mask_mod, sizes, query_offset, static["is_causal"], static["window"])
+        static |= bounded
 
-    batch_index = head_index = seed = None
-    if traced_score_mod is not None or mask_mod is not None or dropout_rate > 0:
-        batch_index = jnp.arange(math.prod(batch_axes), dtype=jnp.int32)
-        head_index = jnp.arange(heads, dtype=jnp.int32)[None]
-        if dropout_rate > 0:
-            entry = jnp.zeros_like(batch_index) if broadcast_dropout else batch_index
-            seed = dropout.seeds(dropout_key, entry)
+    dropped = (dropout_key, broadcast_dropout) if dropout_rate > 0 else None
     query_segments = key_segments = None
     if segment_ids is not None:
         ids: Any = [_merge_batch(ids, batch_axes) for ids in segment_ids]
@@ -137,9 +123,7 @@ def canonicalize(
         key_lengths=_lengths(key_value_seq_lengths, whole_key),
         query_segments=query_segments,
         key_segments=key_segments,
-        batch_index=batch_index,
-        head_index=head_index,
-        dropout_seed=seed,
+        **_indices(math.prod(batch_axes), heads, score_mod is not None or mask_mod is not None, dropped),
         score_mod_arrays=tuple(array[None] for array in captured),
         mask_mod_arrays=() if mask_mod is None else tuple(array[None] for array in mask_mod.arrays),
         coverage=None if mask_mod is None else mask_mod.coverage,
@@ -150,10 +134,36 @@ def canonicalize(
         pages=pages,
         scale=None if scale_is_array else head_dim**-0.5 if scale is None else float(scale),
         query_offset=None if offset_is_array else int(query_offset),
-        score_mod=traced_score_mod,
+        score_mod=score_mod,
         mask_mod=None if mask_mod is None else mask_mod.mask_mod,
     )
     return spec, operands, batch_axes
+
+
+def _score_mod_or_cap(score_mod: Any, *, comes_first: bool) -> tuple[Any, tuple[Array, ...], float | None]:
+    """Return a call's `score_mod`, the arrays that it reads, and the soft cap that it is.
+
+    Where nothing comes between the scale and `score_mod`, one that is a soft cap is the call's, and no function.
+    """
+    if score_mod is None:
+        return None, (), None
+    function, captured = score_mod
+    cap = score_mod_as_cap.cap_of(function) if comes_first else None
+    return (function, captured, None) if cap is None else (None, (), cap)
+
+
+def _mask_mod_or_bounds(
+    mask_mod: Any, sizes: tuple[int, ...], query_offset: Any, is_causal: bool, window: tuple[int, int] | None
+) -> tuple[Any, dict[str, Any]]:
+    """Check a call's `mask_mod`, and return it, or none and the `is_causal` and `window` that say the same.
+
+    Without an offset, positions are the indices that the function is given.
+    """
+    if mask_mod.shape is not None:
+        _arguments.mask_mod_shape(mask_mod.shape, mask_mod.mask_mod.looks_at, sizes)
+    has_offset = _arguments.is_array(query_offset) or query_offset != 0
+    bounds = None if has_offset else mask_mod_as_options.bounds(mask_mod.mask_mod)
+    return (mask_mod, {}) if bounds is None else (None, _bounded(bounds, is_causal, window))
 
 
 def _bounded(
@@ -166,6 +176,21 @@ def _bounded(
     right = 0 if is_causal else right
     is_window = left is not None or right not in (None, 0)
     return dict(is_causal=is_causal, window=(left, right) if is_window else None)
+
+
+def _indices(batch: int, heads: int, has_functions: bool, dropped: tuple[Any, Any] | None) -> dict[str, Array]:
+    """Return the operands that say which entry and head a row is of, and seed its dropout, where they are asked for.
+
+    `dropped` is dropout's key, and whether all entries and heads have the same.
+    """
+    if not has_functions and dropped is None:
+        return {}
+    entry = jnp.arange(batch, dtype=jnp.int32)
+    made = dict(batch_index=entry, head_index=jnp.arange(heads, dtype=jnp.int32)[None])
+    if dropped is not None:
+        key, is_broadcast = dropped
+        made["dropout_seed"] = dropout.seeds(key, jnp.zeros_like(entry) if is_broadcast else entry)
+    return made
 
 
 def _keys_and_values(cache: _pages.Cache, batch_axes: tuple[int, ...], accumulator: np.dtype[Any]) -> dict[str, Any]:

@@ -146,14 +146,10 @@ def attention_fn(
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     if query_offset is None:
         query_offset = 0
-        positional = {
-            "is_causal": is_causal,
-            "local_window_size": local_window_size is not None,
-            "alibi_slopes": alibi_slopes is not None,
-            "score_mod": score_mod is not None,
-            "mask_mod": mask_mod is not None,
-        }
-        _refuse_unknown_position(query, key, [f"`{name}`" for name, used in positional.items() if used])
+        _refuse_unknown_position(
+            query, key, is_causal=is_causal or None, local_window_size=local_window_size, alibi_slopes=alibi_slopes,
+            score_mod=score_mod, mask_mod=mask_mod,
+        )  # fmt: skip
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
     return attention(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
@@ -180,9 +176,13 @@ def _refuse_weights(module: Any, *einsums: Any) -> None:
         )
 
 
-def _refuse_unknown_position(query: Array, key: Array, positional: list[str]) -> None:
-    """Refuse a decoding step without an offset: one query and several keys do not tell at which key the query is."""
+def _refuse_unknown_position(query: Array, key: Array, **options: Any) -> None:
+    """Refuse a decoding step without an offset: one query and several keys do not tell at which key the query is.
+
+    Of the `options`, which go by position, those that are not in use are None.
+    """
     query_length, key_length = query.shape[-3], key.shape[-3]
+    positional = [f"`{name}`" for name, option in options.items() if option is not None]
     if positional and query_length == 1 and key_length > 1:
         raise ValueError(
             "`query_offset` must say where the one query of a decoding step stands among the keys: "

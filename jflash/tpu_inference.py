@@ -146,16 +146,7 @@ def ragged_paged_attention(
         vmem_limit_bytes=vmem_limit_bytes,
     )
     _check(queries, keys, values, kv_cache)
-    _arguments.integers("page_indices", page_indices)
-    _arguments.integers("distribution", distribution)
-    _arguments.integers("kv_lens", kv_lens)
-    if page_indices.ndim != 1 or kv_lens.ndim != 1 or page_indices.shape[0] % max(kv_lens.shape[0], 1) != 0:
-        raise ValueError(
-            "`page_indices` must have the shape (max_num_seqs * pages,), and `kv_lens` (max_num_seqs,). "
-            f"Got {page_indices.shape} and {kv_lens.shape}."
-        )
-    if distribution.shape != (3,):
-        raise ValueError(f"`distribution` must have the shape (3,). Got {distribution.shape}.")
+    _check_batch(kv_lens, page_indices, distribution)
     causal = _arguments.static_bool("use_causal_mask", use_causal_mask)
     window = _arguments.keys_back("sliding_window", sliding_window)
     for name, value in dict(sm_scale=sm_scale, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale).items():
@@ -209,6 +200,20 @@ def _check(queries: Any, keys: Any, values: Any, kv_cache: Any) -> None:
         raise ValueError(
             f"`queries` heads must be a multiple of the key heads. Got N={queries.shape[1]} and K={keys.shape[1]}."
         )
+
+
+def _check_batch(kv_lens: Any, page_indices: Any, distribution: Any) -> None:
+    """Check shapes and dtypes of what says where the sequences are."""
+    _arguments.integers("page_indices", page_indices)
+    _arguments.integers("distribution", distribution)
+    _arguments.integers("kv_lens", kv_lens)
+    if page_indices.ndim != 1 or kv_lens.ndim != 1 or page_indices.shape[0] % max(kv_lens.shape[0], 1) != 0:
+        raise ValueError(
+            "`page_indices` must have the shape (max_num_seqs * pages,), and `kv_lens` (max_num_seqs,). "
+            f"Got {page_indices.shape} and {kv_lens.shape}."
+        )
+    if distribution.shape != (3,):
+        raise ValueError(f"`distribution` must have the shape (3,). Got {distribution.shape}.")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
