@@ -70,6 +70,11 @@ class ShortPlan(QueryWalkPlan):
         """Tiles of queries that a head has."""
         return pl.cdiv(self.spec.query_length, self.tile.queries)
 
+    @property
+    def rows_read(self) -> int:
+        # Here tiles begin at multiples of their size.
+        return self.tiles * self.tile.queries
+
     def item(self, number: Any) -> WorkItem:
         """Return a work item by its number. Neighbours are heads of one entry, side by side in device memory."""
         batch, head = lax.div(number, self.spec.key_heads), lax.rem(number, self.spec.key_heads)

@@ -138,9 +138,15 @@ class QueryWalkPlan(WalkingPlan):
         """The shared memory of the walk."""
         return WalkBuffers(self.spec, self.tile)
 
+    @property
+    def rows_read(self) -> int:
+        """The rows of queries that tiles read: one may begin at the last query."""
+        return self.spec.query_length + self.tile.queries
+
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""
-        made = call.row_sums(as_columns=self.buffers.as_columns, dq_acc=self.dq_acc(call.ops.margin))
+        column_rows = self.rows_read if self.buffers.as_columns else None
+        made = call.row_sums(column_rows=column_rows, dq_acc=self.dq_acc(call.ops.margin))
         statistics = row_statistics.for_fused(self.spec, call.lse, made["delta"], made.get("columns"))
         return call.around(keys_first=True) | call.tiles | statistics | call.visits(self.visits)
 

@@ -39,7 +39,7 @@ from jflash._backends.mosaic_gpu.panels import panel
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Launch, Refs, cta_index, grid_size
 from jflash._backends.nvidia.ops import Ref, Rows, along_columns
-from jflash._backends.nvidia.prepared import MARGIN, for_exponent, with_margin
+from jflash._backends.nvidia.prepared import for_exponent, with_margin
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads.pieces import PIECES
 from jflash._backends.nvidia.tile.inputs import KernelInputs
@@ -145,18 +145,19 @@ def row_sums(
     residuals: Residuals,
     ops: WarpgroupOps,
     *,
-    as_columns: bool = False,
+    column_rows: int | None = None,
     dq_acc: jax.ShapeDtypeStruct | None = None,
 ) -> dict[str, Array]:
     """Return delta `[B, N, T]`, 0 for queries that see nothing, by name.
 
-    With it come `columns` `[B, N, L, 8]`, if the fused backward takes the statistics `as_columns`, and zeros `dq_acc`.
+    With it come `columns` `[B, N, L, 8]`, if the fused backward takes the statistics as columns: its tiles read
+    `column_rows`, and zeros `dq_acc`.
     """
     out, lse, d_out, d_lse = residuals
     batch, length, heads, value_dim = out.shape
     rows = round_up(length, WARPGROUP_ROWS)
-    # Tiles may begin at the last query: what they read behind it is written too.
-    stored_rows = rows + MARGIN if as_columns else rows
+    # What tiles read behind the last query is written too.
+    stored_rows = max(rows, round_up(column_rows or 0, WARPGROUP_ROWS))
     _, width = tile_dims(spec)
     chunk = next(columns for columns in (64, 32, 16) if width % columns == 0)
     factors, panels = dict(out=out, d_out=d_out), forward_in_panels(spec)
@@ -168,7 +169,7 @@ def row_sums(
         products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
         factors, tiles, d_lse = {}, [], d_lse - products.sum(axis=-1).transpose(0, 2, 1)
     results = dict(delta=jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
-    if as_columns:
+    if column_rows is not None:
         results["columns"] = jax.ShapeDtypeStruct((batch, heads, stored_rows, STORED_COLUMNS), jnp.bfloat16)
     if dq_acc is not None:
         results["dq_acc"] = dq_acc
@@ -204,7 +205,7 @@ def _kernel(spec: Spec, ops: WarpgroupOps, chunk: int, refs: Refs) -> None:
         if "columns" in results:
             results["columns"][b, head, rows] = columns(spec, lse, delta, ops)
 
-    if "columns" in results:
+    if "columns" in results and results["columns"].shape[2] > length:
 
         @pl.when(block * WARPGROUP_ROWS >= length)
         def _() -> None:

@@ -13,8 +13,12 @@ from hopper_schedules import backward_schedule, last, plan_fused, spec
 from jflash._backends.mosaic_gpu import smem
 from jflash._backends.mosaic_gpu.backward_short import ShortPlan
 from jflash._backends.mosaic_gpu.plan import plan_backward
+from jflash._backends.mosaic_gpu.query_walk import QueryWalkPlan
+from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.tile_order import TileOrder
+from jflash._semantics import visibility
+from jflash._semantics.spec import Operands
 
 
 def backward_ends(schedule: BackwardSchedule, causal: bool) -> float:
@@ -179,3 +183,20 @@ def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: i
         assert sorted(at) == list(itertools.product(range(group), range(count)))
         if kind == "to the end" and group > 1:
             assert at[:group] == [(head, count - 1) for head in range(group) if count]
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("length", [1, 64, 170, 520])
+@pytest.mark.parametrize(
+    "options", [{}, dict(is_causal=True), dict(window=(90, 20)), dict(is_causal=True, query_offset=37)], ids=str
+)
+def test_rows_of_all_tiles(length: int, options: dict[str, Any], processors: int):
+    """Row statistics have a row for all that is read: tiles may end behind the last query."""
+    call = dataclasses.replace(spec(64, 64, query_length=length, key_length=300), **options)
+    (walk,) = (kernel.plan for kernel in plan_backward(call, processors) if isinstance(kernel.plan, QueryWalkPlan))
+    nothing = Operands(query=None, key=None, value=None)
+    for first_key in range(0, 300, walk.tile.keys):
+        spans = visibility.query_spans(call, nothing, 0, 1, first_key, walk.tile.keys)
+        alignment = 64 if isinstance(walk, ShortPlan) else 8
+        first, count = tile_range.of_spans(call, spans, walk.tile.queries, alignment=alignment)
+        assert first + count * walk.tile.queries <= walk.rows_read
