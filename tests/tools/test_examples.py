@@ -139,8 +139,7 @@ def test_training_refuses_cudnn_in_float32(train_transformer, monkeypatch):
 
 
 def test_gpt2_has_its_parameters(train_transformer):
-    """GPT-2 has 124,439,808 parameters at its own 1,024 positions, without memory for them, and `width` for each
-    position more."""
+    """GPT-2 has 124,439,808 parameters with 1,024 positions, and `width` more for each other one; none takes memory."""
     transformer_flax = importlib.import_module("transformer_flax")
     settings = train_transformer.Settings("flax", size="gpt2").complete()
     shape = {name: getattr(settings, name) for name in ("width", "heads", "layers")}
@@ -352,8 +351,7 @@ def test_doctor_reports_the_platforms_of_apple_gpus(capsys, monkeypatch):
 
 
 def test_doctor_on_machines_with_a_gpu(capsys, monkeypatch):
-    """The doctor lists each dtype by itself where they are served differently. It notices a GPU that JAX does not
-    see."""
+    """It lists dtypes apart where they are served differently, and notices a GPU that JAX does not see."""
     monkeypatch.setattr("shutil.which", lambda name: name == "nvidia-smi" or None)
     doctor.main([])
     assert "JAX sees only the CPU: pip install 'jax[cuda13]'" in capsys.readouterr().out
@@ -379,6 +377,7 @@ def test_selfcheck(capsys):
 def test_doctor_notices_a_wrong_attention(capsys, monkeypatch):
     attention = jflash.attention
     wrong = lambda query, **options: attention(query * (1 + 0.01 * (options["implementation"] == "xla")), **options)
+    monkeypatch.setattr(_ffi, "available", lambda: "not asked")
     monkeypatch.setattr("jflash.attention", wrong)
     assert doctor.main(["--selfcheck"]) == 1
     assert "WRONG xla, float32 d32 causal: out" in capsys.readouterr().out
@@ -394,6 +393,7 @@ def test_doctor_goes_on_after_a_failure(capsys, monkeypatch):
         return attention(*args, implementation=implementation, **options)
 
     monkeypatch.setattr("jflash.attention", failing)
+    monkeypatch.setattr(_ffi, "available", lambda: "not asked")
     assert doctor.main(["--selfcheck"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("WRONG xla, ") == printed.count(": RuntimeError: the kernel does not compile") == 6

@@ -48,7 +48,7 @@ ROWS = [
 """Each option in three ways and two options in each way; with the deep profile the whole product."""
 
 
-@cover(rest=4)
+@cover(rest=6)
 @pytest.mark.parametrize(
     ("option", "way"), [pytest.param(*row, marks=() if row in IN_SHORT_RUN else cover(0)) for row in ROWS]
 )

@@ -111,7 +111,7 @@ class Places:
         return (place,)
 
 
-@cover(every=10, rest=2)
+@cover(every=10, rest=4)
 @pytest.mark.parametrize(
     ("heads", "group", "blocks", "batch", "rows", "head_dim", "processors"),
     [

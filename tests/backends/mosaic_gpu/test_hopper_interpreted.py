@@ -48,14 +48,14 @@ def slow(*row: object):
     return pytest.param(*row, marks=cover(0))
 
 
-@cover(rest=5)
+@cover(rest=7)
 @pytest.mark.parametrize("case", marked([IN_SHORT_RUN, *FUSED_CASES]), ids=str)
 def test_fused(case: Case):
     call = cases.build(case)
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
 
-@cover(rest=4)
+@cover(rest=6)
 @pytest.mark.parametrize("case", marked(SPLIT_CASES), ids=str)
 def test_split(case: Case):
     call = cases.build(case)
@@ -154,7 +154,7 @@ def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, t
 
 
 # Which CTA adds to which sum, and who rounds it, is array code (test_hopper_dq_accumulator).
-@cover(0, rest=4)
+@cover(0, rest=6)
 @pytest.mark.parametrize(
     ("query_length", "processors", "key_length", "heads", "batch", "options"),
     [
@@ -264,7 +264,7 @@ def test_soft_cap_from_tile_to_tile(steps: str, dtype: str, cap: float):
     oracle.assert_right(hopper_kernels.run(call), call)
 
 
-@cover(0, rest=4)
+@cover(0, rest=6)
 @pytest.mark.parametrize(
     ("dtype", "kind", "dim"),
     [("bfloat16", "keys", 64), ("float16", "keys", 80), ("float16", "full", 64)],

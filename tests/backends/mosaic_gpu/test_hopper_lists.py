@@ -101,7 +101,7 @@ def test_program(name: str, keys_first: bool):
     np.testing.assert_array_equal(np.broadcast_to(got, (64, 64)), want.T if keys_first else want)
 
 
-@cover(rest=2)
+@cover(rest=3)
 @pytest.mark.parametrize(
     "name", [name if name in IN_SHORT_RUN else pytest.param(name, marks=cover(0)) for name in ROWS]
 )

@@ -15,7 +15,7 @@ from short_run import cover
 from jflash._backends.mosaic_gpu import array_shapes, plan
 
 
-@cover(every=100, rest=3)
+@cover(every=100, rest=5)
 @pytest.mark.parametrize(
     ("lengths", "heads", "dims", "options"),
     [

@@ -48,7 +48,7 @@ def along(call: cases.Call, moving: str) -> dict[str, np.ndarray]:
     return {name: tangent for name, tangent in every.items() if name in names} or every
 
 
-@cover(rest=6)
+@cover(rest=9)
 @pytest.mark.parametrize(
     ("case", "moving"),
     [pytest.param(*row, marks=() if row == IN_SHORT_RUN else cover(0)) for row in ROWS],

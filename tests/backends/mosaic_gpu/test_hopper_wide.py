@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@cover(rest=9)
+@cover(rest=16)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == IN_SHORT_RUN else cover(0)) for case in CASES], ids=str
 )

@@ -56,7 +56,7 @@ def slow(*row: object):
     return pytest.param(*row, marks=cover(0))
 
 
-@cover(rest=2)
+@cover(rest=4)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == IN_SHORT_RUN else cover(0)) for case in CASES], ids=str
 )

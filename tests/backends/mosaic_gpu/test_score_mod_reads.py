@@ -196,7 +196,7 @@ ROWS = [
 ]
 
 
-@cover(0, rest=2)
+@cover(0, rest=3)
 @pytest.mark.parametrize("row", [ROWS[0], *(pytest.param(row, marks=cover(0)) for row in ROWS[1:])])
 def test_numbers_of_heads(row):
     """With their gradients, and in both modes."""
