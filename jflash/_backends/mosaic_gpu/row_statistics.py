@@ -150,8 +150,8 @@ def row_sums(
 ) -> dict[str, Array]:
     """Return delta `[B, N, T]`, 0 for queries that see nothing, by name.
 
-    With it come `columns` `[B, N, L, 8]`, if the fused backward takes the statistics as columns: its tiles read
-    `column_rows`, and zeros `dq_acc`.
+    With it come zeros `dq_acc`, and `columns` `[B, N, L, 8]` of at least `column_rows` rows, if the fused backward
+    takes the statistics as columns.
     """
     out, lse, d_out, d_lse = residuals
     batch, length, heads, value_dim = out.shape
