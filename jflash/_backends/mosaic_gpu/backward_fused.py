@@ -100,6 +100,11 @@ class FusedPlan(QueryWalkPlan):
         )
 
     @property
+    def alignment(self) -> int:
+        # Those that add to one tile after the other must agree on where it begins.
+        return self.tile.queries if self.schedule.in_order else super().alignment
+
+    @property
     def acc_columns(self) -> int:
         """Columns of an accumulator of dQ."""
         columns = block_dims(self.spec)[0]
@@ -162,10 +167,7 @@ class FusedCta(QueryWalkCta[FusedPlan]):
 
     def _visited_by_split(self, key_block: Any, split: Any) -> Walk:
         """Return the tiles that a split of a block of keys visits."""
-        schedule = self.plan.schedule
-        # Those that add to one tile after the other must agree on where it begins.
-        alignment = self.plan.tile.queries if schedule.in_order else 8
-        return self.visited(key_block, alignment).share(split, schedule.splits)
+        return self.visited(key_block, self.plan.alignment).share(split, self.plan.schedule.splits)
 
     def _visited_before(self, place: Place) -> Walk:
         """Return the tiles that the CTA before this one visits of its work item; none if this one is the first."""

@@ -71,9 +71,8 @@ class ShortPlan(QueryWalkPlan):
         return pl.cdiv(self.spec.query_length, self.tile.queries)
 
     @property
-    def rows_read(self) -> int:
-        # Here tiles begin at multiples of their size.
-        return self.tiles * self.tile.queries
+    def alignment(self) -> int:
+        return WARPGROUP_ROWS
 
     def item(self, number: Any) -> WorkItem:
         """Return a work item by its number. Neighbours are heads of one entry, side by side in device memory."""
@@ -184,7 +183,7 @@ class ShortCta(QueryWalkCta[ShortPlan]):
             self.first_key = block * plan.tile.keys
             self.slot = lax.rem(self.first_step + block, plan.tile.key_stages)
             self.k, self.v = (ref.at[pl.ds(self.slot, 1)] for ref in (self.smem.k, self.smem.v))
-            self.order = self.order_of(self.visited(block, alignment=WARPGROUP_ROWS), block)
+            self.order = self.order_of(self.visited(block, self.plan.alignment), block)
             visit()
 
         lax.fori_loop(0, plan.blocks, take, None)

@@ -139,9 +139,14 @@ class QueryWalkPlan(WalkingPlan):
         return WalkBuffers(self.spec, self.tile)
 
     @property
+    def alignment(self) -> int:
+        """What divides the index at which a tile of queries begins."""
+        return 8
+
+    @property
     def rows_read(self) -> int:
-        """The rows of queries that tiles read: one may begin at the last query."""
-        return self.spec.query_length + self.tile.queries
+        """The rows of queries that tiles read: the last one that may begin before their end is read whole."""
+        return (self.spec.query_length - 1) // self.alignment * self.alignment + self.tile.queries
 
     def arrays(self, call: HopperBackward) -> dict[str, Array]:
         """Return whole tiles, row statistics as the products or accumulators take them, and what shapes logits."""

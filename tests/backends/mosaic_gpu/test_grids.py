@@ -15,6 +15,7 @@ from cases import Case
 from equations import equations
 from kernel_families import HOPPER, Family, mma
 from on_hardware import served_by
+from short_run import cover
 
 import jflash
 from jflash import _platform
@@ -66,10 +67,11 @@ def test_cuda_can_launch_every_grid(name: str, implementation: str, monkeypatch:
         assert x < 2**31, sizes
 
 
+@pytest.mark.parametrize("options", [{}, pytest.param(dict(bias="full", mask="queries"), marks=cover(0))], ids=str)
 @pytest.mark.parametrize("family", [HOPPER, mma("9.0")], ids=["mosaic_gpu", "mosaic_gpu_mma"])
-def test_one_axis_of_all_ctas(family: Family, monkeypatch: pytest.MonkeyPatch):
+def test_one_axis_of_all_ctas(family: Family, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "MOST_CTAS", 0)
-    case = Case("bfloat16", 70, 70, heads=(2, 1), dims=(64, 64), batch=(2,), causal=True)
+    case = Case("bfloat16", 70, 70, heads=(2, 1), dims=(64, 64), batch=(2,), causal=True, **options)
     call = cases.build(case)
     oracle.assert_right(hopper_kernels.run(call, family=family, detect_races=False), call)
 
@@ -77,9 +79,10 @@ def test_one_axis_of_all_ctas(family: Family, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [mosaic_gpu, mosaic_gpu_mma], ids=["mosaic_gpu", "mosaic_gpu_mma"])
 @pytest.mark.parametrize("name", ["long", "short", "decoding"])
-def test_equals_its_parts(name: str, backend: Any):
-    """By heads where there is one entry, else by entries; to the bit, as every sum has one order."""
-    attend = functools.partial(attention, implementation=served_by(backend), deterministic=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_equals_its_parts(deterministic: bool, name: str, backend: Any):
+    """By heads where there is one entry, else by entries; to the bit, if every sum has one order."""
+    attend = functools.partial(attention, implementation=served_by(backend), deterministic=deterministic)
     of_query, of_key = LARGE[name]
     shapes, axis = (of_query, of_key, of_key, of_query), 2 if of_query[0] == 1 else 0
     arrays = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
@@ -94,5 +97,10 @@ def test_equals_its_parts(name: str, backend: Any):
 
     halves = zip(*(jnp.split(array, 2, axis) for array in arrays), strict=True)
     parts = zip(*(results(*half) for half in halves), strict=True)
-    for whole, of_halves in zip(results(*arrays), parts, strict=True):
-        np.testing.assert_array_equal(whole, jnp.concatenate(of_halves, axis))
+    out, *gradients = zip(results(*arrays), parts, strict=True)
+    np.testing.assert_array_equal(out[0], jnp.concatenate(out[1], axis))
+    for whole, of_halves in gradients:
+        actual, expected = (np.asarray(array, np.float32) for array in (whole, jnp.concatenate(of_halves, axis)))
+        # Sums in float32 may have another order, which rounds a number of dS in a million to its neighbour.
+        allowed = 0 if deterministic else 2**-5 * np.abs(expected).max(axis=-1, keepdims=True) + 2**-12
+        assert (np.abs(actual - expected) <= allowed).all()

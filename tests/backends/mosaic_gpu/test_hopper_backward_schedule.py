@@ -188,7 +188,12 @@ def test_every_tile_of_all_heads_is_visited_once(kind: str, group: int, count: i
 @pytest.mark.parametrize("processors", [1, 132])
 @pytest.mark.parametrize("length", [1, 64, 170, 520])
 @pytest.mark.parametrize(
-    "options", [{}, dict(is_causal=True), dict(window=(90, 20)), dict(is_causal=True, query_offset=37)], ids=str
+    "options",
+    [
+        *({}, dict(is_causal=True), dict(window=(90, 20)), dict(is_causal=True, query_offset=37)),
+        *(dict(deterministic=True), dict(window=(90, 20), deterministic=True)),
+    ],
+    ids=str,
 )
 def test_rows_of_all_tiles(length: int, options: dict[str, Any], processors: int):
     """Row statistics have a row for all that is read: tiles may end behind the last query."""
@@ -197,6 +202,5 @@ def test_rows_of_all_tiles(length: int, options: dict[str, Any], processors: int
     nothing = Operands(query=None, key=None, value=None)
     for first_key in range(0, 300, walk.tile.keys):
         spans = visibility.query_spans(call, nothing, 0, 1, first_key, walk.tile.keys)
-        alignment = 64 if isinstance(walk, ShortPlan) else 8
-        first, count = tile_range.of_spans(call, spans, walk.tile.queries, alignment=alignment)
+        first, count = tile_range.of_spans(call, spans, walk.tile.queries, alignment=walk.alignment)
         assert first + count * walk.tile.queries <= walk.rows_read
