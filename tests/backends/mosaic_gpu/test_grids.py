@@ -81,7 +81,7 @@ def test_one_axis_of_all_ctas(family: Family, options: dict[str, Any], monkeypat
 @pytest.mark.parametrize("name", ["long", "short", "decoding"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_equals_its_parts(deterministic: bool, name: str, backend: Any):
-    """By heads where there is one entry, else by entries; to the bit, if every sum has one order."""
+    """By heads where there is one entry, else by entries; and a second time to the bit, if sums have one order."""
     attend = functools.partial(attention, implementation=served_by(backend), deterministic=deterministic)
     of_query, of_key = LARGE[name]
     shapes, axis = (of_query, of_key, of_key, of_query), 2 if of_query[0] == 1 else 0
@@ -97,10 +97,14 @@ def test_equals_its_parts(deterministic: bool, name: str, backend: Any):
 
     halves = zip(*(jnp.split(array, 2, axis) for array in arrays), strict=True)
     parts = zip(*(results(*half) for half in halves), strict=True)
-    out, *gradients = zip(results(*arrays), parts, strict=True)
+    wholes = results(*arrays)
+    if deterministic:
+        jax.tree.map(np.testing.assert_array_equal, results(*arrays), wholes)
+    out, *gradients = zip(wholes, parts, strict=True)
     np.testing.assert_array_equal(out[0], jnp.concatenate(out[1], axis))
     for whole, of_halves in gradients:
         actual, expected = (np.asarray(array, np.float32) for array in (whole, jnp.concatenate(of_halves, axis)))
-        # Sums in float32 may have another order, which rounds a number of dS in a million to its neighbour.
-        allowed = 0 if deterministic else 2**-5 * np.abs(expected).max(axis=-1, keepdims=True) + 2**-12
+        # Row statistics may come from another kernel of XLA, and sums in float32 have another order, which rounds a
+        # number of dS in a million to its neighbour.
+        allowed = 2**-5 * np.abs(expected).max(axis=-1, keepdims=True) + 2**-12
         assert (np.abs(actual - expected) <= allowed).all()
