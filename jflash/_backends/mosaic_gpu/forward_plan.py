@@ -34,7 +34,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
-from jflash._backends.nvidia.walk.work_items import ITEMS, Shares
+from jflash._backends.nvidia.walk.work_items import Shares
 from jflash._semantics.spec import Spec
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
@@ -189,7 +189,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
         mends = cache_rows.mends(self.spec)
         edges = {} if mends else array_shapes.edges(call.operands, dict(value=factors["value"]))
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
-        return factors | shaping | edges | call.visits(self.visits) | call.work(ITEMS, self.visits, self.shares)
+        return factors | shaping | edges | call.visits(self.visits) | call.work(self.visits, self.shares)
 
     @property
     def launch(self) -> Launch:

@@ -71,7 +71,7 @@ class ForwardPlan(ForwardShape, TiledPlan):
         if self.spec.pages is None:
             arrays |= dict(key=operands.key, value=operands.value)
         arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
-        return arrays | call.packed_mask() | call.visits(self.visits) | call.work(ITEMS, self.visits, self.shares)
+        return arrays | call.packed_mask() | call.visits(self.visits) | call.work(self.visits, self.shares)
 
     @property
     def launch(self) -> Launch:

@@ -26,7 +26,7 @@ from jflash._backends.nvidia.prepared import Prepared
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile.softmax import scaled_rows
-from jflash._backends.nvidia.walk.work_items import CUTS
+from jflash._backends.nvidia.walk.work_items import ITEMS, Cut, Shares
 from jflash._semantics.online_softmax import finite_or_zero
 
 _COLUMNS = 64
@@ -51,19 +51,19 @@ def of_pieces(shape: ForwardShape) -> dict[str, jax.ShapeDtypeStruct]:
 
 def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[str, Array]:
     """Return a forward's results with those of the walks that were cut, by name."""
-    if shape.shares is None:
+    if (shares := shape.shares) is None:
         return made
     blocks, columns = shape.tile.rows // WARPGROUP_ROWS, made["out"].shape[-1]
-    ctas = dict(cut=shape.shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
+    ctas = dict(cut=shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
     launch = Launch(f"jflash_merge_{shape.spec.value_dim}", ctas, results={})
-    arrays = call.work(CUTS, shape.visits, shape.shares) | {name: made[name] for name in PIECES}
+    arrays = call.work(shape.visits, shares) | {name: made[name] for name in PIECES}
     results = dict(out=made["out"], lse=made["lse"])
-    return launch.update(lambda refs: _merge(shape, refs, call.ops), arrays, results, call.ops)[1]
+    return launch.update(lambda refs: _merge(shape, shares, refs, call.ops), arrays, results, call.ops)[1]
 
 
-def _merge(shape: ForwardShape, refs: Refs, ops: Ops) -> None:
+def _merge(shape: ForwardShape, shares: Shares, refs: Refs, ops: Ops) -> None:
     cut, head, row, column = map(cta_index, ("cut", "head", "row", "column"))
-    batch, block, first_piece, pieces = (refs.arrays[CUTS][cut, place] for place in range(4))
+    batch, block, first_piece, pieces = Cut.read(refs.arrays[ITEMS], shares, cut)
     out, lse = (refs.arrays[name] for name in PIECES)
     (first, stop), own = shape.rows_of_block(block), row * WARPGROUP_ROWS
     vector, tile = (WARPGROUP_ROWS,), (WARPGROUP_ROWS, _COLUMNS)

@@ -138,12 +138,12 @@ class Prepared:
         words = self.packed_mask(keys_first=blocks.of_keys).get("mask")
         return tile_list.coverage(self.spec, self.operands, blocks, words)
 
-    def work(self, name: str, blocks: Blocks, shares: Shares | None) -> dict[str, Array]:
-        """Return the list of items, or of cut walks, by name; nothing if no shares are dealt out."""
+    def work(self, blocks: Blocks, shares: Shares | None) -> dict[str, Array]:
+        """Return the list of items of work, by name; nothing if no shares are dealt out."""
         if shares is None:
             return {}
-        lists = self._once((blocks, shares), lambda: work_items.deal(self.spec, self.operands, blocks, shares))
-        return {name: lists[name]}
+        make = lambda: {work_items.ITEMS: work_items.deal(self.spec, self.operands, blocks, shares)}
+        return self._once((blocks, shares), make)
 
 
 class PreparedBackward(Prepared):

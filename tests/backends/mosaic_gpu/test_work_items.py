@@ -20,7 +20,7 @@ from jflash import _autodiff
 from jflash._backends.mosaic_gpu import plan as hopper_plan
 from jflash._backends.nvidia.walk import work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
-from jflash._backends.nvidia.walk.work_items import CUTS, ITEMS, Shares
+from jflash._backends.nvidia.walk.work_items import Shares
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 
@@ -55,18 +55,19 @@ def dealt(
         (LONG[:20], 40, dict(local_window_size=(5000, 0))),
         (np.array([32768]), 1, {}),
         (np.full(63, 4096), 1, {}),
+        (np.full(100, 6 * SIZE), 1, {}),
         (np.zeros(3, np.int32), 1, {}),
     ],
-    ids=["log-normal", "blocks, window", "one", "alike", "nothing"],
+    ids=["log-normal", "blocks, window", "one", "alike", "each one and a half shares", "nothing"],
 )
 def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
     """Every tile of every walk has one item, of about one length; the longest walks come first, and pieces before
     all others."""
     spec, operands, blocks, shares = dealt(lengths, queries, **options)
     assert shares is not None
-    lists = jax.tree.map(np.asarray, work_items.deal(spec, operands, blocks, shares))
-    items, cuts = lists[ITEMS], lists[CUTS]
-    assert len(items) == shares.items == shares.walks + shares.shares
+    rows = np.asarray(work_items.deal(spec, operands, blocks, shares))
+    items, cuts = rows[: shares.items], rows[shares.items :]
+    assert len(items) == shares.walks + shares.shares
     assert len(cuts) == shares.cuts
     some = items[items[:, 4] > 0]
     assert not items[len(some) :, 4].any()
@@ -93,7 +94,7 @@ def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
         assert count.max() <= 1.5 * longest + 2
         np.testing.assert_array_equal(own, own[0] + np.arange(len(own)))
         assert is_piece[own].all() == (len(own) > 1)
-        listed = [tuple(cut) for cut in cuts if cut[3] and tuple(cut[:2]) == (batch, block)]
+        listed = [tuple(cut[:4]) for cut in cuts if cut[3] and tuple(cut[:2]) == (batch, block)]
         assert listed == ([(batch, block, own[0], len(own))] if len(own) > 1 else [])
     assert walks == sorted(walks, reverse=True)
 
@@ -156,8 +157,9 @@ def test_ragged(monkeypatch: pytest.MonkeyPatch, family: Family, options: dict[s
 
     def forward(choice: Any, spec: Spec, operands: Operands, names: Any) -> Any:
         kernel, _ = family.plans(spec, 3)
-        lists = work_items.deal(spec, operands, kernel.plan.visits, kernel.plan.shares)
-        jax.debug.callback(lambda cuts: pieces.append(cuts[0, 3]), lists[CUTS])
+        shares = kernel.plan.shares
+        rows = work_items.deal(spec, operands, kernel.plan.visits, shares)
+        jax.debug.callback(pieces.append, rows[shares.items, 3])
         return family.call.forward(kernel, operands, ops)
 
     monkeypatch.setattr(_autodiff, "attend", forward)

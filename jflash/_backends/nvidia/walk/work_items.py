@@ -8,17 +8,17 @@ keep all others waiting. So walks that are longer than one and a half shares of 
 
 That is up to `walks + shares` items: a static grid, whose last CTAs may find nothing to do. Items go by the length of
 their walks, the longest first. So those of cut walks are the first ones, and an item's index says where a piece leaves
-its result. XLA makes the lists, from lengths and offsets: once for all layers of a model.
+its result. XLA makes the list, from lengths and offsets: once for all layers of a model. Behind the items it has the
+cut walks, for the kernel that merges their pieces.
 
 Each walk is compared with all others, and each item with all walks. A walk's first item is the sum of the pieces of all
-longer walks, so nothing is sorted and no running sum is made: XLA makes both slowly on GPUs, and few kernels of sums
+longer walks, so nothing is sorted and no running sum is made: XLA makes both slowly on GPUs, and three kernels of sums
 over comparisons (examples/benchmarks/experiments/2026-11-29-lists.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +34,8 @@ from jflash._backends.nvidia.walk.tile_range import TileRange, Walk
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 
-ITEMS, CUTS = "work_items", "cut_walks"
-"""The names of the lists among kernels' arrays."""
+ITEMS = "work_items"
+"""The name of the list among kernels' arrays."""
 
 LEAST = 4
 """Tiles of keys that are a share at least: beginning, ending and merging a piece cost about as much as one."""
@@ -87,8 +87,8 @@ class Shares:
         return self.shares * 4 // 3
 
 
-def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> dict[str, Array]:
-    """Return the lists of items and of cut walks as kernels read them, by name.
+def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> Int[Array, "rows 5"]:
+    """Return the list that kernels read, of `shares.items` items and `shares.cuts` cut walks, one in a row.
 
     An item has its batch entry, its block, the tiles of the walk before it and its own, and what it is: 0 for none, 1
     for a whole walk, 2 for a piece. A cut walk has its batch entry, its block, its first item and its pieces, 0 for
@@ -104,26 +104,22 @@ def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> dic
 
     tiles = jax.vmap(tiles_of)(batch, block)
     share = jnp.maximum(-(-jnp.sum(tiles, dtype=jnp.int32) // shares.shares), LEAST)
-    pieces = jnp.maximum(lax.div(2 * tiles + share, 2 * share), 1)
+    # In float32, as XLA divides integers in a kernel of their own. The bounds of `Shares` have half an item to spare.
+    cut_into = jnp.maximum((tiles * (1 / share.astype(jnp.float32)) + 0.5).astype(jnp.int32), 1)
     is_longer = (tiles > tiles[:, None]) | ((tiles == tiles[:, None]) & (walk < walk[:, None]))
-    rank = jnp.sum(is_longer, axis=1, dtype=jnp.int32)
-    start = jnp.sum(jnp.where(is_longer, pieces, 0), axis=1, dtype=jnp.int32)
+    total = lambda marked, number: jnp.sum(jnp.where(marked, number, 0), axis=1, dtype=jnp.int32)
+    rank, start = total(is_longer, 1), total(is_longer, cut_into)
+    pieces = total(walk == walk[:, None], cut_into)
     # An item is of one walk at most, and so is a cut: a sum over all walks takes what that one has.
-    piece = jnp.arange(shares.items, dtype=jnp.int32)[:, None] - start
+    row = jnp.arange(shares.items + shares.cuts, dtype=jnp.int32)[:, None]
+    is_item, piece = row < shares.items, row - start
     begin = lambda piece: lax.div(piece * tiles, jnp.broadcast_to(pieces, piece.shape))
     first = begin(piece)
     of_item = batch, block, first, begin(piece + 1) - first, jnp.where(pieces > 1, 2, 1)
-    items = _only((piece >= 0) & (piece < pieces), of_item)
-    is_cut = (rank == jnp.arange(shares.cuts, dtype=jnp.int32)[:, None]) & (pieces > 1)
-    return {ITEMS: items, CUTS: _only(is_cut, (batch, block, start, pieces))}
-
-
-def _only(
-    marked: Bool[Array, "rows walks"], columns: Sequence[Int[Array, "#rows walks"]]
-) -> Int[Array, "rows columns"]:
-    """Return for each row the numbers of the one walk that is marked, 0 if there is none."""
-    number = jnp.stack([jnp.broadcast_to(column, marked.shape) for column in columns], axis=1)
-    return jnp.sum(jnp.where(marked[:, None], number, 0), axis=2, dtype=jnp.int32)
+    of_cut = batch, block, start, pieces, 0
+    of_walk = jnp.where(is_item, (piece >= 0) & (piece < pieces), (rank == row - shares.items) & (pieces > 1))
+    number = jnp.stack([jnp.where(is_item, *pair) for pair in zip(of_item, of_cut, strict=True)], axis=1)
+    return jnp.sum(jnp.where(of_walk[:, None], number, 0), axis=2, dtype=jnp.int32)
 
 
 class Item(NamedTuple):
@@ -155,3 +151,19 @@ class Item(NamedTuple):
         """Return the item's tiles of its walk, a range: at least one, which hides all keys if the walk has none."""
         assert isinstance(walk, TileRange), "calls with lists of tiles are not dealt out"
         return dataclasses.replace(walk, first=walk.start(self.first), count=jnp.maximum(self.tiles, 1))
+
+
+class Cut(NamedTuple):
+    """A walk that was cut into pieces, in a kernel."""
+
+    batch: Int[Array, ""]
+    block: Int[Array, ""]
+    first_piece: Int[Array, ""]
+    """The item that is its first piece."""
+    pieces: Int[Array, ""]
+    """The number of its pieces; 0 if there is no such walk."""
+
+    @staticmethod
+    def read(items: Ref, shares: Shares, index: Any) -> Cut:
+        """Read a cut walk, which is behind all items in the list."""
+        return Cut(*(items[shares.items + index, column] for column in range(4)))
