@@ -139,6 +139,11 @@ class _Part:
         """The operands that the batch never shares: of a paged call neither keys nor values."""
         return _primitive.OWN if self.spec.pages is None else _primitive.OWN - {"key", "value"}
 
+    @property
+    def tokens(self) -> int | None:
+        """The rows of the one array in which all entries have their queries, if there is one."""
+        return self.spec.tokens
+
     def __call__(self, program: Any, args: Any) -> Any:
         return self.where.run(self, program, args)
 
@@ -167,8 +172,9 @@ class _Part:
         """Return arrays or shapes with the form of the results."""
         spec = self.spec.resized(operands)
         form: Any = Results
+        rows = (spec.batch, spec.query_length) if spec.tokens is None else (1, spec.tokens)
         return form(
-            jax.ShapeDtypeStruct((spec.batch, spec.query_length, spec.heads, spec.value_dim), spec.dtype),
+            jax.ShapeDtypeStruct((*rows, spec.heads, spec.value_dim), spec.dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.query_length), spec.accumulator),
         )
 

@@ -18,6 +18,8 @@ It may also have these:
                                                 them; without it, all platforms that it serves share one
     asked_before(platform) -> str | None        the backend before which a call that names none asks this one there;
                                                 None: its place is that of the table
+    takes_tokens(spec) -> bool                  whether its forward takes queries that are rows of one array
+                                                (`Spec.tokens`); without it they are gathered before
 
 The tangent or backward that a backend lacks is `xla`'s, and so is every derivative beyond them. A backend with
 `DIFFERENTIATED_BY_JAX = True` has a forward that JAX differentiates itself, where that backend alone serves. A backend
@@ -27,6 +29,7 @@ with `ONLY_BY_NAME = True` serves only calls that name it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ import jflash_metal
 from jflash._backends import cudnn, mosaic_gpu, mosaic_gpu_mma, reference, xla
 from jflash._choice import Choice, Program
 from jflash._platform import Platform
+from jflash._semantics import tokens
 from jflash._semantics.spec import Spec
 
 BACKENDS: Mapping[str, Any] = {
@@ -63,7 +67,11 @@ class Functions(NamedTuple):
 def functions(name: str, spec: Spec) -> Functions:
     """Return the functions of a backend, for a call that it serves."""
     whose = {kind: _whose(name, kind, spec)[0] for kind in Functions._fields}
-    return Functions(**{kind: getattr(BACKENDS[backend], kind) for kind, backend in whose.items()})
+    found = Functions(**{kind: getattr(BACKENDS[backend], kind) for kind, backend in whose.items()})
+    takes_tokens = getattr(BACKENDS[name], "takes_tokens", None)
+    if spec.tokens is None or (takes_tokens is not None and takes_tokens(spec)):
+        return found
+    return found._replace(forward=functools.partial(tokens.forward_of_entries, found.forward))
 
 
 def _whose(name: str, kind: str, spec: Spec) -> tuple[str, str | None]:

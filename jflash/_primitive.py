@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from jaxtyping import Array
 from jflash._choice import Choice, Program
 from jflash._mesh import in_mesh, varying_alike
 from jflash._platform import lowering_targets
+from jflash._semantics import tokens
 from jflash._semantics.dtypes import widened
 
 OWN = frozenset({"query", "key", "value", "out", "lse", "d_out", "d_lse"})
@@ -49,6 +51,12 @@ class Operation(Protocol):
     @property
     def own(self) -> Collection[str]:
         """The names of the arguments' fields that the entries of the batch never share; `OWN` but for a paged cache."""
+        ...
+
+    @property
+    def tokens(self) -> int | None:
+        """The rows of the one array in which all entries of the batch have their queries; `None` if each has its
+        own."""
         ...
 
     def form_if_untraced(self, args: Any) -> Any:
@@ -248,6 +256,9 @@ def _batch(
 
     def fold(place: Any, array: Array, mapped: bool) -> Array:
         name = getattr(place[0], "name", "")
+        if operation.tokens is not None and name in tokens.JOINED:
+            each = jnp.broadcast_to(array if mapped else array[None], (size, *array.shape[mapped:]))
+            return tokens.joined(name, each, operation.tokens)
         is_summed = operation.sums and jnp.issubdtype(array.dtype, jnp.inexact) and name not in _WITHOUT_GRADIENT
         whole = place in spread or name in operation.own or is_summed
         if not whole and array.shape[0] == 1:
@@ -257,10 +268,10 @@ def _batch(
         return jnp.broadcast_to(array, (size, batch, *rest)).reshape(size * batch, *rest)
 
     def unfold(array: Array, result: Any) -> Array:
+        if array.size == size * math.prod(result.shape):
+            return array.reshape(size, *result.shape)
         array = array.reshape(size, batch, *array.shape[1:])
-        if result.shape[0] == 1 and batch > 1:
-            array = array.astype(widened(array.dtype)).sum(axis=1, keepdims=True)
-        return array.astype(result.dtype)
+        return array.astype(widened(array.dtype)).sum(axis=1, keepdims=True).astype(result.dtype)
 
     folded = perform(operation, *tree.unflatten(map(fold, places, arrays, mapped)))
     return list(map(unfold, jax.tree.leaves(folded), types)), [0] * len(types)

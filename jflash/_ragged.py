@@ -62,25 +62,31 @@ class Ragged(NamedTuple):
         return Tokens(sequence, place, self.kv_lens[sequence] - self.query_lengths[sequence] + place, is_one)
 
     def blocks(self, tokens: int, rows: int) -> Blocks:
-        """Return the step's tokens in blocks of up to `rows`, each of one sequence: as many as there can ever be."""
-        lengths = self.query_lengths
-        of_sequence = (lengths + rows - 1) // rows
-        stops = jnp.cumsum(of_sequence, dtype=jnp.int32)
-        most = min(tokens, -(-tokens // rows) + len(lengths))
+        """Return all `tokens` in blocks of up to `rows`, in order, each of one sequence or of none.
+
+        There are as many blocks as there can ever be. Those past the last have no tokens.
+        """
+        seqs = len(self.kv_lens)
+        # Tokens of no sequence, which have no keys, are before the first sequence and after the last.
+        begins = jnp.where(jnp.arange(seqs + 1) <= self.num_seqs, jnp.clip(self.cu_q_lens, 0, tokens), tokens)
+        starts, stops = jnp.pad(begins, (1, 0)), jnp.pad(begins, (0, 1), constant_values=tokens)
+        blocks = (stops - starts + rows - 1) // rows
+        block_stops = jnp.cumsum(blocks, dtype=jnp.int32)
+        most = min(tokens, (tokens + len(blocks) * (rows - 1)) // rows)
         # A multiple of 16, so that a backend can take several at a time.
         block = jnp.arange(most if most < 16 else -(-most // 16) * 16, dtype=jnp.int32)
-        sequence = _bucket(stops, block)
-        begin = (stops - of_sequence)[sequence]
-        first = (block - begin) * rows
-        own = jnp.where(block < stops[-1], jnp.clip(lengths[sequence] - first, 0, rows), 0)
-        position = self.kv_lens[sequence] - lengths[sequence] + first
+        stretch = _bucket(block_stops, block)
+        first = jnp.where(block < block_stops[-1], (block - (block_stops - blocks)[stretch]) * rows, tokens)
+        start = jnp.clip(starts[stretch] + first, 0, tokens)
+        sequence = jnp.clip(stretch - 1, 0, seqs - 1)
+        is_one = (stretch == sequence + 1) & (sequence < self.num_seqs)
+        keys = jnp.where(is_one, self.kv_lens[sequence], 0)
         return Blocks(
             sequence=sequence,
-            first=self.cu_q_lens[sequence] + first,
-            tokens=own,
-            position=position,
-            keys=jnp.where(own > 0, self.kv_lens[sequence], 0),
-            begins=stops - of_sequence,
+            start=start,
+            tokens=jnp.clip(stops[stretch] - start, 0, rows),
+            position=keys - (stops - starts)[stretch] + first,
+            keys=keys,
         )
 
 
@@ -97,19 +103,18 @@ class Tokens(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of a step's tokens; those past the last have no tokens and no keys."""
+    """Blocks of a step's tokens."""
 
     sequence: Int[Array, "blocks"]
-    first: Int[Array, "blocks"]
-    """The block's first token in the array of all tokens."""
+    """The block's sequence; any, where it has no keys."""
+    start: Int[Array, "blocks"]
+    """The block's first token in the array of all tokens; their number for blocks without tokens."""
     tokens: Int[Array, "blocks"]
     """The number of the block's tokens."""
     position: Int[Array, "blocks"]
     """The index of the block's first token among the sequence's keys."""
     keys: Int[Array, "blocks"]
-    """The number of the sequence's keys."""
-    begins: Int[Array, "seqs"]
-    """The first block of each sequence."""
+    """The number of the sequence's keys; 0 for tokens of no sequence."""
 
 
 def _bucket(stops: Int[Array, "n"], values: Int[Array, "m"]) -> Int[Array, "m"]:

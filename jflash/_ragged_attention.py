@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
@@ -11,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflash import _api, _arguments, _dispatch, _mesh, _pages
+from jflash import _arguments, _autodiff, _canonical, _dispatch, _mesh, _pages, _platform
 from jflash._api import Implementation, PageScale, Scale
 from jflash._ragged import Ragged
 from jflash._semantics.dtypes import widened
+from jflash._semantics.online_softmax import with_sinks
+from jflash._semantics.spec import shape_facts
+from jflash._semantics.tokens import places
 
 DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
 """The mask value of JAX's TPU kernel, whose default it is."""
@@ -197,40 +201,41 @@ class Static(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
-    """Return output and log-sum-exp. Blocks of queries, each of one sequence, are the batch of a call with pages."""
+    """Return output and log-sum-exp. Blocks of tokens, each of one sequence or of none, are the batch of a call with
+    pages, whose queries stay where they are."""
     q, batch, (key, *value) = arrays["q"], arrays["batch"], arrays["pages"]
     tokens, seqs = q.shape[0], len(batch.kv_lens)
-    if 0 in (tokens, seqs):
+    if 0 in (tokens, seqs, *key.shape[:2], batch.page_indices.shape[1]):
         wide = widened(q.dtype)
         width = value[0].shape[3] if value else q.shape[2]
         return jnp.zeros((*q.shape[:2], width), q.dtype), jnp.full(q.shape[:2], -jnp.inf, wide)
     rows = min(_MOST_ROWS, 2 ** (-(-tokens // seqs) - 1).bit_length())
-    blocks, own = batch.blocks(tokens, rows), batch.tokens(tokens)
-    taken = jnp.minimum(blocks.first[:, None] + jnp.arange(rows)[None], tokens - 1)
-    out, lse = _api.attention(
-        q[taken],
-        key,
-        value[0] if value else None,
+    blocks = batch.blocks(tokens, rows)
+    spec, operands, _ = _canonical.canonicalize(
+        # Of the queries nothing but the shape is asked: they are those of all blocks together.
+        query=jnp.zeros((len(blocks.start), rows, *q.shape[1:]), q.dtype),
+        key=key,
+        value=value[0] if value else None,
         scale=arrays["scale"] if static.scale is None else static.scale,
         is_causal=static.causal,
         local_window_size=static.window,
         logits_soft_cap=static.soft_cap,
-        sinks=arrays["sinks"],
         page_table=batch.page_indices[blocks.sequence],
         query_seq_lengths=blocks.tokens,
         key_value_seq_lengths=blocks.keys,
         query_offset=blocks.position,
         k_scale=arrays["k_scale"],
         v_scale=arrays["v_scale"],
-        implementation=static.names,
-        return_residual=True,
     )
-    block = jnp.where(own.is_one, blocks.begins[own.sequence] + own.place // rows, 0)
-    row = jnp.where(own.is_one, own.place % rows, 0)
-    return (
-        jnp.where(own.is_one[:, None, None], out[block, row], 0),
-        jnp.where(own.is_one[:, None], lse[block, row], -jnp.inf),
-    )
+    operands = operands._replace(query=q[None], query_starts=blocks.start)
+    spec = dataclasses.replace(spec, **shape_facts(operands, spec.pages, rows))
+    choice = _dispatch.select(spec, static.names, _platform.lowering_targets(jax.tree.leaves(operands)))
+    out, lse = _autodiff.attend(choice, spec, operands, _autodiff.RESIDUAL_CHECKPOINT_NAMES)
+    block, row = places(blocks.start, tokens)
+    lse = lse[block, :, row].T[None]
+    if (sinks := arrays["sinks"]) is not None:
+        out, lse = with_sinks(sinks[None], out, lse)
+    return out[0].astype(q.dtype), lse[0].T
 
 
 def say_not_used(**tuning: Any) -> None:

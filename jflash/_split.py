@@ -96,6 +96,9 @@ def choose(call: Spec, mesh: Mesh | AbstractMesh, query: Axes, key: Axes) -> Spl
       ValueError: if the call names a strategy for its sequences that cannot serve.
     """
     batch, queries, heads, _ = query
+    if call.tokens is not None:
+        # An entry may have any rows.
+        batch, queries = (), ()
     # Any entry may have its keys in any page.
     keys = () if call.pages is not None else tuple(name for name in key[1] if name not in (*batch, *heads))
     devices = functools.partial(_mesh.devices, mesh)

@@ -36,6 +36,7 @@ class Operands(NamedTuple):
     """
 
     query: Float[Array, "B T N H"]
+    """The queries. In a call with `Spec.tokens` they are rows of one array, `[1, tokens, N, H]`."""
     key: Float[Array, "B S K H"]
     """The keys; for a paged call the rows of all pages, one after the other, `[#B, P * page_size, K, H]`. Where keys
     and values are interleaved, one array `[#B, P * page_size, K, 2 H]` is both `key` and `value`."""
@@ -45,6 +46,9 @@ class Operands(NamedTuple):
     scale: Float[Array, "#B"] | None = None
     alibi_slopes: Float[Array, "#B N"] | None = None
     sinks: Float[Array, "#B N"] | None = None
+    query_starts: Int32[Array, "B"] | None = None
+    """The row of `query` that is an entry's first, in a call with `Spec.tokens`. Entries have rows of their own, by
+    `query_lengths`, in order, and all rows are some entry's; an entry without rows may start behind the last one."""
     query_offset: Int32[Array, "#B"] | None = None
     query_lengths: Int32[Array, "#B"] | None = None
     key_lengths: Int32[Array, "#B"] | None = None
@@ -165,6 +169,9 @@ class Spec:
     """
     pages: Pages | None = None
     """The layout of a paged cache; `None` where keys and values are arrays of the call's own."""
+    tokens: int | None = None
+    """The rows of one array of queries of which each entry of the batch has at most `query_length`; the output has as
+    many. `None` where each entry has an array of its own."""
 
     @property
     def symbolic_size(self) -> Any:
@@ -207,12 +214,20 @@ class Spec:
 
     def resized(self, operands: Operands) -> Spec:
         """Return the same call over a part of its batch and heads, or over a larger batch."""
-        return dataclasses.replace(self, **shape_facts(operands, self.pages))
+        rows = None if self.tokens is None else self.query_length
+        return dataclasses.replace(self, **shape_facts(operands, self.pages, rows))
 
 
-def shape_facts(operands: Operands, pages: Pages | None) -> dict[str, Any]:
-    """Return the fields of `Spec` that the operands' shapes and dtypes determine."""
+def shape_facts(operands: Operands, pages: Pages | None, rows: int | None = None) -> dict[str, Any]:
+    """Return the fields of `Spec` that the operands' shapes and dtypes determine.
+
+    With `query_starts`, an entry has up to `rows` queries.
+    """
     batch, query_length, heads, head_dim = operands.query.shape
+    tokens = None
+    if rows is not None:
+        assert operands.query_starts is not None
+        batch, query_length, tokens = len(operands.query_starts), rows, query_length
     _, key_length, key_heads, value_dim = operands.value.shape
     if pages is not None:
         assert operands.page_table is not None
@@ -231,4 +246,5 @@ def shape_facts(operands: Operands, pages: Pages | None) -> dict[str, Any]:
         bias_dtype=None if operands.bias is None else np.dtype(operands.bias.dtype),
         mask_shape=None if operands.mask is None else operands.mask.shape,
         operands=frozenset(name for name, value in operands._asdict().items() if len(jax.tree.leaves(value)) > 0),
+        tokens=tokens,
     )

@@ -46,6 +46,13 @@ def visits_lists(spec: Spec, platform: Platform) -> bool:
     return visits.has_map(spec)
 
 
+def takes_tokens(spec: Spec) -> bool:
+    """Return whether the forward takes queries that are rows of one array: that of narrow heads does."""
+    from jflash._backends.mosaic_gpu import plan
+
+    return not plan.is_wide(spec)
+
+
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Return output in the results' dtype and log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu import plan, run

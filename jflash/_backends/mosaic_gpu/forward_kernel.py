@@ -100,16 +100,17 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def copy_queries(self, batch: Any, head: Any, block: Any) -> None:
         """Begin to copy this warpgroup's rows of a block, or let its threads fetch what lies apart."""
-        plan, query, q = self.plan, self.refs.arrays["query"].at[batch], self.q.at[self.warpgroup]
+        plan, arrays, q = self.plan, self.refs.arrays, self.q.at[self.warpgroup]
         if plan.rows_lie_together:
+            query = arrays["query"].at[batch]
             source = self._rows_together(query, head, block, pipeline.columns(q.shape[-1], query, head))
             pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
             return
-        source, first, limit = plan.rows_of(query, head), self.rows(block).start, plan.rows_of_block(block)[1]
-        column = 0
+        own, column = plan.rows_of(arrays["query"], arrays, batch, head), 0
+        first, limit = own.span(self.rows(block).start, plan.rows_of_block(block)[1])
         for chunk in pipeline.chunks_of_columns(q):
             width = chunk.shape[-1]
-            chunk[...] = self.ops.fetch_rows(source, first, limit, ColumnChunk(column, q.shape[-1]), width)
+            chunk[...] = self.ops.fetch_rows(own.ref, first, limit, ColumnChunk(column, q.shape[-1]), width)
             column += width
         plgpu.commit_smem()
 
@@ -127,14 +128,14 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def store_output(self, out: Array, batch: Any, head: Any, block: Any, column: int = 0) -> None:
         """Store this warpgroup's rows of a block, from registers: the output's columns from `column` on."""
-        plan, result = self.plan, self.refs.results["out"].at[self.split, batch]
+        plan, result = self.plan, self.refs.results["out"].at[self.split]
         if plan.rows_lie_together:
-            own = self._rows_together(result, head, block, pl.ds(column, out.shape[1]))
+            own = self._rows_together(result.at[batch], head, block, pl.ds(column, out.shape[1]))
             own[...] = out.astype(result.dtype)
             return
         columns = ColumnChunk(column, round_up(result.shape[-1], out.shape[1]))
-        limit = plan.rows_of_block(block)[1]
-        self.ops.store_rows(out, plan.rows_of(result, head), self.rows(block).start, limit, columns)
+        own = plan.rows_of(result, self.refs.arrays, batch, head)
+        self.ops.store_rows(out, own.ref, *own.span(self.rows(block).start, plan.rows_of_block(block)[1]), columns)
 
     def load_bias(self, tile: Ref) -> dict[str, Array]:
         """A tile of the bias that was copied, by name; it may be overwritten then."""

@@ -86,13 +86,21 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return self.output_stores > 0 or self.stores_registers
 
     @property
+    def needs_no_blocks(self) -> bool:
+        """Whether rows of queries and output are read and stored one by one: those of packed heads lie apart, and those
+        of tokens beside another entry's."""
+        return self.packed_heads > 1 or self.spec.tokens is not None
+
+    @property
     def stores_registers(self) -> bool:
-        """Whether the output leaves from registers: a partial call's is float32, and rows of packed heads lie apart."""
-        return self.spec.partial or self.packed_heads > 1
+        """Whether the output leaves from registers: a partial call's is float32, and others have no blocks."""
+        return self.spec.partial or self.needs_no_blocks
 
     @property
     def rows_lie_together(self) -> bool:
         """Whether a warpgroup's rows are an array's: of one head, or all of them heads of a single query."""
+        if self.spec.tokens is not None:
+            return False
         return self.packed_heads == 1 or (self.spec.query_length == 1 and self.packed_heads % WARPGROUP_ROWS == 0)
 
     @property
@@ -149,8 +157,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def stored(self) -> tuple[int, int]:
         """Rows and columns of a head's output in device memory."""
-        if self.packed_heads > 1:
-            return self.spec.query_length, round_up(self.spec.value_dim, 8)
+        if self.needs_no_blocks:
+            return self.out_rows[1], round_up(self.spec.value_dim, 8)
         if self.spec.partial:
             # Registers, from which a partial call's leaves, are stored whole.
             return self.schedule.blocks * self.tile.rows, self.columns
@@ -185,7 +193,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return Blocks(max(rows, 1), self.tile.keys, self.packed_heads, missing)
 
     def arrays(self, call: HopperForward) -> dict[str, Array]:
-        factors = call.factors(self.value_chunks, packed=self.packed_heads > 1)
+        factors = call.factors(self.value_chunks, packed=self.needs_no_blocks)
         mends = cache_rows.mends(self.spec)
         edges = {} if mends else array_shapes.edges(call.operands, dict(value=factors["value"]))
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
@@ -199,7 +207,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
         """
         spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, block_dims(self.spec)
         (rows, columns), all_rows = self.stored, schedule.blocks * self.rows_of_a_range
-        out = (self.splits, spec.batch, rows, spec.heads, columns)
+        out = (self.splits, self.out_rows[0], rows, spec.heads, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
         ctas, lists = schedule.grid
         head, inner = dict(head=self.heads // schedule.head_groups), dict(block=ctas, head_group=schedule.head_groups)
@@ -226,7 +234,7 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     tile = _choose_tiles(spec, round_up(rows, 8), visits, share)
     blocks = visits(tile.rows, tile.keys)
     shares = Shares.of(spec, heads, len(blocks), tile.keys, processors)
-    may_split = rows <= tile.rows and shares is None
+    may_split = rows <= tile.rows and shares is None and spec.tokens is None
     splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if may_split else 1
     plan = ForwardPlan(spec, tile, ForwardSchedule(len(blocks), spec.batch), packed_heads, splits, shares)
     if splits > 1 or shares is not None:

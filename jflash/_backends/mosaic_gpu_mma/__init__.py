@@ -64,6 +64,11 @@ def visits_lists(spec: Spec, platform: Platform) -> bool:
     return visits.has_map(spec)
 
 
+def takes_tokens(spec: Spec) -> bool:
+    """Return whether the forward takes queries that are rows of one array."""
+    return True
+
+
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Return the output in the results' dtype and the log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu_mma import plan, run

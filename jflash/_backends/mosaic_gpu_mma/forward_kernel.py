@@ -41,8 +41,9 @@ from jflash._backends.nvidia import merge, smem
 from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.packing import ForwardShape
+from jflash._backends.nvidia.packing import EntryRows, ForwardShape
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_list import Blocks
@@ -82,7 +83,7 @@ class ForwardPlan(ForwardShape, TiledPlan):
         fastest axis CUDA counts no further than 65,535. With items of work these are what "batch" counts.
         """
         spec, tile, blocks = self.spec, self.tile, pl.cdiv(self.rows, self.tile.rows)
-        shape = self.splits, spec.batch, spec.query_length, spec.heads, round_up(spec.value_dim, 8)
+        shape = self.splits, *self.out_rows, spec.heads, round_up(spec.value_dim, 8)
         out = jax.ShapeDtypeStruct(shape, self.out_dtype)
         lse = jax.ShapeDtypeStruct((self.splits, spec.batch, self.heads, blocks * tile.rows), jnp.float32)
         batch, blocks = (spec.batch, blocks) if self.shares is None else (self.shares.items, 1)
@@ -144,24 +145,24 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         """Store what a walk, or a piece of one, comes to."""
         plan, results = self.plan, self.refs.results
 
-        def store(out: Ref, lse: Ref, place: tuple[Any, ...], first: Any, limit: Any) -> None:
+        def store(own: EntryRows, lse: Ref, place: tuple[Any, ...], first: Any, limit: Any) -> None:
             sink = self.inputs.value("sinks", self.batch, self.head) if plan.has_sinks else None
             factors: list[Array] = []
             for rows, (m, l) in zip(self.blocks_from(first), statistics, strict=True):
                 exponent = self.form.exponent(plan.spec)
                 factor, lse[(*place, rows)] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
                 factors.append(factor)
-            self.store(acc_o, factors, out, first, limit)
+            self.store(acc_o, factors, own.ref, *own.span(first, limit))
 
         def store_whole() -> None:
             place = self.split, self.batch, self.head
-            out = plan.rows_of(results["out"].at[self.split, self.batch], self.head)
-            store(out, results["lse"], place, self.first_row, plan.rows)
+            own = plan.rows_of(results["out"].at[self.split], self.refs.arrays, self.batch, self.head)
+            store(own, results["lse"], place, self.first_row, plan.rows)
 
         def store_piece(item: Item) -> None:
             (out, lse), place = (results[name] for name in PIECES), (item.index, self.head)
-            own = out.at[place]
-            store(own, lse, place, jnp.int32(0), own.shape[0])
+            own = EntryRows(out.at[place])
+            store(own, lse, place, jnp.int32(0), own.ref.shape[0])
 
         if self.item is None:
             store_whole()
@@ -189,6 +190,13 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         """With one stage: wait for the tile's values, when its keys are read, and begin to copy the next ones."""
         self.ops.wait()
         self.copy_next(index + 1, ("key",))
+
+    def copy(self, name: str, batch: Any, head: Any, first: Any, target: Ref, chunk: ColumnChunk | None = None) -> None:
+        if name != "query" or self.plan.spec.tokens is None:
+            super().copy(name, batch, head, first, target, chunk)
+            return
+        own = self.plan.rows_of(self.refs.arrays[name], self.refs.arrays, batch, head)
+        self.ops.copy_rows(own.ref, target, *own.span(first, self.plan.rows), chunk)
 
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         super().copy_keys(index, names)

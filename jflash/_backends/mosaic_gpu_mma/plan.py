@@ -43,7 +43,7 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
     plan = _choose(spec, platform, kernel, lambda tile: ForwardPlan(spec, tile, packed_heads))
     shares = Shares.of(spec, heads, pl.cdiv(rows, plan.tile.rows), plan.tile.size, _ctas(platform, 1))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
-    may_split = rows <= plan.tile.rows and shares is None
+    may_split = rows <= plan.tile.rows and shares is None and spec.tokens is None
     splits = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if may_split else 1
     cta = PairedForwardCta if plan.tile.paired else ForwardCta
     return Kernel(dataclasses.replace(plan, splits=splits, shares=shares), cta)

@@ -17,7 +17,7 @@ from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.prepared import Prepared, PreparedBackward, in_32_bits
 from jflash._backends.nvidia.tile import score_mod_reads
-from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient
+from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient, with_sinks
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import PARAMETERS
 
@@ -47,22 +47,15 @@ def backward(
 
 def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Array]) -> tuple[Array, Array]:
     """Return output and log-sum-exp in the call's shapes, from those of packed heads and splits of the keys."""
-    out = made["out"][:, :, : shape.spec.query_length, :, : shape.spec.value_dim]
+    out = made["out"][:, :, : shape.out_rows[1], :, : shape.spec.value_dim]
     lse = made["lse"][..., : shape.rows]
     if shape.packed_heads > 1:
         by_head = lse.reshape(*lse.shape[:3], -1, shape.packed_heads).swapaxes(3, 4)
         lse = by_head.reshape(*lse.shape[:2], shape.spec.heads, -1)
     out, lse = (out[0], lse[0]) if shape.splits == 1 else _merge(out, lse)
     if operands.sinks is not None and not shape.has_sinks:
-        out, lse = _with_sinks(operands.sinks, out, lse)
+        out, lse = with_sinks(operands.sinks, out, lse)
     return out.astype(shape.spec.result_dtype), lse
-
-
-def _with_sinks(sinks: Float[Array, "#B N"], out: Array, lse: Array) -> tuple[Array, Array]:
-    """Return `[B, T, N, D]` and `[B, N, T]` with one more logit for each head, which has no value."""
-    sink, empty = sinks[:, :, None].astype(jnp.float32), lse == -jnp.inf
-    share = jax.nn.sigmoid(jnp.where(empty, 0, lse) - sink)
-    return out.astype(jnp.float32) * share.swapaxes(1, 2)[..., None], jnp.where(empty, lse, jnp.logaddexp(lse, sink))
 
 
 def _merge(out: Array, lse: Array) -> tuple[Array, Array]:

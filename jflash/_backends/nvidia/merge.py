@@ -56,7 +56,7 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
     blocks, columns = shape.tile.rows // WARPGROUP_ROWS, made["out"].shape[-1]
     ctas = dict(cut=shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
     launch = Launch(f"jflash_merge_{shape.spec.value_dim}", ctas, results={})
-    arrays = call.work(shape.visits, shares) | {name: made[name] for name in PIECES}
+    arrays = call.work(shape.visits, shares) | shape.of_tokens(call.operands) | {name: made[name] for name in PIECES}
     results = dict(out=made["out"], lse=made["lse"])
     return launch.update(lambda refs: _merge(shape, shares, refs, call.ops), arrays, results, call.ops)[1]
 
@@ -82,9 +82,9 @@ def _merge(shape: ForwardShape, shares: Shares, refs: Refs, ops: Ops) -> None:
         m, l, acc = lax.fori_loop(0, pieces, add, nothing)
         is_empty = l == 0
         total = jnp.where(is_empty, 1.0, l)
-        target = shape.rows_of(refs.arrays["out"].at[0, batch], head)
-        chunk = ColumnChunk(column * _COLUMNS, round_up(target.shape[-1], _COLUMNS))
-        ops.store_rows(scaled_rows(acc, 1 / total), target, first + own, stop, chunk)
+        target = shape.rows_of(refs.arrays["out"].at[0], refs.arrays, batch, head)
+        chunk = ColumnChunk(column * _COLUMNS, round_up(target.ref.shape[-1], _COLUMNS))
+        ops.store_rows(scaled_rows(acc, 1 / total), target.ref, *target.span(first + own, stop), chunk)
 
         def store_lse() -> None:
             rows = pl.ds(first + own, WARPGROUP_ROWS)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Shares
-from jflash._semantics.spec import Spec
+from jflash._semantics.spec import Operands, Spec
 
 _MOST_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
+
+_OF_TOKENS = "query_starts", "query_lengths"
+"""The operands that say which rows of an array of tokens an entry has."""
 
 _MOST_PAGED_QUERIES = 64
 """Queries up to which heads are packed where keys are in pages: a ragged batch has blocks of one query, and of 64."""
@@ -41,6 +47,22 @@ def rows_of_head(array: Ref, head: Any, packed_heads: int) -> Ref:
         return array.at[:, head]
     heads = pl.ds(head * packed_heads, packed_heads)
     return array.at[0, heads] if array.shape[0] == 1 else array.at[:, heads]
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryRows:
+    """The rows of a head that an entry has of queries or of the output, in device memory."""
+
+    ref: Ref
+    first: Any = None
+    """The entry's first row; `None`: all rows are its own."""
+    stop: Any = None
+
+    def span(self, first: Any, stop: Any) -> tuple[Any, Any]:
+        """Return where the entry's rows from `first` to below `stop` are, but for those that it has not."""
+        if self.first is None:
+            return first, stop
+        return self.first + first, jnp.minimum(self.first + stop, self.stop)
 
 
 class ForwardShape:
@@ -91,9 +113,26 @@ class ForwardShape:
         """The dtype in which the kernel stores the output."""
         return self.spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)
 
-    def rows_of(self, array: Ref, head: Any) -> Ref:
-        """Return the rows of a head of a batch entry's queries or output `[L, N, D]`, as `rows_of_head` does."""
-        return rows_of_head(array, head, self.packed_heads)
+    @property
+    def out_rows(self) -> tuple[int, int]:
+        """Batch entries and queries of the output in device memory."""
+        spec = self.spec
+        return (spec.batch, spec.query_length) if spec.tokens is None else (1, spec.tokens)
+
+    def rows_of(self, array: Ref, arrays: Mapping[str, Ref], batch: Any, head: Any) -> EntryRows:
+        """Return the rows of a head of a batch entry's queries or output, `[B, L, N, D]`, as `rows_of_head` does.
+
+        `arrays` are the kernel's, by name; `of_tokens` are among them.
+        """
+        if self.spec.tokens is None:
+            return EntryRows(rows_of_head(array.at[batch], head, self.packed_heads))
+        heads = array.at[0, :, pl.ds(head * self.packed_heads, self.packed_heads)]
+        start, count = (arrays[name][batch] * self.packed_heads for name in _OF_TOKENS)
+        return EntryRows(heads, start, start + count)
+
+    def of_tokens(self, operands: Operands) -> dict[str, Array]:
+        """Return the arrays that say which rows an entry has, by name, if all entries have theirs in one array."""
+        return {} if self.spec.tokens is None else {name: getattr(operands, name) for name in _OF_TOKENS}
 
     def rows_of_block(self, block: Any) -> tuple[Any, Any]:
         """Return a block's first row, and where its rows end."""

@@ -52,7 +52,7 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     A bias or mask of one axis becomes a float32 vector with a margin. With `except_bias` the bias is left out.
     """
     prepared: dict[str, Array] = {}
-    scalars = *PARAMETERS, "sinks", "query_offset", "query_lengths", "key_lengths", "page_table"
+    scalars = *PARAMETERS, "sinks", "query_offset", "query_starts", "query_lengths", "key_lengths", "page_table"
     counted = spec.score_mod is not None or spec.mask_mod is not None or spec.dropout_rate > 0
     indices = ("batch_index", "head_index", "first_query", "first_key") if counted else ()
     segments = "query_segments", "key_segments"

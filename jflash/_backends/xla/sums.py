@@ -95,6 +95,7 @@ class _TileSum:
     choice = None
     sums = True
     own = _primitive.OWN
+    tokens = None
 
     def form_if_untraced(self, args: Any) -> None:
         """Return `None`: the form is known from the tile function's program alone."""
