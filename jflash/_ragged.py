@@ -71,7 +71,9 @@ class Ragged(NamedTuple):
         begins = jnp.where(jnp.arange(seqs + 1) <= self.num_seqs, jnp.clip(self.cu_q_lens, 0, tokens), tokens)
         starts, stops = jnp.pad(begins, (1, 0)), jnp.pad(begins, (0, 1), constant_values=tokens)
         blocks = (stops - starts + rows - 1) // rows
-        block_stops = jnp.cumsum(blocks, dtype=jnp.int32)
+        # XLA makes a running sum slowly on GPUs, and a sum over comparisons fast.
+        place = jnp.arange(len(blocks))
+        block_stops = jnp.sum(jnp.where(place[None] <= place[:, None], blocks[None], 0), axis=1, dtype=jnp.int32)
         most = min(tokens, (tokens + len(blocks) * (rows - 1)) // rows)
         # A multiple of 16, so that a backend can take several at a time.
         block = jnp.arange(most if most < 16 else -(-most // 16) * 16, dtype=jnp.int32)

@@ -95,8 +95,8 @@ def _names(args: tuple[Operands | Results | Residuals, ...]) -> list[str]:
 def _rule(inputs: list[Named], outputs: list[Named], spec: Spec) -> tuple[str, tuple[str, ...]]:
     """Return the partitioner's rule in its einsum-like notation.
 
-    The batch `b`, the heads `n` and `k`, the queries `t` and the keys `s` may be split, of a call with `Spec.tokens` the
-    heads alone. The same mesh axes may split queries and keys.
+    The batch `b`, the heads `n` and `k`, the queries `t` and the keys `s` may be split. The same mesh axes may split
+    queries and keys. Of a call with `Spec.tokens` the heads alone may be.
     """
     fresh = (f"x{index}" for index in itertools.count())
     replicated: list[str] = []

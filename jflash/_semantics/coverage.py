@@ -52,7 +52,7 @@ class Coverage(NamedTuple):
 
     def encoded(self) -> Int8[Array, "#B #N I J"]:
         """Return 0, 1 and 2 for empty, partial and full."""
-        return self.some.astype(jnp.int8) + self.full
+        return self.some.astype(jnp.int8) + self.full.astype(jnp.int8)
 
     @staticmethod
     def decoded(array: Int8[Array, "#B #N I J"]) -> Coverage:
@@ -172,7 +172,7 @@ def refined(
         query, key = i.astype(jnp.int32) * grid.tile + of_tile, j.astype(jnp.int32) * grid.tile + of_tile
         one = lambda q, k: mask_mod.scalar(batch.astype(jnp.int32), head.astype(jnp.int32), q, k, given)
         seen = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(query, key)
-        inside = (query < grid.queries)[:, None] & (key < grid.keys)
+        inside = (query < grid.queries)[:, None] & (key < grid.keys)[None]
         pairs = jnp.where(inside, jnp.where(seen, shown, hidden), 0).astype(jnp.int8)
         # One reduction, so that XLA keeps no array of pairs.
         kinds = lax.reduce(pairs, jnp.int8(0), lax.bitwise_or, (0, 1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -23,7 +22,8 @@ JOINED = frozenset({"query", "out", "query_starts"})
 def places(starts: Int[Array, "B"], tokens: int) -> tuple[Int[Array, "tokens"], Int[Array, "tokens"]]:
     """Return the entry that each token belongs to, and its row there."""
     token = jnp.arange(tokens, dtype=jnp.int32)
-    entry = jnp.searchsorted(starts, token, side="right").astype(jnp.int32) - 1
+    # XLA makes one kernel of this, and of a search many.
+    entry = jnp.sum(starts[None] <= token[:, None], axis=1, dtype=jnp.int32) - 1
     return entry, token - starts[entry]
 
 
@@ -31,7 +31,8 @@ def forward_of_entries(
     forward: Callable[[Spec, Operands], tuple[Array, Array]], spec: Spec, operands: Operands
 ) -> tuple[Float[Array, "1 tokens N D"], Float[Array, "B N T"]]:
     """Return the results of a backend that takes an array for each entry."""
-    assert operands.query_starts is not None and spec.tokens is not None
+    assert operands.query_starts is not None
+    assert spec.tokens is not None
     rows = operands.query_starts[:, None] + jnp.arange(spec.query_length, dtype=jnp.int32)[None]
     query = operands.query[0].at[rows].get(mode="clip")
     operands, starts = operands._replace(query=query, query_starts=None), operands.query_starts

@@ -116,6 +116,36 @@ def test_heads_over_devices(serving: str, axis_type: AxisType):
     paged.assert_ragged_right((out, lse), step)
 
 
+@pytest.mark.parametrize("mapped", [{"q"}, pytest.param({"q", "kv_lens", "cu_q_lens"}, marks=cover(0))], ids=str)
+def test_several_steps_by_vmap(serving: str, mapped: set[str]):
+    """Each as if it were alone: their tokens become one array, in which blocks of each step have their places."""
+    steps = [paged.ragged(MIXED, 16, seed=seed).arguments for seed in range(3)]
+    if "kv_lens" in mapped:
+        # Another step: a token of no sequence before the first, and one of its own less for the first.
+        steps[1] = steps[0] | dict(q=steps[1]["q"], cu_q_lens=np.maximum(steps[0]["cu_q_lens"], 1))
+        steps[1]["kv_lens"] = steps[0]["kv_lens"] - (np.arange(len(steps[0]["kv_lens"])) == 0)
+    shared = {name: array for name, array in steps[0].items() if name not in mapped}
+    each = [{name: step[name] if name in mapped else steps[0][name] for name in step} for step in steps[:2]]
+    attend = lambda some: run(serving, {**shared, **some})
+    got = jax.vmap(attend)({name: np.stack([arguments[name] for arguments in each]) for name in mapped})
+    for index, arguments in enumerate(each):
+        for one, all_steps in zip(run(serving, arguments), got, strict=True):
+            np.testing.assert_allclose(all_steps[index], one, atol=1e-6)
+
+
+def test_tokens_before_the_first_sequence(serving: str):
+    """They belong to none, as those past the last, and so do all if there is no sequence."""
+    step = paged.ragged(MIXED, 16)
+    later = {**step.arguments, "q": np.pad(step.arguments["q"], ((3, 0), (0, 0), (0, 0)), constant_values=np.nan)}
+    later["cu_q_lens"] = step.arguments["cu_q_lens"] + 3
+    for got, want in zip(run(serving, later), run(serving, step.arguments), strict=True):
+        np.testing.assert_array_equal(got[3:], want)
+        np.testing.assert_array_equal(got[:3], want[-3:])
+    out, lse = run(serving, later | dict(num_seqs=np.zeros(1, np.int32)))
+    assert not out.any()
+    assert (lse == -np.inf).all()
+
+
 def test_a_derivative_is_refused():
     arguments = paged.ragged(DECODE, 16).arguments
     query = jnp.asarray(arguments.pop("q"))

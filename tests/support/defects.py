@@ -368,4 +368,18 @@ DEFECTS = [
         "gradients[name].sum(axis=0)",
         BACKWARD_TILE,
     ),
+    Defect(
+        "A block of tokens ends where its room does",
+        "EntryRows.span",
+        "jnp.minimum(self.first + stop, self.stop)",
+        "self.first + stop",
+        "tests/backends/mosaic_gpu/test_work_items.py",
+    ),
+    Defect(
+        "Tokens of several steps have the places of one's",
+        "joined",
+        "each + tokens * jnp.arange",
+        "each + 0 * jnp.arange",
+        "tests/attention/test_ragged.py",
+    ),
 ]

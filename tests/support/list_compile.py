@@ -25,6 +25,7 @@ import jflash
 
 attend = functools.partial(jflash.attention, implementation="mosaic_gpu")
 BFLOAT16, INT32 = jnp.bfloat16, jnp.int32
+STEP = [((68,), INT32), ((68, 256), INT32), ((69,), INT32), ((1,), INT32)]
 SQUARE = [((2, 8192, 16, 128), BFLOAT16)] * 3
 PAGES = ((64 * 256 + 1, 16, 8, 128), BFLOAT16)
 
@@ -44,6 +45,11 @@ def decoding(query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Ar
     return attend(query, keys, values, page_table=table, key_value_seq_lengths=lengths)
 
 
+def ragged(query: jax.Array, keys: jax.Array, values: jax.Array, *batch: jax.Array) -> jax.Array:
+    """Blocks of the tokens of several sequences, dealt out."""
+    return jflash.ragged_paged_attention(query, (keys, values), *batch, implementation="mosaic_gpu")
+
+
 def step(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
     """Heads that are packed, keys that may be split, and padding."""
     return attend(query, key, value, key_value_seq_lengths=lengths)
@@ -60,6 +66,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "gradient": (gradient, SQUARE),
     "step": (step, cached(16, 8192)),
     "step of splits": (step, cached(1, 32768)),
+    "ragged": (ragged, [((2112, 32, 128), BFLOAT16), PAGES, PAGES, *STEP]),
     "decoding": (decoding, [((64, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((64, 256), INT32), ((64,), INT32)]),
 }
 

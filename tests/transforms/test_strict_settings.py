@@ -16,7 +16,11 @@ from refusals import skip_refused
 from short_run import cover
 
 import jflash
+from jflash import _platform
+from jflash._platform import Platform
 from jflash._semantics.spec import Residuals
+
+H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
 
 WHEN_TRACED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
@@ -98,6 +102,33 @@ def test_kernels_when_traced(family: Family, mode: str) -> None:
                 _, results = jax.make_jaxpr(run, return_shape=True)(operands)
                 residuals = Residuals(*results, *results)
                 jax.make_jaxpr(functools.partial(call.backward, backward, ops=family.ops))(operands, residuals)
+
+
+@cover(1)
+@pytest.mark.parametrize("mode", ["dtypes", pytest.param("ranks", marks=cover(0))])
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu", pytest.param("mosaic_gpu_mma", marks=cover(0))])
+def test_walks_when_traced(implementation: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map of a mask function and the lists made of it, items of work on pages, and splits of the keys."""
+    monkeypatch.setattr(_platform, "lowering_targets", lambda _: {"cuda": H200})
+    monkeypatch.setattr(_platform, "current", lambda: H200)
+    attend = functools.partial(jflash.attention, implementation=implementation)
+    documents = jnp.arange(2000, dtype=jnp.int32).reshape(2, 1000) // 300
+    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
+
+    def of_documents(query: jax.Array, key: jax.Array) -> Any:
+        mask_mod = lambda batch, head, i, j: (documents[batch, i] == documents[batch, j]) | (j < head + 2)
+        out, pull_back = jax.vjp(functools.partial(attend, mask_mod=mask_mod), query, key, key)
+        return pull_back(out)
+
+    def step(query: jax.Array, pages: jax.Array, integers: list[jax.Array], sinks: jax.Array) -> Any:
+        options = dict(sinks=sinks, implementation=implementation, return_residual=True)
+        return jflash.ragged_paged_attention(query, (pages, pages), *integers, **options)
+
+    integers = [shape(*sizes, dtype=jnp.int32) for sizes in ((20,), (20, 64), (21,), (1,))]
+    with WHEN_TRACED[mode]():
+        jax.eval_shape(of_documents, shape(2, 1000, 4, 64), shape(2, 1000, 2, 64))
+        jax.eval_shape(step, shape(300, 8, 128), shape(99, 16, 2, 128), integers, shape(8, dtype=jnp.float32))
+        jax.eval_shape(attend, shape(1, 1, 8, 64), *[shape(1, 30_000, 2, 64)] * 2)
 
 
 @cover(1, rest=2)

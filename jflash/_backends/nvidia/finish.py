@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -65,14 +64,14 @@ def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
     """
     size = 1 if len(lse) <= _FEW_SPLITS else len(lse)
     parts = [slice(first, first + size) for first in range(0, len(lse), size)]
-    largest = finite_or_zero(functools.reduce(jnp.maximum, (lse[part].max(axis=0) for part in parts)))
+    largest = finite_or_zero(functools.reduce(jnp.maximum, (lse[part].max(axis=0, keepdims=True) for part in parts)))
     weights = [jnp.exp(lse[part] - largest) for part in parts]
-    total = functools.reduce(jnp.add, (weight.sum(axis=0) for weight in weights))
+    total = functools.reduce(jnp.add, (weight.sum(axis=0, keepdims=True) for weight in weights))
     empty = total == 0
     total = jnp.where(empty, 1, total)
     factors = (jnp.moveaxis(weight / total, 3, 2)[..., None] for weight in weights)
     weighed = ((out[part] * factor).sum(axis=0) for part, factor in zip(parts, factors, strict=True))
-    return functools.reduce(jnp.add, weighed), jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+    return functools.reduce(jnp.add, weighed), jnp.where(empty, -jnp.inf, largest + jnp.log(total))[0]
 
 
 def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:

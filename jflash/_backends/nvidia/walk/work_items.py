@@ -94,7 +94,7 @@ def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> Int
     for a whole walk, 2 for a piece. A cut walk has its batch entry, its block, its first item and its pieces, 0 for
     none.
     """
-    unmasked, walk = operands._replace(mask=None), jnp.arange(shares.walks, dtype=jnp.int32)
+    unmasked, walk = operands._replace(mask=None), jnp.arange(shares.walks, dtype=jnp.int32)[None]
     batch, block = jnp.divmod(walk, shares.walks // spec.batch)
 
     def tiles_of(batch: Int[Array, ""], block: Int[Array, ""]) -> Int[Array, ""]:
@@ -102,14 +102,14 @@ def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> Int
         spans = visibility.key_spans(spec, unmasked, batch, 1, row, visited.rows)
         return tile_range.of_spans(spec, spans, visited.size)[1]
 
-    tiles = jax.vmap(tiles_of)(batch, block)
+    tiles = jax.vmap(jax.vmap(tiles_of))(batch, block)
     share = jnp.maximum(-(-jnp.sum(tiles, dtype=jnp.int32) // shares.shares), LEAST)
     # In float32, as XLA divides integers in a kernel of their own. The bounds of `Shares` have half an item to spare.
-    cut_into = jnp.maximum((tiles * (1 / share.astype(jnp.float32)) + 0.5).astype(jnp.int32), 1)
-    is_longer = (tiles > tiles[:, None]) | ((tiles == tiles[:, None]) & (walk < walk[:, None]))
-    total = lambda marked, number: jnp.sum(jnp.where(marked, number, 0), axis=1, dtype=jnp.int32)
+    cut_into = jnp.maximum((tiles.astype(jnp.float32) * (1 / share.astype(jnp.float32)) + 0.5).astype(jnp.int32), 1)
+    is_longer = (tiles > tiles.T) | ((tiles == tiles.T) & (walk < walk.T))
+    total = lambda marked, number: jnp.sum(jnp.where(marked, number, 0), axis=1, dtype=jnp.int32)[None]
     rank, start = total(is_longer, 1), total(is_longer, cut_into)
-    pieces = total(walk == walk[:, None], cut_into)
+    pieces = total(walk == walk.T, cut_into)
     # An item is of one walk at most, and so is a cut: a sum over all walks takes what that one has.
     row = jnp.arange(shares.items + shares.cuts, dtype=jnp.int32)[:, None]
     is_item, piece = row < shares.items, row - start
