@@ -50,7 +50,7 @@ def call_of(name: str, case: Case) -> oracle.Call:
 
 
 # Metal's lists have tests of their own (test_metal_lists).
-@cover(every=2)
+@cover(every=2, rest=2)
 @pytest.mark.parametrize(
     ("name", "case"),
     [pytest.param(name, case, marks=() if name in IN_SHORT_RUN else cover(0), id=name) for name, case in CASES],

@@ -106,7 +106,7 @@ class ForwardCta(Cta[ForwardPlan]):
             source = self._rows_together(query, head, block, pipeline.columns(q.shape[-1], query, head))
             pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
             return
-        own, column = plan.rows_of(arrays["query"], arrays, batch, head), 0
+        own, column = plan.rows_of(arrays["query"], arrays, (batch,), head), 0
         first, limit = own.span(self.rows(block).start, plan.rows_of_block(block)[1])
         for chunk in pipeline.chunks_of_columns(q):
             width = chunk.shape[-1]
@@ -128,14 +128,14 @@ class ForwardCta(Cta[ForwardPlan]):
 
     def store_output(self, out: Array, batch: Any, head: Any, block: Any, column: int = 0) -> None:
         """Store this warpgroup's rows of a block, from registers: the output's columns from `column` on."""
-        plan, result = self.plan, self.refs.results["out"].at[self.split]
+        plan, result, place = self.plan, self.refs.results["out"], (self.split, batch)
         if plan.rows_lie_together:
-            own = self._rows_together(result.at[batch], head, block, pl.ds(column, out.shape[1]))
-            own[...] = out.astype(result.dtype)
+            rows = self._rows_together(result.at[place], head, block, pl.ds(column, out.shape[1]))
+            rows[...] = out.astype(result.dtype)
             return
-        columns = ColumnChunk(column, round_up(result.shape[-1], out.shape[1]))
-        own = plan.rows_of(result, self.refs.arrays, batch, head)
-        self.ops.store_rows(out, own.ref, *own.span(self.rows(block).start, plan.rows_of_block(block)[1]), columns)
+        columns, limit = ColumnChunk(column, round_up(result.shape[-1], out.shape[1])), plan.rows_of_block(block)[1]
+        own = plan.rows_of(result, self.refs.arrays, place, head)
+        self.ops.store_rows(out, own.ref, *own.span(self.rows(block).start, limit), columns)
 
     def load_bias(self, tile: Ref) -> dict[str, Array]:
         """A tile of the bias that was copied, by name; it may be overwritten then."""
@@ -211,8 +211,7 @@ class ForwardCta(Cta[ForwardPlan]):
         if plan.stores_registers:
             self.store_output(out, batch, self.head, block)
             return
-        result = self.refs.results["out"].at[self.split, batch]
-        columns, width = out.shape[1], o.shape[1]
+        result, columns, width = self.refs.results["out"].at[self.split, batch], out.shape[1], o.shape[1]
         for first in range(0, columns, width):
             if plan.output_stores > 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -156,7 +156,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
         def store_whole() -> None:
             place = self.split, self.batch, self.head
-            own = plan.rows_of(results["out"].at[self.split], self.refs.arrays, self.batch, self.head)
+            own = plan.rows_of(results["out"], self.refs.arrays, (self.split, self.batch), self.head)
             store(own, results["lse"], place, self.first_row, plan.rows)
 
         def store_piece(item: Item) -> None:
@@ -195,7 +195,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         if name != "query" or self.plan.spec.tokens is None:
             super().copy(name, batch, head, first, target, chunk)
             return
-        own = self.plan.rows_of(self.refs.arrays[name], self.refs.arrays, batch, head)
+        own = self.plan.rows_of(self.refs.arrays[name], self.refs.arrays, (batch,), head)
         self.ops.copy_rows(own.ref, target, *own.span(first, self.plan.rows), chunk)
 
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:

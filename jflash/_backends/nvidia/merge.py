@@ -82,7 +82,7 @@ def _merge(shape: ForwardShape, shares: Shares, refs: Refs, ops: Ops) -> None:
         m, l, acc = lax.fori_loop(0, pieces, add, nothing)
         is_empty = l == 0
         total = jnp.where(is_empty, 1.0, l)
-        target = shape.rows_of(refs.arrays["out"].at[0], refs.arrays, batch, head)
+        target = shape.rows_of(refs.arrays["out"], refs.arrays, (0, batch), head)
         chunk = ColumnChunk(column * _COLUMNS, round_up(target.ref.shape[-1], _COLUMNS))
         ops.store_rows(scaled_rows(acc, 1 / total), target.ref, *target.span(first + own, stop), chunk)
 

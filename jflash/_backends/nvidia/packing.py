@@ -119,14 +119,16 @@ class ForwardShape:
         spec = self.spec
         return (spec.batch, spec.query_length) if spec.tokens is None else (1, spec.tokens)
 
-    def rows_of(self, array: Ref, arrays: Mapping[str, Ref], batch: Any, head: Any) -> EntryRows:
-        """Return the rows of a head of a batch entry's queries or output, `[B, L, N, D]`, as `rows_of_head` does.
+    def rows_of(self, array: Ref, arrays: Mapping[str, Ref], place: tuple[Any, ...], head: Any) -> EntryRows:
+        """Return the rows of a head of a batch entry's queries or output, as `rows_of_head` does.
 
-        `arrays` are the kernel's, by name; `of_tokens` are among them.
+        `place` is the entry's in `array`, `[B, L, N, D]` or `[splits, B, L, N, D]`. `arrays` are the kernel's, by name;
+        `of_tokens` are among them.
         """
         if self.spec.tokens is None:
-            return EntryRows(rows_of_head(array.at[batch], head, self.packed_heads))
-        heads = array.at[0, :, pl.ds(head * self.packed_heads, self.packed_heads)]
+            return EntryRows(rows_of_head(array.at[place], head, self.packed_heads))
+        *split, batch = place
+        heads = array.at[(*split, 0, slice(None), pl.ds(head * self.packed_heads, self.packed_heads))]
         start, count = (arrays[name][batch] * self.packed_heads for name in _OF_TOKENS)
         return EntryRows(heads, start, start + count)
 
