@@ -101,7 +101,7 @@ def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
 
 def test_described():
     spec, *_ = dealt(LONG, 1)
-    assert "up to 328 items of work, long walks cut into 264ths of all tiles" in hopper_plan.describe(spec, 132)
+    assert "up to 196 items of work, long walks cut into 132ths of all tiles" in hopper_plan.describe(spec, 132)
 
 
 def test_calls_that_are_not_dealt_out():
@@ -136,7 +136,7 @@ ROWS: dict[str, tuple[Family, dict[str, Any]]] = {
     "hopper: decoding, sinks": (HOPPER, dict(lengths=LENGTHS, sinks=SINKS, interleaved=True)),
     "hopper: blocks of 64 tokens, heads of their own, cap, window": (
         HOPPER,
-        dict(lengths=[(100, 1200), (1, 129)], spare=(0, 0), heads=(2, 2), soft_cap=5.0, sliding_window=1100),
+        dict(lengths=[(64, 1200), (3, 129)], spare=(0, 0), heads=(2, 2), soft_cap=5.0, sliding_window=1100),
     ),
     "mma: decoding, sinks": (kernel_families.mma("8.0"), dict(lengths=LENGTHS, sinks=SINKS)),
     "mma: pairs, window": (

@@ -40,7 +40,7 @@ ITEMS = "work_items"
 LEAST = 4
 """Tiles of keys that are a share at least: beginning, ending and merging a piece cost about as much as one."""
 
-_SHARES = 4
+_SHARES = 2
 """Shares of all work for each CTA that runs at once."""
 
 _MOST_WALKS = 2**12
