@@ -86,15 +86,15 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return self.output_stores > 0 or self.stores_registers
 
     @property
-    def needs_no_blocks(self) -> bool:
+    def row_by_row(self) -> bool:
         """Whether rows of queries and output are read and stored one by one: those of packed heads lie apart, and those
         of tokens beside another entry's."""
         return self.packed_heads > 1 or self.spec.tokens is not None
 
     @property
     def stores_registers(self) -> bool:
-        """Whether the output leaves from registers: a partial call's is float32, and others have no blocks."""
-        return self.spec.partial or self.needs_no_blocks
+        """Whether the output leaves from registers: a partial call's is float32, others are stored row by row."""
+        return self.spec.partial or self.row_by_row
 
     @property
     def rows_lie_together(self) -> bool:
@@ -157,7 +157,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def stored(self) -> tuple[int, int]:
         """Rows and columns of a head's output in device memory."""
-        if self.needs_no_blocks:
+        if self.row_by_row:
             return self.out_rows[1], round_up(self.spec.value_dim, 8)
         if self.spec.partial:
             # Registers, from which a partial call's leaves, are stored whole.
@@ -193,7 +193,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
         return Blocks(max(rows, 1), self.tile.keys, self.packed_heads, missing)
 
     def arrays(self, call: HopperForward) -> dict[str, Array]:
-        factors = call.factors(self.value_chunks, packed=self.needs_no_blocks)
+        factors = call.factors(self.value_chunks, packed=self.row_by_row)
         mends = cache_rows.mends(self.spec)
         edges = {} if mends else array_shapes.edges(call.operands, dict(value=factors["value"]))
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
