@@ -116,8 +116,10 @@ def test_heads_over_devices(serving: str, axis_type: AxisType):
     paged.assert_ragged_right((out, lse), step)
 
 
-@pytest.mark.parametrize("mapped", [{"q"}, pytest.param({"q", "kv_lens", "cu_q_lens"}, marks=cover(0))], ids=str)
-def test_several_steps_by_vmap(serving: str, mapped: set[str]):
+@pytest.mark.parametrize(
+    "mapped", [("q",), pytest.param(("q", "kv_lens", "cu_q_lens"), marks=cover(0))], ids=["queries", "steps"]
+)
+def test_several_steps_by_vmap(serving: str, mapped: tuple[str, ...]):
     """Each as if it were alone: their tokens become one array, in which blocks of each step have their places."""
     steps = [paged.ragged(MIXED, 16, seed=seed).arguments for seed in range(3)]
     if "kv_lens" in mapped:
