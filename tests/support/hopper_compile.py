@@ -313,12 +313,13 @@ def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedShar
     (batch, queries), (head_dim, page_size) = rows, (cache["head_dim"], cache["page_size"])
     array = lambda *shape, dtype=bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     (heads, key_heads), interleaved = cache.get("heads", (32, 8)), cache.get("interleaved", False)
-    of_heads = lambda dim: array(batch * length // page_size, page_size, key_heads * (1 + interleaved), dim)
+    number, cached = batch * length // page_size, cache.get("dtype", bfloat16)
+    of_heads = lambda dim: array(number, page_size, key_heads * (1 + interleaved), dim, dtype=cached)
     pages = [of_heads(dim) for dim in (head_dim, cache.get("value_dim", head_dim))][: 2 - interleaved]
 
-    def forward(query, pages, table, lengths):
+    def forward(query, pages, table, lengths, scales):
         key, value = (pages[0], None) if interleaved else pages
-        more = dict(query_offset=lengths - queries) if options else {}
+        more = scales | (dict(query_offset=lengths - queries) if options else {})
         spec, operands = canonical_arguments(
             query=query, key=key, value=value, page_table=table, key_value_seq_lengths=lengths, **more, **options
         )
@@ -327,7 +328,8 @@ def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedShar
     clear()
     index = functools.partial(array, dtype=jnp.int32)
     shapes = array(batch, queries, heads, head_dim), pages
-    jax.jit(forward).lower(*shapes, index(batch, length // page_size), index(batch)).compile()
+    scales = {name: array(*shape, dtype=float32) for name in ("k_scale", "v_scale") if (shape := cache.get("scales")) is not None}
+    jax.jit(forward).lower(*shapes, index(batch, length // page_size), index(batch), scales).compile()
     return reported()["forward"]
 
 

@@ -239,6 +239,14 @@ class Interpreter(CommonInterpreter, WarpgroupOps):
     margin = 256
     """`reduce_add` reads what it adds to, and reads whole tiles."""
 
+    def load_eights(self, ref: Ref) -> Array:
+        assert ref.shape[1] in (16, 32, 64, 128)
+        assert ref.shape[0] * ref.shape[1] % 1024 == 0
+        return ref[...]
+
+    def times_eights(self, values: Float[Array, "rows columns"], factor: Any) -> Float[Array, "rows columns"]:
+        return (values.astype(jnp.float32) * factor).astype(jnp.bfloat16)
+
     def zeros_strided(self, shape: tuple[int, ...]) -> Array:
         return jnp.zeros(shape, jnp.float32)
 

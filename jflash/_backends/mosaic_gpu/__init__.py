@@ -11,7 +11,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from jflash import _platform
-from jflash._backends.nvidia import facts
+from jflash._backends.nvidia import cache_rows, facts
 from jflash._backends.nvidia.facts import facts_of
 from jflash._platform import Platform
 from jflash._semantics import visits
@@ -29,9 +29,11 @@ def unsupported_call(spec: Spec) -> str | None:
     """Return why the kernels cannot serve a call on any machine; `None`: they can."""
     if (reason := facts.unsupported(spec, widest=576)) is not None:
         return reason
-    from jflash._backends.mosaic_gpu import array_shapes, plan
+    from jflash._backends.mosaic_gpu import array_shapes, converted_tile, plan
 
-    reason = array_shapes.unsupported_cache(spec)
+    reason = array_shapes.unsupported_cache(spec) or converted_tile.unsupported(spec)
+    if reason is None and cache_rows.converts(spec) and plan.is_wide(spec):
+        return f"it converts no paged cache of heads as wide as H={spec.head_dim} and D={spec.value_dim}."
     if reason is not None or plan.fits(spec):
         return reason
     such = f"with H={spec.head_dim} and D={spec.value_dim}" + " and such a bias" * facts_of(spec).has_bias_tiles

@@ -91,10 +91,6 @@ def unsupported_cache(spec: Spec) -> str | None:
     got = f"Got H={spec.head_dim} and D={spec.value_dim}."
     if facts_of(spec).is_float32:
         return "it takes paged caches of 16 bits. float32 would be split into pieces, the whole cache for every call."
-    if spec.pages.dtype != spec.dtype:
-        return f"it takes a paged cache in the query's dtype alone. Got {spec.pages.dtype} and {spec.dtype}."
-    if not {"k_scale", "v_scale"}.isdisjoint(spec.operands):
-        return "it takes no k_scale and no v_scale."
     if spec.head_dim % 8 or spec.value_dim % 8:
         return f"it copies 16 bytes of a paged cache at a time, so 8 must divide H and D. {got}"
     # A part of a page fills whole swizzles, which have 8 rows.

@@ -49,9 +49,16 @@ class Cta[Plan: KernelPlan]:
 
     def run(self) -> None:
         """Run this warpgroup."""
-        last = lax.axis_size("warpgroup") - 1
-        pl.when(self.warpgroup < last)(self.compute)
-        pl.when(self.warpgroup == last)(self.copy)
+        copiers = self.copiers
+        first = lax.axis_size("warpgroup") - len(copiers)
+        pl.when(self.warpgroup < first)(self.compute)
+        for number, copy in enumerate(copiers):
+            pl.when(self.warpgroup == first + number)(copy)
+
+    @property
+    def copiers(self) -> Sequence[Callable[[], None]]:
+        """What each of the last warpgroups does; there is one that copies, unless copies are converted."""
+        return (self.copy,)
 
     @property
     def warpgroup_rows(self) -> Any:

@@ -19,7 +19,7 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
 from jflash._backends.mosaic_gpu.cta import Cta
+from jflash._backends.mosaic_gpu.converted_tile import ConvertedTile, StagedTiles
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
@@ -164,8 +165,11 @@ class ForwardCta(Cta[ForwardPlan]):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _split_registers(self, *, copies: bool) -> None:
-        plan = self.plan
-        pipeline.split_registers(plan.tile.warpgroups, copies=copies, mends=cache_rows.mends(plan.spec))
+        spec = self.plan.spec
+        converts = cache_rows.converts(spec)
+        pipeline.split_registers(
+            self.plan.tile.warpgroups, copies=copies, mends=cache_rows.mends(spec), converts=converts
+        )
 
     def _copy_item_queries(self, index: Any) -> None:
         batch, block, _ = self.item(index)
@@ -219,41 +223,53 @@ class ForwardCta(Cta[ForwardPlan]):
             some = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
             pipeline.store(values, o, result.at[self.rows(block), self.head, some])
 
-    def copy(self) -> None:
-        """Copy keys and values."""
-        plan, shared = self.plan, self.smem
+    @property
+    def copiers(self) -> Sequence[Callable[[], None]]:
+        if self.smem.staged is None:
+            return (self.copy,)
+        return tuple(functools.partial(self.copy, name) for name in ("key", "value"))
+
+    def copy(self, *names: str) -> None:
+        """Copy keys and values, or convert copies of the one that is named."""
+        plan, shared, rings = self.plan, self.smem, dict(key=self.smem.k, value=self.smem.v)
         self._split_registers(copies=True)
         key_head = self.key_head(self.head)
 
         def copy_block(index: Any, visited: Any) -> Any:
             batch, block, tiles = self.item(index)
+            tile: Callable[[Any], SourceTile | ConvertedTile]
+            tile = lambda index: self._source(batch, tiles.start(index), key_head)
+            if shared.staged is not None:
+                (name,) = names
+                tile = StagedTiles(name, getattr(shared.staged, name), tile, tiles.count).tile
 
             def copy_tile(index: Array) -> None:
-                slot = lax.rem(visited + index, plan.tile.stages)
-                keys = GmemTile(batch, tiles.start(index), plan.tile.keys, key_head)
-                self._copy_tile(keys, block, slot)
+                slot, walked = lax.rem(visited + index, plan.tile.stages), tile(index)
+                for name in names or rings:
+                    plgpu.barrier_wait(rings[name].empty.at[slot])
+                    walked.copy(name, rings[name], slot)
+                    if name == "key":
+                        self._copy_bias(walked.keys, block, slot)
 
             pipeline.for_each_copy(tiles.count, copy_tile, "head", "block", "head_group", "batch")
             return visited + tiles.count
 
         plan.schedule.each(self.place, copy_block)
-        pipeline.drain(shared.k.empty, shared.v.empty)
+        pipeline.drain(*(rings[name].empty for name in names or rings))
 
-    def _copy_tile(self, keys: GmemTile, block: Array, slot: Array) -> None:
-        shared, inputs = self.smem, self.inputs
-        k, v = shared.k, shared.v
-        walked = SourceTile(inputs, keys, mends=cache_rows.mends(self.plan.spec))
-        plgpu.barrier_wait(k.empty.at[slot])
-        full = k.full.at[slot]
-        walked.copy("key", k, slot)
+    def _source(self, batch: Any, first: Any, key_head: Any) -> SourceTile:
+        keys = GmemTile(batch, first, self.plan.tile.keys, key_head)
+        return SourceTile(self.inputs, keys, mends=cache_rows.mends(self.plan.spec))
+
+    def _copy_bias(self, keys: GmemTile, block: Array, slot: Array) -> None:
+        """Copy what there is of a bias, with the keys."""
+        shared, inputs, full = self.smem, self.inputs, self.smem.k.full.at[slot]
         if shared.bias_columns is not None:
             source = bf16_columns.of_keys(inputs, keys, self.head)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
         if shared.bias is not None:
             tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
             plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[tile], shared.bias.at[slot], full)
-        plgpu.barrier_wait(v.empty.at[slot])
-        walked.copy("value", v, slot)
 
 
 class MainLoop:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, forward_schedule, smem
+from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, converted_tile, forward_schedule, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, forward_in_panels, tile_dims, values_in_panels
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
 from jflash._backends.mosaic_gpu.run import HopperForward
@@ -49,7 +49,9 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
     o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
-    read_by_all = dict(readers=tile.warpgroups, parts=cache_rows.parts(spec, tile.keys))
+    staged = converted_tile.buffers(spec, tile.keys)
+    parts = cache_rows.parts(spec, tile.keys) if staged is None else 1
+    read_by_all = dict(readers=tile.warpgroups, parts=parts)
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. That of packed heads, or of a partial
         # call, leaves from registers.
@@ -57,6 +59,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
         k=tiles.ring((tile.stages, tile.keys, columns), **read_by_all, others=has_bias_tiles + bias_by_mma),
         v=value_tiles.ring((tile.stages, tile.keys, value_columns), **read_by_all, mends=cache_rows.mends(spec)),
+        staged=staged,
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,
         bias_columns=bf16_columns.smem_tile(tile.stages, tile.keys) if bias_by_mma else None,
@@ -221,7 +224,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
             results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32))
             | merge.of_pieces(self),
             smem=self.smem,
-            warpgroups=self.tile.warpgroups + 1,
+            warpgroups=self.tile.warpgroups + (2 if cache_rows.converts(spec) else 1),
         )
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from jflash._backends.mosaic_gpu import panels
 from jflash._backends.nvidia.ops import Ops, Ref, Tile
-from jflash._backends.nvidia.threads import pieces, sums
+from jflash._backends.nvidia.threads import eights, pieces, sums
 from jflash._backends.nvidia.threads.builder import ThreadBuilder, strided
 
 _MOST_COLUMNS = 256
@@ -100,6 +100,8 @@ class WarpgroupOps(Ops):
 
         ThreadBuilder.emit(make, ref, values, first, layout=strided(values.shape))
 
+    load_eights = staticmethod(eights.load)
+    times_eights = staticmethod(eights.times)
     piece_columns = staticmethod(pieces.in_columns)
     add_to_sums = staticmethod(sums.add)
     store_sums = staticmethod(sums.store)

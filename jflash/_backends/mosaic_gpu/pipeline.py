@@ -18,13 +18,17 @@ _WARPS = 4
 """Warps of a warpgroup."""
 
 
-def split_registers(warpgroups: int, *, copies: bool, mends: bool = False) -> None:
+def split_registers(warpgroups: int, *, copies: bool, mends: bool = False, converts: bool = False) -> None:
     """Give the registers of the warpgroup that copies to the `warpgroups` that compute; called once by each.
 
     Together they are what a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
     three warpgroups, 128 for four, 96 for five. A request for more would wait forever. The one that copies has more if
-    it `mends` tiles.
+    it `mends` tiles. If what is copied is converted there are two that copy.
     """
+    if converts:
+        compute, copy = {1: (232, 136), 2: (200, 56)}[warpgroups]
+        set_registers(copy if copies else compute, warpgroups + 2)
+        return
     if warpgroups == 1:
         return
     compute, copy = {2: (224, 56) if mends else (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]

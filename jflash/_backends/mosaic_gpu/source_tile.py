@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
@@ -31,7 +32,7 @@ class SourceTile:
     """
 
     def __init__(self, inputs: TmaInputs, tile: GmemTile, *, mends: bool = False) -> None:
-        self._inputs, self._keys, self._mends = inputs, tile, mends
+        self.inputs, self.keys, self._mends = inputs, tile, mends
         if mends:
             self._length: Any = inputs.value("key_lengths", tile.batch)
             self._parts = cache_rows.parts_of_tile(inputs, tile.batch, tile.first, tile.size, self._length)
@@ -39,20 +40,23 @@ class SourceTile:
     def copy(self, name: str, ring: Buffers, slot: Array, first_column: int = 0, cluster: str | None = None) -> None:
         """Copy the tile of an array, or some of its columns, to a slot of a ring, with zeros for values of padding.
         `cluster` is as for `pipeline.copy_in`."""
-        tile, pages = ring.tiles.at[slot], self._inputs.spec.pages
+        tile = ring.tiles.at[slot]
         if not self._mends:
-            self._inputs.copy_rows(name, self._keys, tile, ring.full.at[slot], first_column, cluster)
+            self.inputs.copy_rows(name, self.keys, tile, ring.full.at[slot], first_column, cluster)
         elif name == "key":
-            self._copy_parts(name, tile, ring.full.at[slot], first_column)
+            self.copy_parts(name, tile, ring.full.at[slot], first_column)
         else:
-            before = self._inputs.spec.head_dim if pages is not None and pages.interleaved else 0
-            self._copy_mended(name, ring, slot, before + first_column)
+            self._copy_mended(ring, slot, first_column)
 
-    def _copy_mended(self, name: str, ring: Buffers, slot: Array, first_column: int) -> None:
+    @property
+    def _has_padding(self) -> Any:
+        return (self.keys.first < self._length) & (self._length < self.keys.first + self.keys.size)
+
+    def _copy_mended(self, ring: Buffers, slot: Array, first_column: int) -> None:
         """Copy values, and if padding begins among them, wait for them and replace it before others may read them."""
-        keys, tile, own = self._keys, ring.tiles.at[slot], ring.tiles.shape[0]
-        has_padding = (keys.first < self._length) & (self._length < keys.first + keys.size)
-        self._copy_parts(name, tile, ring.full.at[jnp.where(has_padding, own, slot)], first_column)
+        tile, own = ring.tiles.at[slot], ring.tiles.shape[0]
+        has_padding = self._has_padding
+        self.copy_parts("value", tile, ring.full.at[jnp.where(has_padding, own, slot)], first_column)
 
         def mend() -> None:
             plgpu.barrier_wait(ring.full.at[own])
@@ -63,8 +67,11 @@ class SourceTile:
 
         pl.when(has_padding)(mend)
 
-    def _copy_parts(self, name: str, tile: Ref, full: Ref, first_column: int) -> None:
-        cache, keys, parts = self._inputs.refs[name], self._keys, self._parts
+    def copy_parts(self, name: str, tile: Ref, full: Ref, first_column: int = 0) -> None:
+        """Copy the tile's keys, or values, as they are, or some of their columns."""
+        cache, keys, parts, pages = self.inputs.refs[name], self.keys, self._parts, self.inputs.spec.pages
+        if name == "value" and pages is not None and pages.interleaved:
+            first_column += self.inputs.spec.head_dim
         batch = keys.batch if cache.shape[0] > 1 else keys.batch * 0
 
         def copy(index: int) -> None:
@@ -75,8 +82,23 @@ class SourceTile:
 
         pipeline.each_by_warps(copy, len(parts))
 
+    def scales(self, name: str) -> list[Array]:
+        """Return what the tile's keys, or values, are multiplied by: one number, one for each part, or none."""
+        scales, pages = self.inputs.refs.get(cache_rows.SCALES[name]), self.inputs.spec.pages
+        if scales is None:
+            return []
+        assert pages is not None
+        last, keys = scales.shape[1] - 1, self.keys
+        entry, head = (0 if scales.shape[axis] == 1 else at for axis, at in ((0, keys.batch), (2, keys.head)))
+        parts = self._parts if last > 0 else self._parts[:1]
+        return [scales[entry, jnp.minimum(lax.div(part.row, pages.size), last), head] for part in parts]
+
+    def clear_padding(self, tile: Ref) -> None:
+        """Replace values past the last key by zeros, if there are any."""
+        pl.when(self._has_padding)(lambda: self._clear_padding(tile))
+
     def _clear_padding(self, tile: Ref) -> None:
-        keys, ops = self._keys, self._inputs.ops
+        keys, ops = self.keys, self.inputs.ops
         for row in range(0, keys.size, WARPGROUP_ROWS):
             first, rows = keys.first + row, tile.at[pl.ds(row, WARPGROUP_ROWS)]
 

@@ -17,6 +17,7 @@ from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import Chosen, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
+from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs, cta_index, grid_size
 from jflash._backends.nvidia.ops import Ref
@@ -30,9 +31,6 @@ from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import Place, VisitedTile, Walk
 from jflash._semantics.spec import Spec
-
-SCALES = dict(key="k_scale", value="v_scale")
-"""What the keys, or values, of each page of a cache are multiplied by."""
 
 STATISTICS = "lse", "delta"
 """What a backward knows of each query."""
@@ -129,7 +127,7 @@ class Cta[Plan: TiledPlan]:
         width = spec.head_dim if name == "key" else spec.value_dim
         column = spec.head_dim if pages.interleaved and name == "value" else 0
         own = lambda array, *others: array.at[(0 if array.shape[0] == 1 else batch, *others)]
-        scales = arrays.get(SCALES[name])
+        scales = arrays.get(cache_rows.SCALES[name])
         if scales is not None:
             scales = own(scales, slice(None), 0 if scales.shape[2] == 1 else head)
         cache = own(arrays[name], slice(None), head, pl.ds(column, width))

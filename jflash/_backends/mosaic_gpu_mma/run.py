@@ -26,13 +26,8 @@ class MmaCall(Prepared):
 
     @property
     def cache(self) -> dict[str, Array]:
-        """Keys and values in pages, as they are, with the table and the scales, by name; nothing without pages."""
-        operands = self.operands
-        if operands.page_table is None:
-            return {}
-        names = "key", "value", "page_table", "k_scale", "v_scale"
-        found = {name: getattr(operands, name) for name in names}
-        return {name: array for name, array in found.items() if array is not None}
+        """Keys and values in pages, as they are, by name; nothing without pages."""
+        return {} if self.spec.pages is None else dict(key=self.operands.key, value=self.operands.value)
 
     @functools.cached_property
     def others(self) -> dict[str, Array]:

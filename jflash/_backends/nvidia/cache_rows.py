@@ -18,6 +18,9 @@ from jflash._semantics.spec import Spec
 TABLE = "page_table"
 """The page table's name among a kernel's arrays."""
 
+SCALES = dict(key="k_scale", value="v_scale")
+"""The names of what the keys, and values, of each page are multiplied by, among a kernel's arrays."""
+
 
 def suits(spec: Spec, keys: int) -> bool:
     """Return whether a tile of `keys` keys is whole pages, or lies in one; without a paged cache any tile suits."""
@@ -27,6 +30,13 @@ def suits(spec: Spec, keys: int) -> bool:
 def parts(spec: Spec, keys: int) -> int:
     """Return how many pages a tile of `keys` keys has parts of, which suits the call; without a paged cache 1."""
     return 1 if spec.pages is None else max(1, keys // spec.pages.size)
+
+
+def converts(spec: Spec) -> bool:
+    """Return whether numbers of a call's paged cache are multiplied or rounded before products take them."""
+    return spec.pages is not None and (
+        spec.pages.dtype != spec.dtype or not spec.operands.isdisjoint(SCALES.values())
+    )
 
 
 def mends(spec: Spec) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.nvidia import hidden_rows
+from jflash._backends.nvidia import cache_rows, hidden_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
@@ -52,11 +52,12 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     A bias or mask of one axis becomes a float32 vector with a margin. With `except_bias` the bias is left out.
     """
     prepared: dict[str, Array] = {}
-    scalars = *PARAMETERS, "sinks", "query_offset", "query_starts", "query_lengths", "key_lengths", "page_table"
+    scalars = *PARAMETERS, "sinks", "query_offset", "query_starts", "query_lengths", "key_lengths"
+    of_pages = "page_table", *cache_rows.SCALES.values()
     counted = spec.score_mod is not None or spec.mask_mod is not None or spec.dropout_rate > 0
     indices = ("batch_index", "head_index", "first_query", "first_key") if counted else ()
     segments = "query_segments", "key_segments"
-    for name in (*scalars, *indices, *segments):
+    for name in (*scalars, *of_pages, *indices, *segments):
         array = getattr(operands, name)
         if array is not None and name != "bias":
             prepared[name] = with_margin(array, (1,)) if name in segments else array

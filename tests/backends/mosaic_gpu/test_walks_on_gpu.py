@@ -144,14 +144,12 @@ def test_pages_by_a_function(attention: Callable[..., Any], page_size: int):
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_caches_of_8_bits(dtype: str, scaled: bool):
-    """The family since Ampere alone takes them."""
-    name = served_by(mosaic_gpu_mma)
+def test_caches_of_8_bits(family: str, dtype: str, scaled: bool):
     call = paged.of_8_bits(paged.with_lengths(cases.build(SEVERAL._replace(key_length=1000))), dtype)
     arguments = paged.paginate(call, 16, dtype=dtype)
     if scaled:
         arguments |= dict(k_scale=np.float32(0.3), v_scale=np.float32(0.7))
-    got = jflash.attention(**arguments, return_residual=True, implementation=name)
+    got = jflash.attention(**arguments, return_residual=True, implementation=family)
     paged.assert_scaled_right(oracle.Results(*got, {}), call, arguments)
 
 
