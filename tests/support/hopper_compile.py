@@ -202,6 +202,21 @@ PAGED = {
     "decoding": ((64, 1), dict(head_dim=128, page_size=16), {}),
     "decoding d64, pages of 128": ((64, 1), dict(head_dim=64, page_size=128, interleaved=True), {}),
     "decoding in pieces, pages of 128": ((2, 4), dict(head_dim=128, page_size=128), dict(is_causal=True)),
+    "decoding, float8, scales": (
+        (64, 1),
+        dict(head_dim=128, page_size=16, dtype=jnp.float8_e4m3fn, scales=()),
+        {},
+    ),
+    "decoding, int8, scales of pages": (
+        (64, 1),
+        dict(head_dim=128, page_size=16, dtype=jnp.int8, scales=(256 * 64, 8)),
+        {},
+    ),
+    "prefill, int8, scales": (
+        (4, 512),
+        dict(head_dim=128, page_size=16, dtype=jnp.int8, scales=()),
+        dict(is_causal=True),
+    ),
     "prefill": ((4, 512), dict(head_dim=128, page_size=16), dict(is_causal=True)),
     "prefill d64, pages of 128": ((4, 512), dict(head_dim=64, page_size=128), dict(is_causal=True)),
 }
@@ -328,7 +343,8 @@ def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedShar
     clear()
     index = functools.partial(array, dtype=jnp.int32)
     shapes = array(batch, queries, heads, head_dim), pages
-    scales = {name: array(*shape, dtype=float32) for name in ("k_scale", "v_scale") if (shape := cache.get("scales")) is not None}
+    scaled = ("k_scale", "v_scale") if "scales" in cache else ()
+    scales = {name: array(*cache["scales"], dtype=float32) for name in scaled}
     jax.jit(forward).lower(*shapes, index(batch, length // page_size), index(batch), scales).compile()
     return reported()["forward"]
 

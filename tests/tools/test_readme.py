@@ -135,7 +135,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         *(dict(**PAGED, dtype=jnp.bfloat16, head_dim=16, value_dim=16, length=size) for size in (8, 16, 32, 64, 192)),
         dict(**PAGED, dtype=jnp.float16, head_dim=256, value_dim=256, length=128, is_causal=True),
     ],
-    "a paged cache in pages of other sizes, in float32 or int8, or with `k_scale` or `v_scale`": [
+    "a paged cache in 8 bits, or with `k_scale` or `v_scale`, heads of a multiple of 32 up to 256, in pages of 32 keys "
+    "or a multiple of 64; of 16 where 64 divides H and D": [
+        dict(**PAGED, dtype=jnp.bfloat16, head_dim=32, value_dim=32, length=32, k_scale=2.0),
+        dict(**PAGED, dtype=jnp.bfloat16, head_dim=256, value_dim=256, length=64, v_scale=2.0),
+        dict(**PAGED, dtype=jnp.float16, head_dim=128, value_dim=64, length=16, k_scale=2.0, v_scale=ZEROS[:1]),
+    ],
+    "a paged cache in pages of other sizes or in float32; in 8 bits, or with `k_scale` or `v_scale`, whose H or D is "
+    "no multiple of 32": [
         PAGED,
         dict(**PAGED, length=96),
         dict(**PAGED, length=16, k_scale=2.0, v_scale=ZEROS[:1]),

@@ -1,10 +1,10 @@
 """Tiles of a paged cache that is not in the query's dtype, or has scales: copied as they are, and converted.
 
-No copy converts. So the warpgroup that copies has buffers of its own, into which tiles come ahead of it. It multiplies
+No copy converts. So a warpgroup that copies has buffers of its own, into which tiles come ahead of it. It multiplies
 their numbers by their pages' scales, rounds them to the query's dtype, and stores them in the ring that others read.
-To those nothing differs. It has a lane's eight neighbours of a row at a time, which are 16 bytes when they are stored.
+To those nothing differs.
 
-What that bought: examples/benchmarks/experiments/2026-11-30-caches-of-8-bits.md.
+What was measured: examples/benchmarks/experiments/2026-11-29-decoding.md.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ def unsupported(spec: Spec) -> str | None:
     pages = spec.pages
     if pages is None or not cache_rows.converts(spec):
         return None
-    if pages.dtype.itemsize > 2:
-        return f"it converts paged caches of 8 and 16 bits. Got {pages.dtype}."
     if spec.head_dim % _LEAST or spec.value_dim % _LEAST:
         return f"it converts paged caches where {_LEAST} divides H and D. Got H={spec.head_dim} and D={spec.value_dim}."
     least = WARPGROUP_ROWS * 16 // _columns(spec)

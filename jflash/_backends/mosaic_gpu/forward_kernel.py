@@ -19,7 +19,7 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,13 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
-from jflash._backends.mosaic_gpu.cta import Cta
-from jflash._backends.mosaic_gpu.converted_tile import ConvertedTile, StagedTiles
+from jflash._backends.mosaic_gpu.forward_copies import CopyingCta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.source_tile import SourceTile
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
-from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs, cta_index
 from jflash._backends.nvidia.merge import PIECES
@@ -50,7 +46,7 @@ from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedT
 from jflash._backends.nvidia.walk.work_items import ITEMS, Item
 
 
-class ForwardCta(Cta[ForwardPlan]):
+class ForwardCta(CopyingCta):
     """A CTA of the forward; of wide heads' too, which differs where it says so."""
 
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
@@ -85,10 +81,6 @@ class ForwardCta(Cta[ForwardPlan]):
         plan, rows = self.plan, self.plan.rows_of_a_range
         every = tile_range.visited(self.inputs, place, rows, plan.tile.keys, plan.missing_rows)
         return every.split(self.split, plan.splits) if self.work_item is None else self.work_item.of(every)
-
-    def block_start(self, block: Any) -> Any:
-        """The first row of a block."""
-        return tile_range.block_start(block, self.plan.tile.rows, self.plan.missing_rows)
 
     def rows(self, block: Any) -> Any:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
@@ -149,27 +141,16 @@ class ForwardCta(Cta[ForwardPlan]):
         """The head's sink, if the call has sinks and the kernel counts them."""
         return self.inputs.value("sinks", batch, head) if self.plan.has_sinks else None
 
-    def key_head(self, head: Any) -> Any:
-        """The head of keys and values that a head of queries attends to."""
-        return lax.div(head, self.plan.heads // self.plan.spec.key_heads)
-
     def compute(self) -> None:
         """Copy this warpgroup's queries, attend, and store its output."""
         plan, shared = self.plan, self.smem
         pipeline.release(shared.k.empty, shared.v.empty)
-        self._split_registers(copies=False)
+        self.split_registers(copies=False)
         self._copy_item_queries(0)
         if plan.orders_products:
             pl.when(self.warpgroup == plan.tile.warpgroups - 1)(lambda: self.ops.pass_turn(0))
         plan.schedule.each(self.place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _split_registers(self, *, copies: bool) -> None:
-        spec = self.plan.spec
-        converts = cache_rows.converts(spec)
-        pipeline.split_registers(
-            self.plan.tile.warpgroups, copies=copies, mends=cache_rows.mends(spec), converts=converts
-        )
 
     def _copy_item_queries(self, index: Any) -> None:
         batch, block, _ = self.item(index)
@@ -222,54 +203,6 @@ class ForwardCta(Cta[ForwardPlan]):
             values = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width))
             some = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
             pipeline.store(values, o, result.at[self.rows(block), self.head, some])
-
-    @property
-    def copiers(self) -> Sequence[Callable[[], None]]:
-        if self.smem.staged is None:
-            return (self.copy,)
-        return tuple(functools.partial(self.copy, name) for name in ("key", "value"))
-
-    def copy(self, *names: str) -> None:
-        """Copy keys and values, or convert copies of the one that is named."""
-        plan, shared, rings = self.plan, self.smem, dict(key=self.smem.k, value=self.smem.v)
-        self._split_registers(copies=True)
-        key_head = self.key_head(self.head)
-
-        def copy_block(index: Any, visited: Any) -> Any:
-            batch, block, tiles = self.item(index)
-            tile: Callable[[Any], SourceTile | ConvertedTile]
-            tile = lambda index: self._source(batch, tiles.start(index), key_head)
-            if shared.staged is not None:
-                (name,) = names
-                tile = StagedTiles(name, getattr(shared.staged, name), tile, tiles.count).tile
-
-            def copy_tile(index: Array) -> None:
-                slot, walked = lax.rem(visited + index, plan.tile.stages), tile(index)
-                for name in names or rings:
-                    plgpu.barrier_wait(rings[name].empty.at[slot])
-                    walked.copy(name, rings[name], slot)
-                    if name == "key":
-                        self._copy_bias(walked.keys, block, slot)
-
-            pipeline.for_each_copy(tiles.count, copy_tile, "head", "block", "head_group", "batch")
-            return visited + tiles.count
-
-        plan.schedule.each(self.place, copy_block)
-        pipeline.drain(*(rings[name].empty for name in names or rings))
-
-    def _source(self, batch: Any, first: Any, key_head: Any) -> SourceTile:
-        keys = GmemTile(batch, first, self.plan.tile.keys, key_head)
-        return SourceTile(self.inputs, keys, mends=cache_rows.mends(self.plan.spec))
-
-    def _copy_bias(self, keys: GmemTile, block: Array, slot: Array) -> None:
-        """Copy what there is of a bias, with the keys."""
-        shared, inputs, full = self.smem, self.inputs, self.smem.k.full.at[slot]
-        if shared.bias_columns is not None:
-            source = bf16_columns.of_keys(inputs, keys, self.head)
-            plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
-        if shared.bias is not None:
-            tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
-            plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[tile], shared.bias.at[slot], full)
 
 
 class MainLoop:

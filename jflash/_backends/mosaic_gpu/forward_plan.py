@@ -293,8 +293,9 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
 def _tiles_of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
     """Tiles of three and four warpgroups, which have 160 and 112 registers a thread for O, P and a tile of logits."""
     (head_dim, value_dim), form = block_dims(spec), bf16_columns.form(spec)
-    if spec.mask_mod is not None:
-        # The map of a mask function is of tiles of 128 x 128: others visit more than it leaves.
+    if spec.mask_mod is not None or cache_rows.converts(spec):
+        # The map of a mask function is of tiles of 128 x 128: others visit more than it leaves. And two warpgroups that
+        # convert leave registers for two that compute.
         return []
     if max(head_dim, value_dim) <= 64:
         blocks_differ = len(set(visits(4 * WARPGROUP_ROWS, 64))) > 1

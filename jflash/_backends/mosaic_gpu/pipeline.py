@@ -23,7 +23,7 @@ def split_registers(warpgroups: int, *, copies: bool, mends: bool = False, conve
 
     Together they are what a CTA has at first, as many for each as its threads leave in multiples of 8 of 512: 168 for
     three warpgroups, 128 for four, 96 for five. A request for more would wait forever. The one that copies has more if
-    it `mends` tiles. If what is copied is converted there are two that copy.
+    it `mends` tiles. Where it `converts` what it copies there are two, and two at most that compute.
     """
     if converts:
         compute, copy = {1: (232, 136), 2: (200, 56)}[warpgroups]

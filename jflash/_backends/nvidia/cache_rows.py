@@ -34,9 +34,7 @@ def parts(spec: Spec, keys: int) -> int:
 
 def converts(spec: Spec) -> bool:
     """Return whether numbers of a call's paged cache are multiplied or rounded before products take them."""
-    return spec.pages is not None and (
-        spec.pages.dtype != spec.dtype or not spec.operands.isdisjoint(SCALES.values())
-    )
+    return spec.pages is not None and (spec.pages.dtype != spec.dtype or not spec.operands.isdisjoint(SCALES.values()))
 
 
 def mends(spec: Spec) -> bool:

@@ -51,6 +51,41 @@ def test_exact(case: Case, page_size: int, options: dict[str, Any]):
     oracle.assert_right(hopper_kernels.run(call, **paged.paginate(call, page_size, **options)), call)
 
 
+CONVERTED: dict[str, tuple[Case, int, dict[str, Any], str | None]] = {
+    "int8, scales of pages": (SEVERAL._replace(dims=(128, 64)), 16, dict(dtype="int8"), "pages"),
+    "float8, a scale for each head": (PREFILL._replace(heads=(4, 2)), 32, dict(dtype="float8_e4m3fn"), "heads"),
+    "float8 of a larger range, float16": (
+        DECODING._replace(key_length=700, dtype="float16", dims=(32, 96)),
+        64,
+        dict(dtype="float8_e5m2"),
+        None,
+    ),
+    "int8, interleaved, bias of keys": (
+        SEVERAL._replace(key_length=384, bias="keys"),
+        128,
+        dict(dtype="int8", interleaved=True),
+        None,
+    ),
+    "bfloat16, a scale for each page": (DECODING, 64, {}, "pages"),
+}
+
+
+@cover(2)
+@pytest.mark.parametrize(("case", "page_size", "options", "scales"), CONVERTED.values(), ids=CONVERTED)
+def test_converted(case: Case, page_size: int, options: dict[str, Any], scales: str | None):
+    """Caches of 8 bits, or with scales, become numbers of the query's dtype by the warpgroups that copy."""
+    call = paged.with_lengths(cases.build(case))
+    if "dtype" in options:
+        call = paged.of_8_bits(call, options["dtype"])
+    arguments = paged.paginate(call, page_size, **options)
+    numbers, pages = np.random.default_rng(0), arguments["key"].shape[0]
+    shape = {"pages": (pages, case.heads[1]), "heads": (1, case.heads[1])}
+    if scales is not None:
+        draw = lambda: numbers.uniform(0.2, 2, shape[scales]).astype(np.float32)
+        arguments |= dict(k_scale=draw(), v_scale=draw())
+    paged.assert_scaled_right(hopper_kernels.run(call, **arguments), call, arguments)
+
+
 @cover(0)
 def test_mask_mod():
     """A list of tiles, which begin where pages do."""
@@ -102,7 +137,13 @@ def test_one_cache_for_each_entry():
         (DECODING, 4, {}, "Got pages of 4."),
         (DECODING, 96, {}, "Got pages of 96."),
         (DECODING._replace(dtype="float32"), 16, {}, "paged caches of 16 bits"),
-        (DECODING, 16, dict(dtype="int8"), "a paged cache in the query's dtype alone. Got int8 and bfloat16."),
+        (
+            DECODING._replace(dims=(48, 64)),
+            16,
+            dict(dtype="int8"),
+            "it converts paged caches where 32 divides H and D. Got H=48 and D=64.",
+        ),
+        (DECODING._replace(dims=(320, 320)), 64, dict(dtype="int8"), "of heads as wide as H=320 and D=320."),
         (DECODING._replace(dims=(60, 64)), 16, {}, "so 8 must divide H and D. Got H=60 and D=64."),
         (DECODING._replace(dims=(40, 40)), 16, dict(interleaved=True), "interleaved pages in sixteens. Got H=40."),
         (
@@ -123,10 +164,12 @@ def test_refusals(case: Case, page_size: int, options: dict[str, Any], reason: s
     assert reason in told
 
 
-def test_scales_are_refused():
-    call = paged.with_lengths(cases.build(DECODING))
+def test_scales_of_small_pages_are_refused():
+    """Numbers that are converted at once are rows of one page."""
+    call = paged.with_lengths(cases.build(DECODING._replace(dims=(64, 32))))
     spec, _ = hopper_kernels.canonical(call, **paged.paginate(call, 16), k_scale=2.0)
-    assert mosaic_gpu.unsupported_call(spec) == "it takes no k_scale and no v_scale."
+    told = mosaic_gpu.unsupported_call(spec)
+    assert told == "it takes scales of pages of at least 32 keys. Got pages of 16."
 
 
 def test_no_copy_of_the_cache():
