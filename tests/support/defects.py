@@ -382,4 +382,18 @@ DEFECTS = [
         "each + 0 * jnp.arange",
         "tests/attention/test_ragged.py",
     ),
+    Defect(
+        "Converted numbers have the scale of the page before",
+        "ConvertedTile._convert",
+        "scales[row * number // keys]",
+        "scales[row * number // keys - 1]",
+        "tests/backends/mosaic_gpu/test_hopper_pages.py",
+    ),
+    Defect(
+        "What lies past the last key is not cleared where values are converted",
+        "SourceTile.clear_padding",
+        "pl.when(self._has_padding)",
+        "pl.when(False)",
+        "tests/backends/mosaic_gpu/test_hopper_pages.py",
+    ),
 ]
