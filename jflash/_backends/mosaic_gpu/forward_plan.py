@@ -52,13 +52,15 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     staged = converted_tile.buffers(spec, tile.keys)
     parts = cache_rows.parts(spec, tile.keys) if staged is None else 1
     read_by_all = dict(readers=tile.warpgroups, parts=parts)
+    # What is converted is mended in the same pass.
+    mends = cache_rows.mends(spec) and staged is None
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. That of packed heads, or of a partial
         # call, leaves from registers.
         q_o=(q, o) if output_stores else smem.reused(q, None if from_registers else o),
         q_full=smem.barriers(tile.warpgroups, arrivals=smem.copies(q)),
         k=tiles.ring((tile.stages, tile.keys, columns), **read_by_all, others=has_bias_tiles + bias_by_mma),
-        v=value_tiles.ring((tile.stages, tile.keys, value_columns), **read_by_all, mends=cache_rows.mends(spec)),
+        v=value_tiles.ring((tile.stages, tile.keys, value_columns), **read_by_all, mends=mends),
         staged=staged,
         # What there is of a bias comes and goes with the keys: its tiles, or columns that the matrix unit adds.
         bias=smem.tile((tile.stages, tile.rows, tile.keys), spec.bias_dtype) if has_bias_tiles else None,

@@ -94,8 +94,14 @@ class SourceTile:
         return [scales[entry, jnp.minimum(lax.div(part.row, pages.size), last), head] for part in parts]
 
     def clear_padding(self, tile: Ref) -> None:
-        """Replace values past the last key by zeros, if there are any."""
-        pl.when(self._has_padding)(lambda: self._clear_padding(tile))
+        """Replace values past the last key, which threads have stored, by zeros, if there are any."""
+
+        def clear() -> None:
+            # Other threads have stored what a thread replaces.
+            plgpu.commit_smem()
+            self._clear_padding(tile)
+
+        pl.when(self._has_padding)(clear)
 
     def _clear_padding(self, tile: Ref) -> None:
         keys, ops = self.keys, self.inputs.ops
