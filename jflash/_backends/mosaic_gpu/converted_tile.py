@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 
 from jflash._backends.mosaic_gpu import pipeline, smem
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.source_tile import SourceTile
+from jflash._backends.mosaic_gpu.source_tile import SourceTile, arrive
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
@@ -107,7 +107,7 @@ class ConvertedTile:
         if name == "value":
             self._source.clear_padding(tile)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(ring.full.at[slot])
+        arrive(tile, ring.full.at[slot], parts=1)
         later = index + every.depth
         pl.when(later < every.count)(lambda: every.copy(self._later, later))
 

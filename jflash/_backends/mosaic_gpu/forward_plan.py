@@ -39,6 +39,9 @@ from jflash._semantics.spec import Spec
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
 
+_WIDEST_OF_FOUR = 192
+"""The most columns for which a CTA of four warpgroups may have two that compute."""
+
 
 def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
@@ -265,7 +268,9 @@ def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[i
 def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
     """The fastest tiles that fit, for a head with `rows` of queries; `processors_per_head` is 0 where it is unknown."""
     dims, bias_bytes, few_rows = block_dims(spec), facts_of(spec).bias_tile_bytes, rows <= WARPGROUP_ROWS
-    candidates = [RowTiles(1 if few_rows else 2, *size) for size in ((128, 2), (64, 2), (64, 1))]
+    # Beside two warpgroups that convert, ptxas has no registers for wider sums of two others.
+    warpgroups = 1 if few_rows or (cache_rows.converts(spec) and max(dims) > _WIDEST_OF_FOUR) else 2
+    candidates = [RowTiles(warpgroups, *size) for size in ((128, 2), (64, 2), (64, 1))]
     if facts_of(spec).is_float32:
         # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]

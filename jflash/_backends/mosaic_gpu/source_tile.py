@@ -62,8 +62,7 @@ class SourceTile:
             plgpu.barrier_wait(ring.full.at[own])
             self._clear_padding(tile)
             plgpu.commit_smem()
-            for _ in range(len(self._parts) * (tile.number if isinstance(tile, Panels) else 1)):
-                plgpu.barrier_arrive(ring.full.at[slot])
+            arrive(tile, ring.full.at[slot], len(self._parts))
 
         pl.when(has_padding)(mend)
 
@@ -115,3 +114,9 @@ class SourceTile:
                     some[...] = jnp.where(is_inside, values, jnp.zeros((), values.dtype))
 
             pl.when(self._length < first + WARPGROUP_ROWS)(clear)
+
+
+def arrive(tile: Ref, full: Ref, parts: int) -> None:
+    """Say that a tile is whole that threads stored, as often as copies of its parts would: once for each panel."""
+    for _ in range(parts * (tile.number if isinstance(tile, Panels) else 1)):
+        plgpu.barrier_arrive(full)

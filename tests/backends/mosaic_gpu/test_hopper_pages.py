@@ -53,7 +53,12 @@ def test_exact(case: Case, page_size: int, options: dict[str, Any]):
 
 CONVERTED: dict[str, tuple[Case, int, dict[str, Any], str | None]] = {
     "int8, scales of pages": (SEVERAL._replace(dims=(128, 64)), 16, dict(dtype="int8"), "pages"),
-    "float8, a scale for each head": (PREFILL._replace(heads=(4, 2)), 32, dict(dtype="float8_e4m3fn"), "heads"),
+    "float8, a scale for each head, panels": (
+        PREFILL._replace(query_length=131, heads=(4, 2), dims=(128, 64)),
+        32,
+        dict(dtype="float8_e4m3fn"),
+        "heads",
+    ),
     "float8 of a larger range, float16": (
         DECODING._replace(key_length=700, dtype="float16", dims=(32, 96)),
         64,
@@ -66,7 +71,12 @@ CONVERTED: dict[str, tuple[Case, int, dict[str, Any], str | None]] = {
         dict(dtype="int8", interleaved=True),
         None,
     ),
-    "bfloat16, a scale for each page": (DECODING, 64, {}, "pages"),
+    "float16, a scale for each page, wide": (
+        SEVERAL._replace(query_length=17, heads=(8, 2), dims=(256, 256), batch=(1,), key_length=200, dtype="float16"),
+        64,
+        {},
+        "pages",
+    ),
 }
 
 
