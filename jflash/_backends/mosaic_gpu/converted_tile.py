@@ -23,20 +23,22 @@ from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.source_tile import SourceTile, arrive
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers
+from jflash._backends.nvidia.smem import Buffers
+from jflash._backends.nvidia.threads import eights
+from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._semantics.spec import Spec
 
 _WIDEST = 128
 """Columns that are converted at once: of 8 bits they are what all banks of shared memory have."""
 
 _NUMBERS = 32
-"""Numbers of a thread that are converted at once: more would be more registers than are left."""
+"""Numbers that a thread converts at once: it loads them all before it waits for the first."""
 
 _STAGED_BYTES = 2**16
 """Bytes on their way to a multiprocessor that keep device memory busy."""
 
 _LEAST = 32
-"""A number that divides H and D: the columns of a panel, or of a swizzle."""
+"""What has to divide H and D: so many columns of 16 bits, or a multiple, are a swizzle's."""
 
 
 def unsupported(spec: Spec) -> str | None:
@@ -46,8 +48,8 @@ def unsupported(spec: Spec) -> str | None:
         return None
     if spec.head_dim % _LEAST or spec.value_dim % _LEAST:
         return f"it converts paged caches where {_LEAST} divides H and D. Got H={spec.head_dim} and D={spec.value_dim}."
-    least = WARPGROUP_ROWS * 16 // _columns(spec)
-    if not {"k_scale", "v_scale"}.isdisjoint(spec.operands) and pages.size < least:
+    least = eights.NUMBERS // _columns(spec)
+    if not spec.operands.isdisjoint(cache_rows.SCALES.values()) and pages.size < least:
         return f"it takes scales of pages of at least {least} keys. Got pages of {pages.size}."
     return None
 
@@ -117,7 +119,7 @@ class ConvertedTile:
         keys, number, column = staged.shape[0], max(1, len(scales)), 0
         for target in pipeline.chunks_of_columns(tile, _WIDEST):
             width = target.shape[-1]
-            rows = min(keys // number, WARPGROUP_ROWS * 2 * _NUMBERS // width)
+            rows = min(keys // number, THREADS * _NUMBERS // width)
             for row in range(0, keys, rows):
                 place = pl.ds(row, rows)
                 numbers = ops.load_eights(staged.at[place, pl.ds(column, width)])

@@ -16,23 +16,26 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
-from jflash._backends.nvidia.threads.builder import ThreadBuilder, array_type
+from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, array_type
 
 _EIGHT, _LANES, _WARPS = 8, 32, 4
+
+NUMBERS = _EIGHT * THREADS
+"""Numbers that all threads have at a time: a tile has as many, or a multiple."""
 
 _utils: Any = mgpu.utils
 
 
 def load(ref: Any) -> Array:
-    """Return a tile of shared memory of 128, 64, 32 or 16 columns, which has 1,024 numbers or a multiple."""
+    """Return a tile of shared memory of 128, 64, 32 or 16 columns, which has `NUMBERS` or a multiple."""
     return plgpu.load(ref, layout=_layout(ref.shape[1]), optimized=False)
 
 
 def times(values: BFloat16[Array, "rows columns"], factor: Any) -> BFloat16[Array, "rows columns"]:
     """Return a tile in the layout of `load`, each number times a float32 scalar, and rounded once.
 
-    The scalar is a sum of two bfloat16 numbers, and each product an addition to that with the smaller one: two
-    instructions for two numbers, where float32 would take seven.
+    The scalar is taken as a sum of two bfloat16 numbers, and each product as an addition to that with the smaller one:
+    two instructions for two numbers, where float32 would take seven.
     """
 
     def make(o: ThreadBuilder, values: Any, factor: Any) -> Any:
