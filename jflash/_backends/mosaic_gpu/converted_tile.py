@@ -2,7 +2,7 @@
 
 No copy converts. So a warpgroup that copies has buffers of its own, into which tiles come ahead of it. It multiplies
 their numbers by their pages' scales, rounds them to the query's dtype, and stores them in the ring that others read.
-To those nothing differs.
+The readers cannot tell the difference.
 
 What was measured: examples/benchmarks/experiments/2026-11-29-decoding.md.
 """
@@ -29,16 +29,16 @@ from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._semantics.spec import Spec
 
 _WIDEST = 128
-"""Columns that are converted at once: of 8 bits they are what all banks of shared memory have."""
+"""The most columns that are converted at once. In 8 bits a row of them spans all banks of shared memory."""
 
 _NUMBERS = 32
 """Numbers that a thread converts at once: it loads them all before it waits for the first."""
 
 _STAGED_BYTES = 2**16
-"""Bytes on their way to a multiprocessor that keep device memory busy."""
+"""Bytes that a multiprocessor has in flight, enough to keep device memory busy."""
 
 _LEAST = 32
-"""What has to divide H and D: so many columns of 16 bits, or a multiple, are a swizzle's."""
+"""H and D must be multiples of this: 32 columns of 16 bits fill a 64-byte swizzle."""
 
 
 def unsupported(spec: Spec) -> str | None:
@@ -60,7 +60,7 @@ def _columns(spec: Spec) -> int:
 
 
 def buffers(spec: Spec, keys: int) -> Buffers | None:
-    """Return what tiles of `keys` keys come to before they are converted, by name; `None` if they need not be."""
+    """Return the buffers into which tiles of `keys` keys are copied unconverted, by name; `None` without conversion."""
     pages = spec.pages
     if pages is None or not cache_rows.converts(spec):
         return None
@@ -74,7 +74,7 @@ def buffers(spec: Spec, keys: int) -> Buffers | None:
 
 
 class StagedTiles:
-    """The keys, or values, of a walk's tiles, as many of which are on their way as there are buffers."""
+    """The keys, or values, of a walk's tiles. Copies run ahead of the conversion, one tile for each buffer."""
 
     def __init__(self, name: str, staged: Buffers, tile: Callable[[Any], SourceTile], count: Int[Array, ""]) -> None:
         """Begin to copy those of the first of `count` tiles."""
@@ -88,7 +88,7 @@ class StagedTiles:
         return ConvertedTile(self, index, self._tile(index), self._tile(later))
 
     def copy(self, source: SourceTile, index: Int[Array, ""]) -> None:
-        """Begin to copy to the buffer that is tile `index`'s."""
+        """Begin to copy a tile, number `index` of the walk, to its buffer."""
         slot = lax.rem(index, self.depth)
         source.copy_parts(self.name, self.staged.tiles.at[slot], self.staged.full.at[slot])
 

@@ -63,7 +63,7 @@ class CopyingCta(Cta[ForwardPlan]):
         self._copy("key", "value")
 
     def _copy(self, *names: str) -> None:
-        """Copy what is named; convert copies, of which one is named then."""
+        """Copy what is named. A warpgroup that converts is given one name."""
         plan, shared, rings = self.plan, self.smem, dict(key=self.smem.k, value=self.smem.v)
         self.split_registers(copies=True)
         key_head = self.key_head(self.head)

@@ -55,7 +55,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     staged = converted_tile.buffers(spec, tile.keys)
     parts = cache_rows.parts(spec, tile.keys) if staged is None else 1
     read_by_all = dict(readers=tile.warpgroups, parts=parts)
-    # What is converted is mended in the same pass.
+    # The conversion clears padding itself, before it fills the ring.
     mends = cache_rows.mends(spec) and staged is None
     return Buffers(
         # The output takes the place of the queries, or has a buffer of its own. That of packed heads, or of a partial
