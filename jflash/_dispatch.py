@@ -16,7 +16,7 @@ It may also have these:
     describe(spec, platform) -> str             what it would launch: for `explain(verbose=True)`
     program(platform) -> str                    platforms of one name share a program, which is traced for the first of
                                                 them; without it, all platforms that it serves share one
-    asked_before(platform) -> str | None        the backend before which a call that names none asks this one there;
+    asked_before(spec, platform) -> str | None  the backend before which a call that names none asks this one there;
                                                 None: its place is that of the table
     takes_tokens(spec) -> bool                  whether its forward takes queries that are rows of one array
                                                 (`Spec.tokens`); without it they are gathered before
@@ -106,14 +106,14 @@ def candidates(implementation: Any) -> Names:
     return tuple(names)
 
 
-def in_order(names: Names, platform: Platform) -> tuple[str, ...]:
-    """Return the backends to ask on a platform, in order."""
+def in_order(spec: Spec, names: Names, platform: Platform) -> tuple[str, ...]:
+    """Return the backends to ask for a call on a platform, in order."""
     if names is not None:
         return names
     order = [name for name, backend in BACKENDS.items() if not getattr(backend, "ONLY_BY_NAME", False)]
     for name in tuple(order):
         asked_before = getattr(BACKENDS[name], "asked_before", None)
-        other = None if asked_before is None else asked_before(platform)
+        other = None if asked_before is None else asked_before(spec, platform)
         if other is not None:
             order.remove(name)
             order.insert(order.index(other), name)
@@ -123,7 +123,7 @@ def in_order(names: Names, platform: Platform) -> tuple[str, ...]:
 def ask(spec: Spec, names: Names, platform: Platform) -> tuple[str | None, dict[str, str]]:
     """Return the first backend that can serve `spec`, and why each one before it cannot."""
     refusals: dict[str, str] = {}
-    for name in in_order(names, platform):
+    for name in in_order(spec, names, platform):
         reason = _unsupported(name, spec, platform)
         if reason is None:
             return name, refusals
@@ -156,7 +156,7 @@ def derivatives(name: str, spec: Spec) -> str:
 def ask_split(spec: Spec, names: Names, platform: Platform, whole: str) -> tuple[str | None, dict[str, str]]:
     """Return what `ask` does of one device's part of a call with split sequences, beginning with the backend that
     serves whole ones."""
-    order = in_order(names, platform)
+    order = in_order(spec, names, platform)
     return ask(dataclasses.replace(spec, partial=True), order[order.index(whole) :], platform)
 
 

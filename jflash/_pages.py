@@ -66,9 +66,11 @@ class Cache:
                 f"`sequence_axis` splits keys over devices, and each needs a paged cache whole. Got {sequence_axis!r} "
                 "with `page_table`."
             )
-        for name in ("k_scale", "v_scale"):
-            check_scale(name, getattr(self, name), (self.key.shape[0], heads))
-        return pages
+        scales = dict(k_scale=self.k_scale, v_scale=self.v_scale)
+        for name, scale in scales.items():
+            check_scale(name, scale, (self.key.shape[0], heads))
+        by_page = any(np.ndim(scale) == 2 and np.shape(scale)[0] > 1 for scale in scales.values())
+        return dataclasses.replace(pages, scaled_by_page=by_page)
 
     def operands(self, accumulator: np.dtype[Any]) -> dict[str, Array]:
         """Return the operands that hold keys and values in pages, each `[#B, ...]`."""

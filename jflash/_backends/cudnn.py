@@ -45,7 +45,7 @@ def unsupported(spec: Spec, platform: Platform) -> str | None:
     return next(_reasons(spec, platform), None)
 
 
-def asked_before(platform: Platform) -> str | None:
+def asked_before(spec: Spec, platform: Platform) -> str | None:
     """Return the backend before which `implementation=None` asks this one: none of our kernels is for Blackwell."""
     return "mosaic_gpu_mma" if (platform.compute_capability or "").startswith("10.") else None
 

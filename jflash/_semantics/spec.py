@@ -25,6 +25,8 @@ class Pages:
     """The dtype of the cache: the query's, or one of 8 bits."""
     interleaved: bool
     """Whether one array has both: a row has, for each key head, the key and then the value."""
+    scaled_by_page: bool = False
+    """Whether `k_scale` or `v_scale` has a number for each page."""
 
 
 class Operands(NamedTuple):

@@ -127,7 +127,13 @@ def wrong(case: Case, mask_mod: str | None = None, **options: Any) -> str:
 
 
 def wrong_of_pages(
-    case: Case, *, page_size: int, dtype: str | None = None, interleaved: bool = False, **options: Any
+    case: Case,
+    *,
+    page_size: int,
+    dtype: str | None = None,
+    interleaved: bool = False,
+    scaled_by_page: bool = True,
+    **options: Any,
 ) -> str:
     """What is wrong with the forward of a call with a paged cache, which has scales if it has a dtype of its own."""
     call = paged.with_lengths(cases.build(case))
@@ -136,8 +142,8 @@ def wrong_of_pages(
     arguments = paged.paginate(call, page_size, dtype=dtype, interleaved=interleaved)
     if scaled:
         pages, heads = arguments["key"].shape[0], call.key.shape[-2]
-        arguments |= dict(k_scale=0.05 + np.arange(pages * heads, dtype=np.float32).reshape(pages, heads) / 128)
-        arguments |= dict(v_scale=0.3)
+        by_page = 0.05 + np.arange(pages * heads, dtype=np.float32).reshape(pages, heads) / 128
+        arguments |= dict(k_scale=by_page if scaled_by_page else 0.05, v_scale=0.3)
     spec, operands = canonical(call, **arguments, **options)
     family = mma(CAPABILITY)
     kernel = plan.plan_forward(spec, Platform("gpu", "some GPU", CAPABILITY, Device.num_cores))

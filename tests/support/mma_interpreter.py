@@ -89,7 +89,13 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
     def add_product(
         self, acc: Tiles, a: Operand, b: Ref, chosen: Chosen, *, first_row: Any = None, paired: bool = False
     ) -> Tiles:
-        order, transposed, steps, first_column = chosen
+        order, transposed, steps, first_column, by_warp = chosen
+        if by_warp:
+            quarters = b[...].astype(a[0][0].dtype).reshape(4, -1, b.shape[1])
+            rows = a[0][0].reshape(4, 16, -1)
+            product = "wqh,wkh->wqk" if transposed else "wqk,wkd->wqd"
+            made = jnp.einsum(product, rows, quarters, preferred_element_type=jnp.float32)
+            return (acc[0] + made.reshape(64, -1),)
         if paired:
             assert first_row is None
             left, right = _of_steps(_together(a[0]) if isinstance(a, tuple) else _left(a)[0], b[...], steps)
@@ -111,14 +117,25 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
         return tuple(jnp.split(total, len(acc)))
 
     def load_rows(
-        self, ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False
+        self,
+        ref: Ref,
+        *,
+        columns: int | None = None,
+        transposed: bool = False,
+        paired: bool = False,
+        beside_bytes: bool = False,
     ) -> tuple[Tiles, ...]:
         pieces = _pieces(ref)
+        if ref.shape[0] == 16:
+            return ((jnp.tile(ref[...], (4, 1)),),)
         pieces = (pieces.mT if transposed else pieces)[..., :columns]
         if paired:
             # Each warp of two that share rows has all of their columns.
             return tuple(_pair(jnp.concatenate([piece, piece], axis=1)) for piece in pieces)
         return tuple(tuple(jnp.split(piece, len(piece) // 64)) for piece in pieces)
+
+    def sum_of_warps(self, values: Float[Array, "64 columns"], scratch: Ref, *, made_of_bytes: bool) -> Any:
+        return jnp.tile(values.reshape(4, 16, -1).sum(axis=0), (4, 1))
 
     def scaled_pair(self, pair: Tiles, factors: Ref) -> Tiles:
         return _pair(_joined(pair) * factors[...][:, None])
@@ -134,7 +151,7 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
 
     def copy_cached_rows(self, rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
         place, size = first + jnp.arange(target.shape[-2]), rows.page_size
-        page = jnp.where(place < limit, rows.table[...].at[place // size].get(mode="clip"), 0)
+        page = jnp.where(place < limit, rows.page_numbers[...][place // size - first // size], 0)
         numbers = rows.cache[...].astype(jnp.float32)[page * size + place % size]
         if rows.scales is not None:
             numbers *= rows.scales[...].at[page].get(mode="clip")[:, None]
@@ -144,6 +161,9 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
             found = jnp.stack(pieces)
         missing = target.shape[-1] - found.shape[-1]
         target[...] = jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, missing)]).astype(target.dtype)
+
+    def copy_page_numbers(self, table: Ref, target: Ref, first: Any) -> None:
+        target[...] = table[...].at[first + jnp.arange(target.shape[0])].get(mode="clip")
 
     def copy_numbers(self, source: Ref, target: Ref, first: Any) -> None:
         target[...] = source[pl.ds(first, target.shape[0])]

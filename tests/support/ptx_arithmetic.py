@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -32,6 +33,8 @@ def _width(bits: np.ndarray) -> Any:
     return bits.dtype.type(8 * bits.dtype.itemsize)
 
 
+PAIRS = {"f16x2": np.float16, "bf16x2": ml_dtypes.bfloat16}
+"""The numbers of words that have two."""
 PREDICATES = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
 COMPARISONS = {
     **{name: getattr(np, long) for name, long in dict(eq="equal", ne="not_equal", lt="less", le="less_equal").items()},

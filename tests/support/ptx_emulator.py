@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import matrix_unit
 import ml_dtypes
 import numpy as np
-from ptx_arithmetic import COMPARISONS, FLOATS, INTEGERS, PREDICATES, bits, number, typed, unsigned
+from ptx_arithmetic import COMPARISONS, FLOATS, INTEGERS, PAIRS, PREDICATES, bits, number, typed, unsigned
 
 LANES = np.arange(32)
 GLOBAL, SHARED = 1 << 33, 2048
@@ -126,6 +126,7 @@ class _Warp:
     ) -> None:
         self.memory, self.shared, self.parameters = memory, shared, parameters
         self.registers: dict[str, np.ndarray] = {"%tid.x": (number * 32 + LANES).astype(np.uint32)}
+        self.registers["%smid"] = np.zeros(32, np.uint32)
         self.registers |= {f"%ctaid.{axis}": np.full(32, at, np.uint32) for axis, at in index.items()}
         self.group: list[tuple[np.ndarray, ...]] = []
         self.groups: list[list[tuple[np.ndarray, ...]]] = []
@@ -163,8 +164,10 @@ class _Warp:
         target, *sources = operands
         if parts[-1] == "pred":
             made = PREDICATES[parts[0]](*(self._predicate(source) for source in sources))
-        elif parts[-1] == "f16x2":
-            made = FLOATS[parts[0]](*self._pairs(sources)).view(np.uint32)[:, 0]
+        elif parts[-1] in PAIRS:
+            dtype = PAIRS[parts[-1]]
+            made = FLOATS[parts[0]](*self._pairs(sources, dtype))
+            made = np.ascontiguousarray(made.astype(dtype)).view(np.uint32)[:, 0]
         elif parts[-1] == "f32":
             made = bits(self._float(parts, [number(self._value(source, 32)) for source in sources]))
         else:
@@ -325,8 +328,8 @@ class _Warp:
 
     def _setp(self, parts: list[str], operands: list[str], holds: np.ndarray) -> None:
         target, *texts = operands
-        if parts[-1] == "f16x2":
-            both = COMPARISONS[parts[1]](*self._pairs(texts))
+        if parts[-1] in PAIRS:
+            both = COMPARISONS[parts[1]](*self._pairs(texts, PAIRS[parts[-1]]))
             for half, name in enumerate(target.split("|")):
                 self._set(name, both[:, half], holds)
             return
@@ -340,9 +343,9 @@ class _Warp:
 
     # The others, by their type.
 
-    def _pairs(self, texts: list[str]) -> list[np.ndarray]:
-        """Each word as two numbers in half precision."""
-        return [np.ascontiguousarray(self._value(text, 32)).view(np.float16).reshape(-1, 2) for text in texts]
+    def _pairs(self, texts: list[str], dtype: Any) -> list[np.ndarray]:
+        """Each word as two numbers of 16 bits."""
+        return [np.ascontiguousarray(self._value(text, 32)).view(dtype).reshape(-1, 2) for text in texts]
 
     @staticmethod
     def _float(parts: list[str], x: list[np.ndarray]) -> np.ndarray:

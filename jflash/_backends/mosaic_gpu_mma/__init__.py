@@ -1,7 +1,7 @@
 """Kernels by `mma.sync` in Pallas (Mosaic GPU), for NVIDIA GPUs since Ampere.
 
 They use the matrix unit and the copies that every GPU since compute capability 8.0 has. On a Hopper GPU, which both
-families serve, `mosaic_gpu` is asked first.
+families serve, `mosaic_gpu` is asked first, but for some calls with few queries (`asked_before`).
 
 A backward is one kernel for dQ, dK and dV, with five products, which adds dQ up in device memory (`backward_fused`).
 In float32, where every sum must have one order, where a bias has one value for each query, or where its tiles do not
@@ -57,6 +57,17 @@ def unsupported_call(spec: Spec) -> str | None:
     if spec.pages is not None and (spec.head_dim % 8, spec.value_dim % 8) != (0, 0):
         return f"of a paged cache H and D must be multiples of 8. Got H={spec.head_dim} and D={spec.value_dim}."
     return facts.unsupported(spec, widest=256)
+
+
+def asked_before(spec: Spec, platform: Platform) -> str | None:
+    """Return the backend before which `implementation=None` asks this one: on a Hopper GPU, which others serve too,
+    few queries on a paged cache of 8 bits, or of narrow heads, are faster here."""
+    if platform.compute_capability != "9.0" or spec.pages is None or unsupported_call(spec) is not None:
+        return None
+    from jflash._backends.mosaic_gpu_mma import forward_few_rows
+
+    is_faster = forward_few_rows.stays_in_bytes(spec) or max(spec.head_dim, spec.value_dim) <= 64
+    return "mosaic_gpu" if is_faster and forward_few_rows.serves(spec) else None
 
 
 def visits_lists(spec: Spec, platform: Platform) -> bool:

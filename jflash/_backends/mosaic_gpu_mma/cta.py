@@ -52,7 +52,17 @@ def buffers(spec: Spec, tile: Tile, rows: Sequence[str], visited: Sequence[str],
     dims = dict(query=spec.head_dim, key=spec.head_dim, value=spec.value_dim, d_out=spec.value_dim)
     of_rows = {name: buffer(spec, tile.rows, columns(dims[name])) for name in rows}
     rings = {name: buffer(spec, tile.stages, tile.size, columns(dims[name])) for name in visited}
-    return Buffers(**of_rows, **rings, **others)
+    return Buffers(**of_rows, **rings, page_numbers=page_numbers(spec, tile), **others)
+
+
+def page_numbers(spec: Spec, tile: Tile) -> Any:
+    """Return shared memory for the numbers of the pages that have a visited tile's keys, for two tiles; `None` without
+    a paged cache."""
+    if spec.pages is None:
+        return None
+    # What copies read ahead for rows that a tile of fewer keys does not have is here as well.
+    size, keys = spec.pages.size, max(tile.size, WARPGROUP_ROWS)
+    return plgpu.SMEM((2, pl.cdiv(keys + size - 1, size)), jnp.int32)
 
 
 def copies_bias(spec: Spec) -> bool:
@@ -93,6 +103,8 @@ class Cta[Plan: TiledPlan]:
         self.plan, self.refs, self.smem, self.ops = plan, refs, refs.smem, ops
         self.inputs = KernelInputs(plan.spec, ops, refs.arrays, **options)
         self.warpgroups = plan.launch.warpgroups or 1
+        self.key_limit: Any = None
+        """The number of keys that an entry has in a paged cache."""
 
     def run(self) -> None:
         """Do what the warpgroup does."""
@@ -120,20 +132,25 @@ class Cta[Plan: TiledPlan]:
             limit = jnp.minimum(length * packed, limit)
         self.ops.copy_rows(source, target, first, limit, chunk)
 
-    def copy_cached(self, name: str, batch: Any, head: Any, first: Any, target: Ref) -> None:
-        """Copy keys or values from a cache's pages, or begin to, with zeros past the length."""
+    def copy_cached(self, name: str, batch: Any, head: Any, first: Any, target: Ref, page_numbers: Ref) -> None:
+        """Copy keys or values from a cache's pages, or begin to, with zeros past the length.
+
+        `page_numbers` are those of the pages from that of row `first` on.
+        """
         spec, pages, arrays = self.plan.spec, self.plan.spec.pages, self.refs.arrays
         assert pages is not None
         width = spec.head_dim if name == "key" else spec.value_dim
         column = spec.head_dim if pages.interleaved and name == "value" else 0
         own = lambda array, *others: array.at[(0 if array.shape[0] == 1 else batch, *others)]
         scales = arrays.get(cache_rows.SCALES[name])
+        # What stays in 8 bits is scaled with the sums.
+        if target.dtype.itemsize == 1:
+            scales = None
         if scales is not None:
             scales = own(scales, slice(None), 0 if scales.shape[2] == 1 else head)
         cache = own(arrays[name], slice(None), head, pl.ds(column, width))
-        rows = CachedRows(cache, own(arrays["page_table"]), pages.size, scales)
-        length: Any = self.inputs.value("key_lengths", batch)
-        self.ops.copy_cached_rows(rows, target, first, jnp.minimum(length, spec.key_length))
+        rows = CachedRows(cache, page_numbers, pages.size, scales)
+        self.ops.copy_cached_rows(rows, target, first, self.key_limit)
 
     def copy_bias(self, at: TileCoord, target: Ref) -> None:
         """Begin to copy a tile of the bias, `[queries, keys]`, with zeros past the array's ends."""
@@ -211,15 +228,31 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
         key = tile.start
         return [TileCoord(self.batch, self.head, rows.start, key) for rows in self.blocks_from(self.first_row)]
 
+    @property
+    def key_head(self) -> Any:
+        """The head of keys and values that the rows attend to."""
+        return lax.div(self.head, self.plan.spec.heads // self.inputs.packed_heads // self.plan.spec.key_heads)
+
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         """Begin to copy a tile of keys and values, or one of both."""
-        heads_of_rows = self.plan.spec.heads // self.inputs.packed_heads
-        key_head = lax.div(self.head, heads_of_rows // self.plan.spec.key_heads)
-        first = self.tiles.start(index)
+        first, is_paged = self.tiles.start(index), self.plan.spec.pages is not None
         for name in names:
-            ring = getattr(self.smem, name)
-            copy = self.copy if self.plan.spec.pages is None else self.copy_cached
-            copy(name, self.batch, key_head, first, ring.at[self.slot(index)])
+            target = getattr(self.smem, name).at[self.slot(index)]
+            if is_paged:
+                numbers = self.smem.page_numbers.at[lax.rem(index, 2)]
+                self.copy_cached(name, self.batch, self.key_head, first, target, numbers)
+            else:
+                self.copy(name, self.batch, self.key_head, first, target)
+        if is_paged and "key" in names:
+            self.copy_page_numbers(index + 1)
+
+    def copy_page_numbers(self, index: Any) -> None:
+        """Begin to copy the numbers of the pages of a tile: they are read when the copies of its keys begin."""
+        pages, table = self.plan.spec.pages, self.refs.arrays["page_table"]
+        assert pages is not None
+        first = lax.div(self.tiles.start(jnp.minimum(index, self.tiles.count - 1)), pages.size)
+        entry = 0 if table.shape[0] == 1 else self.batch
+        self.ops.copy_page_numbers(table.at[entry], self.smem.page_numbers.at[lax.rem(index, 2)], first)
 
     def copy_next(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         """Begin to copy a tile of keys and values, or one of both, if there is such a tile."""

@@ -42,7 +42,7 @@ from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import EntryRows, ForwardShape
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
@@ -91,12 +91,18 @@ class ForwardPlan(ForwardShape, TiledPlan):
             name=f"jflash_mma_forward_{spec.head_dim}_{spec.value_dim}",
             grid=dict(split=self.splits, batch=batch, head=self.heads, block=blocks),
             results=dict(out=out, lse=lse) | merge.of_pieces(self),
-            smem=buffers(
-                *(spec, tile, ("query",), ("key", "value")),
-                p=buffer(spec, tile.rows, tile.size) if tile.paired else None,
-                factors=smem.vectors(tile.rows) if tile.paired else None,
-                bias=bias_buffer(spec, tile.stages, tile.blocks, WARPGROUP_ROWS, tile.size),
-            ),
+            smem=self.smem,
+        )
+
+    @property
+    def smem(self) -> Buffers:
+        """The kernel's shared memory."""
+        spec, tile = self.spec, self.tile
+        return buffers(
+            *(spec, tile, ("query",), ("key", "value")),
+            p=buffer(spec, tile.rows, tile.size) if tile.paired else None,
+            factors=smem.vectors(tile.rows) if tile.paired else None,
+            bias=bias_buffer(spec, tile.stages, tile.blocks, WARPGROUP_ROWS, tile.size),
         )
 
 
@@ -110,8 +116,10 @@ State = tuple[tuple[Statistics, ...], Tiles]
 class ForwardCta(QueriesCta[ForwardPlan]):
     """A CTA of the forward, with O in blocks of 64 rows."""
 
-    def __init__(self, plan: ForwardPlan, refs: Refs, ops: MmaOps) -> None:
-        super().__init__(plan, refs, ops, packed_heads=plan.packed_heads)
+    def __init__(self, plan: ForwardPlan, refs: Refs, ops: MmaOps, **options: Any) -> None:
+        super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, **options)
+        self.keys, self.chosen = plan.tile.size, dict[str, Any]()
+        """The columns of a tile of logits; and what products take of a tile of keys or values, as for `add_product`."""
         self.form = logits.form(plan.spec, sums_in_parts=plan.tile.sums_in_parts)
         self.split = cta_index("split")
         self.item = None
@@ -119,6 +127,9 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             self.item = Item.read(refs.arrays[ITEMS], self.batch)
             self.batch, self.block = self.item.batch, self.item.block
             self.first_row = self.block * plan.tile.rows
+        if plan.spec.pages is not None:
+            length: Any = self.inputs.value("key_lengths", self.batch)
+            self.key_limit = jnp.minimum(length, plan.spec.key_length)
         walk = self.visited(Place(self.batch, self.head, self.block))
         self.tiles = walk.split(self.split, plan.splits) if self.item is None else self.item.of(walk)
 
@@ -131,17 +142,23 @@ class ForwardCta(QueriesCta[ForwardPlan]):
     def attend(self) -> None:
         """Attend, and store the output."""
         ops, tile = self.ops, self.plan.tile
+        is_paged = self.plan.spec.pages is not None
+        if is_paged:
+            self.copy_page_numbers(0)
         rows = self.cta_rows(["query"], self.batch, self.head, self.first_row)
+        if is_paged:
+            ops.commit()
+            ops.wait()
         self.copy_keys(0, ("key",) if tile.stages == 1 else ("key", "value"))
         ops.commit()
         parts = (softmax.PARTS_OF_L,) if tile.sums_in_parts else ()
         nothing = ops.full((WARPGROUP_ROWS,), self.form.first_m), ops.full((WARPGROUP_ROWS, *parts), 0)
         before = (nothing,) * tile.blocks, self.no_output()
-        q = self._held(rows)
+        q = self.held_queries(rows)
         visit = lambda index, state: self._visit(index, q, state)
-        self._finish(*lax.fori_loop(0, self.tiles.count, visit, before))
+        self.finish(*lax.fori_loop(0, self.tiles.count, visit, before))
 
-    def _finish(self, statistics: Sequence[Statistics], acc_o: Tiles) -> None:
+    def finish(self, statistics: Sequence[Statistics], acc_o: Tiles) -> None:
         """Store what a walk, or a piece of one, comes to."""
         plan, results = self.plan, self.refs.results
 
@@ -184,7 +201,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         rescale = functools.partial(self.form.rescaled, self.inputs)
         rescaled = tuple(rescale(state.rescale, acc) for state, acc in zip(states, acc_o, strict=True))
         p = by_piece(operand_pieces.split(self.plan.spec, state.p, self.ops) for state in states)
-        return self.add_product(rescaled, p, self.smem.value.at[self.slot(index)])
+        return self.add_product(rescaled, p, self.smem.value.at[self.slot(index)], **self.chosen)
 
     def values_arrive(self, index: Any) -> None:
         """With one stage: wait for the tile's values, when its keys are read, and begin to copy the next ones."""
@@ -204,7 +221,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             for number, at in enumerate(self.places(self.tiles.tile(index))):
                 self.copy_bias(at, self.smem.bias.at[self.slot(index), number])
 
-    def _held(self, rows: Sequence[Any]) -> list[tuple[Operand, dict[str, Any]]]:
+    def held_queries(self, rows: Sequence[Any]) -> list[tuple[Operand, dict[str, Any]]]:
         """Return Q as operands, and which steps of K each has: registers may have the first, shared memory the rest."""
         steps = self.plan.tile.held_columns // STEP
         if not steps:
@@ -213,6 +230,13 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         (q,), every = rows, range(rows[0].shape[-1] // STEP)
         held = self.ops.load_rows(q, columns=steps * STEP)
         return [(held, dict(steps=every[:steps])), (q, dict(steps=every[steps:]))]
+
+    def products(self, index: Any, q: Sequence[tuple[Operand, dict[str, Any]]]) -> Tiles:
+        """Return Q K^T of a tile."""
+        s = self.zeros(self.plan.tile.blocks, self.keys)
+        for rows, options in q:
+            s = self.add_product(s, rows, self.smem.key.at[self.slot(index)], transposed=True, **self.chosen, **options)
+        return s
 
     def _bias(self, index: Any, block: int) -> dict[str, Array]:
         """Load a tile of the bias that has come to shared memory, by name, if it comes there."""
@@ -223,7 +247,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
 
     def _visit(self, index: Any, q: Sequence[tuple[Operand, dict[str, Any]]], before: State) -> State:
         ops, tile = self.ops, self.plan.tile
-        visited, shape = self.tiles.tile(index), (WARPGROUP_ROWS, tile.size)
+        visited, shape = self.tiles.tile(index), (WARPGROUP_ROWS, self.keys)
         places = self.places(visited)
         ops.wait()
         if tile.stages > 1:
@@ -232,9 +256,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             self.copy_keys(index, ("value",))
             ops.commit()
         loaded = [self.load(at, shape) for at in places]
-        s = self.zeros(tile.blocks, tile.size)
-        for rows, options in q:
-            s = self.add_product(s, rows, self.smem.key.at[self.slot(index)], transposed=True, **options)
+        s = self.products(index, q)
         # Where P goes through shared memory, one barrier is for both.
         if tile.stages == 1 and not tile.paired:
             self.values_arrive(index)

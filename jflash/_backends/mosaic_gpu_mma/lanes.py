@@ -97,6 +97,24 @@ class Lanes(ThreadBuilder):
         pair = _utils.bitcast(word, self.ir.VectorType.get((2,), self.ir.F16Type.get()))
         return [self.arith.extf(self.zero.type, number) for number in self.numbers(pair)]
 
+    def load_word(self, address: Any, offset: int) -> Any:
+        """Return a word of shared memory."""
+        return self.bits(self.load_number(address, offset))
+
+    def held(self, value: int) -> Any:
+        """Return a constant that has a register. Of an instruction's two constants the compiler makes one each time."""
+        hidden = "mov.u32 $0, %smid;\nshr.u32 $0, $0, 31;"
+        return _utils.inline_ptx(f"{hidden}\nor.b32 $0, $0, {value};", result_types=self.type)
+
+    def multiply_add(self, dtype: str, a: Any, b: Any, c: Any) -> Any:
+        """Return a * b + c, rounded once, of words of two bfloat16 or float16 numbers."""
+        kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+        return _utils.inline_ptx(f"fma.rn.{kind} $0, $1, $2, $3;", a, b, c, result_types=self.type)
+
+    def meet(self) -> None:
+        """Wait until all threads of the warpgroup are here, and see what they wrote to shared memory."""
+        mgpu.warpgroup_barrier()
+
     def store_word(self, address: Any, offset: int, word: Any) -> None:
-        """Store two numbers of 16 bits in shared memory."""
+        """Store two numbers of 16 bits, or one of 32, in shared memory."""
         _utils.inline_ptx(f"st.shared.b32 [$0 + {offset}], $1;", address, word, has_side_effects=True)

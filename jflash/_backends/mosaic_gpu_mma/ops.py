@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Int
 
-from jflash._backends.mosaic_gpu_mma import copies, device_sums, paged_copies, products
+from jflash._backends.mosaic_gpu_mma import copies, device_sums, paged_copies, products, warp_sums
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.threads import coordinates
 
@@ -19,10 +19,12 @@ class MmaOps(Ops):
 
     add_product = staticmethod(products.add_product)
     load_rows = staticmethod(products.load_rows)
+    sum_of_warps = staticmethod(warp_sums.sum_of_warps)
     scaled_pair = staticmethod(products.scaled_pair)
 
     copy_rows = staticmethod(copies.copy_rows)
     copy_cached_rows = staticmethod(paged_copies.copy_cached_rows)
+    copy_page_numbers = staticmethod(paged_copies.copy_page_numbers)
     copy_numbers = staticmethod(copies.copy_numbers)
     commit = staticmethod(copies.commit)
     wait = staticmethod(copies.wait)

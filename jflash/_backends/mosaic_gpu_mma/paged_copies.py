@@ -1,8 +1,8 @@
 """What a warpgroup copies to shared memory from a paged cache: a tile's rows, each from the page that has it.
 
 Numbers of 16 bits in the query's dtype come by `cp.async`, as from any array. Others are loaded to registers, converted
-(`cache_numbers`) and stored: no copy converts. A row's page is looked up where the row is within its sequence's length
-alone, so the table may hold anything behind that.
+(`cache_numbers`) and stored: no copy converts. The numbers of the pages of a tile have come to shared memory when its
+rows are copied. Those of rows past the sequence's length may be anything.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class CachedRows(NamedTuple):
 
     cache: Ref
     """`[rows, columns]`, the rows of all pages one after the other."""
-    table: Ref
-    """`[pages]`, the numbers of the sequence's pages."""
+    page_numbers: Ref
+    """`[pages]`, in shared memory, the numbers of the sequence's pages from that of a tile's first row on."""
     page_size: int
     scales: Ref | None = None
     """`[#pages]`, what each page's rows are multiplied by; `None` if they are taken as they are."""
@@ -46,9 +46,13 @@ def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> N
     dtypes = rows.cache.dtype.name, target.dtype.name
     is_converted = rows.cache.dtype != target.dtype or rows.scales is not None
 
-    def make(o: Lanes, cache: Any, table: Any, scales: Any, target: Any, first: Any, limit: Any) -> None:
+    def make(o: Lanes, cache: Any, page_numbers: Any, scales: Any, target: Any, first: Any, limit: Any) -> None:
         *pieces, height, width = o.shape(target)
-        paged = PagedRows.of_array(o, cache, o.device_address(table), rows.page_size)
+        first_page = o.arith.divui(first, o(rows.page_size))
+        paged = PagedRows.of_array(o, cache, o.shared_address(page_numbers), first_page, rows.page_size)
+        if not is_converted and paged.item_bytes == 1:
+            # Two neighbours are copied as one number of 16 bits.
+            width, paged = width // 2, dataclasses.replace(paged, columns=paged.columns // 2, item_bytes=2)
         conversion = Conversion.of(o, *dtypes, math.prod(pieces), scales) if is_converted else None
         tile, base = SmemTile(height, width), o.shared_address(target)
         if conversion is None:
@@ -56,31 +60,47 @@ def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> N
         else:
             convert_tile(o, paged, conversion, tile, base, first, limit)
 
-    Lanes.emit(make, rows.cache, rows.table, rows.scales, target, first, limit)
+    Lanes.emit(make, rows.cache, rows.page_numbers, rows.scales, target, first, limit)
+
+
+def copy_page_numbers(table: Ref, target: Ref, first: Any) -> None:
+    """Begin to copy numbers of `[pages]` in device memory to shared memory, up to 128, from `first` on.
+
+    Past the end of the table it is the last number that is copied.
+    """
+
+    def make(o: Lanes, table: Any, target: Any, first: Any) -> None:
+        (pages,), (number,) = o.shape(table), o.shape(target)
+        index = o.arith.minsi(o.add(first, o.thread), o(pages - 1))
+        source = o.arith.addi(o.device_address(table), o.distance(index, 4))
+        o.copy_number(o.add(o.shared_address(target), o.times(o.thread, 4)), source, o.below(o.thread, o(number)))
+
+    Lanes.emit(make, table, target, first)
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedRows(Rows):
     """A sequence's rows in device memory, as threads find them; those of `Rows` are the whole cache's."""
 
-    table: Any
-    """Where the numbers of the sequence's pages begin."""
+    page_numbers: Any
+    """Where in shared memory the numbers of the sequence's pages begin."""
+    first_page: Any
+    """How many pages come before the first of them."""
     page_size: int
 
     def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
         """Return what `Rows` does. All pages are looked up before the first is used, so that a thread waits once."""
+        del limit
         places = [o.add(row, o(step)) for step in steps]
-        pages = [self._page(o, place, limit) for place in places]
+        pages = [self._page(o, place) for place in places]
         row = lambda place, page: o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
         rows = map(row, places, pages)
         return [Source(self.address(o, row, column), 0, page) for row, page in zip(rows, pages, strict=True)]
 
-    def _page(self, o: Lanes, place: Any, limit: Any) -> Any:
-        """Return the page that has a row; of a row that is not there, some page."""
-        index = o.arith.select(o.below(place, limit), o.arith.divui(place, o(self.page_size)), o(0))
-        (page,) = o.load_words(o.arith.addi(self.table, o.distance(index, 4)), 0, 1)
-        # What a table has for rows that are not there may be no page's number.
-        return o.arith.minsi(o.arith.maxsi(page, o(0)), o(self.length // self.page_size - 1))
+    def _page(self, o: Lanes, place: Any) -> Any:
+        """Return the number of the page that has a row; of a row that is not there, any number."""
+        index = o.arith.subi(o.arith.divui(place, o(self.page_size)), self.first_page)
+        return o.load_word(o.add(self.page_numbers, o.times(index, 4)), 0)
 
 
 class Conversion(NamedTuple):
@@ -121,7 +141,7 @@ def convert_tile(
         # What is not there may lie outside the array.
         address = o.arith.select(chunk.is_inside, chunk.source.address, rows.start)
         numbers = cache_numbers.load(o, conversion.cached, address, chunk.offset)
-        factor = conversion.factor(o, chunk.source.page)
+        factor = conversion.factor(o, o.arith.select(chunk.is_inside, chunk.source.page, o(0)))
         if factor is not None:
             numbers = [o.arith.mulf(number, factor) for number in numbers]
         for piece, words in enumerate(cache_numbers.chunks(o, conversion.stored, numbers, conversion.pieces)):

@@ -10,11 +10,12 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from jflash import _tuning
-from jflash._backends.mosaic_gpu_mma import SHARED_MEMORY, device_sums, round_dq
+from jflash._backends.mosaic_gpu_mma import SHARED_MEMORY, device_sums, forward_few_rows, round_dq
 from jflash._backends.mosaic_gpu_mma.backward_dbias import DbiasCta, DbiasPlan
 from jflash._backends.mosaic_gpu_mma.backward_fused import FusedCta, FusedPlan
 from jflash._backends.mosaic_gpu_mma.backward_owned import DkvCta, DkvPlan, DqCta, DqPlan
 from jflash._backends.mosaic_gpu_mma.cta import TiledPlan, columns
+from jflash._backends.mosaic_gpu_mma.forward_few_rows import FewRowsCta, FewRowsPlan
 from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta, ForwardPlan, PairedForwardCta
 from jflash._backends.mosaic_gpu_mma.products import can_pair
 from jflash._backends.mosaic_gpu_mma.tiles import TILES, FusedTile, Tile
@@ -39,13 +40,18 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
     """Return the kernel of a call's forward."""
     packed_heads = spec.group if packs(spec) else 1
     rows, heads = spec.query_length * packed_heads, spec.heads // packed_heads
-    kernel = "forward, short" if rows <= WARPGROUP_ROWS else _form_of_forward(spec)
-    plan = _choose(spec, platform, kernel, lambda tile: ForwardPlan(spec, tile, packed_heads))
+    kernel, kind, cta = _form_of_forward(spec), ForwardPlan, ForwardCta
+    if forward_few_rows.serves(spec):
+        of_bytes = " of bytes" * forward_few_rows.stays_in_bytes(spec)
+        kernel, kind, cta = f"forward, few rows{of_bytes}", FewRowsPlan, FewRowsCta
+    elif rows <= WARPGROUP_ROWS:
+        kernel = "forward, short"
+    plan = _choose(spec, platform, kernel, lambda tile: kind(spec, tile, packed_heads))
     shares = Shares.of(spec, heads, pl.cdiv(rows, plan.tile.rows), plan.tile.size, _ctas(platform, 1))
     share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
     may_split = rows <= plan.tile.rows and shares is None and spec.tokens is None
     splits = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if may_split else 1
-    cta = PairedForwardCta if plan.tile.paired else ForwardCta
+    cta = PairedForwardCta if plan.tile.paired else cta
     return Kernel(dataclasses.replace(plan, splits=splits, shares=shares), cta)
 
 

@@ -15,22 +15,24 @@ half if w is even, else the second.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Float
 
+from jflash._backends.mosaic_gpu_mma.byte_operand import ByteOperand, rows_beside_bytes
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
+from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand, PairedColumns, SmemOperand, TransposedOperand
 from jflash._backends.mosaic_gpu_mma.smem_tile import CHUNK, SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.threads.builder import array_type, tile
+from jflash._backends.nvidia.threads.builder import WARPS, array_type, tile
 
 Tiles = tuple[Float[Array, "64 columns"], ...]
 Operand = tuple[Tiles, ...] | Ref
@@ -64,6 +66,8 @@ class Chosen(NamedTuple):
     """The steps of 16 in K that are taken, if not all."""
     first_column: int = 0
     """The column of B, or of each half of a pair's, from which on they count; a multiple of 16."""
+    by_warp: bool = False
+    """Whether each warp takes a quarter of the rows of B's tile, a multiple of 16, as if these were all."""
 
 
 def can_pair(columns: int) -> bool:
@@ -80,12 +84,14 @@ def add_product(
     Args:
       acc: blocks of 64 rows, in float32, of all columns or of those that are chosen.
       a: the same rows; in registers perhaps only as many columns as the chosen steps reach.
-      b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before.
+      b: in shared memory, `[K, columns]`, or `[columns, K]` if transposed; or with an axis of pieces before. Of 8-bit
+        numbers it is as for `byte_operand`.
       chosen: what is multiplied of both.
       first_row: a multiple of 16, from which on the rows of b count; `None` if it is 0.
       paired: whether the blocks are a pair, each of half of the columns.
     """
     kind = TransposedOperand if isinstance(a, Transposed) else LeftOperand
+    dtypes = b.dtype.name, (a[0][0] if isinstance(a, tuple) else b).dtype.name
 
     def make(o: Lanes, acc: Any, a: Any, b: Any, first_row: Any) -> Any:
         left: Sequence[Left]
@@ -97,9 +103,13 @@ def add_product(
 
         def right_operand(tile: SmemTile, base: Any) -> SmemOperand:
             base = base if first_row is None else o.add(base, o.times(first_row, tile.pitch))
+            if chosen.by_warp:
+                base = o.add(base, o.times(o.warp, tile.rows // WARPS * tile.pitch))
+            if dtypes[0] != dtypes[1]:
+                return ByteOperand(o, tile, base, dtypes)
             return (PairedColumns if paired else SmemOperand)(o, tile, base)
 
-        multiply(o, o.dtype(b), sums, left, _operands(o, b, right_operand), chosen)
+        multiply(o, _utils.dtype_to_ir_type(dtypes[1]), sums, left, _operands(o, b, right_operand), chosen)
         return tuple(tile(block.shape, map(o.vector_of, pairs)) for block, pairs in zip(acc, sums, strict=True))
 
     returns = tuple(array_type(one.shape, jnp.float32) for one in acc)
@@ -107,27 +117,31 @@ def add_product(
 
 
 def load_rows(
-    ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False
+    ref: Ref, *, columns: int | None = None, transposed: bool = False, paired: bool = False, beside_bytes: bool = False
 ) -> tuple[Tiles, ...]:
     """Return rows of A from shared memory, or the first `columns` of them: of each piece its blocks of 64, or a pair.
 
-    With `transposed` it is ref's transpose whose rows they are.
+    With `transposed` it is ref's transpose whose rows they are. If there are 16 rows, each warp has them. With
+    `beside_bytes` they are A for a transposed B of 8-bit numbers.
     """
     *pieces, rows, depth = ref.shape
     if transposed:
         rows, depth = depth, rows
     shape = WARPGROUP_ROWS, depth if columns is None else columns
-    blocks = 2 if paired else rows // WARPGROUP_ROWS
+    blocks = 2 if paired else pl.cdiv(rows, WARPGROUP_ROWS)
     kind = TransposedOperand if transposed else LeftOperand
 
     def make(o: Lanes, ref: Any) -> Any:
         pair = _utils.ir.VectorType.get((2,), o.dtype(ref))
 
-        def block(operand: LeftOperand | TransposedOperand, number: int) -> Any:
-            words = [word for index in range(shape[1] // STEP) for word in operand.fragment(number, index)]
-            pairs = [o.numbers(_utils.bitcast(word, pair)) for word in words]
-            return tile(shape, map(o.vector_of, pairs))
+        def as_tile(words: Sequence[Any]) -> Any:
+            return tile(shape, (_utils.bitcast(word, pair) for word in words))
 
+        def block(operand: LeftOperand | TransposedOperand, number: int) -> Any:
+            return as_tile([word for index in range(shape[1] // STEP) for word in operand.fragment(number, index)])
+
+        if beside_bytes:
+            return as_tile(rows_beside_bytes(o, SmemTile(rows, depth), o.shared_address(ref)))
         operands = _operands(o, ref, lambda *place: kind(o, *place, paired=paired))
         return tuple(block(operand, number) for operand in operands for number in range(blocks))
 
@@ -166,88 +180,6 @@ class RegisterOperand:
         return self.blocks[block][4 * index : 4 * index + 4]
 
 
-class SmemOperand:
-    """A tile in shared memory."""
-
-    def __init__(self, o: Lanes, tile: SmemTile, base: Any, first_chunk: Any = None) -> None:
-        """`first_chunk` is that of the lane's warp, if it has chunks of its own in a panel."""
-        self.o, self.tile, self.base, self.first_chunk = o, tile, base, first_chunk
-        self.addresses: dict[tuple[int, bool], Any] = {}
-        self.offset = 0
-
-    def pieces(self, number: int) -> list[Self]:
-        """Return `number` tiles: this one and those that lie behind it, which share its addresses."""
-        every = [copy.copy(self) for _ in range(number)]
-        for place, one in enumerate(every):
-            one.offset = place * self.tile.bytes
-        return every
-
-    def matrices(self, row: int, chunk: int, *, rows_first: bool, transpose: bool) -> Sequence[Any]:
-        """Return four 8 x 8 matrices, which are 16 rows, from `row` on, of two chunks.
-
-        They come in the order of rows, both chunks of each eight, or with `rows_first` in that of chunks.
-        """
-        address, offset = self._address(chunk, rows_first), self.tile.place(row, chunk)
-        return self.o.load_matrices(address, self.offset + offset, transpose=transpose)
-
-    def _address(self, chunk: int, rows_first: bool) -> Any:
-        """Return where a lane's row of the matrices begins, but for what is the same for all lanes."""
-        key = chunk % self.tile.chunks, rows_first
-        if key in self.addresses:
-            return self.addresses[key]
-        o = self.o
-        if key[0] > 0:
-            # Rows of a panel begin at multiples of their bytes. One instruction from one address, which the compiler
-            # repeats where registers are short.
-            self.addresses[key] = o.arith.xori(self._address(0, rows_first), o(16 * key[0]))
-        else:
-            row, matrix = o.arith.andi(o.lane, o(7)), o.right(o.lane, 3)
-            low, high = o.arith.andi(matrix, o(1)), o.right(matrix, 1)
-            below, beside = (low, high) if rows_first else (high, low)
-            lane_row, chunk = o.add(row, o.left(below, 3)), beside
-            if self.first_chunk is not None:
-                chunk = o.arith.ori(chunk, self.first_chunk)
-            places = o.times(lane_row, self.tile.pitch), self.tile.permuted(o, row, chunk)
-            self.addresses[key] = o.add(self.base, *places)
-        return self.addresses[key]
-
-
-class LeftOperand(SmemOperand):
-    """A tile `[rows, K]` as A, of which each warp reads its own rows: 16 of every 64, or if `paired` 32 of 64."""
-
-    def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
-        first_row = o.times(o.right(o.warp, 1), 32 * tile.pitch) if paired else o.times(o.warp, 16 * tile.pitch)
-        super().__init__(o, tile, o.add(base, first_row))
-        self.rows, self.depth = 16 if paired else WARPGROUP_ROWS, tile.columns
-
-    def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """Return the four words of 16 columns of a block."""
-        return self.matrices(block * self.rows, 2 * index, rows_first=True, transpose=False)
-
-
-class TransposedOperand(SmemOperand):
-    """A tile `[K, rows]` as A, in panels of 64 columns; each warp reads the rows that it reads of a `LeftOperand`."""
-
-    def __init__(self, o: Lanes, tile: SmemTile, base: Any, *, paired: bool = False) -> None:
-        super().__init__(o, tile, base, o.times(o.right(o.warp, 1), 4) if paired else o.times(o.warp, 2))
-        self.chunks, self.depth = (16 if paired else WARPGROUP_ROWS) // CHUNK, tile.rows
-
-    def fragment(self, block: int, index: int) -> Sequence[Any]:
-        """Return the four words of 16 rows of a block."""
-        return self.matrices(16 * index, block * self.chunks, rows_first=False, transpose=True)
-
-
-class PairedColumns(SmemOperand):
-    """A tile `[K, columns]` as B, of which each warp reads half of the columns."""
-
-    def __init__(self, o: Lanes, tile: SmemTile, base: Any) -> None:
-        odd, half = o.arith.andi(o.warp, o(1)), tile.columns // CHUNK // 2
-        if half < tile.chunks:
-            super().__init__(o, tile, base, o.times(odd, half))
-        else:
-            super().__init__(o, tile, o.add(base, o.times(odd, tile.place(0, half))))
-
-
 Left = RegisterOperand | LeftOperand | TransposedOperand
 
 
@@ -264,7 +196,7 @@ def multiply(
     Of operands in pieces, all products of a few steps of K are one sum, which is added to the others
     (`Lanes.multiply`): so what is read of each piece serves them all.
     """
-    order, transposed, steps, first_column = chosen
+    order, transposed, steps, first_column, _ = chosen
     columns, every = 4 * len(sums[0]), range(left[0].depth // STEP) if steps is None else steps
     for together in itertools.batched(every, STEPS_OF_PIECES if len(order) > 1 else 1):
         fragments = [[[one.fragment(block, k) for one in left] for k in together] for block in range(len(sums))]
@@ -286,4 +218,5 @@ def _operands[Kind: SmemOperand](o: Lanes, ref: Any, kind: Callable[[SmemTile, A
     """Return the pieces of an operand in shared memory, of which `kind` makes the first from its tile and address."""
     base = o.shared_address(ref)
     *pieces, rows, columns = o.shape(ref)
-    return kind(SmemTile(rows, columns), base).pieces(math.prod(pieces))
+    words = columns * _utils.bitwidth(o.dtype(ref)) // 16
+    return kind(SmemTile(rows, words), base).pieces(math.prod(pieces))

@@ -38,6 +38,8 @@ class ForwardTile(Tile):
     """Whether O is a pair of blocks (`products`), for which P goes through shared memory; of one block and stage."""
     sums_in_parts: bool = False
     """Whether registers are left for the parts of a row's sum."""
+    warps_share_keys: bool = False
+    """Whether all warps have the same rows, up to 16, and each has a quarter of a tile's keys; of one block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,10 @@ _FORWARD = {
     128: _tiles(ForwardTile, (2, 64), (2, 64, 2), (1, 64), (1, 64, 2, 1)),
     256: _tiles(ForwardTile, (1, 64), (1, 32, 2, 1), (1, 32)),
 }
+_FEW_ROWS, _FEW_ROWS_OF_BYTES = (
+    tuple(ForwardTile(1, *size, warps_share_keys=True) for size in sizes)
+    for sizes in (((64, 2), (64, 1)), ((128, 2), (64, 2), (64, 1)))
+)
 _IN_PARTS = {128: (ForwardTile(2, 64, sums_in_parts=True), *_FORWARD[128])}
 # Other logits than products leave no registers for tiles of 128 keys, and for what is held of Q.
 _OF_PRODUCTS = {
@@ -94,6 +100,8 @@ TILES: Mapping[str, Mapping[int, Mapping[int, Sequence[Tile]]]] = {
             256: _NARROW_FORWARD,
         },
     },
+    "forward, few rows": {1: {256: _FEW_ROWS}},
+    "forward, few rows of bytes": {1: {64: _FEW_ROWS, 128: _FEW_ROWS_OF_BYTES, 256: _FEW_ROWS}},
     "forward, unbiased": {1: _FORWARD | _IN_PARTS},
     "forward, plain": {1: _FORWARD | _OF_PRODUCTS},
     "forward, causal": {1: _FORWARD | _OF_PRODUCTS | _IN_PARTS},

@@ -18,6 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WARPGROUP_ROWS = 64
 """Rows of a tile that one warpgroup works on: M of the matrix unit's instruction, on Hopper."""
 
+WARP_ROWS = 16
+"""Rows of those that each of a warpgroup's warps has."""
+
 _ALIGNMENT, _BARRIER = 1024, 8
 """Pallas begins every buffer at a multiple of 1024 bytes; a barrier takes 8."""
 

@@ -24,7 +24,7 @@ from on_hardware import with_nan_in_padding
 from short_run import cover
 
 import jflash
-from jflash import _autodiff, _dispatch, _platform
+from jflash import _autodiff, _canonical, _dispatch, _platform
 from jflash._backends import cudnn
 from jflash._platform import Platform
 
@@ -263,12 +263,13 @@ def test_served_by_default(call: dict[str, Any]):
 
 def test_order():
     """Before the kernels by `mma.sync` on Blackwell, after all kernels elsewhere, and where it was named by name."""
-    kernels = ("mosaic_gpu", "mosaic_gpu_mma")
+    array = np.zeros((1, 4, 1, 8), np.float32)
+    kernels, spec = ("mosaic_gpu", "mosaic_gpu_mma"), _canonical.canonicalize(array, array, array)[0]
     for platform in (B200, Platform("gpu", "NVIDIA B300", "10.3", 148)):
-        assert _dispatch.in_order(None, platform) == ("mosaic_gpu", "cudnn", "mosaic_gpu_mma", "xla", "reference")
-        assert _dispatch.in_order(kernels, platform) == kernels
+        assert _dispatch.in_order(spec, None, platform) == ("mosaic_gpu", "cudnn", "mosaic_gpu_mma", "xla", "reference")
+        assert _dispatch.in_order(spec, kernels, platform) == kernels
     for platform in (H200, A100, Platform("gpu", "NVIDIA RTX 5090", "12.0", 170), Platform("cpu", "cpu", None)):
-        assert _dispatch.in_order(None, platform) == (*kernels, "cudnn", "xla", "reference")
+        assert _dispatch.in_order(spec, None, platform) == (*kernels, "cudnn", "xla", "reference")
 
 
 def test_machines(monkeypatch: pytest.MonkeyPatch):

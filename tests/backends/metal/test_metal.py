@@ -99,7 +99,7 @@ def test_without_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_by_name() -> None:
-    assert "metal" not in _dispatch.in_order(None, Platform("cpu", "cpu", None))
+    assert "metal" not in _dispatch.in_order(spec_of(), None, Platform("cpu", "cpu", None))
     assert "metal" not in jflash.explain(**PLAIN)
     assert _dispatch.candidates("metal") == ("metal",)
 

@@ -78,6 +78,7 @@ EMULATED = [
     # Keys and values from pages, as they are and converted.
     dict(**dict(DECODING, key_length=600, dims=(64, 64), batch=(4,)), pages=dict(page_size=12)),
     dict(**DECODING, pages=dict(page_size=16, interleaved=True, dtype="float8_e4m3fn")),
+    dict(**(DECODING | dict(dims=(128, 64))), pages=dict(page_size=16, dtype="int8", scaled_by_page=False)),
     dict(**(DECODING | dict(dtype="float32", precision="highest")), pages=dict(page_size=1, dtype="int8")),
     # Lists of tiles, of which one is not visited.
     dict(dtype="bfloat16", key_length=140, dims=(64, 64), heads=(1, 1), mask_mod="documents"),

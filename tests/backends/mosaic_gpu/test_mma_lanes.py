@@ -16,15 +16,12 @@ from jflash._backends.mosaic_gpu_mma.copies import copy_tile, store_words
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.products import (
     Chosen,
-    LeftOperand,
-    PairedColumns,
     RegisterOperand,
-    SmemOperand,
-    TransposedOperand,
     can_pair,
     multiply,
     row_numbers,
 )
+from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand, PairedColumns, SmemOperand, TransposedOperand
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk, Rows, in_rows, pairs_in_rows, store_in_rows

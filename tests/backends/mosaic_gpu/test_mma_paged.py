@@ -19,7 +19,7 @@ from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu_mma import cache_numbers, plan
 from jflash._backends.mosaic_gpu_mma.copies import copy_tile
 from jflash._backends.mosaic_gpu_mma.paged_copies import Conversion, PagedRows, convert_tile
-from jflash._backends.mosaic_gpu_mma.products import LeftOperand
+from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._backends.nvidia.threads.device_rows import Rows
@@ -42,16 +42,19 @@ def table_of(page_size: int) -> np.ndarray:
     return table
 
 
-def memory(cache: np.ndarray, page_size: int) -> tuple[np.ndarray, PagedRows, int]:
-    """Device memory with scales, a table, and the cache of two heads; the second's rows; and where the scales begin."""
+def memory(o_dtype: np.dtype, cache: np.ndarray, page_size: int, first: int, room: int) -> tuple[Warpgroup, PagedRows]:
+    """A warpgroup with scales and the cache of two heads in device memory, and in shared memory `room` and then the
+    numbers of the pages from that of row `first` on; and the second head's rows."""
     scales = np.float32(0.5) + np.arange(PAGES, dtype=np.float32)
-    table = table_of(page_size)
-    parts = [np.pad(part.reshape(-1).view(np.uint8), (0, -part.nbytes % 64)) for part in (scales, table, cache)]
-    places = np.cumsum([0, *map(len, parts)])
+    parts = [np.pad(part.reshape(-1).view(np.uint8), (0, -part.nbytes % 64)) for part in (scales, cache)]
     rows, heads, columns = cache.shape
     item = cache.dtype.itemsize
-    of_head = Rows(places[2] + columns * item, rows, columns, heads * columns * item, item)
-    return np.concatenate(parts), PagedRows(*dataclasses.astuple(of_head), np.int64(places[1]), page_size), 0
+    of_head = Rows(len(parts[0]) + columns * item, rows, columns, heads * columns * item, item)
+    o = Warpgroup(o_dtype, room, np.concatenate(parts))
+    first_page, table = first // page_size, table_of(page_size)
+    numbers = table[np.minimum(first_page + np.arange(128), len(table) - 1)]
+    o.shared = np.concatenate([o.shared, numbers.view(np.uint8)])
+    return o, PagedRows(*dataclasses.astuple(of_head), o(room), o(first_page), page_size)
 
 
 def rows_of(o: Warpgroup, tile: SmemTile, dtype: str, piece: int = 0) -> np.ndarray:
@@ -76,9 +79,8 @@ def wanted(cache: np.ndarray, page_size: int, first: int, columns: int) -> tuple
 def test_copies(columns: int, page_size: int):
     """From the fifth row on: each from its page, with zeros past the end."""
     cache = normal(PAGES * page_size, 2, columns, dtype="bfloat16")
-    device, rows, _ = memory(cache, page_size)
     tile = SmemTile(64, -(-columns // 16) * 16)
-    o = Warpgroup(cache.dtype, tile.bytes, device)
+    o, rows = memory(cache.dtype, cache, page_size, 5, tile.bytes)
     copy_tile(o, rows, tile, o(0), o(5), o(LENGTH))
     np.testing.assert_array_equal(rows_of(o, tile, "bfloat16"), wanted(cache, page_size, 5, tile.columns)[0])
 
@@ -89,10 +91,9 @@ def test_copies(columns: int, page_size: int):
 def test_conversions(cached: str, stored: str, pieces: int, scaled: bool):
     """Numbers times their page's scale in float32, rounded once, or in pieces that add up to them."""
     cache = normal(PAGES * 16, 2, 24, dtype=cached)
-    device, rows, scales = memory(cache, 16)
     tile = SmemTile(64, 32)
-    o = Warpgroup(cache.dtype, pieces * tile.bytes, device)
-    conversion = Conversion(cached, stored, pieces, np.int64(scales) if scaled else None, 4)
+    o, rows = memory(cache.dtype, cache, 16, 3, pieces * tile.bytes)
+    conversion = Conversion(cached, stored, pieces, np.int64(0) if scaled else None, 4)
     convert_tile(o, rows, conversion, tile, o(0), o(3), o(LENGTH))
     want, page = wanted(cache, 16, 3, 32)
     want = want.astype(np.float32) * ((np.float32(0.5) + page[:, None]) if scaled else 1)

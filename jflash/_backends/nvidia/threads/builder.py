@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-THREADS = 128
+WARPS, THREADS = 4, 128
 TILE, SCALAR = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from jflash._backends.nvidia.facts import Kind, facts_of
 from jflash._backends.nvidia.ops import Ops, Ref, along_columns, along_rows
+from jflash._backends.nvidia.smem import WARP_ROWS
 from jflash._semantics.spec import Spec
 from jflash._semantics.tile import PARAMETERS, Parameters, Tile
 
@@ -42,6 +43,9 @@ class KernelInputs:
     """Query heads that are interleaved in the rows of a tile; a row's query is its index divided by it."""
     keys_first: bool = False
     """Whether a tile's rows are keys and its columns queries."""
+    warps_share_keys: bool = False
+    """Whether each warp's 16 rows of a tile `[64, columns]` are the same queries, and its columns the warp's quarter of
+    the keys, in order."""
     has_bias: bool = True
     """Whether the bias, if the call has one, is still to be added to products: see `bf16_columns`."""
 
@@ -90,13 +94,13 @@ class KernelInputs:
     def tile(self, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Tile:
         """Return what `_semantics` needs of the tile of `shape` at `at`, and load of it what is not `loaded`."""
         spec, ops = self.spec, self.ops
-        query = ops.indices(shape, int(self.keys_first), at.query)
+        query = self._queries(at, shape)
         head: Any = self.value("head_index", at.batch, at.head * self.packed_heads)
         if self.packed_heads > 1:
             packed = jnp.full_like(query, self.packed_heads)
             head = None if head is None else head + lax.rem(query, packed)
             query = lax.div(query, packed)
-        key = ops.indices(shape, 1 - self.keys_first, at.key)
+        key = self._keys(at, shape)
         offset: Any = spec.query_offset if spec.query_offset is not None else self.value("query_offset", at.batch)
 
         read = lambda name: self._part_of_tile(name, at, shape, loaded)
@@ -132,6 +136,21 @@ class KernelInputs:
         return tile._replace(
             key_minus_query_override=ops.key_minus_query(shape, key - query, keys_first=self.keys_first)
         )
+
+    def _queries(self, at: TileCoord, shape: tuple[int, ...]) -> Array:
+        """Return the index of each element's query, or of its row of packed heads."""
+        if not self.warps_share_keys:
+            return self.ops.indices(shape, int(self.keys_first), at.query)
+        row = self.ops.indices(shape, 0, 0)
+        return lax.rem(row, jnp.full_like(row, WARP_ROWS)) + at.query
+
+    def _keys(self, at: TileCoord, shape: tuple[int, ...]) -> Array:
+        """Return the index of each element's key."""
+        key = self.ops.indices(shape, 1 - self.keys_first, at.key)
+        if not self.warps_share_keys:
+            return key
+        row = self.ops.indices(shape, 0, 0)
+        return key + lax.div(row, jnp.full_like(row, WARP_ROWS)) * shape[1]
 
     def _part_of_tile(self, name: str, at: TileCoord, shape: tuple[int, ...], loaded: Loaded) -> Any:
         """Return a scalar, or a vector of `[#B, L]` or `[#B, #N, L]` along an axis of a tile, repeated along the other.
