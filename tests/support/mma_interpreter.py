@@ -162,6 +162,14 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
         missing = target.shape[-1] - found.shape[-1]
         target[...] = jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, missing)]).astype(target.dtype)
 
+    def load_page_scales(
+        self, scales: Ref, page_numbers: Ref, page_size: int, first: Any, limit: Any, shape: tuple[int, int]
+    ) -> Float[Array, "64 columns"]:
+        key = first + jnp.arange(4 * shape[1])
+        numbers = page_numbers[...][key // page_size - first // page_size]
+        found = jnp.where(key < limit, scales[...].at[numbers].get(mode="clip"), 0)
+        return jnp.repeat(found.reshape(4, -1), 16, axis=0)
+
     def copy_page_numbers(self, table: Ref, target: Ref, first: Any) -> None:
         target[...] = table[...].at[first + jnp.arange(target.shape[0])].get(mode="clip")
 

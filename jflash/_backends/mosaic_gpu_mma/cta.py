@@ -56,13 +56,13 @@ def buffers(spec: Spec, tile: Tile, rows: Sequence[str], visited: Sequence[str],
 
 
 def page_numbers(spec: Spec, tile: Tile) -> Any:
-    """Return shared memory for the numbers of the pages that have a visited tile's keys, for two tiles; `None` without
-    a paged cache."""
+    """Return shared memory for the numbers of the pages that have a visited tile's keys, for the tile that is visited
+    and the two that come next; `None` without a paged cache."""
     if spec.pages is None:
         return None
     # What copies read ahead for rows that a tile of fewer keys does not have is here as well.
     size, keys = spec.pages.size, max(tile.size, WARPGROUP_ROWS)
-    return plgpu.SMEM((2, pl.cdiv(keys + size - 1, size)), jnp.int32)
+    return plgpu.SMEM((3, pl.cdiv(keys + size - 1, size)), jnp.int32)
 
 
 def copies_bias(spec: Spec) -> bool:
@@ -239,12 +239,16 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
         for name in names:
             target = getattr(self.smem, name).at[self.slot(index)]
             if is_paged:
-                numbers = self.smem.page_numbers.at[lax.rem(index, 2)]
-                self.copy_cached(name, self.batch, self.key_head, first, target, numbers)
+                self.copy_cached(name, self.batch, self.key_head, first, target, self.page_numbers(index))
             else:
                 self.copy(name, self.batch, self.key_head, first, target)
         if is_paged and "key" in names:
             self.copy_page_numbers(index + 1)
+
+    def page_numbers(self, index: Any) -> Ref:
+        """Return where in shared memory the numbers of the pages of a tile are."""
+        buffer = self.smem.page_numbers
+        return buffer.at[lax.rem(index, buffer.shape[0])]
 
     def copy_page_numbers(self, index: Any) -> None:
         """Begin to copy the numbers of the pages of a tile: they are read when the copies of its keys begin."""
@@ -252,7 +256,7 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
         assert pages is not None
         first = lax.div(self.tiles.start(jnp.minimum(index, self.tiles.count - 1)), pages.size)
         entry = 0 if table.shape[0] == 1 else self.batch
-        self.ops.copy_page_numbers(table.at[entry], self.smem.page_numbers.at[lax.rem(index, 2)], first)
+        self.ops.copy_page_numbers(table.at[entry], self.page_numbers(index), first)
 
     def copy_next(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         """Begin to copy a tile of keys and values, or one of both, if there is such a tile."""

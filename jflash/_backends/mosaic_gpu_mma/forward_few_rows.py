@@ -6,7 +6,7 @@
 
 So a warp multiplies and exponentiates nothing but the rows' own. Keys and values of 8 bits stay as they are in shared
 memory, and are converted in registers (`byte_operand`): half the bytes of 16 bits all the way. A number that scales
-them is applied to S and to O.
+them is applied to S and to O, and numbers for each page to S and to P.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma.cta import buffer, columns, page_numbers
-from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta, ForwardPlan, Statistics
+from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta, ForwardPlan, State, Statistics
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.warp_sums import LANES, NUMBERS
 from jflash._backends.nvidia import cache_rows, smem
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import packs
 from jflash._backends.nvidia.smem import WARP_ROWS, WARPGROUP_ROWS, Buffers
 from jflash._backends.nvidia.threads.builder import WARPS
@@ -49,9 +50,10 @@ def serves(spec: Spec) -> bool:
 def stays_in_bytes(spec: Spec) -> bool:
     """Return whether tiles of a call's cache are of 8 bits in shared memory."""
     pages, dims = spec.pages, (spec.head_dim, spec.value_dim)
-    if pages is None or pages.dtype.itemsize > 1 or pages.scaled_by_page:
+    if pages is None or pages.dtype.itemsize > 1 or any(dim % 32 for dim in dims):
         return False
-    return all(dim % 32 == 0 for dim in dims)
+    # P times the scale of a page may be too small for float16.
+    return not pages.scaled_by_page or spec.dtype == jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,33 +83,52 @@ class FewRowsCta(ForwardCta):
         super().__init__(plan, refs, ops, warps_share_keys=True)
         self.keys, self.chosen = plan.tile.size // WARPS, dict(by_warp=True)
         self.of_bytes = stays_in_bytes(plan.spec)
-        self.scales = {name: self._scale(ref) for name, ref in cache_rows.SCALES.items()} if self.of_bytes else {}
-        """What sums of products with keys, and with values, of 8 bits are multiplied by; `None` stands for nothing."""
+        given = {
+            name: refs.arrays[ref] for name, ref in cache_rows.SCALES.items() if self.of_bytes and ref in refs.arrays
+        }
+        self.page_scales = {name: self._of_head(ref) for name, ref in given.items() if ref.shape[1] > 1}
+        """References to what keys, and values, of 8 bits are multiplied by, for each page."""
+        self.scales = {name: self._of_head(ref)[0] for name, ref in given.items() if ref.shape[1] == 1}
+        """What all keys, and values, of 8 bits are multiplied by."""
+        self.tile_scales = dict[str, Array]()
+        """What the keys, and values, are multiplied by that the elements of the visited tile have."""
 
-    def _scale(self, name: str) -> Array | None:
-        scales = self.refs.arrays.get(name)
-        if scales is None:
-            return None
+    def _of_head(self, scales: Ref) -> Ref:
+        """Return what this CTA's key head has of scales `[#B, #pages, #K]`."""
         entry, head = (0 if scales.shape[axis] == 1 else at for axis, at in ((0, self.batch), (2, self.key_head)))
-        return scales[entry, 0, head]
+        return scales.at[entry, :, head]
 
     def _scaled(self, name: str, sums: Tiles) -> Tiles:
         scale = self.scales.get(name)
         return sums if scale is None else tuple(each * scale for each in sums)
+
+    def visit(self, index: Any, q: Sequence[tuple[Operand, dict[str, Any]]], before: State) -> State:
+        # Before the wait for the tile: its pages' numbers came before those of the next.
+        pages, first, shape = self.plan.spec.pages, self.tiles.start(index), (WARPGROUP_ROWS, self.keys)
+        for name, scales in self.page_scales.items():
+            assert pages is not None
+            numbers = self.page_numbers(index)
+            tile = self.ops.load_page_scales(scales, numbers, pages.size, first, self.key_limit, shape)
+            self.tile_scales[name] = tile
+        return super().visit(index, q, before)
 
     def held_queries(self, rows: Sequence[Any]) -> list[tuple[Operand, dict[str, Any]]]:
         self.ops.wait()
         return [(self.ops.load_rows(q, beside_bytes=self.of_bytes), {}) for q in rows]
 
     def products(self, index: Any, q: Sequence[tuple[Operand, dict[str, Any]]]) -> Tiles:
-        return self._scaled("key", super().products(index, q))
+        (s,) = self._scaled("key", super().products(index, q))
+        return (s * self.tile_scales["key"] if "key" in self.page_scales else s,)
 
     def add_values(self, index: Any, states: Sequence[Softmax], acc_o: Tiles) -> Tiles:
         # Few tiles have a key whose logit is the largest so far.
         (state,), (acc,) = states, acc_o
         is_same = self.ops.warp_all(state.rescale == 1)
         acc = lax.cond(is_same, lambda acc, _: acc, scaled_rows, acc, state.rescale)
-        return self.add_product((acc,), ((state.p,),), self.smem.value.at[self.slot(index)], **self.chosen)
+        p = state.p
+        if "value" in self.page_scales:
+            p = (p.astype(jnp.float32) * self.tile_scales["value"]).astype(p.dtype)
+        return self.add_product((acc,), ((p,),), self.smem.value.at[self.slot(index)], **self.chosen)
 
     def finish(self, statistics: Sequence[Statistics], acc_o: Tiles) -> None:
         ((m, l),), exponent = statistics, self.form.exponent(self.plan.spec)

@@ -155,7 +155,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         nothing = ops.full((WARPGROUP_ROWS,), self.form.first_m), ops.full((WARPGROUP_ROWS, *parts), 0)
         before = (nothing,) * tile.blocks, self.no_output()
         q = self.held_queries(rows)
-        visit = lambda index, state: self._visit(index, q, state)
+        visit = lambda index, state: self.visit(index, q, state)
         self.finish(*lax.fori_loop(0, self.tiles.count, visit, before))
 
     def finish(self, statistics: Sequence[Statistics], acc_o: Tiles) -> None:
@@ -245,7 +245,8 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         ((tile,),) = self.ops.load_rows(self.smem.bias.at[self.slot(index), block])
         return {"bias": tile}
 
-    def _visit(self, index: Any, q: Sequence[tuple[Operand, dict[str, Any]]], before: State) -> State:
+    def visit(self, index: Any, q: Sequence[tuple[Operand, dict[str, Any]]], before: State) -> State:
+        """Return what the CTA knows after a tile."""
         ops, tile = self.ops, self.plan.tile
         visited, shape = self.tiles.tile(index), (WARPGROUP_ROWS, self.keys)
         places = self.places(visited)

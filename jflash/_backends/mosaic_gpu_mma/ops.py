@@ -25,6 +25,7 @@ class MmaOps(Ops):
     copy_rows = staticmethod(copies.copy_rows)
     copy_cached_rows = staticmethod(paged_copies.copy_cached_rows)
     copy_page_numbers = staticmethod(paged_copies.copy_page_numbers)
+    load_page_scales = staticmethod(paged_copies.load_page_scales)
     copy_numbers = staticmethod(copies.copy_numbers)
     commit = staticmethod(copies.commit)
     wait = staticmethod(copies.wait)

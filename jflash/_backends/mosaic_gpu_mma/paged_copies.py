@@ -12,7 +12,9 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
+from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma import cache_numbers
 from jflash._backends.mosaic_gpu_mma.cache_numbers import UNITS
@@ -20,6 +22,7 @@ from jflash._backends.mosaic_gpu_mma.copies import chunks_of_tile, copy_tile
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.threads.builder import array_type, tile
 from jflash._backends.nvidia.threads.device_rows import Rows, Source
 
 _utils: Any = mgpu.utils
@@ -76,6 +79,44 @@ def copy_page_numbers(table: Ref, target: Ref, first: Any) -> None:
         o.copy_number(o.add(o.shared_address(target), o.times(o.thread, 4)), source, o.below(o.thread, o(number)))
 
     Lanes.emit(make, table, target, first)
+
+
+def load_page_scales(
+    scales: Ref, page_numbers: Ref, page_size: int, first: Any, limit: Any, shape: tuple[int, int]
+) -> Float[Array, "64 columns"]:
+    """Return for each element of a tile of logits, whose warps have a quarter of the keys each, its key's page's scale.
+
+    Args:
+      scales: `[pages]`, a float32 number for each page, in device memory.
+      page_numbers: as those of `CachedRows`.
+      page_size: the number of keys in a page.
+      first: the tile's first key.
+      limit: where keys end; from there on scales are 0.
+      shape: the tile's, `[64, keys / 4]`.
+    """
+
+    def make(o: Lanes, scales: Any, page_numbers: Any, first: Any, limit: Any) -> Any:
+        (stride,), _ = _utils.ir.MemRefType(scales.type).get_strides_and_offset()
+        start, table, first_page = (
+            o.device_address(scales),
+            o.shared_address(page_numbers),
+            o.arith.divui(first, o(page_size)),
+        )
+        first = o.add(first, o.times(o.warp, shape[1]), o.first_column)
+
+        def scale(column: int) -> Any:
+            key = o.add(first, o(column))
+            index = o.arith.subi(o.arith.divui(key, o(page_size)), first_page)
+            # Behind the last key the table may hold anything.
+            is_there = o.below(key, limit)
+            page = o.arith.select(is_there, o.load_word(o.add(table, o.times(index, 4)), 0), o(0))
+            (bits,) = o.load_words(o.arith.addi(start, o.distance(page, 4 * stride)), 0, 1)
+            return o.arith.select(is_there, o.number(bits), o.zero)
+
+        pairs = [o.vector_of([scale(column), scale(column + 1)]) for column in range(0, shape[1], 8)]
+        return tile(shape, (pair for pair in pairs for _ in range(2)))
+
+    return Lanes.emit(make, scales, page_numbers, first, limit, returns=array_type(shape, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)

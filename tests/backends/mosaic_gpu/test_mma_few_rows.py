@@ -197,13 +197,17 @@ def test_calls(case: Case, page_size: int, interleaved: bool):
     oracle.assert_right(run(call, **arguments), call)
 
 
+BY_PAGE = np.linspace(0.5, 5, 60, dtype=np.float32)[:, None]
+
+
 @pytest.mark.parametrize(
     ("dtype", "stored", "scales"),
     [
         ("bfloat16", "int8", dict(k_scale=0.05, v_scale=0.3)),
         slow("float16", "float8_e4m3fn", dict(v_scale=np.array([[0.3, 2.0]], np.float32))),
         slow("bfloat16", "float8_e5m2", {}),
-        slow("bfloat16", "int8", dict(k_scale=np.linspace(0.02, 0.1, 60, dtype=np.float32)[:, None])),
+        slow("bfloat16", "int8", dict(k_scale=BY_PAGE / 60, v_scale=0.5 + BY_PAGE.repeat(2, axis=1))),
+        slow("float16", "int8", dict(k_scale=0.05, v_scale=BY_PAGE)),
     ],
 )
 def test_8_bits(dtype: str, stored: str, scales: dict[str, Any]):
