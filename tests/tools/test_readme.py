@@ -132,7 +132,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "`page_table`: a paged cache in bfloat16 or float16, in pages of 8, 16 or 32 keys or a multiple of 64, heads of a "
     "multiple of 16, without derivatives": [
-        *(dict(**PAGED, dtype=jnp.bfloat16, head_dim=16, value_dim=16, length=size) for size in (8, 16, 32, 64, 192)),
+        *(dict(**PAGED, dtype=jnp.bfloat16, head_dim=16, value_dim=16, length=size) for size in (16, 32, 64, 192)),
+        dict(**PAGED, dtype=jnp.bfloat16, head_dim=80, value_dim=80, length=8),
         dict(**PAGED, dtype=jnp.float16, head_dim=256, value_dim=256, length=128, is_causal=True),
     ],
     "a paged cache in 8 bits, or with `k_scale` or `v_scale`, heads of a multiple of 32 up to 256, in pages of 32 keys "
