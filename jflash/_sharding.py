@@ -110,10 +110,12 @@ def _rule(inputs: list[Named], outputs: list[Named], spec: Spec) -> tuple[str, t
             return whole()
         if axis == 0 and size == spec.batch:
             return "b"
-        if axis == QUERIES_AXIS.get(array.name) and size == spec.query_length > 1:
-            return "t"
-        if axis == KEYS_AXIS.get(array.name) and size == spec.key_length > 1 and spec.pages is None:
-            return "s"
+        # A symbolic size is not known to be above 1, but is equal to no number.
+        if size not in (0, 1):
+            if axis == QUERIES_AXIS.get(array.name) and size == spec.query_length:
+                return "t"
+            if axis == KEYS_AXIS.get(array.name) and size == spec.key_length and spec.pages is None:
+                return "s"
         if axis != HEADS_AXIS.get(array.name) or size not in (spec.heads, spec.key_heads):
             return whole()
         if array.of_keys:

@@ -12,6 +12,8 @@ from operands import assert_same, normal
 from short_run import cover
 
 import jflash
+from jflash import _platform
+from jflash._platform import Platform
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": dict(is_causal=True),
@@ -49,6 +51,25 @@ def test_exported_once_for_all_sizes(sizes: tuple[Any, Any, Any], options: dict[
         want, want_back = jax.vjp(functools.partial(plain, lengths=seen), query, key)
         assert_same(got, want)
         assert_same(got_back(want), want_back(want))
+
+
+@pytest.mark.parametrize(
+    "platform", [Platform("cpu", "cpu", None), Platform("gpu", "NVIDIA H200", "9.0", 132)], ids=str
+)
+def test_queries_on_pages(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any number, on a cache of 8 bits, which on a Hopper GPU is another implementation's where they are few."""
+    monkeypatch.setattr(_platform, "lowering_targets", lambda _: {"cpu": platform})
+    (length,) = jax.export.symbolic_shape("t")
+    pages, table, lengths = np.arange(-128, 128, dtype=np.int8).reshape(2, 4, 2, 16), np.array([[1, 0]]), np.array([7])
+
+    def attend_pages(query: Any) -> Any:
+        return jflash.attention(query, pages, pages, page_table=table, key_value_seq_lengths=lengths)
+
+    exported = jax.export.export(jax.jit(attend_pages))(jax.ShapeDtypeStruct((1, length, 4, 16), jnp.float16))
+    monkeypatch.undo()
+    for number in (1, 3):
+        query = normal(0, 1, number, 4, 16).astype(jnp.float16)
+        assert_same(exported.call(query), attend_pages(query))
 
 
 def test_other_implementations_refuse() -> None:

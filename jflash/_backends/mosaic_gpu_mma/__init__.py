@@ -62,7 +62,7 @@ def unsupported_call(spec: Spec) -> str | None:
 def asked_before(spec: Spec, platform: Platform) -> str | None:
     """Return the backend before which `implementation=None` asks this one: on a Hopper GPU, which others serve too,
     few queries on a paged cache of 8 bits, or of narrow heads, are faster here."""
-    if platform.compute_capability != "9.0" or spec.pages is None or unsupported_call(spec) is not None:
+    if platform.compute_capability != "9.0" or spec.pages is None or spec.symbolic_size is not None:
         return None
     from jflash._backends.mosaic_gpu_mma import forward_few_rows
 

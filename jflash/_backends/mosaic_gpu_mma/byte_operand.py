@@ -32,12 +32,11 @@ class ByteOperand(SmemOperand):
         self._loaded: dict[tuple[int, int], Sequence[Any]] = {}
 
     def matrices(self, row: int, chunk: int, *, rows_first: bool, transpose: bool) -> Sequence[Any]:
-        # Bytes of four chunks of eight numbers are loaded together.
-        place, second = row, chunk // 4
-        if (place, second) not in self._loaded:
-            loaded = super().matrices(row, 2 * second, rows_first=rows_first, transpose=transpose)
-            self._loaded[place, second] = loaded
-        loaded, own = self._loaded[place, second], chunk // 2 % 2
+        # A chunk of bytes is two of numbers, and two of these are loaded together.
+        first, own = chunk // 4 * 2, chunk // 2 % 2
+        if (row, first) not in self._loaded:
+            self._loaded[row, first] = super().matrices(row, first, rows_first=rows_first, transpose=transpose)
+        loaded = self._loaded[row, first]
         words = loaded[2 * own : 2 * own + 2] if rows_first else loaded[own::2]
         (even, odd), (even_below, odd_below) = map(self._converted, words)
         return (even, even_below, odd, odd_below) if transpose else (even, odd, even_below, odd_below)
@@ -82,14 +81,14 @@ def _of_floats(dtype: str, shift: int, last: int, scale: int, o: Lanes) -> Conve
 
     def convert(word: Any, is_upper: bool) -> Any:
         word = word if is_upper else o.left(word, 8)
+        if shift == 0:
+            return o.arith.andi(word, both(0xFF00))
         size = o.right(o.arith.andi(word, sizes), shift)
         carry = o.arith.andi(o.add(size, last_bits), carries)
         size = o.add(size, o.times(carry, 2**shift - 1))
         return o.multiply_add(dtype, o.either(size, o.arith.andi(word, signs)), factor, minus_zero)
 
-    return (
-        convert if shift else lambda word, is_upper: o.arith.andi(word if is_upper else o.left(word, 8), o(0xFF00FF00))
-    )
+    return convert
 
 
 def _of_integers(dtype: str, unit: int, one: int, o: Lanes) -> Convert:
@@ -99,7 +98,7 @@ def _of_integers(dtype: str, unit: int, one: int, o: Lanes) -> Convert:
     bits of a number whose last bit is 1, and `one` those of 1.
     """
     both = lambda half: o(half * 0x10001)
-    # Beside the compiler's own constant, of which an instruction takes one alone.
+    # An instruction takes one constant, so the other has a register.
     digits, signs, ones = (o.held(half * 0x10001) for half in (0x7F, 0x80, one))
 
     def convert(word: Any, is_upper: bool) -> Any:

@@ -41,10 +41,11 @@ from jflash._semantics.spec import Spec
 
 
 def serves(spec: Spec) -> bool:
-    """Return whether a call has few rows, and logits and masks that are made of products and indices."""
+    """Return whether a call of 16 bits has few rows, and logits and masks that are made of products and indices."""
     facts, rows = facts_of(spec), spec.query_length * (spec.group if packs(spec) else 1)
     of_indices = {"mask", "query_segments", "key_segments"}.isdisjoint(spec.operands) and spec.mask_mod is None
-    return rows <= WARP_ROWS and facts.pieces == 1 and facts.follows_products and of_indices and not spec.dropout_rate
+    is_simple = facts.follows_products and of_indices and spec.dropout_rate == 0
+    return rows <= WARP_ROWS and is_simple and not facts.is_float32
 
 
 def stays_in_bytes(spec: Spec) -> bool:

@@ -21,6 +21,7 @@ from jflash import _dispatch
 from jflash._backends.mosaic_gpu_mma import plan
 from jflash._backends.mosaic_gpu_mma.byte_operand import ByteOperand, rows_beside_bytes
 from jflash._backends.mosaic_gpu_mma.forward_few_rows import FewRowsCta
+from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta
 from jflash._backends.mosaic_gpu_mma.products import Chosen, RegisterOperand, multiply
 from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
@@ -179,6 +180,13 @@ def test_asked_before_hopper(changed: dict[str, Any], page_dtype: str | None, is
 def assert_few_rows(arguments: dict[str, Any]) -> None:
     spec, _ = hopper_kernels.canonical_arguments(**arguments)
     assert plan.plan_forward(spec, Platform("gpu", "some GPU", "8.0", 108)).cta is FewRowsCta
+
+
+def test_float32_has_another_kernel():
+    """Of one piece too, whose logits and weights are of another dtype than what is multiplied."""
+    call = cases.build(FEW._replace(dtype="float32"))
+    spec, _ = hopper_kernels.canonical(call, precision="BF16_BF16_F32")
+    assert plan.plan_forward(spec, Platform("gpu", "some GPU", "8.0", 108)).cta is ForwardCta
 
 
 @pytest.mark.parametrize(
