@@ -1,10 +1,12 @@
 """Tiles of 8-bit numbers in shared memory as operands of products of 16 bits: they are converted in registers.
 
-`ldmatrix` takes two neighbours of a row for one number of 16 bits, and a lane converts the first ones and the second
-ones of its word apart: so neighbours come to other columns than those of numbers of 16 bits.
+`ldmatrix` takes two neighbours of a row for one number of 16 bits, and a lane converts the first numbers of both pairs
+in its word together, and then the second ones. So columns come in another order than those of 16-bit numbers:
 
-    of keys, B = K^T: 16 columns of H are taken in the order 4p, 4p + 2, 4p + 1, 4p + 3 by lane pair p; A has the same
-    of values, B = V: of 16 columns of the product the first eight are the even ones, the others the odd ones
+    keys, B = K^T: of 16 columns in K a lane has four neighbours, the first and third as one word, the second and fourth
+      as the other; A has the same order (`rows_beside_bytes`)
+    values, B = V: of 16 columns of the product the first eight are the even ones, the others the odd ones, until
+      `warp_sums` puts them in order
 
 Every number of 8 bits is one of bfloat16 and of float16.
 

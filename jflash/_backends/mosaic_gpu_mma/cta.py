@@ -254,7 +254,7 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
         """Begin to copy the numbers of the pages of a tile: they are read when the copies of its keys begin."""
         pages, table = self.plan.spec.pages, self.refs.arrays["page_table"]
         assert pages is not None
-        # Past the last tile, and where there is none, some tile's are copied that nobody reads.
+        # The numbers that are copied past the last tile are not read.
         first = lax.div(self.tiles.start(jnp.clip(index, 0, jnp.maximum(self.tiles.count - 1, 0))), pages.size)
         entry = 0 if table.shape[0] == 1 else self.batch
         self.ops.copy_page_numbers(table.at[entry], self.page_numbers(index), first)

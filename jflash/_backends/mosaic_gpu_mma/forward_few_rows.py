@@ -4,9 +4,9 @@
       S, P, m, l, O as in `forward_kernel`, over its own keys
     m = largest m of all warps;  l, O = sums of theirs, relative to m
 
-So a warp multiplies and exponentiates nothing but the rows' own. Keys and values of 8 bits stay as they are in shared
-memory, and are converted in registers (`byte_operand`): half the bytes of 16 bits all the way. A number that scales
-them is applied to S and to O, and numbers for each page to S and to P.
+In `forward_kernel` a warp has 16 rows of 64: of few rows three warps in four would compute what nobody reads. Keys and
+values of 8 bits stay as they are in shared memory, and are converted in registers (`byte_operand`). A number that
+scales them is applied to S and to O, and a number for each page to S and to P.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FewRowsCta(ForwardCta):
         self.scales = {name: self._of_head(ref)[0] for name, ref in given.items() if ref.shape[1] == 1}
         """What all keys, and values, of 8 bits are multiplied by."""
         self.tile_scales = dict[str, Array]()
-        """What the keys, and values, are multiplied by that the elements of the visited tile have."""
+        """What the keys, and values, of the visited tile are multiplied by, for each element of its logits."""
 
     def _of_head(self, scales: Ref) -> Ref:
         """Return what this CTA's key head has of scales `[#B, #pages, #K]`."""
@@ -122,7 +122,7 @@ class FewRowsCta(ForwardCta):
         return (s * self.tile_scales["key"] if "key" in self.page_scales else s,)
 
     def add_values(self, index: Any, states: Sequence[Softmax], acc_o: Tiles) -> Tiles:
-        # Few tiles have a key whose logit is the largest so far.
+        # In most tiles no row has its largest logit so far.
         (state,), (acc,) = states, acc_o
         is_same = self.ops.warp_all(state.rescale == 1)
         acc = lax.cond(is_same, lambda acc, _: acc, scaled_rows, acc, state.rescale)

@@ -19,7 +19,7 @@ WARPGROUP_ROWS = 64
 """Rows of a tile that one warpgroup works on: M of the matrix unit's instruction, on Hopper."""
 
 WARP_ROWS = 16
-"""Rows of those that each of a warpgroup's warps has."""
+"""Rows of a warpgroup's tile that each of its four warps has."""
 
 _ALIGNMENT, _BARRIER = 1024, 8
 """Pallas begins every buffer at a multiple of 1024 bytes; a barrier takes 8."""
