@@ -56,7 +56,6 @@ LARGEST_FLOAT32 = {
 PAGED = {
     "pages, mask_mod": dict(query_length=LENGTH, mask_mod=lambda b, h, q, k: (k <= q) | (k // 96 == q // 96)),
     "pages of float8": dict(query_length=1, cached=jnp.float8_e4m3fn, scaled=True),
-    "pages of float8, 16 rows": dict(query_length=4, cached=jnp.float8_e4m3fn, is_causal=True),
     "pages of int8, 32 rows": dict(query_length=8, cached=jnp.int8, scaled=True),
 }
 """Calls with a paged cache."""
