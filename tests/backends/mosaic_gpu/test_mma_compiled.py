@@ -75,7 +75,8 @@ EMULATED = [
     # As wide as there is room for where there is least shared memory.
     dict(dtype="float32", dims=(90, 108), precision="highest", bias="full", heads=(1, 1), batch=()),
     dict(dtype="float32", dims=(150, 144), causal=True, score_mod="arrays", lengths="both", heads=(1, 1), batch=()),
-    # Keys and values from pages, as they are and converted.
+    # Keys and values from pages, as they are and converted; with the least shared memory in one stage.
+    dict(**(DECODING | dict(dims=(256, 256), batch=())), pages=dict(page_size=16)),
     dict(**dict(DECODING, key_length=600, dims=(64, 64), batch=(4,)), pages=dict(page_size=12)),
     dict(**DECODING, pages=dict(page_size=16, interleaved=True, dtype="float8_e4m3fn")),
     dict(**(DECODING | dict(dims=(128, 64))), pages=dict(page_size=16, dtype="int8", scaled_by_page=False)),
