@@ -4,9 +4,9 @@
       S, P, m, l, O as in `forward_kernel`, over its own keys
     m = largest m of all warps;  l, O = sums of theirs, relative to m
 
-In `forward_kernel` a warp has 16 rows of 64: of few rows three warps in four would compute what nobody reads. Keys and
-values of 8 bits stay as they are in shared memory, and are converted in registers (`byte_operand`). A number that
-scales them is applied to S and to O, and a number for each page to S and to P.
+In `forward_kernel` each of four warps computes 16 of 64 rows. With 16 rows or fewer, three of them would compute
+padding alone. Keys and values of 8 bits stay as they are in shared memory, and are converted in registers
+(`byte_operand`). A number that scales them is applied to S and to O, and a number for each page to S and to P.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jflash._backends.mosaic_gpu_mma.cta import buffer, columns, page_numbers
 from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta, ForwardPlan, State, Statistics
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
-from jflash._backends.mosaic_gpu_mma.warp_sums import LANES, NUMBERS
+from jflash._backends.mosaic_gpu_mma.warp_sums import NUMBERS
 from jflash._backends.nvidia import cache_rows, smem
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import packs
 from jflash._backends.nvidia.smem import WARP_ROWS, WARPGROUP_ROWS, Buffers
-from jflash._backends.nvidia.threads.builder import WARPS
+from jflash._backends.nvidia.threads.builder import LANES, WARPS
 from jflash._backends.nvidia.tile import softmax
 from jflash._backends.nvidia.tile.softmax import Softmax, scaled_rows
 from jflash._semantics.online_softmax import finite_or_zero

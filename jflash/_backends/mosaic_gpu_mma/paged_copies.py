@@ -40,6 +40,27 @@ class CachedRows(NamedTuple):
     """`[#pages]`, what each page's rows are multiplied by; `None` if they are taken as they are."""
 
 
+class PageNumbers(NamedTuple):
+    """The numbers of a sequence's pages in shared memory, as threads find them."""
+
+    start: Any
+    """Where they begin."""
+    first: Any
+    """How many pages come before the first of them."""
+    size: int
+    """Rows of a page."""
+
+    @staticmethod
+    def of(o: Lanes, ref: Any, first_row: Any, size: int) -> PageNumbers:
+        """Return those of a reference, which has them from that of a row's page on."""
+        return PageNumbers(o.shared_address(ref), o.arith.divui(first_row, o(size)), size)
+
+    def number(self, o: Lanes, row: Any) -> Any:
+        """Return the number of the page that has a row; of a row that is not there, any number."""
+        index = o.arith.subi(o.arith.divui(row, o(self.size)), self.first)
+        return o.load_word(o.add(self.start, o.times(index, 4)), 0)
+
+
 def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> None:
     """Copy a sequence's rows, from `first` on, to a tile `[rows, columns]`; zeros for those from `limit` on.
 
@@ -51,8 +72,8 @@ def copy_cached_rows(rows: CachedRows, target: Ref, first: Any, limit: Any) -> N
 
     def make(o: Lanes, cache: Any, page_numbers: Any, scales: Any, target: Any, first: Any, limit: Any) -> None:
         *pieces, height, width = o.shape(target)
-        first_page = o.arith.divui(first, o(rows.page_size))
-        paged = PagedRows.of_array(o, cache, o.shared_address(page_numbers), first_page, rows.page_size)
+        pages = PageNumbers.of(o, page_numbers, first, rows.page_size)
+        paged = PagedRows.of_array(o, cache, pages)
         if not is_converted and paged.item_bytes == 1:
             # Two neighbours are copied as one number of 16 bits.
             width, paged = width // 2, dataclasses.replace(paged, columns=paged.columns // 2, item_bytes=2)
@@ -97,19 +118,14 @@ def load_page_scales(
 
     def make(o: Lanes, scales: Any, page_numbers: Any, first: Any, limit: Any) -> Any:
         (stride,), _ = _utils.ir.MemRefType(scales.type).get_strides_and_offset()
-        start, table, first_page = (
-            o.device_address(scales),
-            o.shared_address(page_numbers),
-            o.arith.divui(first, o(page_size)),
-        )
+        start, pages = o.device_address(scales), PageNumbers.of(o, page_numbers, first, page_size)
         first = o.add(first, o.times(o.warp, shape[1]), o.first_column)
 
         def scale(column: int) -> Any:
             key = o.add(first, o(column))
-            index = o.arith.subi(o.arith.divui(key, o(page_size)), first_page)
             # Behind the last key the table may hold anything.
             is_there = o.below(key, limit)
-            page = o.arith.select(is_there, o.load_word(o.add(table, o.times(index, 4)), 0), o(0))
+            page = o.arith.select(is_there, pages.number(o, key), o(0))
             (bits,) = o.load_words(o.arith.addi(start, o.distance(page, 4 * stride)), 0, 1)
             return o.arith.select(is_there, o.number(bits), o.zero)
 
@@ -123,25 +139,16 @@ def load_page_scales(
 class PagedRows(Rows):
     """A sequence's rows in device memory, as threads find them; those of `Rows` are the whole cache's."""
 
-    page_numbers: Any
-    """Where in shared memory the numbers of the sequence's pages begin."""
-    first_page: Any
-    """How many pages come before the first of them."""
-    page_size: int
+    pages: PageNumbers
 
     def sources(self, o: Lanes, row: Any, column: Any, steps: Iterable[int], limit: Any) -> list[Source]:
         """Return what `Rows` does. All pages are looked up before the first is used, so that a thread waits once."""
         del limit
         places = [o.add(row, o(step)) for step in steps]
-        pages = [self._page(o, place) for place in places]
-        row = lambda place, page: o.add(o.times(page, self.page_size), o.arith.remui(place, o(self.page_size)))
+        pages = [self.pages.number(o, place) for place in places]
+        row = lambda place, page: o.add(o.times(page, self.pages.size), o.arith.remui(place, o(self.pages.size)))
         rows = map(row, places, pages)
         return [Source(self.address(o, row, column), 0, page) for row, page in zip(rows, pages, strict=True)]
-
-    def _page(self, o: Lanes, place: Any) -> Any:
-        """Return the number of the page that has a row; of a row that is not there, any number."""
-        index = o.arith.subi(o.arith.divui(place, o(self.page_size)), self.first_page)
-        return o.load_word(o.add(self.page_numbers, o.times(index, 4)), 0)
 
 
 class Conversion(NamedTuple):

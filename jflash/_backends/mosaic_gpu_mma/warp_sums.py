@@ -12,12 +12,10 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.threads.builder import WARPS, array_type, tile
+from jflash._backends.nvidia.threads.builder import LANES, WARPS, array_type, tile
 
 NUMBERS = 8
 """Numbers of each thread that go through shared memory together: those of 16 columns."""
-LANES = 32
-"""Threads of a warp."""
 
 
 def sum_of_warps(

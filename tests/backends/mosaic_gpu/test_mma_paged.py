@@ -18,7 +18,7 @@ from short_run import cover
 from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu_mma import cache_numbers, plan
 from jflash._backends.mosaic_gpu_mma.copies import copy_tile
-from jflash._backends.mosaic_gpu_mma.paged_copies import Conversion, PagedRows, convert_tile
+from jflash._backends.mosaic_gpu_mma.paged_copies import Conversion, PagedRows, PageNumbers, convert_tile
 from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand
 from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
 from jflash._backends.nvidia.threads.builder import THREADS
@@ -54,7 +54,7 @@ def memory(o_dtype: np.dtype, cache: np.ndarray, page_size: int, first: int, roo
     first_page, table = first // page_size, table_of(page_size)
     numbers = table[np.minimum(first_page + np.arange(128), len(table) - 1)]
     o.shared = np.concatenate([o.shared, numbers.view(np.uint8)])
-    return o, PagedRows(*dataclasses.astuple(of_head), o(room), o(first_page), page_size)
+    return o, PagedRows(*dataclasses.astuple(of_head), PageNumbers(o(room), o(first_page), page_size))
 
 
 def rows_of(o: Warpgroup, tile: SmemTile, dtype: str, piece: int = 0) -> np.ndarray:

@@ -21,7 +21,8 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPS, THREADS = 4, 128
+WARPS, LANES = 4, 32
+THREADS = WARPS * LANES
 TILE, SCALAR = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())
 
 

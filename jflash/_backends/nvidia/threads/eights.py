@@ -16,9 +16,9 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
-from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, array_type
+from jflash._backends.nvidia.threads.builder import LANES, THREADS, WARPS, ThreadBuilder, array_type
 
-_EIGHT, _LANES, _WARPS = 8, 32, 4
+_EIGHT = 8
 
 NUMBERS = _EIGHT * THREADS
 """Numbers that all threads have at a time: a tile has as many, or a multiple."""
@@ -61,6 +61,6 @@ def _times(o: ThreadBuilder, word: Any, factor: Sequence[Any]) -> Any:
 
 def _layout(columns: int) -> Any:
     across = columns // _EIGHT
-    rows = _LANES // across
-    tiling = fragmented_array.Tiling(((_WARPS * rows, columns), (rows, columns), (_EIGHT,)))
+    rows = LANES // across
+    tiling = fragmented_array.Tiling(((WARPS * rows, columns), (rows, columns), (_EIGHT,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

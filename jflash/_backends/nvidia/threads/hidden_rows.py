@@ -9,9 +9,8 @@ from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 
-from jflash._backends.nvidia.threads.builder import ThreadBuilder
+from jflash._backends.nvidia.threads.builder import LANES, ThreadBuilder
 
-_LANES = 32
 _utils: Any = mgpu.utils
 
 
@@ -27,15 +26,15 @@ def zero(rows: Any, lse: Any, first: Any) -> None:
             return o.arith.cmpf(o.arith.CmpFPredicate.OEQ, number, _utils.c(-math.inf, o.zero.type))
 
         def zero_row(row: Any) -> None:
-            with _loop(o, o(0), o(columns), _LANES) as column:
+            with _loop(o, o(0), o(columns), LANES) as column:
                 # Past the end a lane stores the last number again: so lanes never part ways.
                 column = o.arith.minsi(o.add(column, o.lane), o(columns - 1))
                 _utils.memref.store(_utils.c(0.0, o.dtype(rows)), rows, place(row, column))
 
-        warp_first = o.add(first, o.times(o.warp, _LANES))
+        warp_first = o.add(first, o.times(o.warp, LANES))
         own = o.arith.minsi(o.add(warp_first, o.lane), o(length - 1))
         with mgpu.when(_utils.nvvm.vote_sync(o(-1), is_hidden(own), "any")):
-            end = o.arith.minsi(o.add(warp_first, o(_LANES)), o(length))
+            end = o.arith.minsi(o.add(warp_first, o(LANES)), o(length))
             with _loop(o, warp_first, end, 1) as row, mgpu.when(is_hidden(row)):
                 zero_row(row)
 
