@@ -53,7 +53,8 @@ class PageNumbers(NamedTuple):
     @staticmethod
     def of(o: Lanes, ref: Any, first_row: Any, size: int) -> PageNumbers:
         """Return those of a reference, which has them from that of a row's page on."""
-        return PageNumbers(o.shared_address(ref), o.arith.divui(first_row, o(size)), size)
+        first = o.arith.divui(first_row, o(size))
+        return PageNumbers(o.shared_address(ref), first, size)
 
     def number(self, o: Lanes, row: Any) -> Any:
         """Return the number of the page that has a row; of a row that is not there, any number."""
