@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import array_shapes, bf16_columns, converted_tile, forward_schedule, smem
 from jflash._backends.mosaic_gpu.array_shapes import block_dims, forward_in_panels, tile_dims, values_in_panels
-from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule
+from jflash._backends.mosaic_gpu.forward_schedule import Choice, Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import (
+    BEGINNINGS,
     KEYS_OF_THREE_WARPGROUPS,
     LONGER_WHERE_UNTIMED,
     PACES,
+    Pace,
     RowTiles,
     Visits,
     block_times,
@@ -238,16 +240,20 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     packed_heads = spec.group if packs(spec) else 1
     heads, rows = spec.heads // packed_heads, spec.query_length * packed_heads
     visits = functools.partial(visited_tiles, spec, packed_heads)
-    share = (processors or 0) / (spec.batch * heads)
-    tile = _choose_tiles(spec, round_up(rows, 8), visits, share)
-    blocks = visits(tile.rows, tile.keys)
-    shares = Shares.of(spec, heads, len(blocks), tile.keys, processors)
+
+    def plan_of(tile: RowTiles, **options: Any) -> ForwardPlan:
+        blocks = len(visits(tile.rows, tile.keys))
+        return ForwardPlan(spec, tile, ForwardSchedule(blocks, spec.batch), packed_heads, **options)
+
+    tile = _choose_tiles(spec, rows, visits, lambda tile: _choose_schedule(plan_of(tile), visits, processors).time)
+    shares = Shares.of(spec, heads, len(visits(tile.rows, tile.keys)), tile.keys, processors)
     may_split = rows <= tile.rows and shares is None and spec.tokens is None
-    splits = max(1, min(int(share), spec.key_length // (4 * tile.keys))) if may_split else 1
-    plan = ForwardPlan(spec, tile, ForwardSchedule(len(blocks), spec.batch), packed_heads, splits, shares)
+    most_splits = min((processors or 0) // (spec.batch * heads), spec.key_length // (4 * tile.keys))
+    splits = max(1, most_splits) if may_split else 1
+    plan = plan_of(tile, splits=splits, shares=shares)
     if splits > 1 or shares is not None:
         return plan
-    schedule = _choose_schedule(plan, blocks, processors)
+    schedule = _choose_schedule(plan, visits, processors).schedule
     stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not plan.stores_registers else 0
     return dataclasses.replace(plan, schedule=schedule, output_stores=stores)
 
@@ -265,8 +271,8 @@ def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[i
     return np.maximum(-(-seen // keys), 1).tolist()
 
 
-def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: float) -> RowTiles:
-    """The fastest tiles that fit, for a head with `rows` of queries; `processors_per_head` is 0 where it is unknown."""
+def _choose_tiles(spec: Spec, rows: int, visits: Visits, time: Callable[[RowTiles], float]) -> RowTiles:
+    """Return the fastest tiles that fit, for a head with `rows` of queries, by the `time` of a call with tiles."""
     dims, bias_bytes, few_rows = block_dims(spec), facts_of(spec).bias_tile_bytes, rows <= WARPGROUP_ROWS
     # Beside two warpgroups that convert, ptxas has no registers for wider sums of two others.
     warpgroups = 1 if few_rows or (cache_rows.converts(spec) and max(dims) > _WIDEST_OF_FOUR) else 2
@@ -275,15 +281,9 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, processors_per_head: fl
         # Of 128 keys, P and its pieces leave too few registers.
         candidates = [*candidates[1:], candidates[0], SMALLEST_TILE]
     elif not few_rows and not bias_bytes and (more := _tiles_of_more_warpgroups(spec, visits)):
-        paces = PACES[max(64, *dims)]
         timed = spec.dropout_rate == 0 and spec.operands.isdisjoint({"query_segments", "mask", "bias"})
-
-        def time(tile: RowTiles) -> float:
-            each = block_times(tile, rows, visits, paces)
-            longer = 1.0 if timed or tile.warpgroups != 3 else LONGER_WHERE_UNTIMED
-            return max(sum(each), max(each) * processors_per_head) * longer
-
-        candidates = sorted((candidates[0], *more), key=time)
+        longer = lambda tile: 1.0 if timed or tile.warpgroups != 3 else LONGER_WHERE_UNTIMED
+        candidates = sorted((candidates[0], *more), key=lambda tile: time(tile) * longer(tile))
     if cache_rows.mends(spec):
         # Padding is cleared in blocks of 64 rows.
         suits = lambda keys: keys % WARPGROUP_ROWS == 0 and cache_rows.suits(spec, keys)
@@ -326,24 +326,34 @@ def output_stores(spec: Spec, tile: RowTiles) -> int:
     return next(fitting, 0)
 
 
-def _choose_schedule(plan: ForwardPlan, visits: Sequence[int], processors: int | None) -> ForwardSchedule:
-    """Return how blocks of queries are dealt out to CTAs; `visits` are the tiles that each block visits."""
+def _choose_schedule(plan: ForwardPlan, visits: Visits, processors: int | None) -> Choice:
+    """Return how blocks of queries are dealt out to CTAs, and how long the call takes then."""
     spec, tile, heads = plan.spec, plan.tile, plan.heads
     head_dim, value_dim = block_dims(spec)
-    groups = 1
+    counts, groups = visits(tile.rows, tile.keys), 1
     if tile_range.blocks_grow(spec) and tile.warpgroups > 2:
         # Growing blocks of several heads leave fewer multiprocessors waiting at the end; of few heads, those of all.
         are_few = tile.warpgroups > 3 and spec.batch * heads <= (processors or 0)
         groups = heads if are_few else heads // math.gcd(heads, 8)
     staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.LIMITS)
-    one = ForwardSchedule(len(visits), spec.batch, head_groups=groups, staggered=staggered)
+    one = ForwardSchedule(len(counts), spec.batch, head_groups=groups, staggered=staggered)
     stores = 1 if plan.queries_stay else output_stores(spec, tile)
+    if (pace := pace_of(spec, tile)) is not None:
+        times, beginning = block_times(tile, plan.rows, visits, pace), BEGINNINGS[tile.warpgroups]
+    else:
+        # Tiles of fewer rows take less time, if not in proportion.
+        first = counts[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
+        times = [forward_schedule.ITEM_TIME + count for count in (first, *counts[1:])]
+        beginning = forward_schedule.BEGIN_BY_STORES[stores]
     if processors is None or not (stores or head_dim == value_dim):
-        return one
-    # Tiles of fewer rows take less time, if not in proportion.
-    first = visits[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
-    of_two = forward_schedule.BEGIN_BY_STORES[stores]
-    beginning = forward_schedule.BEGIN_THREE_WARPGROUPS if tile.warpgroups > 2 else of_two
+        return Choice(one, sum(times))
     tile_bytes = tile.keys * (head_dim + value_dim) * facts_of(spec).pieces * 2
-    device = forward_schedule.Device(processors, beginning, tile_bytes)
-    return forward_schedule.choose(one, (*visits[:0:-1], first), heads, device)
+    device = Device(processors, beginning, tile_bytes, sum(counts) / len(counts))
+    return forward_schedule.choose(one, tuple(reversed(times)), heads, device)
+
+
+def pace_of(spec: Spec, tile: RowTiles) -> Pace | None:
+    """Return how long a call's tiles take, if tiles of their shape were timed."""
+    if facts_of(spec).is_float32 or facts_of(spec).has_bias_tiles:
+        return None
+    return PACES.get(max(64, *block_dims(spec)), {}).get((tile.warpgroups, tile.keys))

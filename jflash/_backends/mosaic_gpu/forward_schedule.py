@@ -19,6 +19,8 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,24 +39,27 @@ MOST_ITEMS = 32
 """The most work items of a CTA, and the most batch entries whose blocks make one list."""
 
 ITEM_TIME = 0.3
-"""How long a work item takes beside its tiles, in visits to a tile of keys."""
+"""How long a work item takes beside its tiles, in visits to a tile of keys, where it was not timed (`tiles.PACES`)."""
+BEGIN_BY_STORES = (0.6, 1.0, 1.5)
+"""How long a CTA takes to begin and end there, in visits, by the stores in which its output leaves. With none the next
+item's queries wait for it, which takes half of what several items save."""
 _SPREAD = 0.05
 """How much longer the slowest multiprocessor takes than the fastest."""
 _CACHE = 10 * 2**20
 """Bytes of keys and values, of all heads at work, that are read at full speed."""
 _MISSES = 0.0008 / 2**20
 """The part of the time that every byte beyond `_CACHE` adds."""
+_CACHE_OF_LISTS = 20 * 2**20
+"""Bytes of keys and values that stay in the cache until a CTA reads them again, for its next block."""
+_MISSES_OF_LISTS = 0.008 / 2**20
+"""The part of the time that every byte beyond `_CACHE_OF_LISTS` adds, for tiles of twice `_TILE_FROM_MEMORY`."""
+_TILE_FROM_MEMORY = 2**15
+"""Bytes of a tile of keys and values that device memory gives to every CTA while it visits the tile before."""
 
 _WORTH = 1.025
 """A schedule with several items a CTA, or more head groups, is taken where a call takes so much longer without it."""
 _ENOUGH = 1.006
 """Among schedules within this of the best, the first is taken."""
-
-BEGIN_THREE_WARPGROUPS = 3.0
-"""How long a CTA of three warpgroups takes to begin and end, in visits: they wait for the slowest."""
-BEGIN_BY_STORES = (0.6, 1.0, 1.5)
-"""How long a CTA of two warpgroups takes to begin and end, in visits, by the stores in which its output leaves. With
-none the next item's queries wait for it, which takes half of what several items save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,7 @@ class ForwardSchedule:
     batch: int
     items_per_cta: int = 1
     entries: int = 1
-    """Batch entries whose blocks make one list; a divisor of all."""
+    """Batch entries whose blocks make one list; the last list has those that are left."""
     head_groups: int = 1
     """Groups of neighbouring heads; one head of each group is worked on at the same time."""
     staggered: bool = False
@@ -76,7 +81,12 @@ class ForwardSchedule:
     @property
     def grid(self) -> tuple[int, int]:
         """CTAs for the blocks of one list, and the number of lists."""
-        return -(-self.blocks * self.entries // self.items_per_cta), self.batch // self.entries
+        return -(-self.blocks * self.entries // self.items_per_cta), -(-self.batch // self.entries)
+
+    @property
+    def entries_of_last(self) -> int:
+        """Batch entries of the last list."""
+        return self.batch - (self.grid[1] - 1) * self.entries
 
     def item(self, cta: tuple[Any, Any], index: Any) -> tuple[Any, Any]:
         """Return the batch entry of a CTA's `index`-th work item, and which of its blocks that is."""
@@ -99,7 +109,10 @@ class ForwardSchedule:
         return index * self.grid[0] + jnp.where(backwards, self.grid[0] - 1 - cta, cta)
 
     def _is_left(self, cta: tuple[Any, Any], index: Any) -> Any:
-        return self.place(cta[0], index) < self.blocks * self.entries
+        place, blocks = self.place(cta[0], index), self.blocks * self.entries
+        if self.entries_of_last == self.entries:
+            return place < blocks
+        return place < jnp.minimum(blocks, self.blocks * self.batch - cta[1] * blocks)
 
     def each(self, cta: tuple[Any, Any], body: Callable[[Any, Any], Any]) -> Any:
         """`carry = body(index, carry)` for every work item of a CTA, from 0 on."""
@@ -120,61 +133,103 @@ class Device(NamedTuple):
     processors: int
     """Multiprocessors; each runs one CTA at a time."""
     beginning: float
-    """How long a CTA takes to begin and end, in visits to a tile."""
+    """How long a CTA takes to begin and end."""
     tile_bytes: int
     """Bytes of a tile of keys and one of values."""
+    visits: float
+    """Tiles that a block of queries visits, on average."""
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes of keys and values that a block of queries visits, on average."""
+        return self.tile_bytes * self.visits
+
+
+class Choice(NamedTuple):
+    """A schedule, and how long a call takes with it."""
+
+    schedule: ForwardSchedule
+    time: float
 
 
 @functools.cache
-def choose(one: ForwardSchedule, visits: tuple[float, ...], heads: int, device: Device) -> ForwardSchedule:
-    """Return the schedule that takes the least time, by a model of the device.
+def choose(one: ForwardSchedule, times: tuple[float, ...], heads: int, device: Device) -> Choice:
+    """Return the schedule that takes the least time, by a model of the device, and that time.
 
-    `one` is that of one work item a CTA. `visits` are how many tiles of keys each block of a head visits, in the order
-    in which they should begin.
+    `one` is that of one work item a CTA. `times` are how long each block of a head takes, in the order in which they
+    should begin; the unit is the caller's, and that of `device.beginning`.
     """
-
-    time = functools.cache(lambda schedule: _time(schedule, visits, heads, device))
+    time = functools.cache(lambda schedule: _time(schedule, times, heads, device))
 
     def better(one: ForwardSchedule, others: Iterable[ForwardSchedule]) -> ForwardSchedule:
         """The first of the others that is about as good as the best, if that is worth it."""
-        others = tuple(others)
-        least = min(map(time, others))
-        if time(one) <= _WORTH * least:
+        least = [(_least(schedule, times, heads, device), schedule) for schedule in others]
+        best = math.inf
+        for bound, schedule in sorted(least, key=operator.itemgetter(0)):
+            if bound < best:
+                best = min(best, time(schedule))
+        if time(one) <= _WORTH * best:
             return one
-        return next(schedule for schedule in others if time(schedule) <= _ENOUGH * least)
+        enough = _ENOUGH * best
+        return next(schedule for bound, schedule in least if bound <= enough and time(schedule) <= enough)
 
+    several = tuple(_with_several_items(one))
+    whole_lists = (schedule for schedule in several if one.batch % schedule.entries == 0)
     # Where a head has too few blocks for all multiprocessors, the long blocks of several heads have to begin first.
     groups = (groups for groups in range(one.head_groups, heads + 1) if heads % groups == 0)
     more_groups = (dataclasses.replace(one, head_groups=number) for number in groups)
-    return better(better(one, _with_several_items(one)), more_groups)
+    found = better(better(one, (*whole_lists, *more_groups)), several)
+    return Choice(found, time(found))
 
 
 def _with_several_items(one: ForwardSchedule) -> Iterator[ForwardSchedule]:
     """Schedules in which all CTAs take about the same number of items, the fewest first.
 
-    A list has no more entries than a CTA has items: what its CTAs take at the same time is of one entry or two.
+    A list has no more entries than a CTA has items: what its CTAs take at the same time is of one entry or two. Of the
+    last list, which may have fewer, each CTA has an item.
     """
     for items in range(1, MOST_ITEMS + 1):
-        for entries in (entries for entries in range(1, items + 1) if one.batch % entries == 0):
+        for entries in range(1, min(items, one.batch) + 1):
             schedule = dataclasses.replace(one, items_per_cta=items, entries=entries)
-            places = items * schedule.grid[0]
-            if (places - schedule.blocks * entries) * 32 <= places:
+            ctas, _ = schedule.grid
+            places = items * ctas
+            some_each = schedule.entries_of_last * schedule.blocks >= ctas
+            if (places - schedule.blocks * entries) * 32 <= places and some_each:
                 yield schedule
 
 
-def _time(schedule: ForwardSchedule, visits: tuple[float, ...], heads: int, device: Device) -> float:
-    """How long a call takes, in visits to a tile."""
+def _least(schedule: ForwardSchedule, times: tuple[float, ...], heads: int, device: Device) -> float:
+    """Return a time that a call takes at least, sooner found than how long it takes."""
     ctas, lists = schedule.grid
-    times = [device.beginning] * ctas
-    for index, cta in itertools.product(range(schedule.items_per_cta), range(ctas)):
-        place = index * ctas + (ctas - 1 - cta if index % 2 else cta)
-        if place < schedule.blocks * schedule.entries:
-            times[cta] += ITEM_TIME + visits[place % schedule.blocks]
-    at_work = min(heads * schedule.batch, max(schedule.head_groups, device.processors / ctas))
-    read = at_work * device.tile_bytes * sum(visits) / len(visits)
-    together = [time for time in times for _ in range(schedule.head_groups * lists)]
-    last = _last(together, heads // schedule.head_groups, device.processors)
-    return last * (1 + _MISSES * max(0, read - _CACHE))
+    number = ctas * lists * heads
+    work = heads * schedule.batch * sum(times) + number * device.beginning
+    # A CTA of the last list may have less to do than others.
+    full = number - ctas * heads * (schedule.entries_of_last < schedule.entries)
+    shortest = device.beginning + schedule.blocks * schedule.entries // ctas * min(times)
+    return max(work / device.processors, -(-full // device.processors) * shortest)
+
+
+def _time(schedule: ForwardSchedule, times: tuple[float, ...], heads: int, device: Device) -> float:
+    """How long a call takes."""
+    ctas, lists = schedule.grid
+
+    def of_ctas(blocks: int) -> list[float]:
+        each = [device.beginning] * ctas
+        for index, cta in itertools.product(range(schedule.items_per_cta), range(ctas)):
+            place = index * ctas + (ctas - 1 - cta if index % 2 else cta)
+            if place < blocks:
+                each[cta] += times[place % schedule.blocks]
+        return each
+
+    whole, last = (of_ctas(schedule.blocks * entries) for entries in (schedule.entries, schedule.entries_of_last))
+    groups, pairs = schedule.head_groups, zip(whole, last, strict=True)
+    together = [time for pair in pairs for _ in range(groups) for time in [pair[0]] * (lists - 1) + [pair[1]]]
+    at_once = min(heads * schedule.batch, device.processors / ctas)
+    of_lists = at_once * device.read_bytes
+    misses = _MISSES * max(0, device.read_bytes * max(groups, at_once) - _CACHE)
+    if device.tile_bytes > _TILE_FROM_MEMORY:
+        misses += _MISSES_OF_LISTS * max(0, of_lists - _CACHE_OF_LISTS) * (device.tile_bytes / _TILE_FROM_MEMORY - 1)
+    return _last(together, heads // groups, device.processors) * (1 + misses)
 
 
 def _last(times: list[float], repeats: int, processors: int) -> float:

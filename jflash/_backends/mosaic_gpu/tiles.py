@@ -116,28 +116,30 @@ class Pace(NamedTuple):
 
     visit: float
     """For 128 keys."""
-    beginning: float
-    """To begin and end."""
+    item: float
+    """For a work item, beside its visits."""
     alone: float = 0.0
     """For each warpgroup without rows in a block of which only one has rows: it takes part in every step as well."""
 
 
 PACES: Mapping[int, Mapping[tuple[int, int], Pace]] = {
-    64: {(2, 128): Pace(0.61, 0.52), (3, 128): Pace(0.48, 0.55, 0.6), (4, 64): Pace(0.59, 0.35, 0.3)},
-    80: {(2, 128): Pace(0.66, 1.2), (3, 112): Pace(0.58, 1.7), (3, 64): Pace(0.68, 1.2)},
-    96: {(2, 128): Pace(0.64, 1.5), (3, 96): Pace(0.62, 1.1), (3, 64): Pace(0.78, 1.0)},
-    112: {(2, 128): Pace(0.98, 1.9), (3, 96): Pace(0.78, 3.1), (3, 64): Pace(0.98, 2.0)},
+    64: {(2, 128): Pace(0.61, 0.52), (3, 128): Pace(0.45, 0.55, 0.6), (4, 64): Pace(0.59, 0.35, 0.3)},
+    80: {(2, 128): Pace(0.58, 0.88), (3, 112): Pace(0.46, 1.04), (3, 64): Pace(0.63, 0.48, 0.4)},
+    96: {(2, 128): Pace(0.56, 1.02), (3, 96): Pace(0.50, 0.78), (3, 64): Pace(0.66, 0.42, 0.8)},
+    112: {(2, 128): Pace(0.69, 1.18), (3, 96): Pace(0.58, 1.32, 0.1), (3, 64): Pace(0.90, 0.56, 1.0)},
 }
 """Paces by the columns of tiles, and by their warpgroups and keys; those of 64 serve all that are narrower."""
+BEGINNINGS = {2: 2.1, 3: 4.3, 4: 2.7}
+"""Microseconds that a CTA takes to begin and end, by its warpgroups."""
 LONGER_WHERE_UNTIMED = 1.06
 """How much longer three warpgroups are taken to need with options that were not timed since they take turns."""
 KEYS_OF_THREE_WARPGROUPS = {80: 112, 96: 96, 112: 96}
 """The most keys for which three warpgroups have registers, by the columns of tiles above 64."""
 
 
-def block_times(tile: RowTiles, rows: int, visits: Visits, paces: Mapping[tuple[int, int], Pace]) -> list[float]:
+def block_times(tile: RowTiles, rows: int, visits: Visits, pace: Pace) -> list[float]:
     """Return how many microseconds each block of queries takes, of a head with `rows` in all."""
-    visit, beginning, alone = paces[tile.warpgroups, tile.keys]
+    visit, item, alone = pace
     absent = tile.missing(rows) // WARPGROUP_ROWS
     present = tile.warpgroups - absent
     if tile.rows > tile.keys:
@@ -146,7 +148,7 @@ def block_times(tile: RowTiles, rows: int, visits: Visits, paces: Mapping[tuple[
     else:
         each = visits(tile.rows, tile.keys)
         visited = [count for count in each for _ in range(tile.warpgroups)][absent:]
-    times = [visit * tile.keys / 128 * count + beginning for count in visited]
+    times = [visit * tile.keys / 128 * count + item for count in visited]
     # The others wait for some of what a warpgroup without rows would have done.
     first, rest = sum(times[:present]) * (1 + 0.6 * absent / present), times[present:]
     first += alone * absent * (present == 1)

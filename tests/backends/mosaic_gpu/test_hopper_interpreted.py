@@ -21,6 +21,7 @@ from jflash import _tuning
 from jflash._backends.mosaic_gpu import forward_schedule, plan
 from jflash._backends.mosaic_gpu.backward_fused import FusedPlan
 from jflash._backends.mosaic_gpu.backward_short import ShortPlan
+from jflash._backends.mosaic_gpu.forward_schedule import Choice
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 # The interpreter adds in two steps what the hardware adds in one. So what several blocks add to is not for it: the
@@ -97,7 +98,7 @@ def test_dq_in_shared_memory(
 
 
 @cover(every=40, rest=4)
-@pytest.mark.parametrize(("items", "entries"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("items", "entries", "batch"), [(2, 1, 2), (3, 2, 2), (4, 2, 3)], ids=str)
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
@@ -119,16 +120,16 @@ def test_dq_in_shared_memory(
     ids=str,
 )
 def test_several_items_a_cta(
-    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, items: int, entries: int
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, items: int, entries: int, batch: int
 ):
-    """Each CTA takes several blocks of queries, of one or two batch entries; some CTAs have one less.
+    """Each CTA takes several blocks of queries, of one or two batch entries; some CTAs have one less, or half as many.
 
     The first block of a head is not whole, and of 2 heads each has its own keys.
     """
-    planned = lambda one, *_: dataclasses.replace(one, items_per_cta=items, entries=entries)
+    planned = lambda one, *_: Choice(dataclasses.replace(one, items_per_cta=items, entries=entries), 0.0)
     monkeypatch.setattr(forward_schedule, "choose", planned)
     given = dict(dtype="bfloat16") | options
-    case = Case(query_length=260, key_length=140, heads=(2, 2), dims=dims, batch=(2,), **given)
+    case = Case(query_length=260, key_length=140, heads=(2, 2), dims=dims, batch=(batch,), **given)
     call = cases.of_forward(cases.build(case))
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call), call)
 
@@ -145,12 +146,12 @@ def test_several_items_a_cta(
 def test_head_groups_of_the_forward(monkeypatch: pytest.MonkeyPatch, dim: int, tile: RowTiles):
     """6 causal heads are worked on 3 at a time where three warpgroups compute, and all together where four do."""
     planned = []
-    monkeypatch.setattr(forward_schedule, "choose", lambda one, *_: planned.append(one) or one)
+    monkeypatch.setattr(forward_schedule, "choose", lambda one, *_: planned.append(one) or Choice(one, 0.0))
     case = Case("bfloat16", 260, 140, heads=(6, 2), dims=(dim, dim), batch=(), causal=True)
     call = cases.of_forward(cases.build(case))
     with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (dim, dim, 0, "long")): tile}):
         oracle.assert_right(hopper_kernels.run(call, deterministic=True), call)
-    assert [one.head_groups for one in planned] == [6 if tile.warpgroups > 3 else 3]
+    assert planned[-1].head_groups == (6 if tile.warpgroups > 3 else 3)
 
 
 # Which CTA adds to which sum, and who rounds it, is array code (test_hopper_dq_accumulator).

@@ -11,6 +11,7 @@ from cases import Case
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import forward_schedule
+from jflash._backends.mosaic_gpu.forward_schedule import Choice
 
 
 @cover(0, rest=3)
@@ -33,7 +34,7 @@ def test_several_items_a_cta_of_a_part(
     monkeypatch: pytest.MonkeyPatch, dtype: str, dims: tuple[int, int], options: dict
 ):
     """A part's output leaves from registers, while the next queries come."""
-    planned = lambda one, *_: dataclasses.replace(one, items_per_cta=2)
+    planned = lambda one, *_: Choice(dataclasses.replace(one, items_per_cta=2), 0.0)
     monkeypatch.setattr(forward_schedule, "choose", planned)
     call = cases.of_forward(cases.build(Case(dtype, 260, 64, heads=(2, 2), dims=dims, batch=(2,), **options)))
     run = lambda **precision: parts.run(call, *hopper_kernels.functions(), **precision)

@@ -16,6 +16,7 @@ from short_run import cover
 
 from jflash import _tuning
 from jflash._backends.mosaic_gpu import forward_schedule
+from jflash._backends.mosaic_gpu.forward_schedule import Choice
 from jflash._backends.mosaic_gpu.tiles import RowTiles
 
 TILES = {64: RowTiles(3, 128, 2), 80: RowTiles(3, 112, 2), 96: RowTiles(3, 96, 2)}
@@ -81,7 +82,8 @@ def test_every_turn_is_taken(
     monkeypatch: pytest.MonkeyPatch, dim: int, query_length: int, key_length: int, options: dict
 ):
     """One CTA takes all blocks of queries, one after the other."""
-    one_cta = lambda one, *_: dataclasses.replace(one, items_per_cta=one.blocks * one.batch, entries=one.batch)
+    every = lambda one: dict(items_per_cta=one.blocks * one.batch, entries=one.batch)
+    one_cta = lambda one, *_: Choice(dataclasses.replace(one, **every(one)), 0.0)
     monkeypatch.setattr(forward_schedule, "choose", one_cta)
     case = Case("bfloat16", query_length, key_length, heads=(1, 1), dims=(dim, dim), batch=(2,), **options)
     call = cases.of_forward(cases.build(case))
