@@ -18,7 +18,6 @@ from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forwa
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import TileList
 
-
 LISTS = [
     ForwardSchedule(blocks, batch, items, entries, staggered=staggered)
     for blocks in (1, 2, 5, 8, 13)
