@@ -198,6 +198,27 @@ class CommonInterpreter(Ops):
     def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
         return table[...][index]
 
+    def meet_warpgroup(self) -> None:
+        """Nothing."""
+
+    def threads(self) -> Int[Array, "128"]:
+        return jnp.arange(128, dtype=jnp.int32)
+
+    def gather_by_thread(self, table: Ref, index: Int[Array, "128"]) -> Int[Array, "128"]:
+        return table[...][index]
+
+    def scatter_by_thread(
+        self, table: Ref, row: Int[Array, "128"], condition: Bool[Array, "128"], *numbers: Int[Array, "128"] | int
+    ) -> None:
+        stacked = jnp.stack([jnp.broadcast_to(jnp.int32(number), row.shape) for number in numbers], axis=1)
+
+        def store(thread: Any, carry: None) -> None:
+            @pl.when(condition[thread])
+            def _() -> None:
+                table[row[thread]] = stacked[thread]
+
+        lax.fori_loop(0, len(row), store, None)
+
     def zero_hidden_rows(self, rows: Ref, lse: Ref, first: Any) -> None:
         size = min(128, rows.shape[0])
         # At the array's end the log-sum-exps before `first` are read too; their rows are another block's.

@@ -26,8 +26,9 @@ import jflash
 attend = functools.partial(jflash.attention, implementation="mosaic_gpu")
 BFLOAT16, INT32 = jnp.bfloat16, jnp.int32
 STEP = [((68,), INT32), ((68, 256), INT32), ((69,), INT32), ((1,), INT32)]
-SQUARE = [((2, 8192, 16, 128), BFLOAT16)] * 3
 PAGES = ((64 * 256 + 1, 16, 8, 128), BFLOAT16)
+DECODING = [((64, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((64, 256), INT32), ((64,), INT32)]
+SQUARE = [((2, 8192, 16, 128), BFLOAT16)] * 3
 
 
 def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -43,6 +44,11 @@ def gradient(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
 def decoding(query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
     """Items of work, and their merge."""
     return attend(query, keys, values, page_table=table, key_value_seq_lengths=lengths)
+
+
+def layers(query: jax.Array, *cache: jax.Array) -> jax.Array:
+    """The same list for three layers. JAX traces the first apart, so XLA takes its list for another."""
+    return functools.reduce(lambda query, _: decoding(query, *cache), range(3), query)
 
 
 def ragged(query: jax.Array, keys: jax.Array, values: jax.Array, *batch: jax.Array) -> jax.Array:
@@ -67,7 +73,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "step": (step, cached(16, 8192)),
     "step of splits": (step, cached(1, 32768)),
     "ragged": (ragged, [((2112, 32, 128), BFLOAT16), PAGES, PAGES, *STEP]),
-    "decoding": (decoding, [((64, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((64, 256), INT32), ((64,), INT32)]),
+    "decoding": (decoding, DECODING),
+    "layers": (layers, DECODING),
 }
 
 

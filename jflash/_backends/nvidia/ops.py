@@ -24,6 +24,7 @@ from jflash._backends.nvidia.threads import (
     pieces,
     reductions,
     table,
+    vectors,
 )
 from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder, array_type, scalar, strided
 
@@ -90,6 +91,10 @@ class Ops:
         """Keep the compiler from merging the equal ends of two branches, at the end of one of them."""
         ThreadBuilder.emit(lambda _: _utils.inline_ptx("", has_side_effects=True))
 
+    def meet_warpgroup(self) -> None:
+        """Wait until all threads of the warpgroup are here, and see what they wrote to shared memory."""
+        ThreadBuilder.emit(lambda _: mgpu.warpgroup_barrier())
+
     distances = staticmethod(coordinates.distances)
     key_minus_query = staticmethod(coordinates.key_minus_query)
     leading_piece = staticmethod(pieces.leading)
@@ -100,6 +105,9 @@ class Ops:
     dropout_words = staticmethod(dropout_words.words)
     gather = staticmethod(table.gather)
     add_by_index = staticmethod(table.add)
+    threads = staticmethod(vectors.indices)
+    gather_by_thread = staticmethod(vectors.gather)
+    scatter_by_thread = staticmethod(vectors.scatter)
     warp_all_below = staticmethod(reductions.all_below)
     warp_all = staticmethod(reductions.all_rows)
     load_tile = staticmethod(device_rows.load_tile)

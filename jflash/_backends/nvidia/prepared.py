@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflash._backends.nvidia import cache_rows, hidden_rows
+from jflash._backends.nvidia import cache_rows, deal, hidden_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.ops import Ops
@@ -143,7 +143,7 @@ class Prepared:
         """Return the list of items of work, by name; nothing if no shares are dealt out."""
         if shares is None:
             return {}
-        make = lambda: {work_items.ITEMS: work_items.deal(self.spec, self.operands, blocks, shares)}
+        make = lambda: {work_items.ITEMS: deal.deal(self.spec, self.operands, blocks, shares, self.ops)}
         return self._once((blocks, shares), make)
 
 

@@ -16,7 +16,7 @@ from short_run import cover
 
 from jflash._backends import mosaic_gpu
 from jflash._backends.mosaic_gpu import plan
-from jflash._backends.nvidia.walk import work_items
+from jflash._backends.nvidia import deal
 
 DECODING = Case("bfloat16", 1, 300, heads=(4, 2), dims=(64, 64), batch=(3,))
 PREFILL = DECODING._replace(query_length=140, heads=(1, 1), causal=True, offset="each")
@@ -118,7 +118,8 @@ def test_pieces(case: Case, page_size: int):
     arguments = paged.paginate(call, page_size)
     spec, operands = hopper_kernels.canonical(call, **arguments)
     forward = plan.plan_forward(spec, 132).plan
-    assert work_items.deal(spec, operands, forward.visits, forward.shares)[forward.shares.items, 3] > 1
+    ops = HOPPER.interpreter(plgpu.InterpretGPUParams())
+    assert deal.deal(spec, operands, forward.visits, forward.shares, ops)[forward.shares.items, 3] > 1
     oracle.assert_right(hopper_kernels.run(call, **arguments), call)
 
 

@@ -1,7 +1,6 @@
 """Work dealt out on the device: lists of items, and the kernels that take them and merge pieces."""
 
 import functools
-import re
 from typing import Any
 
 import hopper_kernels
@@ -18,6 +17,7 @@ from short_run import cover
 import jflash
 from jflash import _autodiff
 from jflash._backends.mosaic_gpu import plan as hopper_plan
+from jflash._backends.nvidia import deal
 from jflash._backends.nvidia.walk import work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Shares
@@ -25,6 +25,7 @@ from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
 
 SIZE = 128
+OPS = HOPPER.interpreter(plgpu.InterpretGPUParams(detect_races=True))
 LONG = np.random.default_rng(0).lognormal(7, 1.5, 64).clip(1, 32768).astype(np.int32)
 LONG[17] = 32768
 
@@ -52,20 +53,22 @@ def dealt(
     ("lengths", "queries", "options"),
     [
         (LONG, 1, {}),
+        (np.tile(LONG, 5), 1, {}),
         (LONG[:20], 40, dict(local_window_size=(5000, 0))),
         (np.array([32768]), 1, {}),
         (np.full(63, 4096), 1, {}),
         (np.full(100, 6 * SIZE), 1, {}),
         (np.zeros(3, np.int32), 1, {}),
     ],
-    ids=["log-normal", "blocks, window", "one", "alike", "each one and a half shares", "nothing"],
+    ids=["log-normal", "more than 128", "blocks, window", "one", "alike", "each one and a half shares", "nothing"],
 )
 def test_items(lengths: np.ndarray, queries: int, options: dict[str, Any]):
     """Every tile of every walk has one item, of about one length; the longest walks come first, and pieces before
     all others."""
     spec, operands, blocks, shares = dealt(lengths, queries, **options)
     assert shares is not None
-    rows = np.asarray(work_items.deal(spec, operands, blocks, shares))
+    rows = np.asarray(deal.deal(spec, operands, blocks, shares, OPS))
+    assert not hopper_kernels.races_found()
     items, cuts = rows[: shares.items], rows[shares.items :]
     assert len(items) == shares.walks + shares.shares
     assert len(cuts) == shares.cuts
@@ -115,21 +118,6 @@ def test_calls_that_are_not_dealt_out():
     assert hidden[-1] is None
 
 
-def test_lists_are_made_once_for_all_layers():
-    """Lists follow from lengths alone, so XLA makes those of several calls once."""
-    spec, operands, blocks, shares = dealt(LONG, 1)
-    assert shares is not None
-
-    def layers(number: int, operands: Operands) -> Any:
-        return [work_items.deal(spec, operands, blocks, shares) for _ in range(number)]
-
-    def reductions(number: int) -> int:
-        program = jax.jit(layers, static_argnums=0).lower(number, operands).compile().as_text()
-        return len(re.findall(r" reduce\(", program))
-
-    assert 0 < reductions(1) == reductions(3)
-
-
 LENGTHS = [(3, 18), (1, 1300), (1, 30), (1, 200), (0, 0), (1, 1)]
 SINKS = np.linspace(-2, 3, 4).astype(np.float32)
 ROWS: dict[str, tuple[Family, dict[str, Any]]] = {
@@ -165,7 +153,7 @@ def test_ragged(monkeypatch: pytest.MonkeyPatch, family: Family, options: dict[s
     def forward(choice: Any, spec: Spec, operands: Operands, names: Any) -> Any:
         kernel, _ = family.plans(spec, 3)
         shares = kernel.plan.shares
-        rows = work_items.deal(spec, operands, kernel.plan.visits, shares)
+        rows = deal.deal(spec, operands, kernel.plan.visits, shares, ops)
         jax.debug.callback(pieces.append, rows[shares.items, 3])
         return family.call.forward(kernel, operands, ops)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,8 @@ class Place(NamedTuple):
 
 LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
 """Operands whose values, unknown before the call, limit what is seen."""
+
+_OF_AN_ENTRY = "query_offset", "query_lengths", "key_lengths"
 
 TABLE = "tile_ranges"
 """The table's name among a kernel's arrays."""
@@ -201,10 +204,25 @@ def blocks_grow(spec: Spec) -> bool:
 
 def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
     """Return the spans of some rows in a call without segments."""
-    limits: Any = {name: inputs.value(name, batch) for name in ("query_offset", "query_lengths", "key_lengths")}
-    nothing: Any = Operands(query=None, key=None, value=None, **limits)  # pyright: ignore[reportArgumentType]
+    limits: Any = {name: inputs.value(name, batch) for name in _OF_AN_ENTRY}
     find = visibility.query_spans if inputs.keys_first else visibility.key_spans
-    return find(inputs.spec, nothing, 0, 1, first, rows)
+    return find(inputs.spec, _of_limits(limits), 0, 1, first, rows)
+
+
+def limits(operands: Operands) -> dict[str, Int[Array, "B"]]:
+    """Return the operands that say what an entry's queries see, in a call without segments, by name."""
+    found = {name: getattr(operands, name) for name in _OF_AN_ENTRY}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def key_spans(spec: Spec, limits: Mapping[str, Int[Array, ""]], first: Any, rows: int) -> Spans:
+    """Return the spans of keys that some rows of queries see of an entry with these `limits`."""
+    return visibility.key_spans(spec, _of_limits(limits), 0, 1, first, rows)
+
+
+def _of_limits(limits: Mapping[str, Any]) -> Operands:
+    nothing: Any = None
+    return Operands(query=nothing, key=nothing, value=nothing, **limits)
 
 
 def own_key_tiles(inputs: KernelInputs, tiles: Walk, at: TileCoord) -> tuple[Any, Any, Walk]:

@@ -8,12 +8,8 @@ keep all others waiting. So walks that are longer than one and a half shares of 
 
 That is up to `walks + shares` items: a static grid, whose last CTAs may find nothing to do. Items go by the length of
 their walks, the longest first. So those of cut walks are the first ones, and an item's index says where a piece leaves
-its result. XLA makes the list, from lengths and offsets: once for all layers of a model. Behind the items it has the
+its result. The list is made on the device (`nvidia.deal`), once for all layers of a model. Behind the items it has the
 cut walks, for the kernel that merges their pieces.
-
-Each walk is compared with all others, and each item with all walks. A walk's first item is the sum of the pieces of all
-longer walks, so nothing is sorted and no running sum is made: XLA makes both slowly on GPUs, and three kernels of sums
-over comparisons (examples/benchmarks/experiments/2026-11-29-lists.md).
 """
 
 from __future__ import annotations
@@ -21,21 +17,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref
-from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import TileRange, Walk
-from jflash._semantics import visibility
-from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.spec import Spec
 
 ITEMS = "work_items"
 """The name of the list among kernels' arrays."""
+
+COLUMNS = 5
+"""Numbers of an item, and of a cut walk."""
 
 LEAST = 4
 """Tiles of keys that are a share at least: beginning, ending and merging a piece cost about as much as one."""
@@ -44,7 +38,7 @@ _SHARES = 2
 """Shares of all work for each CTA that runs at once."""
 
 _MOST_WALKS = 2**12
-"""The most walks that are dealt out: `deal` compares each with every other. More of them fill a device well enough."""
+"""The most walks that are dealt out: each is compared with every other. More of them fill a device well enough."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,41 +81,6 @@ class Shares:
         return self.shares * 4 // 3
 
 
-def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares) -> Int[Array, "rows 5"]:
-    """Return the list that kernels read, of `shares.items` items and `shares.cuts` cut walks, one in a row.
-
-    An item has its batch entry, its block, the tiles of the walk before it and its own, and what it is: 0 for none, 1
-    for a whole walk, 2 for a piece. A cut walk has its batch entry, its block, its first item and its pieces, 0 for
-    none.
-    """
-    unmasked, walk = operands._replace(mask=None), jnp.arange(shares.walks, dtype=jnp.int32)[None]
-    batch, block = jnp.divmod(walk, shares.walks // spec.batch)
-
-    def tiles_of(batch: Int[Array, ""], block: Int[Array, ""]) -> Int[Array, ""]:
-        row = tile_range.block_start(block, visited.rows, visited.missing)
-        spans = visibility.key_spans(spec, unmasked, batch, 1, row, visited.rows)
-        return tile_range.of_spans(spec, spans, visited.size)[1]
-
-    tiles = jax.vmap(jax.vmap(tiles_of))(batch, block)
-    share = jnp.maximum(-(-jnp.sum(tiles, dtype=jnp.int32) // shares.shares), LEAST)
-    # In float32, as XLA divides integers in a kernel of their own. The bounds of `Shares` have half an item to spare.
-    cut_into = jnp.maximum((tiles.astype(jnp.float32) * (1 / share.astype(jnp.float32)) + 0.5).astype(jnp.int32), 1)
-    is_longer = (tiles > tiles.T) | ((tiles == tiles.T) & (walk < walk.T))
-    total = lambda marked, number: jnp.sum(jnp.where(marked, number, 0), axis=1, dtype=jnp.int32)[None]
-    rank, start = total(is_longer, 1), total(is_longer, cut_into)
-    pieces = total(walk == walk.T, cut_into)
-    # An item is of one walk at most, and so is a cut: a sum over all walks takes what that one has.
-    row = jnp.arange(shares.items + shares.cuts, dtype=jnp.int32)[:, None]
-    is_item, piece = row < shares.items, row - start
-    begin = lambda piece: lax.div(piece * tiles, jnp.broadcast_to(pieces, piece.shape))
-    first = begin(piece)
-    of_item = batch, block, first, begin(piece + 1) - first, jnp.where(pieces > 1, 2, 1)
-    of_cut = batch, block, start, pieces, 0
-    of_walk = jnp.where(is_item, (piece >= 0) & (piece < pieces), (rank == row - shares.items) & (pieces > 1))
-    number = jnp.stack([jnp.where(is_item, *pair) for pair in zip(of_item, of_cut, strict=True)], axis=1)
-    return jnp.sum(jnp.where(of_walk[:, None], number, 0), axis=2, dtype=jnp.int32)
-
-
 class Item(NamedTuple):
     """A CTA's item, in a kernel."""
 
@@ -135,7 +94,7 @@ class Item(NamedTuple):
     @staticmethod
     def read(items: Ref, index: Any) -> Item:
         """Read an item of the list."""
-        return Item(index, *(items[index, column] for column in range(5)))
+        return Item(index, *(items[index, column] for column in range(COLUMNS)))
 
     @property
     def is_one(self) -> Bool[Array, ""]:
