@@ -74,7 +74,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "step of splits": (step, cached(1, 32768)),
     "ragged": (ragged, [((2112, 32, 128), BFLOAT16), PAGES, PAGES, *STEP]),
     "decoding": (decoding, DECODING),
-    "layers": (layers, DECODING),
+    "layers": (layers, [((61, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((61, 256), INT32), ((61,), INT32)]),
 }
 
 

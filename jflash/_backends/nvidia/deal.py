@@ -3,6 +3,7 @@
     each CTA, of a warpgroup, a thread for each of 128 walks:
       for all walks: tiles into shared memory
       share = ceil(sum of tiles / shares)
+      for all walks: pieces into shared memory
       for all walks: count those that are longer, and their pieces
       store the walk's items behind the pieces of all longer walks, and the walk behind all longer ones if it is cut
       clear a share of the rows of which nothing is stored
@@ -13,6 +14,7 @@ makes such a list by three kernels (examples/benchmarks/experiments/2026-11-29-l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,43 +48,48 @@ def deal(spec: Spec, operands: Operands, visited: Blocks, shares: Shares, ops: O
         name="jflash_deal",
         grid=dict(walks=walks // THREADS),
         results=dict(rows=jax.ShapeDtypeStruct((shares.items + shares.cuts, COLUMNS), jnp.int32)),
-        smem=Buffers(tiles=vectors(walks, dtype=jnp.int32)),
+        smem=Buffers(tiles=vectors(walks, dtype=jnp.int32), pieces=vectors(walks, dtype=jnp.int32)),
     )
     return launch.run(lambda refs: _deal(spec, visited, shares, refs, ops), tile_range.limits(operands), ops)["rows"]
 
 
 def _deal(spec: Spec, visited: Blocks, shares: Shares, refs: Refs, ops: Ops) -> None:
-    tiles_of, rows, thread = refs.smem.tiles, refs.results["rows"], ops.threads()
+    tiles_of, pieces_of, rows, thread = refs.smem.tiles, refs.smem.pieces, refs.results["rows"], ops.threads()
     blocks, ctas = shares.walks // spec.batch, tiles_of.shape[0] // THREADS
-    first = cta_index("walks") * THREADS
+    chunk_of = lambda number: pl.ds(number * THREADS, THREADS)
+    each_chunk = lambda body: lax.fori_loop(0, ctas, lambda number, _: body(number), None)
 
-    def find(chunk: Any, _: None) -> None:
+    def find(chunk: Any) -> None:
         walk = jnp.minimum(chunk * THREADS + thread, shares.walks - 1)
         entry, block = _place(walk, blocks)
         limits = {name: ops.gather_by_thread(array, entry) for name, array in refs.arrays.items()}
-        tiles_of[pl.ds(chunk * THREADS, THREADS)] = _tiles(spec, visited, limits, block)
+        tiles_of[chunk_of(chunk)] = _tiles(spec, visited, limits, block)
 
-    lax.fori_loop(0, ctas, find, None)
+    each_chunk(find)
     ops.meet_warpgroup()
-    each = lambda body, start: lax.fori_loop(0, shares.walks, body, start, unroll=min(_UNROLLED, shares.walks))
-    total = each(lambda walk, total: total + tiles_of[walk], jnp.int32(0))
+    total = _each(shares.walks, lambda walk, total: total + tiles_of[walk], jnp.int32(0))
     share = jnp.maximum(lax.div(total + (shares.shares - 1), shares.shares), LEAST)
-    # In float32, which is fewer instructions. The bounds of `Shares` have half an item to spare.
-    each_tile = 1 / share.astype(jnp.float32)
-    cut_into = lambda tiles: jnp.maximum((tiles.astype(jnp.float32) * each_tile + 0.5).astype(jnp.int32), 1)
-    own, tiles = first + thread, ops.load_strided(tiles_of.at[pl.ds(first, THREADS)], 1)
+
+    def cut(chunk: Any) -> None:
+        tiles = ops.load_strided(tiles_of.at[chunk_of(chunk)], 1)
+        pieces_of[chunk_of(chunk)] = jnp.maximum(lax.div(2 * tiles + share, 2 * share), 1)
+
+    each_chunk(cut)
+    ops.meet_warpgroup()
+    number = cta_index("walks")
+    own = number * THREADS + thread
+    tiles, pieces = (ops.load_strided(ref.at[chunk_of(number)], 1) for ref in (tiles_of, pieces_of))
 
     def compare(walk: Any, counts: tuple[Array, ...]) -> tuple[Array, ...]:
         rank, start, most, items, cuts = counts
-        others = tiles_of[walk]
-        pieces = cut_into(others)
+        others, made = tiles_of[walk], pieces_of[walk]
         is_longer = (others > tiles) | ((others == tiles) & (walk < own))
-        longer, before = (jnp.where(is_longer, number, 0) for number in (1, pieces))
-        return rank + longer, start + before, jnp.maximum(most, pieces), items + pieces, cuts + jnp.int32(pieces > 1)
+        longer, before = (jnp.where(is_longer, number, 0) for number in (1, made))
+        return rank + longer, start + before, jnp.maximum(most, made), items + made, cuts + jnp.int32(made > 1)
 
     zeros, nothing = thread * 0, jnp.int32(0)
-    rank, start, most, items, cuts = each(compare, (zeros, zeros, nothing, nothing, nothing))
-    pieces, is_one = cut_into(tiles), own < shares.walks
+    rank, start, most, items, cuts = _each(shares.walks, compare, (zeros, zeros, nothing, nothing, nothing))
+    is_one = own < shares.walks
     entry, block = _place(own, blocks)
     begin = lambda piece: lax.div(piece * tiles, pieces)
 
@@ -101,6 +108,13 @@ def _deal(spec: Spec, visited: Blocks, shares: Shares, refs: Refs, ops: Ops) -> 
     ops.scatter_by_thread(rows, shares.items + rank, is_one & (pieces > 1), entry, block, start, pieces, 0)
     clear(items, shares.items)
     clear(shares.items + cuts, shares.items + shares.cuts)
+
+
+def _each(walks: int, body: Callable[[Any, Any], Any], start: Any) -> Any:
+    """Return `carry = body(walk, carry)` after all walks, of which some are loaded together."""
+    together = walks // _UNROLLED * _UNROLLED
+    carry = lax.fori_loop(0, together, body, start, unroll=_UNROLLED) if together else start
+    return lax.fori_loop(together, walks, body, carry) if together < walks else carry
 
 
 def _place(walk: Int[Array, "128"], blocks: int) -> tuple[Int[Array, "128"], Array]:
