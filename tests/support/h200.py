@@ -13,6 +13,8 @@ from jflash._platform import Platform
 CONFIG = (Path(__file__).parent / "h200.txtpb").read_text()
 """What XLA's compiler knows of the GPU."""
 
+H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
+
 
 def over(devices: int, split: PartitionSpec, config: str = CONFIG) -> NamedSharding:
     """Arrays split over `devices` H200s, or over GPUs of another configuration."""
@@ -22,4 +24,4 @@ def over(devices: int, split: PartitionSpec, config: str = CONFIG) -> NamedShard
 
 def is_the_target() -> None:
     """Let calls that are lowered be served as on an H200."""
-    _platform.lowering_targets = lambda _: {"cuda": Platform("gpu", "NVIDIA H200", "9.0", 132)}
+    _platform.lowering_targets = lambda _: {"cuda": H200}

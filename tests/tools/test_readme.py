@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from h200 import H200
 from short_run import cover
 
 from jflash import _api, _canonical, _dispatch
@@ -31,7 +32,7 @@ PAGES = [
 SINCE_AMPERE = [Platform("gpu", "NVIDIA", capability, 108) for capability in ("8.0", "8.6", "8.7", "8.9", "12.0")]
 BLACKWELL = [Platform("gpu", "NVIDIA", capability, 148) for capability in ("10.0", "10.3")]
 COLUMNS = {
-    "NVIDIA Hopper": (None, [Platform("gpu", "NVIDIA H200", "9.0", 132)]),
+    "NVIDIA Hopper": (None, [H200]),
     "NVIDIA Blackwell (10.x)": (None, BLACKWELL),
     "other NVIDIA since Ampere": (None, SINCE_AMPERE),
     "other GPUs": (None, [Platform("gpu", "NVIDIA", "7.5"), Platform("gpu", "AMD", "gfx942")]),

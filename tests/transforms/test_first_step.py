@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from equations import equations
+from h200 import H200
 
 import jflash
 from jflash import _dispatch, _platform
-from jflash._platform import Platform
 
-H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
 LAYER = (2, 2048, 8, 128)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from equations import equations
+from h200 import H200
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -42,7 +43,6 @@ from jflash._semantics.spec import Residuals, Spec
 
 P = PartitionSpec
 SPLIT = P("x", None, "y")
-H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
 CPU = Platform("cpu", "cpu", None)
 KERNEL = "stablehlo.cbrt"
 """The operation that stands for the kernel of the backend below in a lowered program: nothing else takes cubic

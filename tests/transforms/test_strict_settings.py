@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from h200 import H200
 from hopper_kernels import canonical_arguments
 from kernel_families import HOPPER, Family, mma
 from operands import ALL, PLAIN, assert_same, attend, attend_and_pull_back, cotangents, draw, reference, served, split
@@ -17,10 +18,7 @@ from short_run import cover
 
 import jflash
 from jflash import _platform
-from jflash._platform import Platform
 from jflash._semantics.spec import Residuals
-
-H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
 
 WHEN_TRACED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),

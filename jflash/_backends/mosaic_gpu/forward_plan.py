@@ -241,17 +241,16 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     heads, rows = spec.heads // packed_heads, spec.query_length * packed_heads
     visits = functools.partial(visited_tiles, spec, packed_heads)
 
-    def plan_of(tile: RowTiles, **options: Any) -> ForwardPlan:
-        blocks = len(visits(tile.rows, tile.keys))
-        return ForwardPlan(spec, tile, ForwardSchedule(blocks, spec.batch), packed_heads, **options)
+    def plan_of(tile: RowTiles) -> ForwardPlan:
+        return ForwardPlan(spec, tile, ForwardSchedule(len(visits(tile.rows, tile.keys)), spec.batch), packed_heads)
 
     tile = _choose_tiles(spec, rows, visits, lambda tile: _choose_schedule(plan_of(tile), visits, processors).time)
-    shares = Shares.of(spec, heads, len(visits(tile.rows, tile.keys)), tile.keys, processors)
+    plan = plan_of(tile)
+    shares = Shares.of(spec, heads, plan.schedule.blocks, tile.keys, processors)
     may_split = rows <= tile.rows and shares is None and spec.tokens is None
     most_splits = min((processors or 0) // (spec.batch * heads), spec.key_length // (4 * tile.keys))
-    splits = max(1, most_splits) if may_split else 1
-    plan = plan_of(tile, splits=splits, shares=shares)
-    if splits > 1 or shares is not None:
+    plan = dataclasses.replace(plan, splits=max(1, most_splits) if may_split else 1, shares=shares)
+    if plan.splits > 1 or shares is not None:
         return plan
     schedule = _choose_schedule(plan, visits, processors).schedule
     stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not plan.stores_registers else 0

@@ -19,6 +19,7 @@ import pytest
 from cases import Case
 from cudnn_cases import constant_lse, of_output
 from equations import equations
+from h200 import H200
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from on_hardware import with_nan_in_padding
 from short_run import cover
@@ -29,7 +30,6 @@ from jflash._backends import cudnn
 from jflash._platform import Platform
 
 B200 = Platform("gpu", "NVIDIA B200", "10.0", 148)
-H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
 A100 = Platform("gpu", "NVIDIA A100", "8.0", 108)
 P = PartitionSpec
 

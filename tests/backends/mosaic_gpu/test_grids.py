@@ -13,6 +13,7 @@ import oracle
 import pytest
 from cases import Case
 from equations import equations
+from h200 import H200
 from kernel_families import HOPPER, Family, mma
 from on_hardware import served_by
 from short_run import cover
@@ -21,9 +22,6 @@ import jflash
 from jflash import _platform
 from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.nvidia import launch
-from jflash._platform import Platform
-
-H200 = Platform("gpu", "NVIDIA H200", "9.0", 132)
 
 # A long sequence of many heads, many short ones, many of one block, and one query for each of many caches.
 LARGE = {

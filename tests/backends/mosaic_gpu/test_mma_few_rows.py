@@ -14,6 +14,7 @@ import oracle
 import paged
 import pytest
 from cases import Case
+from h200 import H200
 from lanes import Warpgroup
 from short_run import cover
 
@@ -171,7 +172,7 @@ def test_asked_before_hopper(changed: dict[str, Any], page_dtype: str | None, is
     call = paged.with_lengths(cases.build(FEW._replace(**changed)))
     call = call if page_dtype is None else paged.of_8_bits(call, page_dtype)
     spec, _ = hopper_kernels.canonical_arguments(**paged.paginate(call, 16, dtype=page_dtype))
-    hopper, ampere = Platform("gpu", "NVIDIA H200", "9.0", 132), Platform("gpu", "NVIDIA A100", "8.0", 108)
+    hopper, ampere = H200, Platform("gpu", "NVIDIA A100", "8.0", 108)
     kernels = ["mosaic_gpu_mma", "mosaic_gpu"] if is_before else ["mosaic_gpu", "mosaic_gpu_mma"]
     assert list(_dispatch.in_order(spec, None, hopper)[:2]) == kernels
     assert _dispatch.in_order(spec, None, ampere)[0] == "mosaic_gpu"

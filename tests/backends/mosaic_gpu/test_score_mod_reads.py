@@ -16,6 +16,7 @@ import pytest
 import score_mod_tables
 from cases import Case
 from equations import equations
+from h200 import H200
 from kernel_families import TWO_KERNELS
 from lanes import Warpgroup
 from on_hardware import with_nan_in_padding
@@ -28,7 +29,6 @@ from jflash._backends import mosaic_gpu, mosaic_gpu_mma
 from jflash._backends.nvidia.threads.builder import THREADS, as_tree
 from jflash._backends.nvidia.threads.table import diagonals, differences, totals
 from jflash._backends.nvidia.tile.score_mod_reads import rest
-from jflash._platform import Platform
 from jflash._semantics import score_mod_reads
 from jflash._semantics.score_mod import trace_score_mod
 from jflash._semantics.spec import Residuals
@@ -304,7 +304,7 @@ def test_a_threads_sums():
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_gpu_mma"])
 def test_gradient_beside_a_mask_mod_that_reads(implementation: str, monkeypatch: pytest.MonkeyPatch):
     """Traced with a GPU's own operations, of which a read has no derivative; the interpreter's are plain array code."""
-    monkeypatch.setattr(_platform, "lowering_targets", lambda _: {"cuda": Platform("gpu", "NVIDIA H200", "9.0", 132)})
+    monkeypatch.setattr(_platform, "lowering_targets", lambda _: {"cuda": H200})
     ids = jnp.arange(256) // 100
 
     def loss(query: jax.Array, bias: jax.Array) -> jax.Array:

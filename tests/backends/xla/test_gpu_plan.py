@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import oracle
 import pytest
 from cases import Case
+from h200 import H200
 from short_run import cover
 
 import jflash
@@ -23,7 +24,7 @@ from jflash._backends.xla import plans, tiling
 from jflash._backends.xla.plans import Blocks
 from jflash._platform import Platform
 
-GPUS = [Platform("gpu", "NVIDIA H200", "9.0", 132), Platform("gpu", "AMD", None), Platform("tpu", "TPU v5", None)]
+GPUS = [H200, Platform("gpu", "AMD", None), Platform("tpu", "TPU v5", None)]
 BUDGET = 2**27
 STEPS = [
     ((32, 512, 512, (16, 16)), {}, 1),

@@ -16,6 +16,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from h200 import H200
 from plain_attention import Call
 from short_run import cover
 
@@ -23,7 +24,6 @@ import jflash
 from jflash import _canonical, _dispatch, _platform
 from jflash._backends import xla
 from jflash._backends.xla import plans, tiling
-from jflash._platform import Platform
 from jflash._semantics.score_mod import trace_score_mod
 
 Attention = Callable[..., Any]
@@ -36,7 +36,7 @@ ATTENTION = {
 @pytest.fixture(params=ATTENTION)
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attention:
     if request.param == "gpu":
-        monkeypatch.setattr(_platform, "current", lambda: Platform("gpu", "NVIDIA H200", "9.0", 132))
+        monkeypatch.setattr(_platform, "current", lambda: H200)
     chosen = ATTENTION[request.param]
     monkeypatch.setitem(_dispatch.BACKENDS, chosen.keywords["implementation"], xla)
     return chosen
