@@ -8,8 +8,8 @@ keep all others waiting. So walks that are longer than one and a half shares of 
 
 That is up to `walks + shares` items: a static grid, whose last CTAs may find nothing to do. Items go by the length of
 their walks, the longest first. So those of cut walks are the first ones, and an item's index says where a piece leaves
-its result. The list is made on the device (`nvidia.deal`), once for all layers of a model. Behind the items it has the
-cut walks, for the kernel that merges their pieces.
+its result. A kernel makes the list (`nvidia.deal`). Behind the items it has the cut walks, for the kernel that merges
+their pieces.
 """
 
 from __future__ import annotations
