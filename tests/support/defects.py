@@ -383,6 +383,13 @@ DEFECTS = [
         "tests/backends/mosaic_gpu/test_work_items.py",
     ),
     Defect(
+        "CTAs of a shorter last list go on past it",
+        "ForwardSchedule._is_left",
+        "jnp.minimum(blocks, self.blocks * self.batch - cta[1] * blocks)",
+        "blocks",
+        "tests/backends/mosaic_gpu/test_hopper_schedule.py",
+    ),
+    Defect(
         "Tokens of several steps have the places of one's",
         "joined",
         "each + tokens * jnp.arange",

@@ -20,7 +20,7 @@ from jflash._backends.nvidia.walk.tile_list import TileList
 
 LISTS = [
     ForwardSchedule(blocks, batch, items, entries, staggered=staggered)
-    for blocks in (1, 2, 5, 8, 13)
+    for blocks in (1, 2, 5, 8)
     for batch, entries in ((1, 1), (3, 1), (3, 3), (8, 4), (8, 3), (5, 2))
     for items in (1, 2, 3, 8)
     for staggered in (False, True)
