@@ -16,7 +16,6 @@ from jflash import _arguments, _autodiff, _canonical, _dispatch, _mesh, _pages, 
 from jflash._api import Implementation, PageScale, Scale
 from jflash._ragged import Ragged
 from jflash._semantics.dtypes import widened
-from jflash._semantics.online_softmax import with_sinks
 from jflash._semantics.spec import shape_facts
 from jflash._semantics.tokens import places
 
@@ -226,16 +225,14 @@ def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
         query_offset=blocks.position,
         k_scale=arrays["k_scale"],
         v_scale=arrays["v_scale"],
+        sinks=arrays["sinks"],
     )
     operands = operands._replace(query=q[None], query_starts=blocks.start)
     spec = dataclasses.replace(spec, **shape_facts(operands, spec.pages, rows))
     choice = _dispatch.select(spec, static.names, _platform.lowering_targets(jax.tree.leaves(operands)))
     out, lse = _autodiff.attend(choice, spec, operands, _autodiff.RESIDUAL_CHECKPOINT_NAMES)
     block, row = places(blocks.start, tokens)
-    lse = lse[block, :, row].T[None]
-    if (sinks := arrays["sinks"]) is not None:
-        out, lse = with_sinks(sinks[None], out, lse)
-    return out[0].astype(q.dtype), lse[0].T
+    return out[0].astype(q.dtype), lse[block, :, row]
 
 
 def say_not_used(**tuning: Any) -> None:

@@ -137,9 +137,12 @@ class ForwardCta(CopyingCta):
         plgpu.commit_smem()
         return {"bias": bias}
 
-    def sink(self, batch: Any, head: Any) -> Array | None:
-        """The head's sink, if the call has sinks and the kernel counts them."""
-        return self.inputs.value("sinks", batch, head) if self.plan.has_sinks else None
+    def sink(self, batch: Any, head: Any, block: Any) -> Array | None:
+        """The sink of this warpgroup's rows, or of each of them, if the kernel counts it: not in a piece of a walk."""
+        sink = self.plan.sink(self.refs.arrays, self.ops, batch, head, self.rows(block).start)
+        if sink is None or self.work_item is None:
+            return sink
+        return sink + jnp.where(self.work_item.is_piece, -jnp.inf, 0.0)
 
     def compute(self) -> None:
         """Copy this warpgroup's queries, attend, and store its output."""
@@ -164,7 +167,7 @@ class ForwardCta(CopyingCta):
         at = TileCoord(batch, self.head, self.rows(block).start, 0)
         copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_item_queries)
         state, acc_o = MainLoop(self, tiles, at, visited).run(copy_next if plan.queries_stay else lambda: None)
-        sink, exponent = self.sink(batch, self.head), self.form.exponent(plan.spec)
+        sink, exponent = self.sink(batch, self.head, block), self.form.exponent(plan.spec)
         factor, lse = softmax.last_factor(plan.spec, exponent, state.m, softmax.whole(state.l), sink)
         self._store(batch, block, softmax.scaled_rows(acc_o, factor), lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:

@@ -207,7 +207,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
         mends = cache_rows.mends(self.spec)
         edges = {} if mends else array_shapes.edges(call.operands, dict(value=factors["value"]))
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
-        return factors | shaping | edges | call.visits(self.visits) | call.work(self.visits, self.shares)
+        arrays = factors | shaping | edges | self.sinks(call.operands)
+        return arrays | call.visits(self.visits) | call.work(self.visits, self.shares)
 
     @property
     def launch(self) -> Launch:

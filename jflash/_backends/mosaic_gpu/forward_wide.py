@@ -199,7 +199,7 @@ class WideForwardCta(ForwardCta):
         m, l = (ops.load(shared.handed.statistics.at[which], 0) for which in range(2))
         self._if_next(number, lambda _: plgpu.barrier_arrive(shared.handed.empty))
         (batch, head, *_), block = item.at, item.block
-        sink, exponent = self.sink(batch, head), self.form.exponent(spec)
+        sink, exponent = self.sink(batch, head, block), self.form.exponent(spec)
         for chunk, acc in zip(chunks, acc_o, strict=True):
             factor, lse = softmax.last_factor(spec, exponent, m, l, sink)
             self.store_output(softmax.scaled_rows(acc, factor), batch, head, block, chunk * plan.columns)

@@ -72,7 +72,13 @@ class ForwardPlan(ForwardShape, TiledPlan):
         if self.spec.pages is None:
             arrays |= dict(key=operands.key, value=operands.value)
         arrays = {name: call.in_chunks(array) for name, array in arrays.items()} | call.cache | call.others
-        return arrays | call.packed_mask() | call.visits(self.visits) | call.work(self.visits, self.shares)
+        return (
+            arrays
+            | call.packed_mask()
+            | self.sinks(operands)
+            | call.visits(self.visits)
+            | call.work(self.visits, self.shares)
+        )
 
     @property
     def launch(self) -> Launch:
@@ -163,10 +169,9 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         plan, results = self.plan, self.refs.results
 
         def store(own: EntryRows, lse: Ref, place: tuple[Any, ...], first: Any, limit: Any) -> None:
-            sink = self.inputs.value("sinks", self.batch, self.head) if plan.has_sinks else None
             factors: list[Array] = []
             for rows, (m, l) in zip(self.blocks_from(first), statistics, strict=True):
-                exponent = self.form.exponent(plan.spec)
+                sink, exponent = self.sink(rows.start), self.form.exponent(plan.spec)
                 factor, lse[(*place, rows)] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
                 factors.append(factor)
             self.store(acc_o, factors, own.ref, *own.span(first, limit))
@@ -186,6 +191,11 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         else:
             pl.when(~self.item.is_piece)(store_whole)
             pl.when(self.item.is_piece)(functools.partial(store_piece, self.item))
+
+    def sink(self, first: Any) -> Array | None:
+        """Return the sink of rows from `first` on, or of each of them, if the kernel counts it: not in a piece."""
+        sink = self.plan.sink(self.refs.arrays, self.ops, self.batch, self.head, first)
+        return sink if sink is None or self.item is None else sink + jnp.where(self.item.is_piece, -jnp.inf, 0.0)
 
     def no_output(self) -> Tiles:
         """Return O before the first tile."""

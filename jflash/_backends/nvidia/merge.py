@@ -4,6 +4,7 @@
       m, l, acc = -inf, 0, 0
       for each piece, with output o and log-sum-exp lse:
         add exp(lse) to l and exp(lse) o to acc, both relative to m, the largest lse so far
+      if there are sinks, add exp(sink) to l
       out = acc / l;  lse = m + log l
 
 CTAs without a cut walk end at once, so only what was cut is read. The others' rows were stored by the forward.
@@ -56,7 +57,9 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
     blocks, columns = shape.tile.rows // WARPGROUP_ROWS, made["out"].shape[-1]
     ctas = dict(cut=shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
     launch = Launch(f"jflash_merge_{shape.spec.value_dim}", ctas, results={})
-    arrays = call.work(shape.visits, shares) | shape.of_tokens(call.operands) | {name: made[name] for name in PIECES}
+    sinks = {} if call.operands.sinks is None else dict(sinks=call.operands.sinks) | shape.sinks(call.operands)
+    arrays = call.work(shape.visits, shares) | shape.of_tokens(call.operands) | sinks
+    arrays |= {name: made[name] for name in PIECES}
     results = dict(out=made["out"], lse=made["lse"])
     return launch.update(lambda refs: _merge(shape, shares, refs, call.ops), arrays, results, call.ops)[1]
 
@@ -81,6 +84,11 @@ def _merge(shape: ForwardShape, shares: Shares, refs: Refs, ops: Ops) -> None:
         nothing = ops.full(vector, -jnp.inf), ops.full(vector, 0), ops.full(tile, 0)
         m, l, acc = lax.fori_loop(0, pieces, add, nothing)
         is_empty = l == 0
+        if (sink := shape.sink(refs.arrays, ops, batch, head, first + own)) is not None:
+            reference = finite_or_zero(m)
+            m = jnp.maximum(reference, sink)
+            shrink = jnp.exp(reference - m)
+            l, acc = l * shrink + jnp.exp(sink - m), scaled_rows(acc, shrink)
         total = jnp.where(is_empty, 1.0, l)
         target = shape.rows_of(refs.arrays["out"], refs.arrays, (0, batch), head)
         chunk = ColumnChunk(column * _COLUMNS, round_up(target.ref.shape[-1], _COLUMNS))

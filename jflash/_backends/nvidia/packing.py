@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
+from jflash._backends.nvidia.tile.inputs import shared_index
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Shares
@@ -19,6 +21,9 @@ from jflash._semantics.spec import Operands, Spec
 
 _MOST_QUERIES = 16
 """Queries up to which heads that share keys are packed into the rows of one tile."""
+
+SINKS_OF_ROWS = "sinks_of_rows"
+"""The name of packed heads' sinks among a kernel's arrays: each row's, for a tile that begins with any head."""
 
 _OF_TOKENS = "query_starts", "query_lengths"
 """The operands that say which rows of an array of tokens an entry has."""
@@ -97,8 +102,24 @@ class ForwardShape:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether the kernel counts its head's sink. Where heads are packed, or CTAs share rows, sinks follow it."""
-        return self.packed_heads == self.splits == 1 and self.shares is None
+        """Whether the kernel counts sinks, or what merges pieces. Where CTAs split all keys, sinks follow it."""
+        return self.splits == 1
+
+    def sinks(self, operands: Operands) -> dict[str, Float[Array, "#B heads rows"]]:
+        """Return the sinks of packed heads, by name."""
+        if operands.sinks is None or self.packed_heads == 1 or not self.has_sinks:
+            return {}
+        each = operands.sinks.reshape(-1, self.heads, self.packed_heads)
+        return {SINKS_OF_ROWS: jnp.tile(each, (1, 1, 1 + pl.cdiv(WARPGROUP_ROWS, self.packed_heads)))}
+
+    def sink(self, arrays: Mapping[str, Ref], ops: Ops, batch: Any, head: Any, first: Any) -> Array | None:
+        """Return a head's sink, or of packed heads that of each row from `first` on, if the kernel counts them."""
+        if "sinks" not in arrays or not self.has_sinks:
+            return None
+        if self.packed_heads == 1:
+            return arrays["sinks"][shared_index(arrays["sinks"], batch, head)]
+        of_head = arrays[SINKS_OF_ROWS].at[shared_index(arrays[SINKS_OF_ROWS], batch, head)]
+        return ops.load(of_head.at[pl.ds(lax.rem(first, self.packed_heads), WARPGROUP_ROWS)], 0)
 
     @property
     def parts(self) -> str:
