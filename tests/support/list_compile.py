@@ -27,6 +27,7 @@ attend = functools.partial(jflash.attention, implementation="mosaic_gpu")
 BFLOAT16, INT32 = jnp.bfloat16, jnp.int32
 STEP = [((68,), INT32), ((68, 256), INT32), ((69,), INT32), ((1,), INT32)]
 PAGES = ((64 * 256 + 1, 16, 8, 128), BFLOAT16)
+RAGGED = [((2112, 32, 128), BFLOAT16), PAGES, PAGES, *STEP]
 DECODING = [((64, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((64, 256), INT32), ((64,), INT32)]
 SQUARE = [((2, 8192, 16, 128), BFLOAT16)] * 3
 
@@ -56,6 +57,13 @@ def ragged(query: jax.Array, keys: jax.Array, values: jax.Array, *batch: jax.Arr
     return jflash.ragged_paged_attention(query, (keys, values), *batch, implementation="mosaic_gpu")
 
 
+def with_sinks(query: jax.Array, keys: jax.Array, values: jax.Array, *batch: jax.Array) -> jax.Array:
+    """The same, with a logit more for each head."""
+    *of_step, sinks = batch
+    options = dict(sinks=sinks, implementation="mosaic_gpu")
+    return jflash.ragged_paged_attention(query, (keys, values), *of_step, **options)
+
+
 def step(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
     """Heads that are packed, keys that may be split, and padding."""
     return attend(query, key, value, key_value_seq_lengths=lengths)
@@ -72,7 +80,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "gradient": (gradient, SQUARE),
     "step": (step, cached(16, 8192)),
     "step of splits": (step, cached(1, 32768)),
-    "ragged": (ragged, [((2112, 32, 128), BFLOAT16), PAGES, PAGES, *STEP]),
+    "ragged": (ragged, RAGGED),
+    "ragged with sinks": (with_sinks, [*RAGGED, ((32,), jnp.float32)]),
     "decoding": (decoding, DECODING),
     "layers": (layers, [((61, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((61, 256), INT32), ((61,), INT32)]),
 }
