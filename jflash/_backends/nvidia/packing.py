@@ -102,7 +102,7 @@ class ForwardShape:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether the kernel counts sinks, and what merges pieces of walks. Those of split keys are counted after it."""
+        """Whether the kernel counts sinks, and what merges pieces of walks. Those of split keys are counted later."""
         return self.splits == 1
 
     def sinks(self, operands: Operands) -> dict[str, Float[Array, "#B heads rows"]]:
