@@ -5,12 +5,12 @@ from typing import Any
 
 import cases
 import hopper_kernels
-import jax
 import oracle
 import pytest
 from cases import Case
 from interpreter import Interpreter
 from jax import lax
+from jax.experimental import io_callback
 from kernel_families import HOPPER
 from short_run import cover
 
@@ -38,7 +38,7 @@ class Recorder(Interpreter):
 
     def _record(self, what: str, warpgroup: Any) -> None:
         write = lambda who, whose: self.done.append((int(who), what, int(whose)))
-        jax.debug.callback(write, lax.axis_index("warpgroup"), warpgroup)
+        io_callback(write, None, lax.axis_index("warpgroup"), warpgroup, ordered=True)
 
 
 def left_after_all(done: list[tuple[int, str, int]]) -> list[int]:
