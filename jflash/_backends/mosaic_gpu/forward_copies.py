@@ -19,21 +19,21 @@ from jflash._backends.mosaic_gpu import bf16_columns, pipeline
 from jflash._backends.mosaic_gpu.converted_tile import ConvertedTile, StagedTiles
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
+from jflash._backends.mosaic_gpu.forward_schedule import CtaPlace
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.tile_range import Walk
+from jflash._backends.nvidia.walk.tile_range import Place, Walk
 
 
 class CopyingCta(Cta[ForwardPlan]):
     """A CTA of the forward, as far as it copies."""
 
-    head: Any
-    place: tuple[Any, Any]
+    cta_place: CtaPlace
 
-    def item(self, index: Any) -> tuple[Array, Array, Walk]:
-        """Return a work item's batch entry, block of queries and tiles of keys."""
+    def item(self, index: Any) -> tuple[Place, Walk]:
+        """Return a work item's place and tiles of keys."""
         raise NotImplementedError
 
     def block_start(self, block: Any) -> Any:
@@ -66,12 +66,12 @@ class CopyingCta(Cta[ForwardPlan]):
         """Copy what is named. A warpgroup that converts is given one name."""
         plan, shared, rings = self.plan, self.smem, dict(key=self.smem.k, value=self.smem.v)
         self.split_registers(copies=True)
-        key_head = self.key_head(self.head)
 
         def copy_block(index: Any, visited: Any) -> Any:
-            batch, block, tiles = self.item(index)
+            place, tiles = self.item(index)
+            key_head = self.key_head(place.group)
             tile: Callable[[Any], SourceTile | ConvertedTile]
-            tile = lambda index: self._source(batch, tiles.start(index), key_head)
+            tile = lambda index: self._source(place.batch, tiles.start(index), key_head)
             if shared.staged is not None:
                 (name,) = names
                 tile = StagedTiles(name, getattr(shared.staged, name), tile, tiles.count).tile
@@ -82,24 +82,24 @@ class CopyingCta(Cta[ForwardPlan]):
                     plgpu.barrier_wait(rings[name].empty.at[slot])
                     walked.copy(name, rings[name], slot)
                     if name == "key":
-                        self._copy_bias(walked.keys, block, slot)
+                        self._copy_bias(walked.keys, place, slot)
 
             pipeline.for_each_copy(tiles.count, copy_tile, "head", "block", "head_group", "batch")
             return visited + tiles.count
 
-        plan.schedule.each(self.place, copy_block)
+        plan.schedule.each(self.cta_place, copy_block)
         pipeline.drain(*(rings[name].empty for name in names))
 
     def _source(self, batch: Any, first: Any, key_head: Any) -> SourceTile:
         keys = GmemTile(batch, first, self.plan.tile.keys, key_head)
         return SourceTile(self.inputs, keys, mends=cache_rows.mends(self.plan.spec))
 
-    def _copy_bias(self, keys: GmemTile, block: Array, slot: Array) -> None:
+    def _copy_bias(self, keys: GmemTile, place: Place, slot: Array) -> None:
         """Copy what there is of a bias, with the keys."""
         shared, inputs, full = self.smem, self.inputs, self.smem.k.full.at[slot]
         if shared.bias_columns is not None:
-            source = bf16_columns.of_keys(inputs, keys, self.head)
+            source = bf16_columns.of_keys(inputs, keys, place.group)
             plgpu.copy_gmem_to_smem(source, shared.bias_columns.at[slot], full)
         if shared.bias is not None:
-            tile = pl.ds(self.block_start(block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
-            plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, self.head).at[tile], shared.bias.at[slot], full)
+            tile = pl.ds(self.block_start(place.block), self.plan.tile.rows), pl.ds(keys.first, keys.size)
+            plgpu.copy_gmem_to_smem(inputs.part("bias", keys.batch, place.group).at[tile], shared.bias.at[slot], full)

@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int
 from jflash._backends.mosaic_gpu import bf16_columns, piece_products, pipeline
 from jflash._backends.mosaic_gpu.forward_copies import CopyingCta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
+from jflash._backends.mosaic_gpu.forward_schedule import CtaPlace
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs, cta_index
@@ -50,15 +51,15 @@ class ForwardCta(CopyingCta):
     """A CTA of the forward; of wide heads' too, which differs where it says so."""
 
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
-        heads = plan.heads // plan.schedule.head_groups
-        self.head = cta_index("head_group") * heads + cta_index("head")
+        heads_apart, *_ = plan.schedule.grid
+        head = cta_index("head_group") * heads_apart + cta_index("head")
         self.split = cta_index("split")
         self.form, self.shape = plan.form, (WARPGROUP_ROWS, plan.tile.keys)
         has_bias = not self.form.bias_by_mma
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         self.q, self.o = refs.smem.q_o
-        self.place = cta_index("block"), cta_index("batch")
-        self.work_item = None if plan.shares is None else Item.read(refs.arrays[ITEMS], self.place[1])
+        self.cta_place = CtaPlace(head, cta_index("block"), cta_index("batch"))
+        self.work_item = None if plan.shares is None else Item.read(refs.arrays[ITEMS], self.cta_place.list)
 
     def run(self) -> None:
         if self.work_item is None:
@@ -66,15 +67,15 @@ class ForwardCta(CopyingCta):
         else:
             pl.when(self.work_item.is_one)(super().run)
 
-    def item(self, index: Any) -> tuple[Array, Array, Walk]:
-        """A work item's batch entry, block of queries and tiles of keys. Blocks that see most keys begin first, so
-        that none of them is left at the end alone."""
+    def item(self, index: Any) -> tuple[Place, Walk]:
+        """Return a work item's place and tiles of keys. Blocks that see most keys begin first, so that none of them is
+        left at the end alone."""
         if self.work_item is not None:
-            batch, block = self.work_item.batch, self.work_item.block
-            return batch, block, self.visited(Place(batch, self.head, block))
-        batch, turn = self.plan.schedule.item(self.place, index)
-        block = self.plan.schedule.blocks - 1 - turn
-        return batch, block, self.visited(Place(batch, self.head, block))
+            place = Place(self.work_item.batch, self.cta_place.head, self.work_item.block)
+        else:
+            head, batch, turn = self.plan.schedule.item(self.cta_place, index)
+            place = Place(batch, head, self.plan.schedule.blocks - 1 - turn)
+        return place, self.visited(place)
 
     def visited(self, place: Place) -> Walk:
         """The tiles of keys that a head's rows see for which one range or list says so, or this CTA's share of them."""
@@ -152,60 +153,61 @@ class ForwardCta(CopyingCta):
         self._copy_item_queries(0)
         if plan.orders_products:
             pl.when(self.warpgroup == plan.tile.warpgroups - 1)(lambda: self.ops.pass_turn(0))
-        plan.schedule.each(self.place, self._attend)
+        plan.schedule.each(self.cta_place, self._attend)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _copy_item_queries(self, index: Any) -> None:
-        batch, block, _ = self.item(index)
-        self.copy_queries(batch, self.head, block)
+        place, _ = self.item(index)
+        self.copy_queries(*place)
 
     def _attend(self, index: Any, visited: Any) -> Any:
         """Attend for one work item; `visited` tiles came before, in others."""
         plan = self.plan
-        batch, block, tiles = self.item(index)
+        place, tiles = self.item(index)
         self.wait_for_queries()
-        at = TileCoord(batch, self.head, self.rows(block).start, 0)
-        copy_next = lambda: plan.schedule.if_next(self.place, index, self._copy_item_queries)
+        at = TileCoord(place.batch, place.group, self.rows(place.block).start, 0)
+        copy_next = lambda: plan.schedule.if_next(self.cta_place, index, self._copy_item_queries)
         state, acc_o = MainLoop(self, tiles, at, visited).run(copy_next if plan.queries_stay else lambda: None)
-        sink, exponent = self.sink(batch, self.head, block), self.form.exponent(plan.spec)
+        sink, exponent = self.sink(*place), self.form.exponent(plan.spec)
         factor, lse = softmax.last_factor(plan.spec, exponent, state.m, softmax.whole(state.l), sink)
-        self._store(batch, block, softmax.scaled_rows(acc_o, factor), lse)
+        self._store(place, softmax.scaled_rows(acc_o, factor), lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             copy_next()
         return visited + tiles.count
 
-    def _store(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
+    def _store(self, place: Place, out: Array, lse: Array) -> None:
         """Store output and log-sum-exp of this warpgroup's rows; those of a piece where they are merged from."""
         if self.work_item is None:
-            self._store_whole(batch, block, out, lse)
+            self._store_whole(place, out, lse)
             return
 
         def store_piece(item: Item) -> None:
-            of_piece, lse_of_piece = (self.refs.results[name].at[item.index, self.head] for name in PIECES)
+            of_piece, lse_of_piece = (self.refs.results[name].at[item.index, place.group] for name in PIECES)
             self.ops.store_rows(out, of_piece, self.warpgroup_rows.start, of_piece.shape[0])
             lse_of_piece[self.warpgroup_rows] = lse
 
         pl.when(self.work_item.is_piece)(functools.partial(store_piece, self.work_item))
-        pl.when(~self.work_item.is_piece)(functools.partial(self._store_whole, batch, block, out, lse))
+        pl.when(~self.work_item.is_piece)(functools.partial(self._store_whole, place, out, lse))
 
-    def _store_whole(self, batch: Array, block: Array, out: Array, lse: Array) -> None:
+    def _store_whole(self, place: Place, out: Array, lse: Array) -> None:
         plan, shared, o = self.plan, self.smem, self.o.at[self.warpgroup]
+        batch, head, block = place
         if self.o is not self.q and not plan.queries_stay:
             # The output has another layout than the queries, which other warpgroups may still read.
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
-        self.refs.results["lse"][self.split, batch, self.head, self.rows(block)] = lse
+        self.refs.results["lse"][self.split, batch, head, self.rows(block)] = lse
         if plan.stores_registers:
-            self.store_output(out, batch, self.head, block)
+            self.store_output(out, *place)
             return
         result, columns, width = self.refs.results["out"].at[self.split, batch], out.shape[1], o.shape[1]
         for first in range(0, columns, width):
             if plan.output_stores > 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             values = lax.slice(out, (0, first), (WARPGROUP_ROWS, first + width))
-            some = pipeline.columns(width, result, self.head) if width == columns else pl.ds(first, width)
-            pipeline.store(values, o, result.at[self.rows(block), self.head, some])
+            some = pipeline.columns(width, result, head) if width == columns else pl.ds(first, width)
+            pipeline.store(values, o, result.at[self.rows(block), head, some])
 
 
 class MainLoop:
@@ -232,7 +234,7 @@ class MainLoop:
         next_tile = self._attend_beside_product if plan.overlaps else self._attend_after_product
         # A loop that the compiler knows to have one step would be none, and spill registers.
         has_one_step = plan.tile.keys < plan.spec.key_length <= 2 * plan.tile.keys
-        end = pipeline.opaque(stop, "head", "block") if has_one_step else stop
+        end = pipeline.opaque(stop, "head", "block", "batch") if has_one_step else stop
         state, acc_o = lax.fori_loop(start + 1, end, next_tile, (state, acc_o))
         q_read()
         acc_o = self._add_product(stop, state, acc_o)

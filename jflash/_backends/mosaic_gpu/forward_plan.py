@@ -19,10 +19,10 @@ from jflash._backends.mosaic_gpu.forward_schedule import Choice, Device, Forward
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import (
-    BEGINNINGS,
     KEYS_OF_THREE_WARPGROUPS,
     LONGER_WHERE_UNTIMED,
     PACES,
+    SAVED_IN_PLACE,
     Pace,
     RowTiles,
     Visits,
@@ -33,6 +33,7 @@ from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch
 from jflash._backends.nvidia.packing import ForwardShape, packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
@@ -220,8 +221,8 @@ class ForwardPlan(ForwardShape, KernelPlan):
         (rows, columns), all_rows = self.stored, schedule.blocks * self.rows_of_a_range
         out = (self.splits, self.out_rows[0], rows, spec.heads, columns)
         lse = (self.splits, spec.batch, self.heads, all_rows)
-        ctas, lists = schedule.grid
-        head, inner = dict(head=self.heads // schedule.head_groups), dict(block=ctas, head_group=schedule.head_groups)
+        heads, ctas, lists = schedule.grid
+        head, inner = dict(head=heads), dict(block=ctas, head_group=schedule.head_groups)
         if self.shares is None:
             grid = head | (dict(batch=lists) | inner if self.lists_run_together else inner | dict(batch=lists))
         else:
@@ -243,7 +244,8 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     visits = functools.partial(visited_tiles, spec, packed_heads)
 
     def plan_of(tile: RowTiles) -> ForwardPlan:
-        return ForwardPlan(spec, tile, ForwardSchedule(len(visits(tile.rows, tile.keys)), spec.batch), packed_heads)
+        schedule = ForwardSchedule(len(visits(tile.rows, tile.keys)), spec.batch, heads)
+        return ForwardPlan(spec, tile, schedule, packed_heads)
 
     tile = _choose_tiles(spec, rows, visits, lambda tile: _choose_schedule(plan_of(tile), visits, processors).time)
     plan = plan_of(tile)
@@ -336,24 +338,21 @@ def _choose_schedule(plan: ForwardPlan, visits: Visits, processors: int | None) 
         are_few = tile.warpgroups > 3 and spec.batch * heads <= (processors or 0)
         groups = heads if are_few else heads // math.gcd(heads, 8)
     staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.LIMITS)
-    one = ForwardSchedule(len(counts), spec.batch, head_groups=groups, staggered=staggered)
+    one = dataclasses.replace(plan.schedule, head_groups=groups, staggered=staggered)
     stores = 1 if plan.queries_stay else output_stores(spec, tile)
-    if (pace := pace_of(spec, tile)) is not None:
-        times, beginning = block_times(tile, plan.rows, visits, pace), BEGINNINGS[tile.warpgroups]
-    else:
-        # Tiles of fewer rows take less time, if not in proportion.
-        first = counts[0] * (1 - 0.6 * plan.missing_rows / tile.rows)
-        times = [forward_schedule.ITEM_TIME + count for count in (first, *counts[1:])]
-        beginning = forward_schedule.BEGIN_BY_STORES[stores]
+    pace = pace_of(spec, tile)
+    times = block_times(tile, plan.rows, visits, pace)
     if processors is None or not (stores or head_dim == value_dim):
         return Choice(one, sum(times))
+    beginning = pace.beginning * (1 if stores else SAVED_IN_PLACE)
     tile_bytes = tile.keys * (head_dim + value_dim) * facts_of(spec).pieces * 2
     device = Device(processors, beginning, tile_bytes, sum(counts) / len(counts))
-    return forward_schedule.choose(one, tuple(reversed(times)), heads, device)
+    return forward_schedule.choose(one, tuple(reversed(times)), device)
 
 
-def pace_of(spec: Spec, tile: RowTiles) -> Pace | None:
-    """Return how long a call's tiles take, if tiles of their shape were timed."""
-    if facts_of(spec).is_float32 or facts_of(spec).has_bias_tiles:
-        return None
-    return PACES.get(max(64, *block_dims(spec)), {}).get((tile.warpgroups, tile.keys))
+def pace_of(spec: Spec, tile: RowTiles) -> Pace:
+    """Return how long a call's tiles take. Those that were not timed are taken to be as fast as two warpgroups'; each
+    product of float32 operands is one of their pieces after the other."""
+    paces = PACES[next(columns for columns in PACES if max(block_dims(spec)) <= columns)]
+    pace = paces.get((tile.warpgroups, tile.keys), next(iter(paces.values())))
+    return pace._replace(visit=pace.visit * operand_pieces.products(spec))

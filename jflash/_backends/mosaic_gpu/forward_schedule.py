@@ -4,8 +4,8 @@ A CTA begins and ends in about three microseconds. One that takes several items 
 before the last one ends, and a warpgroup that has less to do begins while others still work on the last. What runs at
 the same time shares keys, which stay in the second-level cache.
 
-`ForwardSchedule` counts items out: a head's blocks, or those of several batch entries, make one list, from which they
-go to CTAs in turn. `deal` makes lists before the call: each item goes to the CTA that should be done first.
+`ForwardSchedule` counts items out: the blocks of a head and batch entry, or of several such pairs, make one list, from
+which they go to CTAs in turn. `deal` makes lists before the call: each item goes to the CTA that should be done first.
 
 `choose` asks a model of the device, fitted to measurements:
 examples/benchmarks/experiments/2026-11-22-forward-schedule.md.
@@ -36,13 +36,8 @@ from jaxtyping import Array, Int
 from jflash._backends.nvidia.ops import Ref
 
 MOST_ITEMS = 32
-"""The most work items of a CTA, and the most batch entries whose blocks make one list."""
+"""The most work items of a CTA, and the most pairs of a head and a batch entry whose blocks make one list."""
 
-ITEM_TIME = 0.3
-"""How long a work item takes beside its tiles, in visits to a tile of keys, where it was not timed (`tiles.PACES`)."""
-BEGIN_BY_STORES = (0.6, 1.0, 1.5)
-"""How long a CTA takes to begin and end there, in visits, by the stores in which its output leaves. With none the next
-item's queries wait for it, which takes half of what several items save."""
 _SPREAD = 0.05
 """How much longer the slowest multiprocessor takes than the fastest."""
 _CACHE = 10 * 2**20
@@ -62,41 +57,74 @@ _ENOUGH = 1.006
 """Among schedules within this of the best, the first is taken."""
 
 
+Place = tuple[Any, Any, Any]
+"""The head of an item, its batch entry, and its turn among their blocks."""
+
+
+class CtaPlace(NamedTuple):
+    """Which lists a CTA takes its items from, and which of a list's CTAs it is."""
+
+    head: Any
+    """The head whose lists they are, where each is of one head."""
+    number: Any
+    list: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardSchedule:
-    """How a head's blocks of queries are counted out to CTAs, in the order in which they should begin."""
+    """How blocks of queries are counted out to CTAs, in the order in which they should begin."""
 
     blocks: int
-    """Blocks of queries that a head has in a batch entry."""
+    """Blocks of queries of a pair: of a head in a batch entry."""
     batch: int
+    heads: int
     items_per_cta: int = 1
-    entries: int = 1
-    """Batch entries whose blocks make one list; the last list has those that are left."""
+    pairs: int = 1
+    """Pairs whose blocks make one list: a head with neighbouring batch entries if that divides the batch, or else pairs
+    that are as many apart as there are lists, so that lists of neighbouring heads are worked on at the same time."""
     head_groups: int = 1
     """Groups of neighbouring heads; one head of each group is worked on at the same time."""
     staggered: bool = False
-    """Whether in a list each entry begins one block later than the entry before. Then a CTA that takes the same place
-    of each entry has as much to do as others, whatever blocks turn out to be empty."""
+    """Whether in a list each pair begins one block later than the pair before. Then a CTA that takes the same place of
+    each pair has as much to do as others, whatever blocks turn out to be empty."""
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """CTAs for the blocks of one list, and the number of lists."""
-        return -(-self.blocks * self.entries // self.items_per_cta), -(-self.batch // self.entries)
+    def spans_heads(self) -> bool:
+        """Whether a list has pairs of several heads."""
+        return self.batch % self.pairs != 0
 
     @property
-    def entries_of_last(self) -> int:
-        """Batch entries of the last list."""
-        return self.batch - (self.grid[1] - 1) * self.entries
+    def grid(self) -> tuple[int, int, int]:
+        """Heads of a group whose lists are apart, CTAs for the blocks of one list, and the number of lists."""
+        ctas = -(-self.blocks * self.pairs // self.items_per_cta)
+        if self.spans_heads:
+            return 1, ctas, -(-self.heads * self.batch // self.pairs)
+        return self.heads // self.head_groups, ctas, self.batch // self.pairs
 
-    def item(self, cta: tuple[Any, Any], index: Any) -> tuple[Any, Any]:
-        """Return the batch entry of a CTA's `index`-th work item, and which of its blocks that is."""
-        place = self.place(cta[0], index)
-        if self.entries == 1:
-            return cta[1], place
-        entry, block = lax.div(place, self.blocks), lax.rem(place, self.blocks)
+    @property
+    def full_lists(self) -> int:
+        """Lists that have `pairs`; those that follow have one less."""
+        _, _, lists = self.grid
+        return self.heads * self.batch - (self.pairs - 1) * lists if self.spans_heads else lists
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all lists have as many pairs."""
+        return self.full_lists == self.grid[2]
+
+    def item(self, cta: CtaPlace, index: Any) -> Place:
+        """Return the head of a CTA's `index`-th work item, its batch entry, and its turn among their blocks."""
+        place = self.place(cta.number, index)
+        if self.pairs == 1:
+            return cta.head, cta.list, place
+        number, turn = lax.div(place, self.blocks), lax.rem(place, self.blocks)
         if self.staggered:
-            block = lax.rem(block + entry, self.blocks)
-        return cta[1] * self.entries + entry, block
+            turn = lax.rem(turn + number, self.blocks)
+        if not self.spans_heads:
+            return cta.head, cta.list * self.pairs + number, turn
+        _, _, lists = self.grid
+        pair = number * lists + cta.list
+        return lax.rem(pair, self.heads), lax.div(pair, self.heads), turn
 
     def place(self, cta: Any, index: Any) -> Any:
         """Return where in the list of blocks a work item is; past the end where no item is left.
@@ -106,22 +134,23 @@ class ForwardSchedule:
         if self.items_per_cta == 1:
             return cta
         backwards = lax.rem(index, 2) == 1
-        return index * self.grid[0] + jnp.where(backwards, self.grid[0] - 1 - cta, cta)
+        _, ctas, _ = self.grid
+        return index * ctas + jnp.where(backwards, ctas - 1 - cta, cta)
 
-    def _is_left(self, cta: tuple[Any, Any], index: Any) -> Any:
-        place, blocks = self.place(cta[0], index), self.blocks * self.entries
-        if self.entries_of_last == self.entries:
-            return place < blocks
-        return place < jnp.minimum(blocks, self.blocks * self.batch - cta[1] * blocks)
+    def _is_left(self, cta: CtaPlace, index: Any) -> Any:
+        place = self.place(cta.number, index)
+        if self.is_even:
+            return place < self.pairs * self.blocks
+        return place < jnp.where(cta.list < self.full_lists, self.pairs, self.pairs - 1) * self.blocks
 
-    def each(self, cta: tuple[Any, Any], body: Callable[[Any, Any], Any]) -> Any:
+    def each(self, cta: CtaPlace, body: Callable[[Any, Any], Any]) -> Any:
         """`carry = body(index, carry)` for every work item of a CTA, from 0 on."""
         if self.items_per_cta == 1:
             return body(0, 0)
         left = (jnp.int32(self._is_left(cta, index)) for index in range(self.items_per_cta))
         return lax.fori_loop(0, sum(left), body, jnp.int32(0))
 
-    def if_next(self, cta: tuple[Any, Any], index: Any, body: Callable[[Any], None]) -> None:
+    def if_next(self, cta: CtaPlace, index: Any, body: Callable[[Any], None]) -> None:
         """`body(index + 1)`, if there is such a work item."""
         if self.items_per_cta > 1:
             pl.when((index + 1 < self.items_per_cta) & self._is_left(cta, index + 1))(lambda: body(index + 1))
@@ -153,17 +182,17 @@ class Choice(NamedTuple):
 
 
 @functools.cache
-def choose(one: ForwardSchedule, times: tuple[float, ...], heads: int, device: Device) -> Choice:
+def choose(one: ForwardSchedule, times: tuple[float, ...], device: Device) -> Choice:
     """Return the schedule that takes the least time, by a model of the device, and that time.
 
     `one` is that of one work item a CTA. `times` are how long each block of a head takes, in the order in which they
-    should begin; the unit is the caller's, and that of `device.beginning`.
+    should begin, in the unit of `device.beginning`.
     """
-    time = functools.cache(lambda schedule: _time(schedule, times, heads, device))
+    time = functools.cache(lambda schedule: _time(schedule, times, device))
 
     def better(one: ForwardSchedule, others: Iterable[ForwardSchedule]) -> ForwardSchedule:
         """The first of the others that is about as good as the best, if that is worth it."""
-        least = [(_least(schedule, times, heads, device), schedule) for schedule in others]
+        least = [(_least(schedule, times, device), schedule) for schedule in others]
         best = math.inf
         for bound, schedule in sorted(least, key=operator.itemgetter(0)):
             if bound < best:
@@ -174,44 +203,46 @@ def choose(one: ForwardSchedule, times: tuple[float, ...], heads: int, device: D
         return next(schedule for bound, schedule in least if bound <= enough and time(schedule) <= enough)
 
     several = tuple(_with_several_items(one))
-    whole_lists = (schedule for schedule in several if one.batch % schedule.entries == 0)
+    # Where lists are not even the compiler does not know how many items a CTA has, and spills more.
+    even = (schedule for schedule in several if schedule.is_even)
     # Where a head has too few blocks for all multiprocessors, the long blocks of several heads have to begin first.
-    groups = (groups for groups in range(one.head_groups, heads + 1) if heads % groups == 0)
+    groups = (groups for groups in range(one.head_groups, one.heads + 1) if one.heads % groups == 0)
     more_groups = (dataclasses.replace(one, head_groups=number) for number in groups)
-    found = better(better(one, (*whole_lists, *more_groups)), several)
+    found = better(better(one, (*even, *more_groups)), several)
     return Choice(found, time(found))
 
 
 def _with_several_items(one: ForwardSchedule) -> Iterator[ForwardSchedule]:
     """Schedules in which all CTAs take about the same number of items, the fewest first.
 
-    A list has no more entries than a CTA has items: what its CTAs take at the same time is of one entry or two. Of the
-    last list, which may have fewer, each CTA has an item.
+    A list has no more pairs than a CTA has items, and several CTAs if a pair has several blocks: what CTAs take at the
+    same time is of one pair or two, whose keys they share. Each has an item of a list that is not full.
     """
     for items in range(1, MOST_ITEMS + 1):
-        for entries in range(1, min(items, one.batch) + 1):
-            schedule = dataclasses.replace(one, items_per_cta=items, entries=entries)
-            ctas, _ = schedule.grid
+        for pairs in range(1, min(items, one.batch * one.heads) + 1):
+            groups = one.head_groups if one.batch % pairs == 0 else 1
+            schedule = dataclasses.replace(one, items_per_cta=items, pairs=pairs, head_groups=groups)
+            _, ctas, _ = schedule.grid
             places = items * ctas
-            some_each = schedule.entries_of_last * schedule.blocks >= ctas
-            if (places - schedule.blocks * entries) * 32 <= places and some_each:
+            some_each = schedule.is_even or (schedule.full_lists > 0 and (pairs - 1) * schedule.blocks >= ctas)
+            share = ctas > 1 or schedule.blocks == 1
+            if (places - schedule.blocks * pairs) * 32 <= places and some_each and share:
                 yield schedule
 
 
-def _least(schedule: ForwardSchedule, times: tuple[float, ...], heads: int, device: Device) -> float:
+def _least(schedule: ForwardSchedule, times: tuple[float, ...], device: Device) -> float:
     """Return a time that a call takes at least, sooner found than how long it takes."""
-    ctas, lists = schedule.grid
-    number = ctas * lists * heads
-    work = heads * schedule.batch * sum(times) + number * device.beginning
-    # A CTA of the last list may have less to do than others.
-    full = number - ctas * heads * (schedule.entries_of_last < schedule.entries)
-    shortest = device.beginning + schedule.blocks * schedule.entries // ctas * min(times)
+    apart, ctas, _ = schedule.grid
+    number = math.prod(schedule.grid) * schedule.head_groups
+    work = schedule.heads * schedule.batch * sum(times) + number * device.beginning
+    full = apart * schedule.head_groups * ctas * schedule.full_lists
+    shortest = device.beginning + schedule.blocks * schedule.pairs // ctas * min(times)
     return max(work / device.processors, -(-full // device.processors) * shortest)
 
 
-def _time(schedule: ForwardSchedule, times: tuple[float, ...], heads: int, device: Device) -> float:
+def _time(schedule: ForwardSchedule, times: tuple[float, ...], device: Device) -> float:
     """How long a call takes."""
-    ctas, lists = schedule.grid
+    apart, ctas, lists = schedule.grid
 
     def of_ctas(blocks: int) -> list[float]:
         each = [device.beginning] * ctas
@@ -221,15 +252,16 @@ def _time(schedule: ForwardSchedule, times: tuple[float, ...], heads: int, devic
                 each[cta] += times[place % schedule.blocks]
         return each
 
-    whole, last = (of_ctas(schedule.blocks * entries) for entries in (schedule.entries, schedule.entries_of_last))
-    groups, pairs = schedule.head_groups, zip(whole, last, strict=True)
-    together = [time for pair in pairs for _ in range(groups) for time in [pair[0]] * (lists - 1) + [pair[1]]]
-    at_once = min(heads * schedule.batch, device.processors / ctas)
+    full, groups = schedule.full_lists, schedule.head_groups
+    of_full, of_others = (of_ctas(schedule.blocks * pairs) for pairs in (schedule.pairs, schedule.pairs - 1))
+    each = zip(of_full, of_others, strict=True)
+    together = [time for one, other in each for _ in range(groups) for time in [one] * full + [other] * (lists - full)]
+    at_once = min(schedule.heads * schedule.batch, device.processors / ctas)
     of_lists = at_once * device.read_bytes
     misses = _MISSES * max(0, device.read_bytes * max(groups, at_once) - _CACHE)
     if device.tile_bytes > _TILE_FROM_MEMORY:
         misses += _MISSES_OF_LISTS * max(0, of_lists - _CACHE_OF_LISTS) * (device.tile_bytes / _TILE_FROM_MEMORY - 1)
-    return _last(together, heads // groups, device.processors) * (1 + misses)
+    return _last(together, apart, device.processors) * (1 + misses)
 
 
 def _last(times: list[float], repeats: int, processors: int) -> float:
@@ -244,10 +276,6 @@ def _last(times: list[float], repeats: int, processors: int) -> float:
         heapq.heapreplace(free, (start + time * speed, speed))
         last = max(last, start + time * speed)
     return last
-
-
-Place = tuple[int, int, int]
-"""The head of an item, its batch entry, and its turn among their blocks."""
 
 
 Lists = tuple[tuple[Place, ...], ...]
@@ -285,7 +313,7 @@ class DealtTo(NamedTuple):
         """`body(index + 1)`, if there is such an item, else `otherwise()`."""
         lax.cond(index + 1 < self.table[self.cta, 0, 0], lambda: body(index + 1), otherwise)
 
-    def place(self, index: Any) -> tuple[Any, Any, Any]:
+    def place(self, index: Any) -> Place:
         """The `index`-th item's place."""
         head, batch, turn = (self.table[self.cta, 1 + index, part] for part in range(3))
         return head, batch, turn

@@ -81,7 +81,7 @@ class WideForwardCta(ForwardCta):
 
     def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
-        self.dealt = DealtTo(refs.arrays[ITEMS], self.place[0]) if ITEMS in refs.arrays else None
+        self.dealt = DealtTo(refs.arrays[ITEMS], self.cta_place.number) if ITEMS in refs.arrays else None
         self.has_16_bits = facts_of(plan.spec).pieces == 1
         # In lists: found before the warpgroups part, kernels of 16 bits are faster and those of float32 slower.
         self.found = self._item(0, 0) if self.dealt is None or self.has_16_bits else None
@@ -120,10 +120,7 @@ class WideForwardCta(ForwardCta):
 
     def _item(self, index: Any, before: Any) -> _Item:
         plan = self.plan
-        if self.dealt is None:
-            head, (batch, turn) = self.head, plan.schedule.item(self.place, index)
-        else:
-            head, batch, turn = self.dealt.place(index)
+        head, batch, turn = plan.schedule.item(self.cta_place, index) if self.dealt is None else self.dealt.place(index)
         number = plan.schedule.blocks - 1 - turn
         block = 2 * number + lax.axis_index(PAIR) if plan.in_pairs else number
         # Not `number`, with which ptxas spills 20 bytes more.

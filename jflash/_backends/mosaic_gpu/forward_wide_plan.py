@@ -18,7 +18,7 @@ from jflash._backends.mosaic_gpu import forward_schedule, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan, visited_tiles
-from jflash._backends.mosaic_gpu.forward_schedule import ITEM_TIME, ForwardSchedule, Lists
+from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule, Lists
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import WideTiles
@@ -47,6 +47,9 @@ a CTA has 512 threads."""
 
 _KEYS_OF_A_SPLIT = 256
 """Minimum keys per split."""
+
+_ITEM_TIME = 0.3
+"""How long a work item takes beside its tiles, in visits to a tile of keys."""
 
 _FEW_ROWS = 1024
 """Rows of a head up to which its blocks run together."""
@@ -181,7 +184,7 @@ def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
     # Where all see the same, CTAs read the same at the same time anyway, and the cache answers them together.
     # A page's part of a tile is not halved.
     in_pairs = splits == packed_heads == 1 < blocks and tile_range.blocks_grow(spec) and spec.pages is None
-    schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch)
+    schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch, spec.heads // packed_heads)
     tile = _choose_tiles(spec, few_rows=blocks == 1)
     plan = WideForwardPlan(spec, tile, schedule, packed_heads, splits, in_pairs=in_pairs)
     return dataclasses.replace(plan, dealt=_deal(plan, processors))
@@ -205,7 +208,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> Lists | None:
     else:
         places = ((head, entry, turn) for head, turn, entry in itertools.product(heads, turns, entries))
     visits = visited_tiles(spec, plan.packed_heads, plan.rows_of_a_range, plan.tile.keys)
-    return forward_schedule.deal(tuple(places), tuple(ITEM_TIME + count for count in reversed(visits)), pairs)
+    return forward_schedule.deal(tuple(places), tuple(_ITEM_TIME + count for count in reversed(visits)), pairs)
 
 
 def _limits_are_known(spec: Spec) -> bool:

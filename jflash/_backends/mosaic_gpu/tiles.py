@@ -7,6 +7,7 @@ How the paces were measured: examples/benchmarks/experiments/2026-11-22-forward-
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
@@ -112,25 +113,31 @@ Visits = Callable[[int, int], Sequence[int]]
 
 
 class Pace(NamedTuple):
-    """Microseconds of one multiprocessor that 64 rows take with tiles of one shape."""
+    """Microseconds of one multiprocessor that tiles of one shape take."""
 
     visit: float
-    """For 128 keys."""
+    """For 64 rows and 128 keys."""
     item: float
-    """For a work item, beside its visits."""
-    alone: float = 0.0
-    """For each warpgroup without rows in a block of which only one has rows: it takes part in every step as well."""
+    """For 64 rows of a work item, beside its visits."""
+    beginning: float
+    """For a CTA to begin and end."""
 
 
 PACES: Mapping[int, Mapping[tuple[int, int], Pace]] = {
-    64: {(2, 128): Pace(0.61, 0.52), (3, 128): Pace(0.45, 0.55, 0.6), (4, 64): Pace(0.59, 0.35, 0.3)},
-    80: {(2, 128): Pace(0.58, 0.88), (3, 112): Pace(0.46, 1.04), (3, 64): Pace(0.63, 0.48, 0.4)},
-    96: {(2, 128): Pace(0.56, 1.02), (3, 96): Pace(0.50, 0.78), (3, 64): Pace(0.66, 0.42, 0.8)},
-    112: {(2, 128): Pace(0.69, 1.18), (3, 96): Pace(0.58, 1.32, 0.1), (3, 64): Pace(0.90, 0.56, 1.0)},
+    64: {(2, 128): Pace(0.592, 0.49, 2.1), (3, 128): Pace(0.455, 0.45, 4.0), (4, 64): Pace(0.54, 0.28, 2.5)},
+    80: {(2, 128): Pace(0.610, 0.74, 2.1), (3, 112): Pace(0.504, 0.82, 3.3), (3, 64): Pace(0.591, 0.63, 2.7)},
+    96: {(2, 128): Pace(0.621, 0.92, 2.1), (3, 96): Pace(0.555, 0.68, 2.7), (3, 64): Pace(0.639, 0.65, 2.7)},
+    112: {(2, 128): Pace(0.700, 1.27, 2.1), (3, 96): Pace(0.623, 1.18, 2.7), (3, 64): Pace(0.741, 0.93, 2.7)},
+    128: {(2, 128): Pace(0.682, 1.05, 2.1)},
+    192: {(2, 64): Pace(1.00, 1.55, 1.5)},
+    256: {(2, 64): Pace(1.253, 2.20, 1.8)},
 }
-"""Paces by the columns of tiles, and by their warpgroups and keys; those of 64 serve all that are narrower."""
-BEGINNINGS = {2: 2.1, 3: 4.3, 4: 2.7}
-"""Microseconds that a CTA takes to begin and end, by its warpgroups."""
+"""Paces by the columns of tiles, and by their warpgroups and keys; they serve tiles of fewer columns too."""
+ALONE = 0.8
+"""The part of a step of all warpgroups that a step of one of them takes: while it waits for a product, none works."""
+SAVED_IN_PLACE = 0.6
+"""The part of a beginning that a further item saves where the output leaves from the queries' place: the next item's
+queries wait for it."""
 LONGER_WHERE_UNTIMED = 1.06
 """How much longer three warpgroups are taken to need with options that were not timed since they take turns."""
 KEYS_OF_THREE_WARPGROUPS = {80: 112, 96: 96, 112: 96}
@@ -139,17 +146,19 @@ KEYS_OF_THREE_WARPGROUPS = {80: 112, 96: 96, 112: 96}
 
 def block_times(tile: RowTiles, rows: int, visits: Visits, pace: Pace) -> list[float]:
     """Return how many microseconds each block of queries takes, of a head with `rows` in all."""
-    visit, item, alone = pace
-    absent = tile.missing(rows) // WARPGROUP_ROWS
-    present = tile.warpgroups - absent
+    count, absent = tile.warpgroups, tile.missing(rows) // WARPGROUP_ROWS
     if tile.rows > tile.keys:
         # Each warpgroup leaves out what its own rows do not see.
-        visited = visits(WARPGROUP_ROWS, tile.keys)
+        visited = [0] * absent + list(visits(WARPGROUP_ROWS, tile.keys))
     else:
-        each = visits(tile.rows, tile.keys)
-        visited = [count for count in each for _ in range(tile.warpgroups)][absent:]
-    times = [visit * tile.keys / 128 * count + item for count in visited]
-    # The others wait for some of what a warpgroup without rows would have done.
-    first, rest = sum(times[:present]) * (1 + 0.6 * absent / present), times[present:]
-    first += alone * absent * (present == 1)
-    return [first, *(sum(rest[at : at + tile.warpgroups]) for at in range(0, len(rest), tile.warpgroups))]
+        visited = [number for number in visits(tile.rows, tile.keys) for _ in range(count)]
+        visited[:absent] = [0] * absent
+
+    def time(numbers: Sequence[int]) -> float:
+        """Return how long a block takes whose warpgroups visit these numbers of tiles."""
+        falling, least = sorted(numbers, reverse=True), ALONE * count
+        steps = itertools.pairwise((*falling, 0))
+        visit = sum((more - fewer) * max(at_work, least) for at_work, (more, fewer) in enumerate(steps, 1))
+        return pace.visit * tile.keys / 128 * visit + pace.item * max(count - falling.count(0), least)
+
+    return [time(visited[first : first + count]) for first in range(0, len(visited), count)]

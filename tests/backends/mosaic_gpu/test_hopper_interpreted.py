@@ -98,7 +98,7 @@ def test_dq_in_shared_memory(
 
 
 @cover(every=40, rest=4)
-@pytest.mark.parametrize(("items", "entries", "batch"), [(2, 1, 2), (3, 2, 2), (4, 2, 3)], ids=str)
+@pytest.mark.parametrize(("items", "pairs", "batch"), [(2, 1, 2), (3, 2, 2), (4, 2, 3)], ids=str)
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
@@ -120,13 +120,13 @@ def test_dq_in_shared_memory(
     ids=str,
 )
 def test_several_items_a_cta(
-    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, items: int, entries: int, batch: int
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], options: dict, items: int, pairs: int, batch: int
 ):
-    """Each CTA takes several blocks of queries, of one or two batch entries; some CTAs have one less, or half as many.
+    """Each CTA takes several blocks of queries, of one or two batch entries, or of two heads; some CTAs have one less.
 
     The first block of a head is not whole, and of 2 heads each has its own keys.
     """
-    planned = lambda one, *_: Choice(dataclasses.replace(one, items_per_cta=items, entries=entries), 0.0)
+    planned = lambda one, *_: Choice(dataclasses.replace(one, items_per_cta=items, pairs=pairs), 0.0)
     monkeypatch.setattr(forward_schedule, "choose", planned)
     given = dict(dtype="bfloat16") | options
     case = Case(query_length=260, key_length=140, heads=(2, 2), dims=dims, batch=(batch,), **given)

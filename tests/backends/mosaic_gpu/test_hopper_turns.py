@@ -82,7 +82,7 @@ def test_every_turn_is_taken(
     monkeypatch: pytest.MonkeyPatch, dim: int, query_length: int, key_length: int, options: dict
 ):
     """One CTA takes all blocks of queries, one after the other."""
-    every = lambda one: dict(items_per_cta=one.blocks * one.batch, entries=one.batch)
+    every = lambda one: dict(items_per_cta=one.blocks * one.batch, pairs=one.batch)
     one_cta = lambda one, *_: Choice(dataclasses.replace(one, **every(one)), 0.0)
     monkeypatch.setattr(forward_schedule, "choose", one_cta)
     case = Case("bfloat16", query_length, key_length, heads=(1, 1), dims=(dim, dim), batch=(2,), **options)
