@@ -139,11 +139,8 @@ class ForwardCta(CopyingCta):
         return {"bias": bias}
 
     def sink(self, batch: Any, head: Any, block: Any) -> Array | None:
-        """The sink of this warpgroup's rows, or of each of them, if the kernel counts it: not in a piece of a walk."""
-        sink = self.plan.sink(self.refs.arrays, self.ops, batch, head, self.rows(block).start)
-        if sink is None or self.work_item is None:
-            return sink
-        return sink + jnp.where(self.work_item.is_piece, -jnp.inf, 0.0)
+        """The sink of this warpgroup's rows, or of each of them, if the kernel counts it."""
+        return self.plan.sink(self.refs.arrays, self.ops, batch, head, self.rows(block).start, self.work_item)
 
     def compute(self) -> None:
         """Copy this warpgroup's queries, attend, and store its output."""

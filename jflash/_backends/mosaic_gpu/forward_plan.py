@@ -247,7 +247,8 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
         schedule = ForwardSchedule(len(visits(tile.rows, tile.keys)), spec.batch, heads)
         return ForwardPlan(spec, tile, schedule, packed_heads)
 
-    tile = _choose_tiles(spec, rows, visits, lambda tile: _choose_schedule(plan_of(tile), visits, processors).time)
+    choose = functools.cache(lambda tile: _choose_schedule(plan_of(tile), visits, processors))
+    tile = _choose_tiles(spec, rows, visits, lambda tile: choose(tile).time)
     plan = plan_of(tile)
     shares = Shares.of(spec, heads, plan.schedule.blocks, tile.keys, processors)
     may_split = rows <= tile.rows and shares is None and spec.tokens is None
@@ -255,7 +256,7 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     plan = dataclasses.replace(plan, splits=max(1, most_splits) if may_split else 1, shares=shares)
     if plan.splits > 1 or shares is not None:
         return plan
-    schedule = _choose_schedule(plan, visits, processors).schedule
+    schedule = choose(tile).schedule
     stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not plan.stores_registers else 0
     return dataclasses.replace(plan, schedule=schedule, output_stores=stores)
 

@@ -171,7 +171,8 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         def store(own: EntryRows, lse: Ref, place: tuple[Any, ...], first: Any, limit: Any) -> None:
             factors: list[Array] = []
             for rows, (m, l) in zip(self.blocks_from(first), statistics, strict=True):
-                sink, exponent = self.sink(rows.start), self.form.exponent(plan.spec)
+                sink = plan.sink(self.refs.arrays, self.ops, self.batch, self.head, rows.start, self.item)
+                exponent = self.form.exponent(plan.spec)
                 factor, lse[(*place, rows)] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
                 factors.append(factor)
             self.store(acc_o, factors, own.ref, *own.span(first, limit))
@@ -191,11 +192,6 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         else:
             pl.when(~self.item.is_piece)(store_whole)
             pl.when(self.item.is_piece)(functools.partial(store_piece, self.item))
-
-    def sink(self, first: Any) -> Array | None:
-        """Return the sink of rows from `first` on, or of each of them, if the kernel counts it: not in a piece."""
-        sink = self.plan.sink(self.refs.arrays, self.ops, self.batch, self.head, first)
-        return sink if sink is None or self.item is None else sink + jnp.where(self.item.is_piece, -jnp.inf, 0.0)
 
     def no_output(self) -> Tiles:
         """Return O before the first tile."""
@@ -288,9 +284,9 @@ class PairedForwardCta(ForwardCta):
 
     def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref, first: Any, limit: Any) -> None:
         # The last tile's factors have been read.
-        self.ops.meet(1)
+        self.ops.meet_warpgroup()
         (self.smem.factors[...],) = factors
-        self.ops.meet(1)
+        self.ops.meet_warpgroup()
         pair = self.ops.scaled_pair(acc_o, self.smem.factors)
         self.ops.store_pair(pair, target, first, limit)
 

@@ -26,7 +26,7 @@ from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.prepared import Prepared
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
-from jflash._backends.nvidia.tile.softmax import scaled_rows
+from jflash._backends.nvidia.tile.softmax import normalizer, scaled_rows
 from jflash._backends.nvidia.walk.work_items import ITEMS, Cut, Shares
 from jflash._semantics.online_softmax import finite_or_zero
 
@@ -83,20 +83,14 @@ def _merge(shape: ForwardShape, shares: Shares, refs: Refs, ops: Ops) -> None:
     def merge() -> None:
         nothing = ops.full(vector, -jnp.inf), ops.full(vector, 0), ops.full(tile, 0)
         m, l, acc = lax.fori_loop(0, pieces, add, nothing)
-        is_empty = l == 0
-        if (sink := shape.sink(refs.arrays, ops, batch, head, first + own)) is not None:
-            reference = finite_or_zero(m)
-            m = jnp.maximum(reference, sink)
-            shrink = jnp.exp(reference - m)
-            l, acc = l * shrink + jnp.exp(sink - m), scaled_rows(acc, shrink)
-        total = jnp.where(is_empty, 1.0, l)
+        factor, lse_of_all = normalizer(finite_or_zero(m), l, shape.sink(refs.arrays, ops, batch, head, first + own))
         target = shape.rows_of(refs.arrays["out"], refs.arrays, (0, batch), head)
         chunk = ColumnChunk(column * _COLUMNS, round_up(target.ref.shape[-1], _COLUMNS))
-        ops.store_rows(scaled_rows(acc, 1 / total), target.ref, *target.span(first + own, stop), chunk)
+        ops.store_rows(scaled_rows(acc, factor), target.ref, *target.span(first + own, stop), chunk)
 
         def store_lse() -> None:
             rows = pl.ds(first + own, WARPGROUP_ROWS)
-            refs.arrays["lse"][0, batch, head, rows] = jnp.where(is_empty, -jnp.inf, m + jnp.log(total))
+            refs.arrays["lse"][0, batch, head, rows] = lse_of_all
 
         pl.when(column == 0)(store_lse)
 

@@ -16,7 +16,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.inputs import shared_index
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
-from jflash._backends.nvidia.walk.work_items import Shares
+from jflash._backends.nvidia.walk.work_items import Item, Shares
 from jflash._semantics.spec import Operands, Spec
 
 _MOST_QUERIES = 16
@@ -112,14 +112,21 @@ class ForwardShape:
         each = operands.sinks.reshape(-1, self.heads, self.packed_heads)
         return {SINKS_OF_ROWS: jnp.tile(each, (1, 1, 1 + pl.cdiv(WARPGROUP_ROWS, self.packed_heads)))}
 
-    def sink(self, arrays: Mapping[str, Ref], ops: Ops, batch: Any, head: Any, first: Any) -> Array | None:
-        """Return a head's sink, or of packed heads that of each row from `first` on, if the kernel counts them."""
+    def sink(
+        self, arrays: Mapping[str, Ref], ops: Ops, batch: Any, head: Any, first: Any, item: Item | None = None
+    ) -> Array | None:
+        """Return a head's sink, or of packed heads that of each row from `first` on, if the kernel counts them.
+
+        Those of a piece of a walk are -inf: they are counted where pieces are merged.
+        """
         if "sinks" not in arrays or not self.has_sinks:
             return None
         if self.packed_heads == 1:
-            return arrays["sinks"][shared_index(arrays["sinks"], batch, head)]
-        of_head = arrays[SINKS_OF_ROWS].at[shared_index(arrays[SINKS_OF_ROWS], batch, head)]
-        return ops.load(of_head.at[pl.ds(lax.rem(first, self.packed_heads), WARPGROUP_ROWS)], 0)
+            sink = arrays["sinks"][shared_index(arrays["sinks"], batch, head)]
+        else:
+            of_head = arrays[SINKS_OF_ROWS].at[shared_index(arrays[SINKS_OF_ROWS], batch, head)]
+            sink = ops.load(of_head.at[pl.ds(lax.rem(first, self.packed_heads), WARPGROUP_ROWS)], 0)
+        return sink if item is None else sink + jnp.where(item.is_piece, -jnp.inf, 0.0)
 
     @property
     def parts(self) -> str:

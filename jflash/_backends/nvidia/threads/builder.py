@@ -277,6 +277,13 @@ def tile(shape: Sequence[int], registers: Iterable[Any], *, is_signed: bool | No
     return mgpu.FragmentedArray(_registers=array, _layout=mgpu.WGMMA_LAYOUT, _is_signed=is_signed)
 
 
+def by_thread(o: ThreadBuilder, word: Any) -> Any:
+    """Return the vector `[128]` of integers of which each thread has a word."""
+    registers = np.empty((1,), dtype=object)
+    registers[0] = o.vector_of([word])
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGStridedFragLayout((THREADS,), 1), _is_signed=True)
+
+
 def scalar(word: Any, *, is_signed: bool = True) -> Any:
     """Return the array without axes that is a word, the same in all threads of a warp at least."""
     return mgpu.FragmentedArray.splat(word, (), is_signed=is_signed)

@@ -12,11 +12,10 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Bool, Int
 
-from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, array_type, places, strided, tile
+from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, array_type, by_thread, places, strided, tile
 
 SIZE = 64
 """Rows and columns of the tile that the threads' words describe."""
@@ -33,11 +32,7 @@ def pack(mask: Any, plane: Any, query: Any, key: Any, keys_first: bool) -> Int[A
 
     def make(o: ThreadBuilder, mask: Any, plane: Any, query: Any, key: Any) -> Any:
         read = functools.partial(_read, o, mgpu.utils.memref_ptr(mask), plane, queries, keys)
-        word = (_columns_of_rows if keys_first else _rows)(o, read, query, key)
-        registers = np.empty((1,), dtype=object)
-        registers[0] = o.vector_of([word])
-        layout = mgpu.WGStridedFragLayout((THREADS,), 1)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+        return by_thread(o, (_columns_of_rows if keys_first else _rows)(o, read, query, key))
 
     returns = array_type((THREADS,), jnp.int32, strided((THREADS,), 1))
     return ThreadBuilder.emit(make, mask, plane, query, key, returns=returns)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxtyping import Array, Bool, Int
 
-from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, array_type, strided
+from jflash._backends.nvidia.threads.builder import THREADS, ThreadBuilder, array_type, by_thread, strided
 
 _EACH = strided((THREADS,), 1)
 _utils: Any = mgpu.utils
@@ -18,7 +17,7 @@ _utils: Any = mgpu.utils
 def indices() -> Int[Array, "128"]:
     """Return each thread's index in its warpgroup."""
     returns = array_type((THREADS,), jnp.int32, _EACH)
-    return ThreadBuilder.emit(lambda o: _vector(o, o.thread), returns=returns)
+    return ThreadBuilder.emit(lambda o: by_thread(o, o.thread), returns=returns)
 
 
 def gather(table: Any, index: Int[Array, "128"]) -> Int[Array, "128"]:
@@ -26,7 +25,7 @@ def gather(table: Any, index: Int[Array, "128"]) -> Int[Array, "128"]:
 
     def make(o: ThreadBuilder, table: Any, index: Any) -> Any:
         place = o.arith.index_cast(o.ir.IndexType.get(), _word(o, index))
-        return _vector(o, _utils.memref.load(table, [place]))
+        return by_thread(o, _utils.memref.load(table, [place]))
 
     returns = array_type((THREADS,), jnp.int32, _EACH)
     return ThreadBuilder.emit(make, table, index, returns=returns, layout=_EACH)
@@ -53,9 +52,3 @@ def scatter(
 def _word(o: ThreadBuilder, number: Any) -> Any:
     """Return a thread's own number, or the one of all threads."""
     return o.extract(number.registers.item(), 0) if isinstance(number, mgpu.FragmentedArray) else number
-
-
-def _vector(o: ThreadBuilder, word: Any) -> Any:
-    registers = np.empty((1,), dtype=object)
-    registers[0] = o.vector_of([word])
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGStridedFragLayout((THREADS,), 1), _is_signed=True)

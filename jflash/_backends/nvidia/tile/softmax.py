@@ -210,13 +210,17 @@ def scaled_rows(sums: Float[Array, "rows *columns"], rescale: Rows) -> Float[Arr
 
 
 def last_factor(spec: Spec, exponent: Exponent, m: Rows, l: Rows, sink: Array | None) -> tuple[Rows, Rows]:
-    """What times O is the rows' output, and their log-sum-exp, from m and whole l.
+    """What times O is the rows' output, and their log-sum-exp, from m and whole l, as `normalizer` has them."""
+    factor, lse = normalizer(finite_or_zero(m) * (1.0 if exponent.exact else 1 / LOG2_E), l, sink)
+    return dropped.scaled(spec, factor), lse
+
+
+def normalizer(reference: Rows, l: Rows, sink: Array | None) -> tuple[Rows, Rows]:
+    """What normalizes sums over exponentials relative to a finite natural number, of which l is one; and log l.
 
     For rows that saw no key they are 0 and -inf, with a sink or without.
     """
     empty = l == 0
-    unit = 1.0 if exponent.exact else 1 / LOG2_E
-    reference = finite_or_zero(m) * unit
     factor = 1 / jnp.where(empty, 1.0, l)
     if sink is not None:
         largest = jnp.maximum(reference, sink)
@@ -224,4 +228,4 @@ def last_factor(spec: Spec, exponent: Exponent, m: Rows, l: Rows, sink: Array | 
         l = l * shrink + jnp.exp(sink - largest)
         reference, factor = largest, shrink / l
     lse = jnp.where(empty, -jnp.inf, reference + jnp.log(jnp.where(empty, 1.0, l)))
-    return jnp.where(empty, 0.0, dropped.scaled(spec, factor)), lse
+    return jnp.where(empty, 0.0, factor), lse
