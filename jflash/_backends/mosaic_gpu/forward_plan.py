@@ -263,10 +263,9 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
 
 def visited_tiles(spec: Spec, packed_heads: int, rows: int, keys: int) -> list[int]:
     """How many tiles of `keys` keys each block of `rows` rows visits, by what is known before the call."""
-    rows = max(rows // packed_heads, 1)
     left, right = spec.bounds
-    stop = np.arange(spec.query_length, 0, -rows)[::-1]
-    first = np.maximum(stop - rows, 0)
+    stop_row = np.arange(spec.query_length * packed_heads, 0, -rows)[::-1]
+    first, stop = np.maximum(stop_row - rows, 0) // packed_heads, -(-stop_row // packed_heads)
     offset = spec.query_offset or 0
     first_key = np.zeros_like(first) if left is None else np.maximum(first + offset - left, 0)
     stop_key = np.full_like(stop, spec.key_length) if right is None else stop + offset + right

@@ -31,7 +31,7 @@ from jax.core import ShapedArray
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jflash._backends.nvidia.ops import Ref
 
@@ -237,44 +237,62 @@ def _least(schedule: ForwardSchedule, times: tuple[float, ...], device: Device) 
     work = schedule.heads * schedule.batch * sum(times) + number * device.beginning
     full = apart * schedule.head_groups * ctas * schedule.full_lists
     shortest = device.beginning + schedule.blocks * schedule.pairs // ctas * min(times)
-    return max(work / device.processors, -(-full // device.processors) * shortest)
+    return max(work / _speed(device.processors), -(-full // device.processors) * shortest) * _misses(schedule, device)
 
 
 def _time(schedule: ForwardSchedule, times: tuple[float, ...], device: Device) -> float:
     """How long a call takes."""
     apart, ctas, lists = schedule.grid
+    index, cta = np.arange(schedule.items_per_cta)[:, None], np.arange(ctas)
+    place = index * ctas + np.where(index % 2, ctas - 1 - cta, cta)
+    of_places = np.asarray(times)[place % schedule.blocks]
 
-    def of_ctas(blocks: int) -> list[float]:
-        each = [device.beginning] * ctas
-        for index, cta in itertools.product(range(schedule.items_per_cta), range(ctas)):
-            place = index * ctas + (ctas - 1 - cta if index % 2 else cta)
-            if place < blocks:
-                each[cta] += times[place % schedule.blocks]
-        return each
+    def of_ctas(pairs: int) -> Float[np.ndarray, "ctas"]:
+        """How long each CTA of a list of so many pairs takes."""
+        return device.beginning + np.where(place < schedule.blocks * pairs, of_places, 0).sum(axis=0)
 
     full, groups = schedule.full_lists, schedule.head_groups
-    of_full, of_others = (of_ctas(schedule.blocks * pairs) for pairs in (schedule.pairs, schedule.pairs - 1))
-    each = zip(of_full, of_others, strict=True)
-    together = [time for one, other in each for _ in range(groups) for time in [one] * full + [other] * (lists - full)]
+    both = (of_ctas(schedule.pairs), full), (of_ctas(schedule.pairs - 1), lists - full)
+    together = np.concatenate([np.tile(np.repeat(each, groups)[:, None], number) for each, number in both], axis=1)
+    return _last(together.ravel(), apart, device.processors) * _misses(schedule, device)
+
+
+def _misses(schedule: ForwardSchedule, device: Device) -> float:
+    """How many times as long a call takes as one whose keys and values all come from the second-level cache."""
+    _, ctas, _ = schedule.grid
     at_once = min(schedule.heads * schedule.batch, device.processors / ctas)
-    of_lists = at_once * device.read_bytes
-    misses = _MISSES * max(0, device.read_bytes * max(groups, at_once) - _CACHE)
+    bytes_at_once = device.read_bytes * max(schedule.head_groups, at_once)
+    misses = _MISSES * max(0, bytes_at_once - _CACHE)
     if device.tile_bytes > _TILE_FROM_MEMORY:
-        misses += _MISSES_OF_LISTS * max(0, of_lists - _CACHE_OF_LISTS) * (device.tile_bytes / _TILE_FROM_MEMORY - 1)
-    return _last(together, apart, device.processors) * (1 + misses)
+        of_lists = max(0, at_once * device.read_bytes - _CACHE_OF_LISTS)
+        misses += _MISSES_OF_LISTS * of_lists * (device.tile_bytes / _TILE_FROM_MEMORY - 1)
+    return 1 + misses
 
 
-def _last(times: list[float], repeats: int, processors: int) -> float:
+@functools.cache
+def _paces(processors: int) -> tuple[float, ...]:
+    """How long each multiprocessor takes for what the fastest does in 1, in no order: neighbours differ as much as any
+    two."""
+    return tuple(1 + _SPREAD * (index * 0.618 % 1) for index in range(processors))
+
+
+@functools.cache
+def _speed(processors: int) -> float:
+    """What all multiprocessors do in 1."""
+    return sum(1 / pace for pace in _paces(processors))
+
+
+def _last(times: Float[np.ndarray, "ctas"], repeats: int, processors: int) -> float:
     """When the last CTA ends, if each multiprocessor that is free takes the next one of a repeated list."""
     if repeats * len(times) > 32 * processors:
-        return repeats * sum(times) / processors + max(times)
-    # In no order: neighbours differ as much as any two.
-    free = [(0.0, 1 + _SPREAD * (index * 0.618 % 1)) for index in range(processors)]
+        return repeats * float(times.sum()) / _speed(processors) + float(times.max())
+    free = [(0.0, pace) for pace in _paces(processors)]
     last = 0.0
-    for time in itertools.chain.from_iterable(itertools.repeat(times, repeats)):
-        start, speed = free[0]
-        heapq.heapreplace(free, (start + time * speed, speed))
-        last = max(last, start + time * speed)
+    for time in itertools.chain.from_iterable(itertools.repeat(times.tolist(), repeats)):
+        start, pace = free[0]
+        end = start + time * pace
+        heapq.heapreplace(free, (end, pace))
+        last = max(last, end)
     return last
 
 

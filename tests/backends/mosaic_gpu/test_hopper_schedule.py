@@ -12,7 +12,7 @@ from hopper_schedules import last, spec
 from short_run import cover
 
 from jflash._backends.mosaic_gpu import forward_schedule, smem
-from jflash._backends.mosaic_gpu.forward_plan import output_stores, shared_memory
+from jflash._backends.mosaic_gpu.forward_plan import output_stores, shared_memory, visited_tiles
 from jflash._backends.mosaic_gpu.forward_schedule import CtaPlace, DealtTo, Device, ForwardSchedule
 from jflash._backends.mosaic_gpu.plan import describe, plan_backward, plan_forward
 from jflash._backends.nvidia.walk import tile_range
@@ -160,6 +160,14 @@ def test_the_bound_on_a_schedule_s_time_is_one():
     for schedule in several:
         args = schedule, times, device
         assert forward_schedule._least(*args) <= forward_schedule._time(*args) * (1 + 1e-6)
+
+
+def test_warpgroups_of_packed_heads_end_within_a_query():
+    """117 rows are two of 64, though no 64 rows are whole queries of 13 heads: their times are those of one block."""
+    call = spec(112, 112, batch=64, heads=26, key_heads=2, query_length=9, key_length=4096)
+    assert visited_tiles(call, 13, 64, 128) == [32, 32]
+    plan = plan_forward(call, 132).plan
+    assert (plan.packed_heads, plan.schedule.blocks) == (13, 1)
 
 
 def test_tiles_by_length():
