@@ -248,7 +248,7 @@ def _time(schedule: ForwardSchedule, times: tuple[float, ...], device: Device) -
     of_places = np.asarray(times)[place % schedule.blocks]
 
     def of_ctas(pairs: int) -> Float[np.ndarray, "ctas"]:
-        """How long each CTA of a list of so many pairs takes."""
+        """Return how long each CTA takes where a list has this number of pairs."""
         return device.beginning + np.where(place < schedule.blocks * pairs, of_places, 0).sum(axis=0)
 
     full, groups = schedule.full_lists, schedule.head_groups
