@@ -33,7 +33,7 @@ SPILLS = {
     ),
     "bias of keys, rounds: forward": (
         28,
-        "As at d64 causal, and its lists span heads: it keeps the head of an item. What that costs was not measured yet.",
+        "As at d64 causal; its lists span heads, and it keeps an item's head. What that costs was not measured yet.",
     ),
     "latent, pages of 16, paged: forward": (
         140,
