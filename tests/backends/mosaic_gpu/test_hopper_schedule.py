@@ -25,11 +25,15 @@ LISTS = [
     for items in (1, 2, 3, 8)
     for staggered in (False, True)
 ]
-LISTS = [one for one in LISTS if one.is_even or (one.pairs - 1) * one.blocks >= one.grid[1]]
+
+
+def every_cta_has_an_item(schedule: ForwardSchedule) -> bool:
+    """Also those of lists that have a pair less."""
+    return schedule.is_even or (schedule.pairs - 1) * schedule.blocks >= schedule.grid[1]
 
 
 @cover(2)
-@pytest.mark.parametrize("schedule", LISTS, ids=str)
+@pytest.mark.parametrize("schedule", [*filter(every_cta_has_an_item, LISTS)], ids=str)
 def test_every_block_is_an_item_of_one_cta(schedule: ForwardSchedule):
     """Also where lists have pairs of several heads, and some one less, but an item for each CTA."""
     everything = []
@@ -106,6 +110,7 @@ def ends(schedule: ForwardSchedule, visits: tuple[float, ...], beginning: float)
 def test_forward_leaves_no_processor_waiting(visits: tuple[float, ...], batch: int, heads: int, beginning: float):
     one = ForwardSchedule(len(visits), batch, heads)
     schedule = forward_schedule.choose(one, visits, Device(132, beginning, 2**16, len(visits))).schedule
+    assert every_cta_has_an_item(schedule)
     assert ends(schedule, visits, beginning) <= 1.02 * ends(one, visits, beginning)
 
 
